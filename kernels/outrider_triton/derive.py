@@ -118,7 +118,9 @@ def candidates(
     made = list(_plain(facts, operator, m, n, stored))
     if facts.rings and m <= _OURS and stored == PLAIN:
         made += _rings(facts, operator, m, n, k, half)
-    if facts.rings and m <= _FEW and stored.ring:
+    if facts.rings and m <= _OURS and stored.ring and not stored.made and (operator != "linear_rope" or half):
+        made += _rings(facts, operator, m, n, k, half, stored)
+    if facts.rings and m <= _FEW and stored.ring and stored.made:
         made += _plane_rings(facts, operator, m, n, k, stored)
     return [config for config in dict.fromkeys(made) if shared_bytes(facts, operator, config, stored) <= facts.shared_bytes]
 
@@ -131,6 +133,8 @@ def _plain(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) ->
     if not few:
         tiles = [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)]
     if operator == "linear_rope":
+        if stored != PLAIN:
+            return  # through rings alone
         tiles = [tile for tile in tiles if tile[0] in (32, 64, 128)]  # both rows of a pair
     elif operator in _ADDED:
         tiles = [tile for tile in tiles if tile[0] >= 32]  # each program leaves a share of the sum of squares
@@ -160,10 +164,16 @@ def _splits(operator: str, stored: Stored = PLAIN) -> tuple[int, ...]:
     return tuple(split for split in (1, 2, 4, 8) if split <= most) if operator == "linear_parts" else (1,)
 
 
-def _rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int) -> Iterator[MatmulConfig]:
-    """Those of :mod:`outrider_triton.jit.streamed`: shares of the pairs of rows, in boxes that divide what they lie in."""
+def _rings(
+    facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int, stored: Stored = PLAIN
+) -> Iterator[MatmulConfig]:
+    """Those of :mod:`outrider_triton.jit.streamed`: shares of the pairs of rows, in boxes that divide what they lie in.
+
+    The unit adds e4m3 up with few bits, so that these have 128 columns at a time; and no parts.
+    """
     folded = operator == "linear" or operator in _ADDED
-    for waves, box, split in itertools.product((1, 2), (32, 16, 8), _splits(operator)):
+    plain, bytes_of = stored == PLAIN, 2 if stored == PLAIN else 1
+    for waves, box, split in itertools.product((1, 2), (32, 16, 8), _splits(operator) if plain else (1,)):
         if operator == "linear_parts" and split > 1:
             each, fold = _PAIRS, 1
         else:
@@ -171,12 +181,12 @@ def _rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int)
             fold = 2 if folded or operator == "linear_parts" else 1
             each = -(-pairs // (facts.processors * waves * box)) * box
         inside = {"linear_rope": half, "linear_silu_mul": n // 2, "scaled_silu_mul": n // 2}.get(operator, _PAIRS)
-        if inside % box or (fold == 2 and each > _PAIRS):
+        if inside % box or (plain and fold == 2 and each > _PAIRS):
             continue
         rooms = (facts.processor_shared // 2 - 1024,) if waves > 1 else _ROOMS[operator == "linear_add_scaled"]
-        for room, block_k in itertools.product(rooms, (128, 256)):
+        for room, block_k in itertools.product(rooms, (128, 256) if plain else (128,)):
             width = fold * max(8, m)
-            stage = (2 * _PAIRS + width) * block_k * 2
+            stage = (2 * _PAIRS + width) * block_k * bytes_of + (0 if plain else 16)  # and its barriers
             stages = (min(room, facts.shared_bytes) - 8 * _PAIRS * width - 1024) // stage
             if stages > 1 and k % (split * block_k * fold) == 0:
                 yield MatmulConfig(max(8, m), box, block_k, split, 4, stages, 0, STREAMED, each)
@@ -215,14 +225,15 @@ def _plane_ring_bytes(config: MatmulConfig) -> int:
 def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: Stored = PLAIN) -> int:
     """Bytes of shared memory of a program, a few too many rather than too few."""
     tokens, columns = config.block_m, config.block_k
-    if config.descriptor == STREAMED and stored != PLAIN:
+    if config.descriptor == STREAMED and stored.made:
         return _plane_ring_bytes(config)
     if config.descriptor == STREAMED:
         folded = operator in ("linear", *_ADDED) or (operator == "linear_parts" and config.split == 1)
         width = tokens * (2 if folded else 1)
         # Barriers are padded, and the sums of squares that a scaled product reads are added up through shared memory.
         scratch = 1152 if operator in ("scaled_silu_mul", "linear_rope") else 640
-        return config.stages * ((2 * _PAIRS + width) * columns * 2 + 16) + 2 * _PAIRS * width * 4 + scratch
+        held = (2 * _PAIRS + width) * columns * stored.weight_bits // 8
+        return config.stages * (held + 16) + 2 * _PAIRS * width * 4 + scratch
     rows = config.block_n * (2 if operator in _GATED else 1)
     # Where the matrix unit reads shared memory itself, a tile is still being read when the next one is asked for. It doesn't
     # for so few tokens.
@@ -242,7 +253,7 @@ def estimate(
     facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int, n: int, k: int, stored: Stored = PLAIN
 ) -> float:
     """Seconds that a product is expected to take, for ranking: bytes of the busiest multiprocessor, and what is in flight."""
-    if stored != PLAIN:
+    if stored != PLAIN and (stored.made or config.descriptor != STREAMED):
         return _by_steps(facts, operator, config, m=m, n=n, k=k, stored=stored)
     streamed = config.descriptor == STREAMED
     paired = operator in (*_GATED, "linear_rope")
@@ -343,7 +354,7 @@ def _resident(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: S
     sums = config.block_n * config.block_m * (2 if operator in _GATED else 1)
     threads = config.warps * facts.warp + (facts.warp if config.descriptor == STREAMED else 0)
     registers = max(64 * threads, sums + 48 * threads)
-    if config.descriptor == STREAMED and stored != PLAIN:  # the warp that brings has room for four
+    if config.descriptor == STREAMED and stored.made:  # the warp that brings has room for four
         threads = (config.warps + 4) * facts.warp
         registers = (96 if config.warps > 4 and config.ahead > 256 else 80) * threads
     return min(

@@ -116,9 +116,9 @@ define(
 )
 
 
-def _queries(x: Tensor, weight: Tensor, k_cache: Tensor) -> Tensor:
+def _queries(x: Tensor, weight: Tensor, k_cache: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     kv_heads, size = k_cache.shape[2:]
-    return x.new_empty((x.shape[0], weight.shape[0] // size - 2 * kv_heads, size))
+    return x.new_empty((x.shape[0], weight.shape[0] // size - 2 * kv_heads, size), dtype=dtype)
 
 
 def _linear_rope_write_cache(
@@ -176,4 +176,38 @@ define(
     "Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, int[] config, bool pdl) -> Tensor",
     _linear_rope_write_cache,
     lambda x, squares, weight, bias, eps, cos, sin, k_cache, *rest: _queries(x, weight, k_cache),
+)
+
+
+def _linear_quantized_rope_write_cache(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    rows: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    config: list[int],
+    pdl: bool,
+) -> Tensor:
+    """Of operands in e4m3; ``rows`` of the weight have one of ``scales``. Queries are of ``dtype``."""
+    rotary = cos, sin, k_cache, v_cache, slots
+    q = _queries(x, weight, k_cache, dtype)
+    streamed.rope_write_cache(
+        x, None, weight, bias, 0.0, rotary, q, MatmulConfig(*config), pdl, quantized=(x_scales, scales, rows)
+    )
+    return q
+
+
+define(
+    "rope_write_cache.triton_linear_quantized(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, int rows, "
+    "Tensor? bias, ScalarType dtype, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, "
+    "int[] config, bool pdl) -> Tensor",
+    _linear_quantized_rope_write_cache,
+    lambda x, x_scales, weight, scales, rows, bias, dtype, cos, sin, k_cache, *rest: _queries(x, weight, k_cache, dtype),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +20,15 @@ from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
 from outrider_triton.table import MatmulConfig, bucket
 
 _TRITON = torch.ops.outrider
+
+
+class _Normed(NamedTuple):
+    """What a norm leaves for the product behind it: rows, quantised where there are scales, and how they're multiplied."""
+
+    rows: Tensor
+    scales: Tensor | None
+    way: Plan
+    config: MatmulConfig
 
 
 class TritonQuantized(KernelSet):
@@ -105,8 +115,10 @@ class TritonQuantized(KernelSet):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Three kernels for few tokens: the norm adds parts of the first product up, and quantises what the second takes."""
-        made = self._normed_product(added, residual, norm, eps, weight, bias, parts=False)
-        return super().norm_linear_quantized(added, residual, norm, eps, weight, bias) if made is None else made
+        normed = self._normed(added, residual, norm, eps, weight, bias)
+        if normed is None:
+            return super().norm_linear_quantized(added, residual, norm, eps, weight, bias)
+        return self._behind(normed, residual, weight, bias, parts=False)
 
     def norm_linear_quantized_rope_write_cache(
         self,
@@ -118,21 +130,27 @@ class TritonQuantized(KernelSet):
         bias: Tensor | None,
         rotary: RotaryArgs,
     ) -> Tensor:
-        """Four kernels for few tokens: what turns queries and keys adds parts of their product up."""
+        """Four kernels for few tokens: what turns queries and keys adds parts of their product up. Three where the product
+        comes through a ring and turns them itself.
+        """
         cos, sin, k_cache, v_cache, slots = rotary
         straight = cos.stride() == sin.stride() and cos.stride(1) == 1 and slots.is_contiguous()
         straight = straight and k_cache.is_contiguous() and v_cache.is_contiguous()
         straight = straight and k_cache.dtype in (residual.dtype, torch.float8_e4m3fn)
-        made = None
+        normed = None
         if straight and self._uses("rope_write_cache", residual):
-            made = self._normed_product(added, residual, norm, eps, weight, bias, parts=True)
-        if made is None:
+            normed = self._normed(added, residual, norm, eps, weight, bias)
+        if normed is None:
             return super().norm_linear_quantized_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
-        way, kind = plan(self.facts, weight), residual.dtype
+        way, kind = normed.way, residual.dtype
+        turning = self._turning(residual.shape[0], weight, way, k_cache.shape[3] // 2)
+        if turning is not None and normed.scales is not None:
+            return self._turned(normed, normed.scales, residual, weight, bias, rotary, turning)
+        made = self._behind(normed, residual, weight, bias, parts=True)
         new = self._scope.first(
             ("add_parts_rope_write_cache", kind, weight.shape, weight.label, k_cache.shape[1:], k_cache.dtype)
         )
-        for split in {each.split for each in self._every(weight, way)} if new and way is not None else ():
+        for split in {each.split for each in self._every(weight, way)} if new else ():
             few = (
                 made.new_empty((split, 4, weight.shape[0]), dtype=torch.float32)
                 if split > 1
@@ -144,7 +162,61 @@ class TritonQuantized(KernelSet):
         left = bias if made.dim() == 3 else None
         return _TRITON.rope_write_cache.triton_parts(made, left, *rotary, kind, self.pdl)  # type: ignore[no-any-return]
 
-    def _normed_product(
+    def _turning(self, m: int, weight: QuantizedWeight, way: Plan, half: int) -> MatmulConfig | None:
+        """How a product through a ring turns queries and keys itself; None where it can't."""
+        if not way.ring or way.planes or not 0 < m <= MOST:
+            return None
+        (n, k), stored = weight.shape, way.stored(weight.format)
+        key = "turning", stored, n, k, half, bucket(m)
+        if key not in self._derived_quantized:
+            found = choose(self.facts, "linear_rope", m=m, n=n, k=k, half=half, stored=stored)
+            self._derived_quantized[key] = found
+        return self._derived_quantized[key]
+
+    def _turned(
+        self,
+        normed: _Normed,
+        scales: Tensor,
+        residual: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        rotary: RotaryArgs,
+        config: MatmulConfig,
+    ) -> Tensor:
+        cos, sin, k_cache, v_cache, slots = rotary
+        operands = weight.data, weight.scales, weight.block[0], bias, residual.dtype
+        if self._scope.first(
+            ("linear_quantized_rope", residual.dtype, weight.shape, weight.label, k_cache.shape[1:], k_cache.dtype)
+        ):
+            few, half = (cos[:4], sin[:4], k_cache, v_cache, slots[:4]), k_cache.shape[3] // 2
+            (n, k), stored = weight.shape, normed.way.stored(weight.format)
+            for each in every(self.facts, "linear_rope", n=n, k=k, half=half, stored=stored):
+                with ahead():
+                    _TRITON.rope_write_cache.triton_linear_quantized(
+                        normed.rows[:4], scales[:4], *operands, *few, each.as_list(), self.pdl
+                    )
+        return _TRITON.rope_write_cache.triton_linear_quantized(  # type: ignore[no-any-return]  # torch.ops has no types
+            normed.rows, scales, *operands, *rotary, config.as_list(), self.pdl
+        )
+
+    def _behind(
+        self, normed: _Normed, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool
+    ) -> Tensor:
+        """The second product; ``parts`` as in :meth:`_skinny`."""
+        laid = normed.scales is None and normed.way.planes
+        return self._skinny(
+            normed.rows,
+            weight,
+            bias,
+            normed.way,
+            normed.config,
+            dtype=residual.dtype,
+            scales=normed.scales,
+            parts=parts,
+            laid=laid,
+        )
+
+    def _normed(
         self,
         added: QuantizedProduct,
         residual: Tensor,
@@ -152,10 +224,8 @@ class TritonQuantized(KernelSet):
         eps: float,
         weight: QuantizedWeight,
         bias: Tensor | None,
-        *,
-        parts: bool,
-    ) -> Tensor | None:
-        """:meth:`norm_linear_quantized`, ``parts`` as in :meth:`_skinny`; None, and nothing was done: not for these."""
+    ) -> _Normed | None:
+        """:meth:`norm_linear_quantized` up to its second product; None, and nothing was done: not for these."""
         width = added.x.shape[-1] // 2 if added.gated else added.x.shape[-1]
         narrow = added.x[..., :width]
         first, second = plan(self.facts, added.weight), plan(self.facts, weight)
@@ -183,9 +253,9 @@ class TritonQuantized(KernelSet):
         left = added.bias if one.split > 1 else None
         if not _dynamic(weight):
             normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl, second.planes)
-            return self._skinny(normed, weight, bias, second, two, laid=second.planes, parts=parts)
+            return _Normed(normed, None, second, two)
         normed, scales = self._norm(product, left, residual, norm, eps, weight, second)
-        return self._skinny(normed, weight, bias, second, two, dtype=residual.dtype, scales=scales, parts=parts)
+        return _Normed(normed, scales, second, two)
 
     def _gate(self, x: Tensor, weight: QuantizedWeight, way: Plan) -> tuple[Tensor, Tensor]:
         kept = _group(weight), kept_dtype(weight.data, way.native)

@@ -19,6 +19,8 @@ from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
 from outrider_triton.jit.planes import UNIT
 from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.streamed import multiply_quantized
+from outrider_triton.table import STREAMED, MatmulConfig
 
 _AT_ONCE = 128
 """Columns that are multiplied at a time where scales of groups meet the sums."""
@@ -33,7 +35,8 @@ class Plan:
 
     ``native``: the matrix unit takes both operands as they are stored. ``columns``: those of a scale, a power of two.
     ``at_once``: so many columns are multiplied at a time at most; 0: those of a tile. ``planes``: by
-    :func:`outrider_triton.jit.planes.linear_planes`; ``ring``: or by :func:`outrider_triton.jit.planes_ring.streamed_planes`.
+    :func:`outrider_triton.jit.planes.linear_planes`. ``ring``: or by :func:`outrider_triton.jit.planes_ring.streamed_planes`;
+    what isn't in planes, by :func:`outrider_triton.jit.streamed.streamed_linear`.
     """
 
     mode: str
@@ -79,8 +82,10 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) ->
     native = takes and weight.activations == weight.format and not zeros and mode != "fine"
     units = planes and weight.format == "int4" and mode != "fine" and k % UNIT.value == 0 and weight.data.data_ptr() % 4 == 0
     units = units and weight.activations is None
-    ring = facts.rings and units and not zeros and mode == "block" and weight.block == (1, UNIT.value)
-    ring = ring and weight.data.data_ptr() % 16 == 0 and weight.scales.is_contiguous()
+    ring = units and not zeros and mode == "block" and weight.block == (1, UNIT.value)
+    ring = ring or (native and weight.format == "fp8" and mode == "row" and not group and k % UNIT.value == 0)
+    ring = ring and facts.rings and weight.data.data_ptr() % 16 == 0 and weight.scales.is_contiguous()
+    ring = ring and weight.data.is_contiguous()
     return Plan(mode, native, columns, at_once, units, ring)
 
 
@@ -206,7 +211,8 @@ def _linear_quantized(
     """``x_scales``: ``x`` was quantised. ``parts``: what a split leaves, float32 [split, T, N] without the bias."""
     weight = _record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
-    torch._check(not descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
+    ring = descriptor == STREAMED and native and format == "fp8" and mode == "row"
+    torch._check(ring or not descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
     flat = _rows(x, weight)
     (m, k), n = flat.shape, shape[0]
     # The same where there's no split: one place for what a program writes.
@@ -217,6 +223,9 @@ def _linear_quantized(
         if x_scales is None:
             flat, x_scales = quantized_rows(flat, activations, group, input_scale, kept_dtype(data, native), pdl)
         groups = x_scales.shape[1]
+    if ring and x_scales is not None:
+        multiply_quantized(flat, data, bias, made[0], (x_scales, scales, block[0]), MatmulConfig(*config), pdl)
+        return made.view(*x.shape[:-1], n)
     packed = format == "int4"
     if packed and (flat.data_ptr() % 4 or flat.stride(0) % 2):
         flat = flat.clone(memory_format=torch.contiguous_format)

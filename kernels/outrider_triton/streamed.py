@@ -15,16 +15,35 @@ from outrider_triton.launch import launch, power_of_two
 from outrider_triton.table import MatmulConfig
 
 _PAIRS: int = PAIRS.value
-_LAYOUTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int16: gl.int16}
+_LAYOUTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int16: gl.int16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
     """``out [m, n]``, or its parts ``[split, m, n]``, from ``x [m, k]``."""
     m, n, fold = x.shape[0], weight.shape[0], config.split == 1
     torch._check(fold or bias is None, lambda: "parts of a product have no bias")
-    own, flags = (bias, out, m, n, config.each), {"HAS_BIAS": bias is not None, "FOLD": fold}
+    own, flags = (bias, None, None, out, m, n, config.each), {"HAS_BIAS": bias is not None, "ROWS": 0, "FOLD": fold}
     pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
     _launch(streamed.streamed_linear, x, weight, config, own, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
+
+
+def multiply_quantized(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    quantized: tuple[Tensor, Tensor, int],
+    config: MatmulConfig,
+    pdl: bool,
+) -> None:
+    """``out [m, n]`` of ``x [m, k]`` and ``weight [n, k]`` in e4m3. ``quantized``: scales of x, float32 [m], scales of the
+    weight, and the number of rows that have one.
+    """
+    torch._check(config.split == 1, lambda: f"a product of quantised operands through a ring has no parts: {config}")
+    x_scales, scales, rows = quantized
+    own = bias, x_scales, scales, out, x.shape[0], weight.shape[0], config.each
+    flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "FOLD": True}
+    _launch(streamed.streamed_linear, x, weight, config, own, pairs=weight.shape[0], half=_PAIRS, pdl=pdl, fold=True, **flags)
 
 
 def add(
@@ -72,15 +91,19 @@ def rope_write_cache(
     q: Tensor,
     config: MatmulConfig,
     pdl: bool,
+    *,
+    quantized: tuple[Tensor, Tensor, int] | None = None,
 ) -> None:
-    """Queries to ``q``, keys and values to the slots; ``rotary``: cos, sin, both caches, slots."""
+    """Queries to ``q``, keys and values to the slots; ``rotary``: cos, sin, both caches, slots. ``quantized``: as in
+    :func:`multiply_quantized`, scales of x, of the weight, and the rows of one.
+    """
     cos, sin, k_cache, v_cache, slots = rotary
     (m, k), (kv_heads, size) = x.shape, k_cache.shape[2:]
     shares, flags = _scaled(squares, bias)
     own = squares, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, shares, q.shape[1], kv_heads
-    strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.each
+    strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.each, *(quantized or (None, None, 0))[:2]
     pairs, half = weight.shape[0] // 2, size // 2
-    flags["HALF"] = half
+    flags |= {"HALF": half, "ROWS": quantized[2] if quantized else 0}
     _launch(streamed.streamed_rope_write_cache, x, weight, config, own + strides, pairs=pairs, half=half, pdl=pdl, **flags)
 
 
@@ -103,8 +126,8 @@ def multiply_planes(
         and config.stages > 1,
         lambda: (
             f"a product of {m} tokens and a weight of {n} x {k} in planes can't be cut up as {config}: expected all columns, "
-            f"in multiples of {columns}, boxes of rows that divide {tall} and {config.each}, no more tokens, and stages (and units "
-            f"of several tiles) in multiples of {groups}"
+            f"in multiples of {columns}, boxes of rows that divide {tall} and {config.each}, no more tokens, and stages (and "
+            f"units of several tiles) in multiples of {groups}"
         ),
     )
     many = groups > 1 and columns > 256

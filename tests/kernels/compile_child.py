@@ -253,18 +253,24 @@ IN_E4M3 = [
 RING = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "BLOCK_K": 128, "STAGES": 4}
 SCALED = {**RING, "SCALED": True, "SHARES": 128}
 PLAIN = {**RING, "squares": None, "SCALED": False, "SHARES": 1}
+UNQUANTIZED = {"x_scales": None, "scales": None, "ROWS": 0}
 STREAMED = [
-    (streamed.streamed_linear, {}, {**RING, "FOLD": True}),
-    (streamed.streamed_linear, {"out": WIDE}, {**RING, "FOLD": False}),
+    (streamed.streamed_linear, {}, {**RING, **UNQUANTIZED, "FOLD": True}),
+    (streamed.streamed_linear, {"out": WIDE}, {**RING, **UNQUANTIZED, "FOLD": False}),
     (streamed.streamed_linear_add, {"norm": HALF, "scaled": HALF}, {**RING, "NORM": True}),
     (streamed.streamed_linear_add, {"scaled": HALF}, {**RING, "norm": None, "NORM": False}),
     (streamed.streamed_silu_mul, {"k": "i32"}, SCALED),
     (streamed.streamed_silu_mul, {"k": "i32"}, PLAIN),
-    (streamed.streamed_rope_write_cache, {"k": "i32"}, {**SCALED, "HALF": 64}),
-    (streamed.streamed_rope_write_cache, {"k": "i32"}, {**PLAIN, "HALF": 64}),
-    (streamed.streamed_rope_write_cache, {"k": "i32", **NARROW}, {**PLAIN, "HALF": 64}),
+    (streamed.streamed_rope_write_cache, {"k": "i32"}, {**SCALED, **UNQUANTIZED, "HALF": 64}),
+    (streamed.streamed_rope_write_cache, {"k": "i32"}, {**PLAIN, **UNQUANTIZED, "HALF": 64}),
+    (streamed.streamed_rope_write_cache, {"k": "i32", **NARROW}, {**PLAIN, **UNQUANTIZED, "HALF": 64}),
 ]
 """For devices with a copy engine alone."""
+BY_ROW = {"x_scales": WIDE, "scales": WIDE}
+STREAMED_E4M3 = [
+    (streamed.streamed_linear, BY_ROW, {**RING, "FOLD": True, "ROWS": 1}),
+    (streamed.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**PLAIN, "STEPS": 7, "HALF": 64, "ROWS": 1}),
+]
 FOUR_BITS = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "STAGES": 4, "MOST": 112}
 IN_PLANES = [
     (planes_ring.streamed_planes, {"out": WIDE}, {**FOUR_BITS, "GROUPS": 1, "TILES": 3}),
@@ -323,6 +329,12 @@ def main() -> None:
             check_order_of_both(kernel.__name__, made.asm["ptx"])
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             print(kernel.__name__, flush=True)
+        for kernel, types, constants in () if some else STREAMED_E4M3:
+            ends = {"x": descriptor(8, 128, "fp8e4nv"), "w": descriptor(16, 128, "fp8e4nv")}
+            made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
+            check_order_of_both(kernel.__name__, made.asm["ptx"], late=True)
+            assert ".e4m3.e4m3" in made.asm["ptx"]
+            print(kernel.__name__, flush=True)
         for kernel, types, constants in IN_PLANES:
             if some and constants["GROUPS"] == 1:
                 print(f"({kernel.__name__})")
@@ -359,7 +371,8 @@ def check_sizes_of_one(source, kernel, types, given, target):
 
 
 def descriptor(rows, columns, dtype="bf16"):
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    kind = gl.float8e4nv if dtype == "fp8e4nv" else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
     return f"tensordesc<{dtype}[{rows},{columns}],{getattr(layout, 'value', layout)!r}>"
 
 
@@ -378,7 +391,7 @@ def check_order(name: str, ptx: str, *, settled: bool) -> None:
 USES_SHARED = ("wgmma.wait_group", "ldmatrix", "stmatrix", "ld.shared", "st.shared")
 
 
-def check_order_of_both(name: str, ptx: str) -> None:
+def check_order_of_both(name: str, ptx: str, *, late: bool = False) -> None:
     """The same of a kernel one warp of which brings what the others, whose code comes first, multiply."""
     others, brings = ptx[: ptx.index("cp.async.bulk.tensor")], ptx[ptx.index("cp.async.bulk.tensor") :]
     before = others[: others.index("griddepcontrol.wait")]
@@ -395,7 +408,7 @@ def check_order_of_both(name: str, ptx: str) -> None:
             f"{name}: one warp says that all are done with what others still use"
         )
     order = re.findall("griddepcontrol.(wait|launch_dependents)", brings)
-    expected = ["wait", "launch_dependents"] if name in LATE else ["launch_dependents", "wait"]
+    expected = ["wait", "launch_dependents"] if late or name in LATE else ["launch_dependents", "wait"]
     assert order, f"{name}: the warp that brings doesn't wait"
     assert order == expected * (len(order) // 2), f"{name}: waits and lets the next one start in the wrong order"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from compile_child import HALF, PLAIN, PRODUCT, SCALED, WIDE, compiled, descriptor
+from compile_child import BY_ROW, HALF, PLAIN, PRODUCT, SCALED, UNQUANTIZED, WIDE, compiled, descriptor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -71,13 +71,13 @@ def product(facts, operator, config, even, k, half, target):
         own = {"STEPS": k // span, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages, "PDL": pdl}
         ends = {"x": descriptor(config.block_m, config.block_k), "w": descriptor(config.block_n, config.block_k)}
         kernel, given, types = {
-            "linear": (streamed.streamed_linear, {**PLAIN, "FOLD": True}, {}),
-            "linear_parts": (streamed.streamed_linear, {**PLAIN, "FOLD": fold}, {} if fold else {"out": WIDE}),
+            "linear": (streamed.streamed_linear, {**PLAIN, **UNQUANTIZED, "FOLD": True}, {}),
+            "linear_parts": (streamed.streamed_linear, {**PLAIN, **UNQUANTIZED, "FOLD": fold}, {} if fold else {"out": WIDE}),
             "linear_silu_mul": (streamed.streamed_silu_mul, PLAIN, {"k": "i32"}),
             "scaled_silu_mul": (streamed.streamed_silu_mul, SCALED, {"k": "i32"}),
             "linear_add": (streamed.streamed_linear_add, {**PLAIN, "norm": None, "NORM": False}, {"scaled": HALF}),
             "linear_add_scaled": (streamed.streamed_linear_add, {**SCALED, "NORM": True}, {"norm": HALF, "scaled": HALF}),
-            "linear_rope": (streamed.streamed_rope_write_cache, {**SCALED, "HALF": half}, {"k": "i32"}),
+            "linear_rope": (streamed.streamed_rope_write_cache, {**SCALED, **UNQUANTIZED, "HALF": half}, {"k": "i32"}),
         }[operator]
         given = {name: value for name, value in {**given, **own}.items() if name in kernel.arg_names}
         return compiled(GluonASTSource, kernel, {**types, **ends}, given, target, warps=config.warps)
@@ -150,7 +150,7 @@ def quantized_product(facts, config, even, name, way, target):
     types |= {"x_scales": WIDE, "out": WIDE if config.split > 1 else HALF}
     aligned = ("x", "weight", "scales", "out", "n", "k", "x_stride", "scale_columns")
     if config.descriptor == STREAMED:
-        return in_a_ring(facts, config, target)
+        return (in_a_ring if way.planes else e4m3_in_a_ring)(facts, config, target)
     kernel = planes.linear_planes if way.planes else quantized.linear_quantized
     given = {name: value for name, value in given.items() if name in kernel.arg_names}
     return compiled(ASTSource, kernel, types, given, target, warps=config.warps, stages=config.stages, aligned=aligned)
@@ -164,6 +164,17 @@ def in_a_ring(facts, config, target):
     given |= {"BLOCK_M": config.block_m, "STAGES": config.stages, "HAS_BIAS": False, "bias": None, "MOST": 112}
     types = {**ends, "out": WIDE if config.split > 1 else HALF}
     return compiled(GluonASTSource, planes_ring.streamed_planes, types, given, target)
+
+
+def e4m3_in_a_ring(facts, config, target):
+    """A product of operands in e4m3 that come through a ring."""
+    ends = {"x": descriptor(config.block_m, config.block_k, "fp8e4nv")}
+    ends |= {"w": descriptor(config.block_n, config.block_k, "fp8e4nv")}
+    given = {**PLAIN, "FOLD": True, "ROWS": 1, "STEPS": 16, "PDL": facts.pdl}
+    given |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
+    kernel = streamed.streamed_linear
+    given = {name: value for name, value in given.items() if name in kernel.arg_names}
+    return compiled(GluonASTSource, kernel, {**ends, **BY_ROW}, given, target, warps=config.warps)
 
 
 def few(facts, found):

@@ -14,13 +14,14 @@ from functools import partial
 
 import torch
 
-from outrider.device import KernelSet
+from outrider.device import KernelSet, QuantizedProduct, RotaryArgs
 from outrider_triton.facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 
 TOKENS = (1, 4, 13, 64, 100, 300)
-SHAPES = ((4096, 4096), (6144, 4096), (1000, 1056), (2048, 14336))
+SHAPES = ((4096, 4096), (6144, 4096), (1000, 1056), (1000, 1024), (2048, 14336))
+LAYERS = ("fp8", "int4")
 EXPERTS = ((128, 8, 2048, 768), (8, 2, 1024, 1024), (60, 4, 520, 136))
 ERROR = 6e-3
 """Relative to the largest number of the row: a rounding of bfloat16 is 4e-3, and the reference rounds nothing."""
@@ -62,6 +63,39 @@ def products(kernels, device):
                 yield f"{name} {n}x{k}, {m} tokens", wrong(made, right), own
 
 
+def layers(kernels, device):
+    """A product, the norm of its sum with the residual, and the product behind; the second time one that turns its rows."""
+    generator = torch.Generator(device).manual_seed(2)
+
+    def normal(*shape):
+        return torch.randn(*shape, device=device, generator=generator).to(torch.bfloat16)
+
+    hidden, inner, heads, kv_heads, size = 4096, 14336, 32, 8, 128
+    shapes = (hidden, hidden), (2 * inner, hidden), (hidden, inner), ((heads + 2 * kv_heads) * size, hidden)
+    for name, m in itertools.product(LAYERS, (1, 4, 13, 32)):
+        weights = [random_quantized(RANDOM_FORMATS[name], n, k, device=device, generator=generator) for n, k in shapes]
+        given = normal(m, hidden), normal(hidden), normal(m, hidden), normal(m, 2 * inner), normal(m, size)
+        work = partial(layer, weights, given, kv_heads)
+        right, own = work(REFERENCE, torch.float64), work(REFERENCE, torch.bfloat16)
+        made = in_a_graph(partial(work, kernels, torch.bfloat16))
+        for part, what in enumerate(("gates", "queries", "keys", "values")):
+            off, its = (wrong(found[part], right[part].double()) for found in (made, own))
+            yield f"{name} {what}, {m} tokens", off, its
+
+
+def layer(weights, given, kv_heads, kernel_set, dtype):
+    """What both ends of a layer make: gate and up [T, 2 I], queries, and keys and values from where they were written."""
+    residual, norm, x, gate_up, angles = (each.to(dtype) for each in given)
+    slots = torch.arange(x.shape[0], device=x.device) + 5
+    caches = [torch.zeros(8, 16, kv_heads, angles.shape[1], device=x.device, dtype=dtype) for _ in range(2)]
+    turned = RotaryArgs(angles.cos(), angles.sin(), *caches, slots)
+    added = QuantizedProduct(x, weights[0], None)
+    gates = kernel_set.norm_linear_quantized(added, residual.clone(), norm, 1e-5, weights[1])
+    added = QuantizedProduct(gate_up, weights[2], None, gated=True)
+    q = kernel_set.norm_linear_quantized_rope_write_cache(added, residual.clone(), norm, 1e-5, weights[3], None, turned)
+    return gates, q.flatten(1), *(cache.flatten(0, 1)[slots].flatten(1) for cache in caches)
+
+
 def experts(kernels, device):
     generator = torch.Generator(device).manual_seed(1)
     for (count, chosen, hidden, inner), m in itertools.product(EXPERTS, TOKENS):
@@ -91,7 +125,7 @@ def main() -> int:
     device = torch.device("cuda")
     kernels = TritonKernels(facts_of(torch.cuda.get_device_properties(device)), everywhere=True, device=device)
     cases, failed, late = [], 0, False
-    for work in (products, experts):
+    for work in (layers, products, experts):
         found = work(kernels, device)
         while not late:
             try:

@@ -48,6 +48,7 @@ def _bring_weights(w, wide, full, unit, each, half, FOLD: gl.constexpr, STEPS: g
     BLOCK_K: gl.constexpr = wide.shape[2]
     BOX: gl.constexpr = w.block_type.shape[0]
     BOXES: gl.constexpr = PAIRS // BOX
+    BYTES: gl.constexpr = BLOCK_K * w.dtype.primitive_bitwidth // 8  # of a row of either operand
     come = full.index(unit % STAGES)
     tile = wide.index(unit % STAGES)
     before = unit // STEPS * PAIRS
@@ -55,8 +56,8 @@ def _bring_weights(w, wide, full, unit, each, half, FOLD: gl.constexpr, STEPS: g
     left = each - before
     for boxes in gl.static_range(1, BOXES):
         some = (left > (boxes - 1) * BOX) & (left <= boxes * BOX)
-        mbarrier.expect(come, (2 * boxes * BOX + WIDTH) * BLOCK_K * 2, pred=some)
-    mbarrier.expect(come, (2 * PAIRS + WIDTH) * BLOCK_K * 2, pred=left > PAIRS - BOX)
+        mbarrier.expect(come, (2 * boxes * BOX + WIDTH) * BYTES, pred=some)
+    mbarrier.expect(come, (2 * PAIRS + WIDTH) * BYTES, pred=left > PAIRS - BOX)
     for box in gl.static_range(BOXES):
         pair = gl.program_id(0) * each + before + box * BOX
         if FOLD:
@@ -112,6 +113,35 @@ def bring(x, w, ring, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr, LATE:
 
 
 @gluon.jit
+def _sum_of_parts(ring, tile, total, STEPS: gl.constexpr):
+    """:func:`_product` where the unit adds up with few bits: the columns of a place by themselves, two places at a time."""
+    wide, narrow, full, empty = ring
+    STAGES: gl.constexpr = narrow.shape[0]
+    begins = tile * STEPS
+    for pair in range(STEPS // 2):
+        unit = begins + 2 * pair
+        one = unit % STAGES
+        two = (unit + 1) % STAGES
+        mbarrier.wait(full.index(one), unit // STAGES & 1)
+        first = warpgroup_mma(wide.index(one), narrow.index(one).permute((1, 0)), total, use_acc=False, is_async=True)
+        mbarrier.wait(full.index(two), (unit + 1) // STAGES & 1)
+        second = warpgroup_mma(wide.index(two), narrow.index(two).permute((1, 0)), total, use_acc=False, is_async=True)
+        first = warpgroup_mma_wait(1, deps=[first])
+        mbarrier.arrive(empty.index(one), count=1)
+        second = warpgroup_mma_wait(0, deps=[second])
+        mbarrier.arrive(empty.index(two), count=1)
+        total += first + second
+    if STEPS % 2:
+        unit = begins + STEPS - 1
+        last = unit % STAGES
+        mbarrier.wait(full.index(last), unit // STAGES & 1)
+        rest = warpgroup_mma(wide.index(last), narrow.index(last).permute((1, 0)), total, use_acc=False, is_async=True)
+        total += warpgroup_mma_wait(0, deps=[rest])
+        mbarrier.arrive(empty.index(last), count=1)
+    return total
+
+
+@gluon.jit
 def _product(ring, tile, STEPS: gl.constexpr):
     """The program's ``tile``, [2 PAIRS, tokens] in float32, low rows first. One product is under way while the next begins,
     so the ring has to have two places at least.
@@ -119,16 +149,20 @@ def _product(ring, tile, STEPS: gl.constexpr):
     wide, narrow, full, empty = ring
     STAGES: gl.constexpr = narrow.shape[0]
     WIDTH: gl.constexpr = narrow.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    BITS: gl.constexpr = wide.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // BITS])
     total = gl.zeros([2 * PAIRS, WIDTH], gl.float32, layout)
-    for unit in range(tile * STEPS, (tile + 1) * STEPS):
-        place = unit % STAGES
-        mbarrier.wait(full.index(place), unit // STAGES & 1)
-        total = warpgroup_mma(wide.index(place), narrow.index(place).permute((1, 0)), total, is_async=True)
-        total = warpgroup_mma_wait(1, deps=[total])
-        mbarrier.arrive(empty.index((unit + STAGES - 1) % STAGES), count=1, pred=unit > tile * STEPS)
-    total = warpgroup_mma_wait(0, deps=[total])
-    mbarrier.arrive(empty.index(((tile + 1) * STEPS - 1) % STAGES), count=1)
+    if BITS == 8:
+        total = _sum_of_parts(ring, tile, total, STEPS)
+    else:
+        for unit in range(tile * STEPS, (tile + 1) * STEPS):
+            place = unit % STAGES
+            mbarrier.wait(full.index(place), unit // STAGES & 1)
+            total = warpgroup_mma(wide.index(place), narrow.index(place).permute((1, 0)), total, is_async=True)
+            total = warpgroup_mma_wait(1, deps=[total])
+            mbarrier.arrive(empty.index((unit + STAGES - 1) % STAGES), count=1, pred=unit > tile * STEPS)
+        total = warpgroup_mma_wait(0, deps=[total])
+        mbarrier.arrive(empty.index(((tile + 1) * STEPS - 1) % STAGES), count=1)
     return total
 
 

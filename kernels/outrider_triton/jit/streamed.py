@@ -27,20 +27,39 @@ def _pairs_and_tokens(BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _store(
-    bias, out, m, n, each, ring, buffer, HAS_BIAS: gl.constexpr, FOLD: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr
+    bias,
+    x_scales,
+    scales,
+    out,
+    m,
+    n,
+    each,
+    ring,
+    buffer,
+    HAS_BIAS: gl.constexpr,
+    ROWS: gl.constexpr,
+    FOLD: gl.constexpr,
+    STEPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     BLOCK_M: gl.constexpr = buffer.shape[1] // (2 if FOLD else 1)
     lane, token = _pairs_and_tokens(BLOCK_M)
     known = (token < m)[None, :]
     place = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
     wait_for_last(PDL)
+    if ROWS:
+        divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
     for tile in range(gl.cdiv(each, PAIRS)):
-        low, high = halves_of(ring, tile, buffer, FOLD, STEPS, _LAYOUT)
         own = tile * PAIRS + lane
         row = gl.program_id(0) * each + own
+        mine = (own < each) & (row < n)
+        if ROWS:  # on their way before the product
+            factor = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)
+        low, high = halves_of(ring, tile, buffer, FOLD, STEPS, _LAYOUT)
         if FOLD:
-            mine = (own < each) & (row < n)
             total = low + high
+            if ROWS:
+                total *= factor[:, None] * divisor[None, :]
             if HAS_BIAS:
                 total += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
             gl.store(place + row[:, None], total.to(out.dtype.element_ty), mask=known & mine[:, None])
@@ -56,11 +75,14 @@ def streamed_linear(
     x,
     w,
     bias,
+    x_scales,
+    scales,
     out,
     m,
     n,
     each,
     HAS_BIAS: gl.constexpr,
+    ROWS: gl.constexpr,
     FOLD: gl.constexpr,
     STEPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -70,14 +92,15 @@ def streamed_linear(
 ):
     """:func:`outrider_triton.jit.matmul.linear`; program (share of rows, part of the columns, block of tokens).
 
-    A product in parts isn't folded, and has no bias.
+    A product in parts isn't folded, and has no bias. ROWS: both operands were quantised, ``x`` by ``x_scales [m]``, and the
+    weight by one of ``scales`` for so many rows; 0: neither was. Quantised ones are folded.
     """
     ring = make_ring(x, w, FOLD, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(ring)
     gl.warp_specialize(
         [
-            (_store, (bias, out, m, n, each, ring, buffer, HAS_BIAS, FOLD, STEPS, PDL)),
-            (bring, (x, w, ring, each, PAIRS, FOLD, STEPS, False, PDL)),
+            (_store, (bias, x_scales, scales, out, m, n, each, ring, buffer, HAS_BIAS, ROWS, FOLD, STEPS, PDL)),
+            (bring, (x, w, ring, each, PAIRS, FOLD, STEPS, ROWS > 0, PDL)),
         ],
         [1],
         [40],
@@ -260,9 +283,12 @@ def _rotate(
     cache_slot,
     cache_head,
     each,
+    x_scales,
+    scales,
     ring,
     buffer,
     HAS_BIAS: gl.constexpr,
+    ROWS: gl.constexpr,
     SCALED: gl.constexpr,
     SHARES: gl.constexpr,
     HALF: gl.constexpr,
@@ -275,6 +301,8 @@ def _rotate(
     wait_for_last(PDL)
     if SCALED:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
+    if ROWS:
+        divisor = gl.load(x_scales + token, mask=known, other=0.0)
     slot = gl.load(slots + token, mask=known, other=0)
     for tile in range(gl.cdiv(each, PAIRS)):
         own = tile * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, _LAYOUT))
@@ -290,13 +318,19 @@ def _rotate(
         sin_low = gl.load(sin + angle, mask=turns, other=0.0)
         cos_high = gl.load(cos + angle + HALF, mask=turns, other=1.0)
         sin_high = gl.load(sin + angle + HALF, mask=turns, other=0.0)
+        row = head * (2 * HALF) + lane
+        if ROWS:
+            low_factor = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)
+            high_factor = gl.load(scales + (row + HALF) // ROWS, mask=mine, other=0.0).to(gl.float32)
         first, second = halves_of(ring, tile, buffer, False, STEPS, _LAYOUT)
+        if ROWS:
+            first *= low_factor[:, None] * divisor[None, :]
+            second *= high_factor[:, None] * divisor[None, :]
         if SCALED:
             scale = scale_of(parts, k, eps, _LAYOUT)
             first *= scale
             second *= scale
         if HAS_BIAS:
-            row = head * (2 * HALF) + lane
             first += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
             second += gl.load(bias + row + HALF, mask=mine, other=0.0).to(gl.float32)[:, None]
         # Rounded where the reference rounds: after the product and after the turn.
@@ -345,7 +379,10 @@ def streamed_rope_write_cache(
     cache_slot,
     cache_head,
     each,
+    x_scales,
+    scales,
     HAS_BIAS: gl.constexpr,
+    ROWS: gl.constexpr,
     SCALED: gl.constexpr,
     SHARES: gl.constexpr,
     HALF: gl.constexpr,
@@ -355,7 +392,7 @@ def streamed_rope_write_cache(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """:func:`outrider_triton.jit.fused.linear_rope_write_cache`."""
+    """:func:`outrider_triton.jit.fused.linear_rope_write_cache`; ROWS: as in :func:`streamed_linear`."""
     ring = make_ring(x, w, False, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(ring)
     gl.warp_specialize(
@@ -381,9 +418,12 @@ def streamed_rope_write_cache(
                     cache_slot,
                     cache_head,
                     each,
+                    x_scales,
+                    scales,
                     ring,
                     buffer,
                     HAS_BIAS,
+                    ROWS,
                     SCALED,
                     SHARES,
                     HALF,
@@ -391,7 +431,7 @@ def streamed_rope_write_cache(
                     PDL,
                 ),
             ),
-            (bring, (x, w, ring, each, HALF, False, STEPS, False, PDL)),
+            (bring, (x, w, ring, each, HALF, False, STEPS, ROWS > 0, PDL)),
         ],
         [1],
         [40],
