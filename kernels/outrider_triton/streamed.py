@@ -22,7 +22,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config
     """``out [m, n]``, or its parts ``[split, m, n]``, from ``x [m, k]``."""
     m, n, fold = x.shape[0], weight.shape[0], config.split == 1
     torch._check(fold or bias is None, lambda: "parts of a product have no bias")
-    own, flags = (bias, None, None, out, m, n, config.each), {"HAS_BIAS": bias is not None, "ROWS": 0, "FOLD": fold}
+    own = bias, None, None, None, 0.0, out, m, n, x.shape[1], 1, config.each
+    flags = {**_scaled(None, bias)[1], "ROWS": 0, "FOLD": fold}
     pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
     _launch(streamed.streamed_linear, x, weight, config, own, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
 
@@ -32,17 +33,22 @@ def multiply_quantized(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    quantized: tuple[Tensor, Tensor, int],
+    quantized: tuple[Tensor | None, Tensor, int],
     config: MatmulConfig,
     pdl: bool,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """``out [m, n]`` of ``x [m, k]`` and ``weight [n, k]`` in e4m3. ``quantized``: scales of x, float32 [m], scales of the
-    weight, and the number of rows that have one.
+    weight, and the number of rows that have one. ``squares [2, shares, m]``: ``x`` and they are what :func:`add` left; it is
+    divided by its root mean square and quantised here.
     """
     torch._check(config.split == 1, lambda: f"a product of quantised operands through a ring has no parts: {config}")
     x_scales, scales, rows = quantized
-    own = bias, x_scales, scales, out, x.shape[0], weight.shape[0], config.each
-    flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "FOLD": True}
+    shares, flags = _scaled(None if squares is None else squares[0], bias)
+    own = bias, x_scales, scales, squares, eps, out, x.shape[0], weight.shape[0], x.shape[1], shares, config.each
+    flags |= {"ROWS": rows, "FOLD": True}
     _launch(streamed.streamed_linear, x, weight, config, own, pairs=weight.shape[0], half=_PAIRS, pdl=pdl, fold=True, **flags)
 
 
@@ -55,11 +61,16 @@ def add(
     made: tuple[Tensor, Tensor],
     config: MatmulConfig,
     pdl: bool,
+    *,
+    quantized: tuple[Tensor, Tensor, int] | None = None,
 ) -> None:
-    """Adds to ``residual [m, n]``; with a norm, ``made`` is where the scaled row and its squares go."""
+    """Adds to ``residual [m, n]``; with a norm, ``made`` is where the scaled row and its squares go. ``quantized``: as in
+    :func:`multiply_quantized`; the largest numbers of each program's share go behind the squares.
+    """
     torch._check(config.each <= _PAIRS, lambda: f"{config.each} rows: a product that is added has {_PAIRS} at most")
-    own = bias, residual, norm, *made, x.shape[0], weight.shape[0], config.each
-    flags = {"HAS_BIAS": bias is not None, "NORM": norm is not None}
+    x_scales, scales, rows = quantized or (None, None, 0)
+    own = bias, residual, norm, *made, x_scales, scales, x.shape[0], weight.shape[0], config.each
+    flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "NORM": norm is not None}
     pairs = weight.shape[0]
     _launch(streamed.streamed_linear_add, x, weight, config, own, pairs=pairs, half=_PAIRS, pdl=pdl, fold=True, **flags)
 
@@ -92,14 +103,14 @@ def rope_write_cache(
     config: MatmulConfig,
     pdl: bool,
     *,
-    quantized: tuple[Tensor, Tensor, int] | None = None,
+    quantized: tuple[Tensor | None, Tensor, int] | None = None,
 ) -> None:
     """Queries to ``q``, keys and values to the slots; ``rotary``: cos, sin, both caches, slots. ``quantized``: as in
     :func:`multiply_quantized`, scales of x, of the weight, and the rows of one.
     """
     cos, sin, k_cache, v_cache, slots = rotary
     (m, k), (kv_heads, size) = x.shape, k_cache.shape[2:]
-    shares, flags = _scaled(squares, bias)
+    shares, flags = _scaled(squares if squares is None or quantized is None else squares[0], bias)
     own = squares, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, shares, q.shape[1], kv_heads
     strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.each, *(quantized or (None, None, 0))[:2]
     pairs, half = weight.shape[0] // 2, size // 2
