@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from outrider_triton.jit import planes_ring, streamed
+from outrider_triton.jit import planes_ring, streamed, streamed_rotary
 from outrider_triton.jit.ring import PAIRS
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.table import MatmulConfig
@@ -115,7 +115,9 @@ def rope_write_cache(
     strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.each, *(quantized or (None, None, 0))[:2]
     pairs, half = weight.shape[0] // 2, size // 2
     flags |= {"HALF": half, "ROWS": quantized[2] if quantized else 0}
-    _launch(streamed.streamed_rope_write_cache, x, weight, config, own + strides, pairs=pairs, half=half, pdl=pdl, **flags)
+    _launch(
+        streamed_rotary.streamed_rope_write_cache, x, weight, config, own + strides, pairs=pairs, half=half, pdl=pdl, **flags
+    )
 
 
 def multiply_planes(

@@ -28,9 +28,10 @@ from outrider_triton.jit import (
     quantized,
     rows,
     streamed,
+    streamed_rotary,
 )
 from outrider_triton.launch import power_of_two, shares
-from outrider_triton.table import MatmulConfig, Table
+from outrider_triton.table import BUCKETS, MatmulConfig, Table
 
 _MOST_ROWS = 1024
 _MOST_REQUESTS = 256
@@ -89,8 +90,8 @@ def products(
     """Each configuration that a product with this weight has for some number of tokens."""
     entries = () if table is None else table.entries.get((operator, dtype, n, k), ())
     found = dict.fromkeys(entry.config for entry in entries if entry.config is not None)
-    measured = {entry.m for entry in entries}
-    found.update(dict.fromkeys(every(facts, operator, n=n, k=k, half=half, but=measured)))
+    served = {m for m in BUCKETS if table is not None and table.entry(operator, dtype, n=n, k=k, m=m) is not None}
+    found.update(dict.fromkeys(every(facts, operator, n=n, k=k, half=half, but=served)))
     return tuple(found)
 
 
@@ -136,6 +137,7 @@ def compiled() -> Mapping[str, int]:
         quantized,
         rows,
         streamed,
+        streamed_rotary,
     )
     for module in modules:
         for name, kernel in vars(module).items():

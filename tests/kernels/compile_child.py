@@ -29,6 +29,7 @@ from outrider_triton.jit import (
     quantized,
     rows,
     streamed,
+    streamed_rotary,
 )
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
@@ -261,20 +262,20 @@ STREAMED = [
     (streamed.streamed_linear_add, {"scaled": HALF}, {**RING, **UNQUANTIZED, "norm": None, "NORM": False}),
     (streamed.streamed_silu_mul, {"k": "i32"}, SCALED),
     (streamed.streamed_silu_mul, {"k": "i32"}, PLAIN),
-    (streamed.streamed_rope_write_cache, {"k": "i32"}, {**SCALED, **UNQUANTIZED, "HALF": 64}),
-    (streamed.streamed_rope_write_cache, {"k": "i32"}, {**PLAIN, **UNQUANTIZED, "HALF": 64}),
-    (streamed.streamed_rope_write_cache, {"k": "i32", **NARROW}, {**PLAIN, **UNQUANTIZED, "HALF": 64}),
+    (streamed_rotary.streamed_rope_write_cache, {"k": "i32"}, {**SCALED, **UNQUANTIZED, "HALF": 64}),
+    (streamed_rotary.streamed_rope_write_cache, {"k": "i32"}, {**PLAIN, **UNQUANTIZED, "HALF": 64}),
+    (streamed_rotary.streamed_rope_write_cache, {"k": "i32", **NARROW}, {**PLAIN, **UNQUANTIZED, "HALF": 64}),
 ]
 """For devices with a copy engine alone."""
 BY_ROW = {"x_scales": WIDE, "scales": WIDE}
 STREAMED_E4M3 = [
     (streamed.streamed_linear, BY_ROW, {**PLAIN, "FOLD": True, "ROWS": 1}),
     (streamed.streamed_linear_add, {**BY_ROW, "norm": HALF, "scaled": HALF}, {**RING, "NORM": True, "ROWS": 1}),
-    (streamed.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**PLAIN, "STEPS": 7, "HALF": 64, "ROWS": 1}),
+    (streamed_rotary.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**PLAIN, "STEPS": 7, "HALF": 64, "ROWS": 1}),
 ]
 SCALED_E4M3 = [
     (streamed.streamed_linear, {"k": "i32", **BY_ROW}, {**SCALED, "x_scales": None, "FOLD": True, "ROWS": 1}),
-    (streamed.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**SCALED, "x_scales": None, "HALF": 64, "ROWS": 1}),
+    (streamed_rotary.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**SCALED, "x_scales": None, "HALF": 64, "ROWS": 1}),
 ]
 """Of tokens that are rounded on their way."""
 FOUR_BITS = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "STAGES": 4, "MOST": 112}

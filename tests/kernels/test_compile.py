@@ -38,10 +38,11 @@ def kernels(streamed):
         "nearest_e4m3",
         "uniforms",
         "gumbel",
+        "factors_of",
     }
     apart = (
-        {"ring.py"} if streamed else {"ring.py", "streamed.py", "planes_ring.py"}
-    )  # helpers alone; what needs a copy engine
+        {"ring.py"} if streamed else {"ring.py", "streamed.py", "streamed_rotary.py", "planes_ring.py"}
+    )  # helpers alone; rings
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in JIT.glob("*.py") if path.name not in apart]
     made = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
     return {name for name in made if not name.startswith("_")} - helpers
@@ -107,7 +108,7 @@ def derived(which, architectures, cache, timeout):
 @pytest.mark.parametrize("architectures", [("sm_90", "gfx942"), pytest.param(ARCHITECTURES, marks=pytest.mark.slow)], ids=len)
 def test_the_largest_derived_configurations_compile_within_their_shared_memory(pytestconfig, architectures):
     rows = derived("few", architectures, pytestconfig.cache.mkdir("triton"), 300)
-    assert len(rows) == 5 * len(architectures) + 2  # products, three quantised, attention; one, sm_90, has rings of two kinds
+    assert len(rows) == 5 * len(architectures) + 3  # products, three quantised, attention; sm_90 has rings of three kinds
 
 
 @pytest.mark.slow
