@@ -61,6 +61,7 @@ def test_each_operand_goes_where_the_kernel_has_it(config, monkeypatch):
         [4, 16, 1024, 1, 4, 3, 256, STREAMED, 48],  # fewer tokens
         [8, 16, 256, 4, 8, 3, 256, STREAMED, 48],  # nothing for the second group of warps
         [8, 16, 1024, 1, 4, 1, 256, STREAMED, 48],  # one stage
+        [8, 16, 1024, 1, 8, 3, 256, STREAMED, 48],  # a place changes hands between the groups of warps
     ],
     ids=str,
 )

@@ -67,3 +67,11 @@ def test_what_was_measured_for_more_tokens_says_nothing_about_few():
     table = parse({"device": "made up", "software": {}, "kernels": {}, "matmul": rows})
     found = {m: table.entry("linear", "bfloat16", n=64, k=64, m=m) for m in (1, 4, 5, 8, 9, 16, 17, 32, 33)}
     assert {m for m, entry in found.items() if entry is not None} == {1, 4, 17, 32}
+
+
+def test_a_tile_serves_as_many_tokens_as_it_has_room_for():
+    row = {"operator": "linear", "dtype": "bfloat16", "n": 64, "k": 64, "us": 1.0, "torch_us": 2.0}
+    rows = [{**row, "m": m, "config": [room, 32, 128, 1, 4, 4, 0, 2, 32]} for m, room in ((4, 8), (16, 16))]
+    table = parse({"device": "made up", "software": {}, "kernels": {}, "matmul": rows})
+    found = {m: table.entry("linear", "bfloat16", n=64, k=64, m=m) for m in (1, 4, 5, 8, 9, 16, 17)}
+    assert {m: entry.m for m, entry in found.items() if entry is not None} == {1: 4, 4: 4, 5: 4, 8: 4, 9: 16, 16: 16}
