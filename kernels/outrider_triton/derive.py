@@ -70,11 +70,6 @@ class Stored:
     least: int = 16
     ring: bool = False
 
-    @property
-    def rounded(self) -> bool:
-        """Whether tokens come in more bits than the matrix unit takes, and are rounded on their way."""
-        return self.ring and not self.made and self.token_bytes > 1
-
     def at_once(self, columns: int) -> int:
         """Of a tile of so many columns, those that are multiplied at a time."""
         return min(self.columns, columns) if self.columns else columns
@@ -92,7 +87,7 @@ def choose(
     ``stored`` plain: ``linear`` alone.
     """
     ranked = rank(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
-    return ranked[0] if ranked and (stored != PLAIN or _wins(operator, m=m, n=n, k=k)) and m <= _OURS else None
+    return ranked[0] if ranked and _wins(operator, m=m, n=n, k=k) else None
 
 
 def rank(
@@ -137,9 +132,9 @@ def _plain(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) ->
     tiles = [(16, 256), (32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64)]
     if not few:
         tiles = [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)]
-    if stored.rounded or (stored != PLAIN and operator in ("linear_rope", *_ADDED)):
-        return  # through rings alone
     if operator == "linear_rope":
+        if stored != PLAIN:
+            return  # through rings alone
         tiles = [tile for tile in tiles if tile[0] in (32, 64, 128)]  # both rows of a pair
     elif operator in _ADDED:
         tiles = [tile for tile in tiles if tile[0] >= 32]  # each program leaves a share of the sum of squares
@@ -177,7 +172,7 @@ def _rings(
     The unit adds e4m3 up with few bits, so that these have 128 columns at a time; and no parts.
     """
     folded = operator == "linear" or operator in _ADDED
-    plain = stored == PLAIN
+    plain, bytes_of = stored == PLAIN, 2 if stored == PLAIN else 1
     for waves, box, split in itertools.product((1, 2), (32, 16, 8), _splits(operator) if plain else (1,)):
         if operator == "linear_parts" and split > 1:
             each, fold = _PAIRS, 1
@@ -186,16 +181,13 @@ def _rings(
             fold = 2 if folded or operator == "linear_parts" else 1
             each = -(-pairs // (facts.processors * waves * box)) * box
         inside = {"linear_rope": half, "linear_silu_mul": n // 2, "scaled_silu_mul": n // 2}.get(operator, _PAIRS)
-        if inside % box or (fold == 2 and each > _PAIRS and (plain or operator in _ADDED)):
+        if inside % box or (plain and fold == 2 and each > _PAIRS):
             continue
-        beside = operator == "linear_add_scaled" and (plain or k <= 2 * n)
-        rooms = (facts.processor_shared // 2 - 1024,) if waves > 1 else _ROOMS[beside]
+        rooms = (facts.processor_shared // 2 - 1024,) if waves > 1 else _ROOMS[operator == "linear_add_scaled"]
         for room, block_k in itertools.product(rooms, (128, 256) if plain else (128,)):
             width = fold * max(8, m)
-            stage = block_k * (2 * _PAIRS * stored.weight_bits // 8 + width * stored.token_bytes)
-            stage += 0 if plain else 16  # its barriers
-            held = 2 * width * block_k + 1536 if stored.rounded else 0
-            stages = (min(room, facts.shared_bytes) - 8 * _PAIRS * width - 1024 - held) // stage
+            stage = (2 * _PAIRS + width) * block_k * bytes_of + (0 if plain else 16)  # and its barriers
+            stages = (min(room, facts.shared_bytes) - 8 * _PAIRS * width - 1024) // stage
             if stages > 1 and k % (split * block_k * fold) == 0:
                 yield MatmulConfig(max(8, m), box, block_k, split, 4, stages, 0, STREAMED, each)
 
@@ -240,8 +232,7 @@ def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored
         width = tokens * (2 if folded else 1)
         # Barriers are padded, and the sums of squares that a scaled product reads are added up through shared memory.
         scratch = 1152 if operator in ("scaled_silu_mul", "linear_rope") else 640
-        held = columns * (2 * _PAIRS * stored.weight_bits // 8 + width * stored.token_bytes)
-        scratch += 2 * width * columns + 1536 if stored.rounded else 0
+        held = (2 * _PAIRS + width) * columns * stored.weight_bits // 8
         return config.stages * (held + 16) + 2 * _PAIRS * width * 4 + scratch
     rows = config.block_n * (2 if operator in _GATED else 1)
     # Where the matrix unit reads shared memory itself, a tile is still being read when the next one is asked for. It doesn't

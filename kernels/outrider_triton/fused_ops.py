@@ -179,73 +179,13 @@ define(
 )
 
 
-def _linear_quantized_add(
+def _linear_quantized_rope_write_cache(
     x: Tensor,
     x_scales: Tensor,
     weight: Tensor,
     scales: Tensor,
     rows: int,
     bias: Tensor | None,
-    residual: Tensor,
-    norm: Tensor,
-    config: list[int],
-    pdl: bool,
-) -> tuple[Tensor, Tensor]:
-    """Of operands in e4m3; ``rows`` of the weight have one of ``scales``. Squares and largest numbers [2, programs, T]."""
-    made = _made_twice(residual, weight, config)
-    quantized = x_scales, scales, rows
-    streamed.add(x, weight, bias, residual, norm, made, MatmulConfig(*config), pdl, quantized=quantized)
-    return made
-
-
-def _made_twice(residual: Tensor, weight: Tensor, config: list[int]) -> tuple[Tensor, Tensor]:
-    scaled, squares = _made(residual, weight, config)
-    return scaled, squares.new_empty((2, *squares.shape))
-
-
-define(
-    "linear_add_scaled.triton_quantized(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, int rows, Tensor? bias, "
-    "Tensor(a!) residual, Tensor norm, int[] config, bool pdl) -> (Tensor, Tensor)",
-    _linear_quantized_add,
-    lambda x, x_scales, weight, scales, rows, bias, residual, norm, config, pdl: _made_twice(residual, weight, config),
-)
-
-
-def _scaled_linear_quantized(
-    x: Tensor,
-    squares: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    rows: int,
-    bias: Tensor | None,
-    eps: float,
-    config: list[int],
-    pdl: bool,
-) -> Tensor:
-    """``x`` and ``squares`` are what ``linear_add_scaled.triton_quantized`` left; ``weight`` is in e4m3."""
-    out = x.new_empty((x.shape[0], weight.shape[0]))
-    quantized = None, scales, rows
-    streamed.multiply_quantized(x, weight, bias, out, quantized, MatmulConfig(*config), pdl, squares=squares, eps=eps)
-    return out
-
-
-define(
-    "linear_quantized.triton_scaled(Tensor x, Tensor squares, Tensor weight, Tensor scales, int rows, Tensor? bias, "
-    "float eps, int[] config, bool pdl) -> Tensor",
-    _scaled_linear_quantized,
-    lambda x, squares, weight, *rest: x.new_empty((x.shape[0], weight.shape[0])),
-)
-
-
-def _linear_quantized_rope_write_cache(
-    x: Tensor,
-    x_scales: Tensor | None,
-    squares: Tensor | None,
-    weight: Tensor,
-    scales: Tensor,
-    rows: int,
-    bias: Tensor | None,
-    eps: float,
     dtype: torch.dtype,
     cos: Tensor,
     sin: Tensor,
@@ -255,22 +195,19 @@ def _linear_quantized_rope_write_cache(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    """A weight in e4m3, and ``x`` that was divided by ``x_scales``, or what ``linear_add_scaled.triton_quantized`` left with
-    ``squares``. Queries are of ``dtype``.
-    """
+    """Of operands in e4m3; ``rows`` of the weight have one of ``scales``. Queries are of ``dtype``."""
     rotary = cos, sin, k_cache, v_cache, slots
     q = _queries(x, weight, k_cache, dtype)
-    quantized = x_scales, scales, rows
-    streamed.rope_write_cache(x, squares, weight, bias, eps, rotary, q, MatmulConfig(*config), pdl, quantized=quantized)
+    streamed.rope_write_cache(
+        x, None, weight, bias, 0.0, rotary, q, MatmulConfig(*config), pdl, quantized=(x_scales, scales, rows)
+    )
     return q
 
 
 define(
-    "rope_write_cache.triton_linear_quantized(Tensor x, Tensor? x_scales, Tensor? squares, Tensor weight, Tensor scales, "
-    "int rows, Tensor? bias, float eps, ScalarType dtype, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor slots, int[] config, bool pdl) -> Tensor",
+    "rope_write_cache.triton_linear_quantized(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, int rows, "
+    "Tensor? bias, ScalarType dtype, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, "
+    "int[] config, bool pdl) -> Tensor",
     _linear_quantized_rope_write_cache,
-    lambda x, x_scales, squares, weight, scales, rows, bias, eps, dtype, cos, sin, k_cache, *rest: _queries(
-        x, weight, k_cache, dtype
-    ),
+    lambda x, x_scales, weight, scales, rows, bias, dtype, cos, sin, k_cache, *rest: _queries(x, weight, k_cache, dtype),
 )

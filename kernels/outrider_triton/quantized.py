@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from outrider.device import QuantizedProduct, QuantizedWeight, RotaryArgs
+from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight, RotaryArgs
 from outrider_triton import planes_ops as _planes_ops  # noqa: F401  (these register the operators)
 from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
+from outrider_triton import variants
 from outrider_triton.derive import MOST, choose, every
+from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
 from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
-from outrider_triton.quantized_rings import QuantizedRings, dynamic, group_of
 from outrider_triton.table import MatmulConfig, bucket
 
 _TRITON = torch.ops.outrider
@@ -29,11 +31,20 @@ class _Normed(NamedTuple):
     config: MatmulConfig
 
 
-class TritonQuantized(QuantizedRings):
+class TritonQuantized(KernelSet):
     """Products with quantised weights: skinny ones in one kernel, others the library's.
 
     What decides is what the estimate says for as many bytes (:mod:`outrider_triton.derive`): no device was measured.
     """
+
+    facts: DeviceFacts
+    pdl: bool
+    _scope: variants.Scope
+    _derived_quantized: dict[tuple[object, ...], MatmulConfig | None]
+
+    @abstractmethod
+    def _uses(self, kernel: str, *operands: Tensor) -> bool:
+        """Whether a kernel is Triton's for these operands."""
 
     def quantized_config(self, x: Tensor, weight: QuantizedWeight, way: Plan) -> MatmulConfig | None:
         """The configuration for ``x [..., K]`` and such a weight; None: the library's product."""
@@ -61,6 +72,10 @@ class TritonQuantized(QuantizedRings):
                 x, *_operands(weight, bias), scaled, self.facts.fp8, self.pdl
             )
         return self._skinny(x, weight, bias, way, config)
+
+    def _multiplies(self, x: Tensor, weight: QuantizedWeight) -> bool:
+        halves = x.dtype in (torch.bfloat16, torch.float16)
+        return halves and bool(x.numel()) and self._uses("linear_quantized", x, weight.scales)
 
     def _skinny(
         self,
@@ -99,15 +114,7 @@ class TritonQuantized(QuantizedRings):
         weight: QuantizedWeight,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Three kernels for few tokens: the norm adds parts of the first product up, and quantises what the second takes. Two
-        where both come through rings: the second quantises what it takes itself.
-        """
-        if self._rings(added, residual, norm, weight):
-            self._prepare_rings(added, residual, norm, weight, bias, None)
-            taking = self._taking(residual, weight)
-            if taking is not None and not self._scope.first(("without rings", weight.shape, weight.label)):
-                scaled, squares = self._added(added, residual, norm)
-                return self._taken(scaled, squares, weight, bias, eps, taking)
+        """Three kernels for few tokens: the norm adds parts of the first product up, and quantises what the second takes."""
         normed = self._normed(added, residual, norm, eps, weight, bias)
         if normed is None:
             return super().norm_linear_quantized(added, residual, norm, eps, weight, bias)
@@ -123,24 +130,22 @@ class TritonQuantized(QuantizedRings):
         bias: Tensor | None,
         rotary: RotaryArgs,
     ) -> Tensor:
-        """Four kernels for few tokens: what turns queries and keys adds parts of their product up. Two for very few where
-        both products come through rings.
+        """Four kernels for few tokens: what turns queries and keys adds parts of their product up. Three where the product
+        comes through a ring and turns them itself.
         """
         cos, sin, k_cache, v_cache, slots = rotary
         straight = cos.stride() == sin.stride() and cos.stride(1) == 1 and slots.is_contiguous()
         straight = straight and k_cache.is_contiguous() and v_cache.is_contiguous()
         straight = straight and k_cache.dtype in (residual.dtype, torch.float8_e4m3fn)
-        straight = straight and self._uses("rope_write_cache", residual)
-        if straight and self._rings(added, residual, norm, weight):
-            self._prepare_rings(added, residual, norm, weight, bias, rotary)
-            taking = self._taking(residual, weight, rotary)
-            if taking is not None and not self._scope.first(("without rings, turned", weight.shape, weight.label)):
-                scaled, squares = self._added(added, residual, norm)
-                return self._turned(scaled, squares, weight, bias, eps, rotary, taking)
-        normed = self._normed(added, residual, norm, eps, weight, bias) if straight else None
+        normed = None
+        if straight and self._uses("rope_write_cache", residual):
+            normed = self._normed(added, residual, norm, eps, weight, bias)
         if normed is None:
             return super().norm_linear_quantized_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
         way, kind = normed.way, residual.dtype
+        turning = self._turning(residual.shape[0], weight, way, k_cache.shape[3] // 2)
+        if turning is not None and normed.scales is not None:
+            return self._turned(normed, normed.scales, residual, weight, bias, rotary, turning)
         made = self._behind(normed, residual, weight, bias, parts=True)
         new = self._scope.first(
             ("add_parts_rope_write_cache", kind, weight.shape, weight.label, k_cache.shape[1:], k_cache.dtype)
@@ -156,6 +161,43 @@ class TritonQuantized(QuantizedRings):
                 _TRITON.rope_write_cache.triton_parts(few, bias if split > 1 else None, *turned, kind, self.pdl)
         left = bias if made.dim() == 3 else None
         return _TRITON.rope_write_cache.triton_parts(made, left, *rotary, kind, self.pdl)  # type: ignore[no-any-return]
+
+    def _turning(self, m: int, weight: QuantizedWeight, way: Plan, half: int) -> MatmulConfig | None:
+        """How a product through a ring turns queries and keys itself; None where it can't."""
+        if not way.ring or way.planes or not 0 < m <= MOST:
+            return None
+        (n, k), stored = weight.shape, way.stored(weight.format)
+        key = "turning", stored, n, k, half, bucket(m)
+        if key not in self._derived_quantized:
+            found = choose(self.facts, "linear_rope", m=m, n=n, k=k, half=half, stored=stored)
+            self._derived_quantized[key] = found
+        return self._derived_quantized[key]
+
+    def _turned(
+        self,
+        normed: _Normed,
+        scales: Tensor,
+        residual: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        rotary: RotaryArgs,
+        config: MatmulConfig,
+    ) -> Tensor:
+        cos, sin, k_cache, v_cache, slots = rotary
+        operands = weight.data, weight.scales, weight.block[0], bias, residual.dtype
+        if self._scope.first(
+            ("linear_quantized_rope", residual.dtype, weight.shape, weight.label, k_cache.shape[1:], k_cache.dtype)
+        ):
+            few, half = (cos[:4], sin[:4], k_cache, v_cache, slots[:4]), k_cache.shape[3] // 2
+            (n, k), stored = weight.shape, normed.way.stored(weight.format)
+            for each in every(self.facts, "linear_rope", n=n, k=k, half=half, stored=stored):
+                with ahead():
+                    _TRITON.rope_write_cache.triton_linear_quantized(
+                        normed.rows[:4], scales[:4], *operands, *few, each.as_list(), self.pdl
+                    )
+        return _TRITON.rope_write_cache.triton_linear_quantized(  # type: ignore[no-any-return]  # torch.ops has no types
+            normed.rows, scales, *operands, *rotary, config.as_list(), self.pdl
+        )
 
     def _behind(
         self, normed: _Normed, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool
@@ -200,7 +242,7 @@ class TritonQuantized(QuantizedRings):
         if self._scope.first(("norm_linear_quantized", residual.dtype, added.weight.shape, weight.shape, weight.label)):
             self._compile_norms(added, first, residual, norm, weight, second)
         x, scales, laid = added.x, None, False
-        if added.gated and dynamic(added.weight):
+        if added.gated and _dynamic(added.weight):
             x, scales = self._gate(x, added.weight, first)
         elif added.gated:
             laid = first.planes and self._uses("silu_mul", x)
@@ -209,11 +251,16 @@ class TritonQuantized(QuantizedRings):
             x, added.weight, added.bias, first, one, dtype=residual.dtype, scales=scales, parts=True, laid=laid
         )
         left = added.bias if one.split > 1 else None
-        if not dynamic(weight):
+        if not _dynamic(weight):
             normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl, second.planes)
             return _Normed(normed, None, second, two)
         normed, scales = self._norm(product, left, residual, norm, eps, weight, second)
         return _Normed(normed, scales, second, two)
+
+    def _gate(self, x: Tensor, weight: QuantizedWeight, way: Plan) -> tuple[Tensor, Tensor]:
+        kept = _group(weight), kept_dtype(weight.data, way.native)
+        rows, scales = _TRITON.silu_mul.triton_quantize(x, weight.activations, *kept, self.pdl)
+        return rows, scales
 
     def _norm(
         self,
@@ -225,7 +272,7 @@ class TritonQuantized(QuantizedRings):
         weight: QuantizedWeight,
         way: Plan,
     ) -> tuple[Tensor, Tensor]:
-        kept = weight.activations, group_of(weight), kept_dtype(weight.data, way.native)
+        kept = weight.activations, _group(weight), kept_dtype(weight.data, way.native)
         rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *kept, self.pdl)
         return rows, scales
 
@@ -260,7 +307,7 @@ class TritonQuantized(QuantizedRings):
             parts = few.new_empty((split, *few.shape), dtype=torch.float32) if split > 1 else few
             left = added.bias if split > 1 else None
             with ahead():
-                if dynamic(weight):
+                if _dynamic(weight):
                     self._norm(parts, left, few, norm, 1e-5, weight, second)
                 else:
                     _TRITON.add_parts_rms_norm.triton(parts, left, few, norm, 1e-5, self.pdl, second.planes)
@@ -270,6 +317,16 @@ def _operands(weight: QuantizedWeight, bias: Tensor | None) -> tuple[object, ...
     held = weight.data, weight.scales, weight.zero_points, weight.input_scale, bias
     block, shape = list(weight.block), list(weight.shape)
     return *held, weight.format, block, shape, weight.activations or "", weight.activation_group
+
+
+def _group(weight: QuantizedWeight) -> int:
+    return weight.activation_group if weight.activation_group < weight.shape[1] else 0
+
+
+def _dynamic(weight: QuantizedWeight) -> bool:
+    """Whether its activations are quantised by scales that the kernel before can find: a power of two of columns each."""
+    group = _group(weight)
+    return weight.activations is not None and weight.input_scale is None and group & (group - 1) == 0
 
 
 def _scales(x: Tensor, weight: QuantizedWeight, way: Plan | None) -> bool:

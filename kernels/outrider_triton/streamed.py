@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from outrider_triton.jit import planes_ring, streamed, streamed_rotary
+from outrider_triton.jit import planes_ring, streamed
 from outrider_triton.jit.ring import PAIRS
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.table import MatmulConfig
@@ -22,8 +22,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config
     """``out [m, n]``, or its parts ``[split, m, n]``, from ``x [m, k]``."""
     m, n, fold = x.shape[0], weight.shape[0], config.split == 1
     torch._check(fold or bias is None, lambda: "parts of a product have no bias")
-    own = bias, None, None, None, 0.0, out, m, n, x.shape[1], 1, config.each
-    flags = {**_scaled(None, bias)[1], "ROWS": 0, "FOLD": fold}
+    own, flags = (bias, None, None, out, m, n, config.each), {"HAS_BIAS": bias is not None, "ROWS": 0, "FOLD": fold}
     pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
     _launch(streamed.streamed_linear, x, weight, config, own, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
 
@@ -33,22 +32,17 @@ def multiply_quantized(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    quantized: tuple[Tensor | None, Tensor, int],
+    quantized: tuple[Tensor, Tensor, int],
     config: MatmulConfig,
     pdl: bool,
-    *,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
 ) -> None:
     """``out [m, n]`` of ``x [m, k]`` and ``weight [n, k]`` in e4m3. ``quantized``: scales of x, float32 [m], scales of the
-    weight, and the number of rows that have one. ``squares [2, shares, m]``: ``x`` and they are what :func:`add` left; it is
-    divided by its root mean square and quantised here.
+    weight, and the number of rows that have one.
     """
     torch._check(config.split == 1, lambda: f"a product of quantised operands through a ring has no parts: {config}")
     x_scales, scales, rows = quantized
-    shares, flags = _scaled(None if squares is None else squares[0], bias)
-    own = bias, x_scales, scales, squares, eps, out, x.shape[0], weight.shape[0], x.shape[1], shares, config.each
-    flags |= {"ROWS": rows, "FOLD": True}
+    own = bias, x_scales, scales, out, x.shape[0], weight.shape[0], config.each
+    flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "FOLD": True}
     _launch(streamed.streamed_linear, x, weight, config, own, pairs=weight.shape[0], half=_PAIRS, pdl=pdl, fold=True, **flags)
 
 
@@ -61,16 +55,11 @@ def add(
     made: tuple[Tensor, Tensor],
     config: MatmulConfig,
     pdl: bool,
-    *,
-    quantized: tuple[Tensor, Tensor, int] | None = None,
 ) -> None:
-    """Adds to ``residual [m, n]``; with a norm, ``made`` is where the scaled row and its squares go. ``quantized``: as in
-    :func:`multiply_quantized`; the largest numbers of each program's share go behind the squares.
-    """
+    """Adds to ``residual [m, n]``; with a norm, ``made`` is where the scaled row and its squares go."""
     torch._check(config.each <= _PAIRS, lambda: f"{config.each} rows: a product that is added has {_PAIRS} at most")
-    x_scales, scales, rows = quantized or (None, None, 0)
-    own = bias, residual, norm, *made, x_scales, scales, x.shape[0], weight.shape[0], config.each
-    flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "NORM": norm is not None}
+    own = bias, residual, norm, *made, x.shape[0], weight.shape[0], config.each
+    flags = {"HAS_BIAS": bias is not None, "NORM": norm is not None}
     pairs = weight.shape[0]
     _launch(streamed.streamed_linear_add, x, weight, config, own, pairs=pairs, half=_PAIRS, pdl=pdl, fold=True, **flags)
 
@@ -103,21 +92,19 @@ def rope_write_cache(
     config: MatmulConfig,
     pdl: bool,
     *,
-    quantized: tuple[Tensor | None, Tensor, int] | None = None,
+    quantized: tuple[Tensor, Tensor, int] | None = None,
 ) -> None:
     """Queries to ``q``, keys and values to the slots; ``rotary``: cos, sin, both caches, slots. ``quantized``: as in
     :func:`multiply_quantized`, scales of x, of the weight, and the rows of one.
     """
     cos, sin, k_cache, v_cache, slots = rotary
     (m, k), (kv_heads, size) = x.shape, k_cache.shape[2:]
-    shares, flags = _scaled(squares if squares is None or quantized is None else squares[0], bias)
+    shares, flags = _scaled(squares, bias)
     own = squares, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, shares, q.shape[1], kv_heads
     strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.each, *(quantized or (None, None, 0))[:2]
     pairs, half = weight.shape[0] // 2, size // 2
     flags |= {"HALF": half, "ROWS": quantized[2] if quantized else 0}
-    _launch(
-        streamed_rotary.streamed_rope_write_cache, x, weight, config, own + strides, pairs=pairs, half=half, pdl=pdl, **flags
-    )
+    _launch(streamed.streamed_rope_write_cache, x, weight, config, own + strides, pairs=pairs, half=half, pdl=pdl, **flags)
 
 
 def multiply_planes(

@@ -28,7 +28,6 @@ from outrider_triton.jit import (
     quantized,
     rows,
     streamed,
-    streamed_rotary,
 )
 from outrider_triton.launch import power_of_two, shares
 from outrider_triton.table import BUCKETS, MatmulConfig, Table
@@ -137,7 +136,6 @@ def compiled() -> Mapping[str, int]:
         quantized,
         rows,
         streamed,
-        streamed_rotary,
     )
     for module in modules:
         for name, kernel in vars(module).items():

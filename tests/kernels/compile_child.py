@@ -29,7 +29,6 @@ from outrider_triton.jit import (
     quantized,
     rows,
     streamed,
-    streamed_rotary,
 )
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
@@ -256,28 +255,22 @@ SCALED = {**RING, "SCALED": True, "SHARES": 128}
 PLAIN = {**RING, "squares": None, "SCALED": False, "SHARES": 1}
 UNQUANTIZED = {"x_scales": None, "scales": None, "ROWS": 0}
 STREAMED = [
-    (streamed.streamed_linear, {}, {**PLAIN, **UNQUANTIZED, "FOLD": True}),
-    (streamed.streamed_linear, {"out": WIDE}, {**PLAIN, **UNQUANTIZED, "FOLD": False}),
-    (streamed.streamed_linear_add, {"norm": HALF, "scaled": HALF}, {**RING, **UNQUANTIZED, "NORM": True}),
-    (streamed.streamed_linear_add, {"scaled": HALF}, {**RING, **UNQUANTIZED, "norm": None, "NORM": False}),
+    (streamed.streamed_linear, {}, {**RING, **UNQUANTIZED, "FOLD": True}),
+    (streamed.streamed_linear, {"out": WIDE}, {**RING, **UNQUANTIZED, "FOLD": False}),
+    (streamed.streamed_linear_add, {"norm": HALF, "scaled": HALF}, {**RING, "NORM": True}),
+    (streamed.streamed_linear_add, {"scaled": HALF}, {**RING, "norm": None, "NORM": False}),
     (streamed.streamed_silu_mul, {"k": "i32"}, SCALED),
     (streamed.streamed_silu_mul, {"k": "i32"}, PLAIN),
-    (streamed_rotary.streamed_rope_write_cache, {"k": "i32"}, {**SCALED, **UNQUANTIZED, "HALF": 64}),
-    (streamed_rotary.streamed_rope_write_cache, {"k": "i32"}, {**PLAIN, **UNQUANTIZED, "HALF": 64}),
-    (streamed_rotary.streamed_rope_write_cache, {"k": "i32", **NARROW}, {**PLAIN, **UNQUANTIZED, "HALF": 64}),
+    (streamed.streamed_rope_write_cache, {"k": "i32"}, {**SCALED, **UNQUANTIZED, "HALF": 64}),
+    (streamed.streamed_rope_write_cache, {"k": "i32"}, {**PLAIN, **UNQUANTIZED, "HALF": 64}),
+    (streamed.streamed_rope_write_cache, {"k": "i32", **NARROW}, {**PLAIN, **UNQUANTIZED, "HALF": 64}),
 ]
 """For devices with a copy engine alone."""
 BY_ROW = {"x_scales": WIDE, "scales": WIDE}
 STREAMED_E4M3 = [
-    (streamed.streamed_linear, BY_ROW, {**PLAIN, "FOLD": True, "ROWS": 1}),
-    (streamed.streamed_linear_add, {**BY_ROW, "norm": HALF, "scaled": HALF}, {**RING, "NORM": True, "ROWS": 1}),
-    (streamed_rotary.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**PLAIN, "STEPS": 7, "HALF": 64, "ROWS": 1}),
+    (streamed.streamed_linear, BY_ROW, {**RING, "FOLD": True, "ROWS": 1}),
+    (streamed.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**PLAIN, "STEPS": 7, "HALF": 64, "ROWS": 1}),
 ]
-SCALED_E4M3 = [
-    (streamed.streamed_linear, {"k": "i32", **BY_ROW}, {**SCALED, "x_scales": None, "FOLD": True, "ROWS": 1}),
-    (streamed_rotary.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**SCALED, "x_scales": None, "HALF": 64, "ROWS": 1}),
-]
-"""Of tokens that are rounded on their way."""
 FOUR_BITS = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "STAGES": 4, "MOST": 112}
 IN_PLANES = [
     (planes_ring.streamed_planes, {"out": WIDE}, {**FOUR_BITS, "GROUPS": 1, "TILES": 3}),
@@ -336,9 +329,8 @@ def main() -> None:
             check_order_of_both(kernel.__name__, made.asm["ptx"])
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             print(kernel.__name__, flush=True)
-        for kernel, types, constants in () if some else STREAMED_E4M3 + SCALED_E4M3:
-            x = descriptor(8, 128, "bf16" if constants.get("SCALED") else "fp8e4nv")
-            ends = {"x": x, "w": descriptor(16, 128, "fp8e4nv")}
+        for kernel, types, constants in () if some else STREAMED_E4M3:
+            ends = {"x": descriptor(8, 128, "fp8e4nv"), "w": descriptor(16, 128, "fp8e4nv")}
             made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             check_order_of_both(kernel.__name__, made.asm["ptx"], late=True)
             assert ".e4m3.e4m3" in made.asm["ptx"]

@@ -25,7 +25,7 @@ from kernels.test_derive import products, shards
 from outrider.model.shapes import SHAPES
 from outrider_triton.derive import choose, shared_bytes
 from outrider_triton.derive_attention import Heads, attention_bytes, cut
-from outrider_triton.jit import attention, fused, matmul, planes, planes_ring, quantized, streamed, streamed_rotary
+from outrider_triton.jit import attention, fused, matmul, planes, planes_ring, quantized, streamed
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import BUCKETS, STREAMED
@@ -77,7 +77,7 @@ def product(facts, operator, config, even, k, half, target):
             "scaled_silu_mul": (streamed.streamed_silu_mul, SCALED, {"k": "i32"}),
             "linear_add": (streamed.streamed_linear_add, {**PLAIN, "norm": None, "NORM": False}, {"scaled": HALF}),
             "linear_add_scaled": (streamed.streamed_linear_add, {**SCALED, "NORM": True}, {"norm": HALF, "scaled": HALF}),
-            "linear_rope": (streamed_rotary.streamed_rope_write_cache, {**SCALED, **UNQUANTIZED, "HALF": half}, {"k": "i32"}),
+            "linear_rope": (streamed.streamed_rope_write_cache, {**SCALED, **UNQUANTIZED, "HALF": half}, {"k": "i32"}),
         }[operator]
         given = {name: value for name, value in {**given, **own}.items() if name in kernel.arg_names}
         return compiled(GluonASTSource, kernel, {**types, **ends}, given, target, warps=config.warps)

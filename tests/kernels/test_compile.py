@@ -38,11 +38,8 @@ def kernels(streamed):
         "nearest_e4m3",
         "uniforms",
         "gumbel",
-        "factors_of",
     }
-    apart = (
-        {"ring.py"} if streamed else {"ring.py", "streamed.py", "streamed_rotary.py", "planes_ring.py"}
-    )  # helpers alone; rings
+    apart = {"ring.py"} if streamed else {"ring.py", "streamed.py", "planes_ring.py"}  # helpers alone; rings
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in JIT.glob("*.py") if path.name not in apart]
     made = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
     return {name for name in made if not name.startswith("_")} - helpers

@@ -1,11 +1,10 @@
-"""Two products in e4m3 and the norm between them through rings: what is launched, and that it is known beforehand.
+"""Products in e4m3 through rings: what is launched, and that it is known beforehand.
 
 The kernels are in Gluon, which the interpreter doesn't know; they are compiled in ``test_compile.py``, and held against the
 reference on a device by ``quantized_on_device.py``.
 """
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +14,11 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES
 from outrider.device import QuantizedProduct, RotaryArgs
 from outrider_triton import fused_ops, ops, quantized_ops, streamed
+from outrider_triton.derive import choose
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
-from outrider_triton.table import STREAMED, MatmulConfig
+from outrider_triton.quantized_ops import plan
+from outrider_triton.table import STREAMED
 from outrider_tune.quantized import RandomFormat, random_quantized
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
@@ -70,30 +71,17 @@ def turns(kernels, weights, m):
     return kernels.norm_linear_quantized_rope_write_cache(added, residual, norm, 1e-5, weights["turned"], None, rotary)
 
 
-@pytest.mark.parametrize("m", [1, 4, 8, 9, 16])
-def test_few_tokens_take_two_kernels_behind_what_quantises(m, launched, kernels, weights):
+@pytest.mark.parametrize("m", [1, 4, 8, 9, 16, 32])
+def test_products_come_through_rings_and_one_turns_its_rows(m, launched, kernels, weights):
     assert gates(kernels, weights, m).shape == (m, 2 * INNER)
     assert turns(kernels, weights, m).shape == (m, HEADS, SIZE)
     names = [name for name, _, _ in launched]
-    first, second = ["quantize_rows", "streamed_linear_add", "streamed_linear"], ["silu_mul_quantize", "streamed_linear_add"]
-    assert names == [*first, *second, "streamed_rope_write_cache"]
+    between = ["streamed_linear", "add_rms_norm_quantize"]
+    assert names == ["quantize_rows", *between, "streamed_linear", "silu_mul_quantize", *between, "streamed_rope_write_cache"]
     for name, _, (blocks, _, settings) in launched:
-        settings = dict(settings)
         if name.startswith("streamed"):
-            assert settings["ROWS"] == 1
-            assert settings.get("SCALED", settings.get("NORM")) is True
-            assert blocks[0] == (8 if m <= 8 else 16, 128)
-
-
-@pytest.mark.parametrize("m", [17, 32])
-def test_more_tokens_are_quantised_by_a_kernel(m, launched, kernels, weights):
-    gates(kernels, weights, m)
-    assert [name for name, _, _ in launched] == [
-        "quantize_rows",
-        "streamed_linear",
-        "add_rms_norm_quantize",
-        "streamed_linear",
-    ]
+            assert dict(settings)["ROWS"] == 1
+            assert blocks[0] == (next(room for room in (8, 16, 32) if room >= m), 128)
 
 
 def test_every_variant_is_compiled_beforehand(launched, kernels, weights):
@@ -112,30 +100,23 @@ def test_every_variant_is_compiled_beforehand(launched, kernels, weights):
     assert len(served) >= 8
 
 
-@pytest.mark.parametrize("other", ["float16", "groups", "static", "another device"])
-def test_what_does_not_come_through_rings(other, launched, weights):
-    """Each of these keeps to its own kernels; a row that isn't divided yet may be too large for float16."""
-    facts = DEVICES["L4" if other == "another device" else "H200"]
-    kernels, kind = TritonKernels(facts), torch.float16 if other == "float16" else BF16
-    way = BY_ROW
+@pytest.mark.parametrize("other", ["groups", "another device", "columns in no units"])
+def test_what_does_not_come_through_rings(other, launched):
+    """Each of these keeps to its own kernels."""
+    kernels = TritonKernels(DEVICES["L4" if other == "another device" else "H200"])
+    columns, way = (1056 if other == "columns in no units" else 1024), BY_ROW
     if other == "groups":
         way = RandomFormat(format="fp8", columns=128, rows=128, activations="fp8", activation_group=128)
-    made = random_quantized(way, HIDDEN, HIDDEN, device=torch.device("cpu"))
-    if other == "static":
-        made = replace(made, input_scale=torch.ones(1))
-    added = QuantizedProduct(torch.zeros(4, HIDDEN, dtype=kind), made, None)
-    norm, residual = torch.ones(HIDDEN, dtype=kind), torch.zeros(4, HIDDEN, dtype=kind)
-    kernels.norm_linear_quantized(added, residual, norm, 1e-5, made)
-    assert "streamed_linear_add" not in {name for name, _, _ in launched}
+    weight = random_quantized(way, 1024, columns, device=torch.device("cpu"))
+    kernels.linear_quantized(torch.zeros(4, columns, dtype=BF16), weight)
+    assert [name for name, _, _ in launched][:2] == ["quantize_rows", "linear_quantized"]
 
 
-@pytest.mark.parametrize("operator", ["linear_add_scaled", "linear_parts", "linear_rope"])
+@pytest.mark.parametrize("operator", ["linear_parts", "linear_rope"])
 @pytest.mark.parametrize("m", [1, 16])
-def test_cuts_are_of_whole_boxes_and_fit(operator, m, kernels, weights):
-    weight = weights["turned"]
-    stored = kernels._stored(weight)
-    config = kernels._ringed(operator, m, weight, stored, 64)
-    assert isinstance(config, MatmulConfig)
+def test_cuts_are_of_whole_boxes(operator, m, weights):
+    stored = plan(DEVICES["H200"], weights["turned"]).stored("fp8")
+    config = choose(DEVICES["H200"], operator, m=m, n=TURNED, k=HIDDEN, half=SIZE // 2, stored=stored)
     assert (config.descriptor, config.block_k, config.split) == (STREAMED, 128, 1)
     assert config.each % config.block_n == 0
     assert config.stages > 1

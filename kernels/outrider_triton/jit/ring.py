@@ -16,20 +16,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from outrider_triton.jit.dependent import let_next_start, wait_for_last
 
 PAIRS = gl.constexpr(32)
 """Pairs of rows of a tile."""
-TOKENS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-"""Of tokens [WIDTH, BLOCK_K] that are rounded."""
 
 
 # -- the ring ------------------------------------------------------------------------------------------------------
@@ -50,16 +42,13 @@ def make_ring(x, w, FOLD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.const
 
 
 @gluon.jit
-def _bring_weights(
-    w, wide, full, unit, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr
-):
-    """Unit u is columns u % STEPS of tile u // STEPS. Says, too, how many bytes are to come, tokens (of BITS) included."""
+def _bring_weights(w, wide, full, unit, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr, WIDTH: gl.constexpr):
+    """Unit u is columns u % STEPS of tile u // STEPS. Says, too, how many bytes are to come, tokens included."""
     STAGES: gl.constexpr = wide.shape[0]
     BLOCK_K: gl.constexpr = wide.shape[2]
     BOX: gl.constexpr = w.block_type.shape[0]
     BOXES: gl.constexpr = PAIRS // BOX
-    WEIGHT: gl.constexpr = BLOCK_K * w.dtype.primitive_bitwidth // 8  # bytes of a row
-    REST: gl.constexpr = WIDTH * BLOCK_K * BITS // 8
+    BYTES: gl.constexpr = BLOCK_K * w.dtype.primitive_bitwidth // 8  # of a row of either operand
     come = full.index(unit % STAGES)
     tile = wide.index(unit % STAGES)
     before = unit // STEPS * PAIRS
@@ -67,8 +56,8 @@ def _bring_weights(
     left = each - before
     for boxes in gl.static_range(1, BOXES):
         some = (left > (boxes - 1) * BOX) & (left <= boxes * BOX)
-        mbarrier.expect(come, 2 * boxes * BOX * WEIGHT + REST, pred=some)
-    mbarrier.expect(come, 2 * PAIRS * WEIGHT + REST, pred=left > PAIRS - BOX)
+        mbarrier.expect(come, (2 * boxes * BOX + WIDTH) * BYTES, pred=some)
+    mbarrier.expect(come, (2 * PAIRS + WIDTH) * BYTES, pred=left > PAIRS - BOX)
     for box in gl.static_range(BOXES):
         pair = gl.program_id(0) * each + before + box * BOX
         if FOLD:
@@ -106,11 +95,10 @@ def bring(x, w, ring, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr, LATE:
     wide, narrow, full, empty = ring
     STAGES: gl.constexpr = narrow.shape[0]
     WIDTH: gl.constexpr = narrow.shape[1]
-    BITS: gl.constexpr = narrow.dtype.primitive_bitwidth
     units = gl.cdiv(each, PAIRS) * STEPS
     first = gl.minimum(units, STAGES)
     for unit in range(first):
-        _bring_weights(w, wide, full, unit, each, half, FOLD, STEPS, WIDTH, BITS)
+        _bring_weights(w, wide, full, unit, each, half, FOLD, STEPS, WIDTH)
     if not LATE:
         let_next_start(PDL)
     wait_for_last(PDL)
@@ -120,30 +108,12 @@ def bring(x, w, ring, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr, LATE:
         _bring_tokens(x, narrow, full, unit, FOLD, STEPS)
     for unit in range(STAGES, units):
         mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES - 1) & 1)
-        _bring_weights(w, wide, full, unit, each, half, FOLD, STEPS, WIDTH, BITS)
+        _bring_weights(w, wide, full, unit, each, half, FOLD, STEPS, WIDTH)
         _bring_tokens(x, narrow, full, unit, FOLD, STEPS)
 
 
 @gluon.jit
-def make_rounded(w, ring):
-    """Room for the tokens of two places as the unit takes them, where they come in more bits."""
-    return gl.allocate_shared_memory(w.dtype, [2, ring[1].shape[1], ring[1].shape[2]], w.layout)
-
-
-@gluon.jit
-def _tokens(narrow, place, rounded, half: gl.constexpr, inverse, ROUND: gl.constexpr):
-    """Tokens as the matrix unit takes them; ROUND: after they were multiplied by ``inverse`` and rounded."""
-    if not ROUND:
-        return narrow.index(place).permute((1, 0))
-    else:
-        own = rounded.index(half)
-        quotient = narrow.index(place).load(TOKENS).to(gl.float32) * inverse[:, None]
-        own.store(quotient.to(rounded.dtype))  # which doesn't go beyond the largest number
-        return own.permute((1, 0))
-
-
-@gluon.jit
-def _sum_of_parts(ring, tile, total, rounded, inverse, ROUND: gl.constexpr, STEPS: gl.constexpr):
+def _sum_of_parts(ring, tile, total, STEPS: gl.constexpr):
     """:func:`_product` where the unit adds up with few bits: the columns of a place by themselves, two places at a time."""
     wide, narrow, full, empty = ring
     STAGES: gl.constexpr = narrow.shape[0]
@@ -153,16 +123,9 @@ def _sum_of_parts(ring, tile, total, rounded, inverse, ROUND: gl.constexpr, STEP
         one = unit % STAGES
         two = (unit + 1) % STAGES
         mbarrier.wait(full.index(one), unit // STAGES & 1)
-        x = _tokens(narrow, one, rounded, 0, inverse, ROUND)
-        if ROUND:
-            mbarrier.wait(full.index(two), (unit + 1) // STAGES & 1)
-            y = _tokens(narrow, two, rounded, 1, inverse, ROUND)
-            fence_async_shared()
-        first = warpgroup_mma(wide.index(one), x, total, use_acc=False, is_async=True)
-        if not ROUND:
-            mbarrier.wait(full.index(two), (unit + 1) // STAGES & 1)
-            y = _tokens(narrow, two, rounded, 1, inverse, ROUND)
-        second = warpgroup_mma(wide.index(two), y, total, use_acc=False, is_async=True)
+        first = warpgroup_mma(wide.index(one), narrow.index(one).permute((1, 0)), total, use_acc=False, is_async=True)
+        mbarrier.wait(full.index(two), (unit + 1) // STAGES & 1)
+        second = warpgroup_mma(wide.index(two), narrow.index(two).permute((1, 0)), total, use_acc=False, is_async=True)
         first = warpgroup_mma_wait(1, deps=[first])
         mbarrier.arrive(empty.index(one), count=1)
         second = warpgroup_mma_wait(0, deps=[second])
@@ -172,17 +135,14 @@ def _sum_of_parts(ring, tile, total, rounded, inverse, ROUND: gl.constexpr, STEP
         unit = begins + STEPS - 1
         last = unit % STAGES
         mbarrier.wait(full.index(last), unit // STAGES & 1)
-        z = _tokens(narrow, last, rounded, 0, inverse, ROUND)
-        if ROUND:
-            fence_async_shared()
-        rest = warpgroup_mma(wide.index(last), z, total, use_acc=False, is_async=True)
+        rest = warpgroup_mma(wide.index(last), narrow.index(last).permute((1, 0)), total, use_acc=False, is_async=True)
         total += warpgroup_mma_wait(0, deps=[rest])
         mbarrier.arrive(empty.index(last), count=1)
     return total
 
 
 @gluon.jit
-def _product(ring, tile, rounded, inverse, ROUND: gl.constexpr, STEPS: gl.constexpr):
+def _product(ring, tile, STEPS: gl.constexpr):
     """The program's ``tile``, [2 PAIRS, tokens] in float32, low rows first. One product is under way while the next begins,
     so the ring has to have two places at least.
     """
@@ -193,7 +153,7 @@ def _product(ring, tile, rounded, inverse, ROUND: gl.constexpr, STEPS: gl.conste
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // BITS])
     total = gl.zeros([2 * PAIRS, WIDTH], gl.float32, layout)
     if BITS == 8:
-        total = _sum_of_parts(ring, tile, total, rounded, inverse, ROUND, STEPS)
+        total = _sum_of_parts(ring, tile, total, STEPS)
     else:
         for unit in range(tile * STEPS, (tile + 1) * STEPS):
             place = unit % STAGES
@@ -212,23 +172,7 @@ def _product(ring, tile, rounded, inverse, ROUND: gl.constexpr, STEPS: gl.conste
 @gluon.jit
 def halves_of(ring, tile, buffer, FOLD: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr):
     """The product of the program's ``tile``, low rows and high rows, [PAIRS, BLOCK_M] each. FOLD: of each what counts."""
-    return halves_of_rounded(ring, tile, buffer, buffer, 0.0, False, FOLD, STEPS, layout)
-
-
-@gluon.jit
-def halves_of_rounded(
-    ring,
-    tile,
-    buffer,
-    rounded,
-    inverse,
-    ROUND: gl.constexpr,
-    FOLD: gl.constexpr,
-    STEPS: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """:func:`halves_of`; ROUND: of tokens that are multiplied by ``inverse`` and rounded, in the room of ``rounded``."""
-    buffer.store(_product(ring, tile, rounded, inverse, ROUND, STEPS))
+    buffer.store(_product(ring, tile, STEPS))
     low = buffer.slice(0, PAIRS, 0)
     high = buffer.slice(PAIRS, PAIRS, 0)
     if FOLD:
@@ -252,37 +196,6 @@ def squares_of(squares, shares, m, SHARES: gl.constexpr, BLOCK_M: gl.constexpr):
     token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
     there = (share < shares)[:, None] & (token < m)[None, :]
     return gl.load(squares + share[:, None] * m + token[None, :], mask=there, other=0.0)
-
-
-@gluon.jit
-def _larger(a, b):
-    """The larger one, and NaN where one of them is."""
-    return gl.where((a > b) | (a != a), a, b)
-
-
-@gluon.jit
-def root_of(squares, shares, m, width, eps, SHARES: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
-    """One over the root mean square of each token's row of ``width`` numbers, from shares of sums of squares."""
-    own: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [4, 1], [1, 0])
-    share = gl.arange(0, SHARES, gl.SliceLayout(1, own))
-    token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, own))
-    there = (share < shares)[:, None] & (token < m)[None, :]
-    parts = gl.load(squares + share[:, None] * m + token[None, :], mask=there, other=0.0)
-    return gl.convert_layout(gl.rsqrt(gl.sum(parts, axis=0) / width + eps), layout)
-
-
-@gluon.jit
-def steps_of(peaks, shares, m, SHARES: gl.constexpr, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """What each token is divided by so that the largest of ``peaks [shares, m]`` becomes the largest e4m3, of WIDTH rows of
-    tokens as they lie in the ring. NaN where one of the peaks is.
-    """
-    own: gl.constexpr = gl.BlockedLayout([1, 1], [32 // WIDTH, WIDTH], [4, 1], [1, 0])  # few moves between threads
-    share = gl.arange(0, SHARES, gl.SliceLayout(1, own))
-    token = gl.program_id(2) * BLOCK_M + gl.arange(0, WIDTH, gl.SliceLayout(0, own)) % BLOCK_M
-    there = (share < shares)[:, None] & (token < m)[None, :]
-    parts = gl.load(peaks + share[:, None] * m + token[None, :], mask=there, other=0.0)
-    peak = gl.reduce(parts, 0, _larger)
-    return gl.convert_layout(gl.where(peak == 0.0, 1.0, peak / 448.0), layout)
 
 
 @gluon.jit

@@ -10,62 +10,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from outrider_triton.jit.dependent import fetch, wait_for_last
+from outrider_triton.jit.fused import write_rotated
 from outrider_triton.jit.matmul import gated
-from outrider_triton.jit.ring import (
-    PAIRS,
-    TOKENS,
-    bring,
-    halves_of,
-    halves_of_rounded,
-    make_buffer,
-    make_ring,
-    make_rounded,
-    root_of,
-    scale_of,
-    squares_of,
-    steps_of,
-)
+from outrider_triton.jit.ring import PAIRS, bring, halves_of, make_buffer, make_ring, scale_of, squares_of
 
-RESULTS = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1]))
+_LAYOUT = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1]))
 """Of a tile of results [pairs, tokens]."""
 
 
 @gluon.jit
 def _pairs_and_tokens(BLOCK_M: gl.constexpr):
     """Places of pairs in a tile, and a program's tokens."""
-    pairs = gl.arange(0, PAIRS, gl.SliceLayout(1, RESULTS))
-    return pairs, gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, RESULTS))
-
-
-@gluon.jit
-def factors_of(
-    squares,
-    x_scales,
-    token,
-    shares,
-    m,
-    k,
-    eps,
-    ring,
-    ROWS: gl.constexpr,
-    SCALED: gl.constexpr,
-    SHARES: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-):
-    """What tokens are multiplied by before they're rounded, [WIDTH], and what a product of them is multiplied by, [BLOCK_M].
-    SCALED: ``squares`` are shares of sums of squares and, behind them, of the largest numbers; else tokens were divided by
-    ``x_scales`` and are rounded.
-    """
-    if ROWS == 0:
-        return 0.0, 0.0
-    elif SCALED:
-        WIDTH: gl.constexpr = ring[1].shape[1]
-        columns: gl.constexpr = gl.SliceLayout(0, RESULTS)
-        steps = steps_of(squares + shares * m, shares, m, SHARES, BLOCK_M, WIDTH, gl.SliceLayout(1, TOKENS))
-        whole = steps_of(squares + shares * m, shares, m, SHARES, BLOCK_M, BLOCK_M, columns)
-        return 1.0 / steps, whole * root_of(squares, shares, m, k, eps, SHARES, BLOCK_M, columns)
-    else:
-        return 0.0, gl.load(x_scales + token, mask=token < m, other=0.0)
+    pairs = gl.arange(0, PAIRS, gl.SliceLayout(1, _LAYOUT))
+    return pairs, gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, _LAYOUT))
 
 
 @gluon.jit
@@ -73,21 +30,14 @@ def _store(
     bias,
     x_scales,
     scales,
-    squares,
-    eps,
     out,
     m,
     n,
-    k,
-    shares,
     each,
     ring,
     buffer,
-    rounded,
     HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
-    SCALED: gl.constexpr,
-    SHARES: gl.constexpr,
     FOLD: gl.constexpr,
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
@@ -97,14 +47,15 @@ def _store(
     known = (token < m)[None, :]
     place = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
     wait_for_last(PDL)
-    inverse, divisor = factors_of(squares, x_scales, token, shares, m, k, eps, ring, ROWS, SCALED, SHARES, BLOCK_M)
+    if ROWS:
+        divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
     for tile in range(gl.cdiv(each, PAIRS)):
         own = tile * PAIRS + lane
         row = gl.program_id(0) * each + own
         mine = (own < each) & (row < n)
         if ROWS:  # on their way before the product
             factor = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)
-        low, high = halves_of_rounded(ring, tile, buffer, rounded, inverse, ROWS > 0 and SCALED, FOLD, STEPS, RESULTS)
+        low, high = halves_of(ring, tile, buffer, FOLD, STEPS, _LAYOUT)
         if FOLD:
             total = low + high
             if ROWS:
@@ -119,25 +70,19 @@ def _store(
             gl.store(place + row[:, None], high.to(out.dtype.element_ty), mask=known & ((own < each) & (row < n))[:, None])
 
 
-@gluon.jit(do_not_specialize=["m", "each", "shares"])
+@gluon.jit(do_not_specialize=["m", "each"])
 def streamed_linear(
     x,
     w,
     bias,
     x_scales,
     scales,
-    squares,
-    eps,
     out,
     m,
     n,
-    k,
-    shares,
     each,
     HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
-    SCALED: gl.constexpr,
-    SHARES: gl.constexpr,
     FOLD: gl.constexpr,
     STEPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -148,40 +93,13 @@ def streamed_linear(
     """:func:`outrider_triton.jit.matmul.linear`; program (share of rows, part of the columns, block of tokens).
 
     A product in parts isn't folded, and has no bias. ROWS: both operands were quantised, ``x`` by ``x_scales [m]``, and the
-    weight by one of ``scales`` for so many rows; 0: neither was. Quantised ones are folded. SCALED: ``x`` is what
-    :func:`streamed_linear_add` left, with ``squares``, and is quantised here.
+    weight by one of ``scales`` for so many rows; 0: neither was. Quantised ones are folded.
     """
     ring = make_ring(x, w, FOLD, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(ring)
-    rounded = make_rounded(w, ring) if ROWS > 0 and SCALED else buffer  # of no use else
     gl.warp_specialize(
         [
-            (
-                _store,
-                (
-                    bias,
-                    x_scales,
-                    scales,
-                    squares,
-                    eps,
-                    out,
-                    m,
-                    n,
-                    k,
-                    shares,
-                    each,
-                    ring,
-                    buffer,
-                    rounded,
-                    HAS_BIAS,
-                    ROWS,
-                    SCALED,
-                    SHARES,
-                    FOLD,
-                    STEPS,
-                    PDL,
-                ),
-            ),
+            (_store, (bias, x_scales, scales, out, m, n, each, ring, buffer, HAS_BIAS, ROWS, FOLD, STEPS, PDL)),
             (bring, (x, w, ring, each, PAIRS, FOLD, STEPS, ROWS > 0, PDL)),
         ],
         [1],
@@ -196,15 +114,12 @@ def _add(
     norm,
     scaled,
     squares,
-    x_scales,
-    scales,
     m,
     n,
     each,
     ring,
     buffer,
     HAS_BIAS: gl.constexpr,
-    ROWS: gl.constexpr,
     NORM: gl.constexpr,
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
@@ -216,37 +131,22 @@ def _add(
     real = (token < m)[None, :] & mine[:, None]
     place = token.to(gl.int64)[None, :] * n + row[:, None]
     # Weights, which are far away and which no kernel writes; and where the residual is, so that it isn't far away either.
-    extra = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, RESULTS))
+    extra = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, _LAYOUT))
     if HAS_BIAS:
         extra = gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)
-    factor = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, RESULTS))
+    factor = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, _LAYOUT))
     if NORM:
         factor = gl.load(norm + row, mask=mine, other=0.0).to(gl.float32)
-    if ROWS:
-        row_scale = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)
     fetch(residual + gl.where(real, place, 0))
     wait_for_last(PDL)
-    if ROWS:
-        divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
     old = gl.load(residual + place, mask=real, other=0.0)
-    low, high = halves_of(ring, 0, buffer, True, STEPS, RESULTS)
-    total = low + high
-    if ROWS:  # rounded where the reference rounds, after the product
-        total = (total * row_scale[:, None] * divisor[None, :] + extra[:, None]).to(residual.dtype.element_ty).to(gl.float32)
-    else:
-        total += extra[:, None]
-    kept = (total + old.to(gl.float32)).to(residual.dtype.element_ty)
+    low, high = halves_of(ring, 0, buffer, True, STEPS, _LAYOUT)
+    kept = (low + high + extra[:, None] + old.to(gl.float32)).to(residual.dtype.element_ty)
     gl.store(residual + place, kept, mask=real)
     if NORM:
         numbers = gl.where(real, kept.to(gl.float32), 0.0)
-        weighed = (numbers * factor[:, None]).to(scaled.dtype.element_ty)
-        gl.store(scaled + place, weighed, mask=real)
+        gl.store(scaled + place, (numbers * factor[:, None]).to(scaled.dtype.element_ty), mask=real)
         gl.store(squares + gl.program_id(0) * m + token, gl.sum(numbers * numbers, axis=0), mask=token < m)
-        if ROWS:
-            size = gl.abs(weighed.to(gl.float32))
-            # What isn't finite makes it NaN: the largest of the others isn't.
-            peak = gl.max(size, axis=0) + gl.sum(size, axis=0) * 0.0
-            gl.store(squares + (gl.num_programs(0) + gl.program_id(0)) * m + token, peak, mask=token < m)
 
 
 @gluon.jit(do_not_specialize=["m", "each"])
@@ -258,13 +158,10 @@ def streamed_linear_add(
     norm,
     scaled,
     squares,
-    x_scales,
-    scales,
     m,
     n,
     each,
     HAS_BIAS: gl.constexpr,
-    ROWS: gl.constexpr,
     NORM: gl.constexpr,
     STEPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -272,37 +169,16 @@ def streamed_linear_add(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """:func:`outrider_triton.jit.fused.linear_add`; folded, and a program has one tile at most.
-
-    ROWS: as in :func:`streamed_linear`; ``squares [2, programs, m]`` has the largest numbers of ``scaled``, too.
-    """
+    """:func:`outrider_triton.jit.fused.linear_add`; folded, and a program has one tile at most."""
     ring = make_ring(x, w, True, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(ring)
     gl.warp_specialize(
         [
             (
                 _add,
-                (
-                    bias,
-                    residual,
-                    norm,
-                    scaled,
-                    squares,
-                    x_scales,
-                    scales,
-                    m,
-                    n,
-                    each,
-                    ring,
-                    buffer,
-                    HAS_BIAS,
-                    ROWS,
-                    NORM,
-                    STEPS,
-                    PDL,
-                ),
+                (bias, residual, norm, scaled, squares, m, n, each, ring, buffer, HAS_BIAS, NORM, STEPS, PDL),
             ),
-            (bring, (x, w, ring, each, PAIRS, True, STEPS, ROWS > 0, PDL)),
+            (bring, (x, w, ring, each, PAIRS, True, STEPS, False, PDL)),
         ],
         [1],
         [40],
@@ -334,12 +210,12 @@ def _gate(
     if SCALED:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
     for tile in range(gl.cdiv(each, PAIRS)):
-        gate, up = halves_of(ring, tile, buffer, False, STEPS, RESULTS)
+        gate, up = halves_of(ring, tile, buffer, False, STEPS, _LAYOUT)
         own = tile * PAIRS + lane
         row = gl.program_id(0) * each + own
         mine = (own < each) & (row < n)
         if SCALED:
-            scale = scale_of(parts, k, eps, RESULTS)
+            scale = scale_of(parts, k, eps, _LAYOUT)
             gate *= scale
             up *= scale
         if HAS_BIAS:
@@ -381,6 +257,181 @@ def streamed_silu_mul(
                 (squares, bias, out, eps, m, n, k, shares, each, ring, buffer, HAS_BIAS, SCALED, SHARES, STEPS, PDL),
             ),
             (bring, (x, w, ring, each, n, False, STEPS, True, PDL)),
+        ],
+        [1],
+        [40],
+    )
+
+
+@gluon.jit
+def _rotate(
+    squares,
+    bias,
+    cos,
+    sin,
+    q,
+    k_cache,
+    v_cache,
+    slots,
+    eps,
+    m,
+    k,
+    shares,
+    heads,
+    kv_heads,
+    angles_token,
+    cache_slot,
+    cache_head,
+    each,
+    x_scales,
+    scales,
+    ring,
+    buffer,
+    HAS_BIAS: gl.constexpr,
+    ROWS: gl.constexpr,
+    SCALED: gl.constexpr,
+    SHARES: gl.constexpr,
+    HALF: gl.constexpr,
+    STEPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    BLOCK_M: gl.constexpr = buffer.shape[1]
+    token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, _LAYOUT))
+    known = token < m
+    wait_for_last(PDL)
+    if SCALED:
+        parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
+    if ROWS:
+        divisor = gl.load(x_scales + token, mask=known, other=0.0)
+    slot = gl.load(slots + token, mask=known, other=0)
+    for tile in range(gl.cdiv(each, PAIRS)):
+        own = tile * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, _LAYOUT))
+        pair = gl.program_id(0) * each + own
+        head = pair // HALF
+        lane = pair % HALF
+        mine = (own < each) & (head < heads + 2 * kv_heads)
+        real = known[None, :] & mine[:, None]
+        # What is needed behind the product, on its way before it.
+        angle = token.to(gl.int64)[None, :] * angles_token + lane[:, None]
+        turns = real & (head < heads + kv_heads)[:, None]
+        cos_low = gl.load(cos + angle, mask=turns, other=1.0)
+        sin_low = gl.load(sin + angle, mask=turns, other=0.0)
+        cos_high = gl.load(cos + angle + HALF, mask=turns, other=1.0)
+        sin_high = gl.load(sin + angle + HALF, mask=turns, other=0.0)
+        row = head * (2 * HALF) + lane
+        if ROWS:
+            low_factor = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)
+            high_factor = gl.load(scales + (row + HALF) // ROWS, mask=mine, other=0.0).to(gl.float32)
+        first, second = halves_of(ring, tile, buffer, False, STEPS, _LAYOUT)
+        if ROWS:
+            first *= low_factor[:, None] * divisor[None, :]
+            second *= high_factor[:, None] * divisor[None, :]
+        if SCALED:
+            scale = scale_of(parts, k, eps, _LAYOUT)
+            first *= scale
+            second *= scale
+        if HAS_BIAS:
+            first += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
+            second += gl.load(bias + row + HALF, mask=mine, other=0.0).to(gl.float32)[:, None]
+        # Rounded where the reference rounds: after the product and after the turn.
+        write_rotated(
+            first.to(q.dtype.element_ty),
+            second.to(q.dtype.element_ty),
+            cos_low,
+            sin_low,
+            cos_high,
+            sin_high,
+            q,
+            k_cache,
+            v_cache,
+            slot,
+            token,
+            head,
+            lane,
+            heads,
+            kv_heads,
+            cache_slot,
+            cache_head,
+            real,
+            HALF,
+        )
+
+
+@gluon.jit(do_not_specialize=["m", "each", "shares"])
+def streamed_rope_write_cache(
+    x,
+    w,
+    squares,
+    bias,
+    cos,
+    sin,
+    q,
+    k_cache,
+    v_cache,
+    slots,
+    eps,
+    m,
+    k,
+    shares,
+    heads,
+    kv_heads,
+    angles_token,
+    cache_slot,
+    cache_head,
+    each,
+    x_scales,
+    scales,
+    HAS_BIAS: gl.constexpr,
+    ROWS: gl.constexpr,
+    SCALED: gl.constexpr,
+    SHARES: gl.constexpr,
+    HALF: gl.constexpr,
+    STEPS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """:func:`outrider_triton.jit.fused.linear_rope_write_cache`; ROWS: as in :func:`streamed_linear`."""
+    ring = make_ring(x, w, False, BLOCK_M, BLOCK_K, STAGES)
+    buffer = make_buffer(ring)
+    gl.warp_specialize(
+        [
+            (
+                _rotate,
+                (
+                    squares,
+                    bias,
+                    cos,
+                    sin,
+                    q,
+                    k_cache,
+                    v_cache,
+                    slots,
+                    eps,
+                    m,
+                    k,
+                    shares,
+                    heads,
+                    kv_heads,
+                    angles_token,
+                    cache_slot,
+                    cache_head,
+                    each,
+                    x_scales,
+                    scales,
+                    ring,
+                    buffer,
+                    HAS_BIAS,
+                    ROWS,
+                    SCALED,
+                    SHARES,
+                    HALF,
+                    STEPS,
+                    PDL,
+                ),
+            ),
+            (bring, (x, w, ring, each, HALF, False, STEPS, ROWS > 0, PDL)),
         ],
         [1],
         [40],
