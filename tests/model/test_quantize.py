@@ -46,6 +46,11 @@ def test_transformers_reads_what_is_written(tmp_path, backend, plain, capfd, for
     assert said["bytes_after"] < said["bytes_before"]
     assert len(list((tmp_path / "q").glob("*.safetensors"))) == 4
     assert (tmp_path / "q" / "tokenizer.json").read_text() == "{}"
+    groups = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert groups["group_0"]["targets"] == [
+        "Linear",
+        *(["lm_head"] if head else []),
+    ]  # by its name for vLLM, whose class is other
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32).eval()
     with torch.no_grad():
         wanted = reference(torch.tensor([PROMPT])).logits[0]

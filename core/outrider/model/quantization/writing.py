@@ -132,12 +132,14 @@ def _config(format: str, group: int, ignore: list[str]) -> dict[str, Any]:
     if format == "int4":
         weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
         inputs, storage = None, "pack-quantized"
+    # Serving engines have a class of their own for the head, which the name of the class doesn't cover.
+    targets = ["Linear"] if _HEAD in ignore else ["Linear", _HEAD]
     return {
         "quant_method": "compressed-tensors",
         "format": storage,
         "quantization_status": "compressed",
         "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": storage}
+            "group_0": {"targets": targets, "weights": weights, "input_activations": inputs, "format": storage}
         },
         "ignore": ignore,
         "kv_cache_scheme": None,
