@@ -2,16 +2,17 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from compressed_tensors.quantization import QuantizationConfig
 
+from bench.test_bench_peers import WORKED
 from outrider.device import QuantizedWeight
 from outrider.model.quantization import read_quantization
 from outrider_bench.peers.outrider import opened
 from outrider_bench.peers.quantized import compressed_tensors
-from outrider_bench.peers.work import Work, checkpoints
-from outrider_bench.synthetic import rates_of_length
+from outrider_bench.peers.work import checkpoints
 from outrider_tune.quantized import RANDOM_FORMATS, random_format
 
 
@@ -47,30 +48,7 @@ def test_target_and_draft_have_the_same_config_and_a_directory_of_their_own(tmp_
 
 
 def work(keep, quantize, head):
-    return Work(
-        shape="tiny",
-        dtype="float32",
-        batches=(1,),
-        prompt_tokens=8,
-        new_tokens=16,
-        draft_tokens=3,
-        accept_length=2.5,
-        rates=rates_of_length(2.5, 3),
-        device="cpu",
-        phases=("decode",),
-        lengths=(8,),
-        contexts=(8,),
-        requests=1,
-        seed=7,
-        prompts=(4, 8),
-        outputs=(2, 4),
-        max_requests=1,
-        max_context=None,
-        memory=0.5,
-        keep=keep,
-        quantize=quantize,
-        quantize_head=head,
-    )
+    return replace(WORKED, keep=keep, quantize=quantize, quantize_head=head)
 
 
 QUANTIZED = ("--engines", "outrider", "--quantize", "fp8", "--lm-head", "--speculate", "eagle", "--repeat", "1")

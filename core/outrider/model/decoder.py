@@ -5,7 +5,7 @@ Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class Decoder(LanguageModel):
                 pending, entering[index] = added(pending, residual, self.kernels)
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
             if index == 0:
-                inputs = replace(inputs, attention=replace(inputs.attention, settled=True))
+                inputs = inputs.behind_a_layer()
         assert pending is not None  # there is at least one layer
         final = add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, self.kernels)
         return final, tuple(entering[layer] for layer in layers)

@@ -5,7 +5,7 @@ Letters: T tokens of text, N new tokens, H hidden size, A of the target's layers
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -104,8 +104,7 @@ class DFlashHead:
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
             if index == 0:
-                # The text was taken in before the first layer.
-                inputs = replace(inputs, attention=replace(inputs.attention, settled=True))
+                inputs = inputs.behind_a_layer()  # the text was taken in before the first one
         assert pending is not None  # there is at least one layer
         return add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, kernels)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -31,3 +31,7 @@ class ForwardInput:
     embeddings: Tensor | None = None
     embedded: Tensor | None = None
     prompt_lens: Tensor | None = None
+
+    def behind_a_layer(self) -> ForwardInput:
+        """The batch for layers behind the first one of a stack: its ``attention`` is ``settled``."""
+        return replace(self, attention=replace(self.attention, settled=True))

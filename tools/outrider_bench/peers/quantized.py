@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _BITS = {"fp8": 8, "int8": 8, "int4": 4}
-_STORED = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}
 
 
 def compressed_tensors(name: str, *, head: bool) -> dict[str, object]:
@@ -12,6 +11,7 @@ def compressed_tensors(name: str, *, head: bool) -> dict[str, object]:
 
     vLLM takes an output head for quantised only where a target names it; its class isn't among those of linear layers.
     """
+    from outrider.model.quantization.writing import compressed_config
     from outrider_tune.quantized import random_format
 
     way = random_format(name)
@@ -28,12 +28,4 @@ def compressed_tensors(name: str, *, head: bool) -> dict[str, object]:
         inputs = {**number, "symmetric": True, "dynamic": True, "strategy": "token"}
         if way.activation_group:
             inputs |= {"strategy": "group", "group_size": way.activation_group}
-    group = {"targets": ["Linear", *(["lm_head"] if head else [])], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": _STORED[way.format],
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": [r"re:.*\.mlp\.gate$", *([] if head else ["lm_head"])],
-        "kv_cache_scheme": None,
-    }
+    return compressed_config(way.format, weights, inputs, [r"re:.*\.mlp\.gate$", *([] if head else ["lm_head"])])

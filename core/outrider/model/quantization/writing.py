@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -128,10 +128,19 @@ def _config(format: str, group: int, ignore: list[str]) -> dict[str, Any]:
     eight = {"num_bits": 8, "type": "float" if format == "fp8" else "int", "symmetric": True}
     weights: dict[str, Any] = eight | {"strategy": "channel"}
     inputs: dict[str, Any] | None = eight | {"strategy": "token", "dynamic": True}
-    storage = "float-quantized" if format == "fp8" else "int-quantized"
     if format == "int4":
         weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
-        inputs, storage = None, "pack-quantized"
+        inputs = None
+    return compressed_config(format, weights, inputs, ignore)
+
+
+def compressed_config(
+    format: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, ignore: Sequence[str]
+) -> dict[str, Any]:
+    """``quantization_config`` as compressed-tensors writes it: of modules that aren't in ``ignore``, with arguments for their
+    weights and for what they take (None: plain). ``format``: one of this package's.
+    """
+    storage = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}[format]
     # Serving engines have a class of their own for the head, which the name of the class doesn't cover.
     targets = ["Linear"] if _HEAD in ignore else ["Linear", _HEAD]
     return {
@@ -141,7 +150,7 @@ def _config(format: str, group: int, ignore: list[str]) -> dict[str, Any]:
         "config_groups": {
             "group_0": {"targets": targets, "weights": weights, "input_activations": inputs, "format": storage}
         },
-        "ignore": ignore,
+        "ignore": list(ignore),
         "kv_cache_scheme": None,
     }
 
