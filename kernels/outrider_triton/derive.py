@@ -116,11 +116,9 @@ def candidates(
 ) -> list[MatmulConfig]:
     """Configurations that are worth a try and fit; ``m`` is one of :data:`BUCKETS`."""
     made = list(_plain(facts, operator, m, n, stored))
-    if facts.rings and m <= _OURS and stored == PLAIN:
-        made += _rings(facts, operator, m, n, k, half)
-    if facts.rings and m <= _OURS and stored.ring and not stored.made and (operator != "linear_rope" or half):
+    if facts.rings and m <= _OURS and (stored == PLAIN or (stored.ring and not stored.made)):
         made += _rings(facts, operator, m, n, k, half, stored)
-    if facts.rings and m <= _FEW and stored.ring and stored.made:
+    elif facts.rings and m <= _FEW and stored.ring:
         made += _plane_rings(facts, operator, m, n, k, stored)
     return [config for config in dict.fromkeys(made) if shared_bytes(facts, operator, config, stored) <= facts.shared_bytes]
 
@@ -164,15 +162,13 @@ def _splits(operator: str, stored: Stored = PLAIN) -> tuple[int, ...]:
     return tuple(split for split in (1, 2, 4, 8) if split <= most) if operator == "linear_parts" else (1,)
 
 
-def _rings(
-    facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int, stored: Stored = PLAIN
-) -> Iterator[MatmulConfig]:
+def _rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int, stored: Stored) -> Iterator[MatmulConfig]:
     """Those of :mod:`outrider_triton.jit.streamed`: shares of the pairs of rows, in boxes that divide what they lie in.
 
     The unit adds e4m3 up with few bits, so that these have 128 columns at a time; and no parts.
     """
     folded = operator == "linear" or operator in _ADDED
-    plain, bytes_of = stored == PLAIN, 2 if stored == PLAIN else 1
+    plain = stored == PLAIN
     for waves, box, split in itertools.product((1, 2), (32, 16, 8), _splits(operator) if plain else (1,)):
         if operator == "linear_parts" and split > 1:
             each, fold = _PAIRS, 1
@@ -186,7 +182,7 @@ def _rings(
         rooms = (facts.processor_shared // 2 - 1024,) if waves > 1 else _ROOMS[operator == "linear_add_scaled"]
         for room, block_k in itertools.product(rooms, (128, 256) if plain else (128,)):
             width = fold * max(8, m)
-            stage = (2 * _PAIRS + width) * block_k * bytes_of + (0 if plain else 16)  # and its barriers
+            stage = (2 * _PAIRS + width) * block_k * stored.token_bytes + (0 if plain else 16)  # and its barriers
             stages = (min(room, facts.shared_bytes) - 8 * _PAIRS * width - 1024) // stage
             if stages > 1 and k % (split * block_k * fold) == 0:
                 yield MatmulConfig(max(8, m), box, block_k, split, 4, stages, 0, STREAMED, each)
@@ -232,7 +228,7 @@ def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored
         width = tokens * (2 if folded else 1)
         # Barriers are padded, and the sums of squares that a scaled product reads are added up through shared memory.
         scratch = 1152 if operator in ("scaled_silu_mul", "linear_rope") else 640
-        held = (2 * _PAIRS + width) * columns * stored.weight_bits // 8
+        held = (2 * _PAIRS + width) * columns * stored.token_bytes
         return config.stages * (held + 16) + 2 * _PAIRS * width * 4 + scratch
     rows = config.block_n * (2 if operator in _GATED else 1)
     # Where the matrix unit reads shared memory itself, a tile is still being read when the next one is asked for. It doesn't

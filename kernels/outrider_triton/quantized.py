@@ -48,13 +48,17 @@ class TritonQuantized(KernelSet):
 
     def quantized_config(self, x: Tensor, weight: QuantizedWeight, way: Plan) -> MatmulConfig | None:
         """The configuration for ``x [..., K]`` and such a weight; None: the library's product."""
-        m, (n, k) = x.numel() // x.shape[-1], weight.shape
+        return self._derive(x.numel() // x.shape[-1], weight, way)
+
+    def _derive(self, m: int, weight: QuantizedWeight, way: Plan, *, half: int = 0) -> MatmulConfig | None:
+        """Kept for each bucket of tokens. ``half``: of a head, for a product that turns its rows."""
         if not 0 < m <= MOST:
             return None
-        stored = way.stored(weight.format)
-        key = stored, n, k, bucket(m)
+        stored, (n, k) = way.stored(weight.format), weight.shape
+        key = stored, n, k, bucket(m), *([half] if half else [])
         if key not in self._derived_quantized:
-            self._derived_quantized[key] = choose(self.facts, "linear_parts", m=m, n=n, k=k, stored=stored)
+            operator = "linear_rope" if half else "linear_parts"
+            self._derived_quantized[key] = choose(self.facts, operator, m=m, n=n, k=k, half=half, stored=stored)
         return self._derived_quantized[key]
 
     def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -143,7 +147,8 @@ class TritonQuantized(KernelSet):
         if normed is None:
             return super().norm_linear_quantized_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
         way, kind = normed.way, residual.dtype
-        turning = self._turning(residual.shape[0], weight, way, k_cache.shape[3] // 2)
+        rings = way.ring and not way.planes  # the product turns its rows itself
+        turning = self._derive(residual.shape[0], weight, way, half=k_cache.shape[3] // 2) if rings else None
         if turning is not None and normed.scales is not None:
             return self._turned(normed, normed.scales, residual, weight, bias, rotary, turning)
         made = self._behind(normed, residual, weight, bias, parts=True)
@@ -161,17 +166,6 @@ class TritonQuantized(KernelSet):
                 _TRITON.rope_write_cache.triton_parts(few, bias if split > 1 else None, *turned, kind, self.pdl)
         left = bias if made.dim() == 3 else None
         return _TRITON.rope_write_cache.triton_parts(made, left, *rotary, kind, self.pdl)  # type: ignore[no-any-return]
-
-    def _turning(self, m: int, weight: QuantizedWeight, way: Plan, half: int) -> MatmulConfig | None:
-        """How a product through a ring turns queries and keys itself; None where it can't."""
-        if not way.ring or way.planes or not 0 < m <= MOST:
-            return None
-        (n, k), stored = weight.shape, way.stored(weight.format)
-        key = "turning", stored, n, k, half, bucket(m)
-        if key not in self._derived_quantized:
-            found = choose(self.facts, "linear_rope", m=m, n=n, k=k, half=half, stored=stored)
-            self._derived_quantized[key] = found
-        return self._derived_quantized[key]
 
     def _turned(
         self,

@@ -101,9 +101,10 @@ def rope_write_cache(
     (m, k), (kv_heads, size) = x.shape, k_cache.shape[2:]
     shares, flags = _scaled(squares, bias)
     own = squares, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, shares, q.shape[1], kv_heads
-    strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.each, *(quantized or (None, None, 0))[:2]
+    x_scales, scales, rows = quantized or (None, None, 0)
+    strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.each, x_scales, scales
     pairs, half = weight.shape[0] // 2, size // 2
-    flags |= {"HALF": half, "ROWS": quantized[2] if quantized else 0}
+    flags |= {"HALF": half, "ROWS": rows}
     _launch(streamed.streamed_rope_write_cache, x, weight, config, own + strides, pairs=pairs, half=half, pdl=pdl, **flags)
 
 

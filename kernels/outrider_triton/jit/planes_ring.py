@@ -165,13 +165,7 @@ def _read_scales(scales, to, n, groups, each, OWN: gl.constexpr, TILES: gl.const
 
 @gluon.jit
 def _store(
-    scales,
-    bias,
-    out,
-    m,
-    n,
-    groups,
-    each,
+    own,
     ring,
     factors,
     known,
@@ -183,6 +177,7 @@ def _store(
     PDL: gl.constexpr,
 ):
     """The first group of warps: it adds the second one's sums to its own, and stores them."""
+    scales, bias, out, m, n, groups, each = own
     BLOCK_M: gl.constexpr = ring[1].shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     _read_scales(scales, factors, n, groups, each, STEPS * ring[1].shape[2] // _GROUP, TILES)
@@ -195,9 +190,9 @@ def _store(
     wait_for_last(PDL)
     for tile in range(TILES):
         total = _product(ring, factors, tile, 0, GROUPS, STEPS, TILES, layout)
-        own = tile * ROWS + lane
-        row = gl.program_id(0) * each + own
-        mine = (own < each) & (row < n)
+        inside = tile * ROWS + lane
+        row = gl.program_id(0) * each + inside
+        mine = (inside < each) & (row < n)
         if GROUPS > 1:
             mbarrier.wait(come, tile & 1)
             total += other.load(layout)
@@ -273,29 +268,13 @@ def streamed_planes(
         mbarrier.init(come, count=1)
         mbarrier.init(taken, count=1)
         sums = other, come, taken
+    else:
+        sums = known  # of no use
+    own = scales, bias, out, m, n, groups, each
+    if GROUPS > 1:
         gl.warp_specialize(
             [
-                (
-                    _store,
-                    (
-                        scales,
-                        bias,
-                        out,
-                        m,
-                        n,
-                        groups,
-                        each,
-                        ring,
-                        factors,
-                        known,
-                        sums,
-                        HAS_BIAS,
-                        GROUPS,
-                        STEPS,
-                        TILES,
-                        PDL,
-                    ),
-                ),
+                (_store, (own, ring, factors, known, sums, HAS_BIAS, GROUPS, STEPS, TILES, PDL)),
                 (_help, (ring, factors, known, sums, GROUPS, STEPS, TILES)),
                 (_bring, (x, w, ring, each, steps, PDL)),
             ],
@@ -303,30 +282,9 @@ def streamed_planes(
             [MOST, 24],
         )
     else:
-        sums = known
         gl.warp_specialize(
             [
-                (
-                    _store,
-                    (
-                        scales,
-                        bias,
-                        out,
-                        m,
-                        n,
-                        groups,
-                        each,
-                        ring,
-                        factors,
-                        known,
-                        sums,
-                        HAS_BIAS,
-                        GROUPS,
-                        STEPS,
-                        TILES,
-                        PDL,
-                    ),
-                ),
+                (_store, (own, ring, factors, known, sums, HAS_BIAS, GROUPS, STEPS, TILES, PDL)),
                 (_bring, (x, w, ring, each, steps, PDL)),
             ],
             [1],
