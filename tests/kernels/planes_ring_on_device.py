@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from on_device import in_a_graph, microseconds, wrong
 
 from outrider.device import KernelSet
 from outrider_triton import planes_ops  # noqa: F401  (registers the operator)
@@ -37,7 +38,6 @@ TOKENS = (1, 4, 8, 13)
 ERROR = 6e-3
 """Relative to the largest number of the row: a rounding of bfloat16 is 4e-3, and the reference rounds nothing."""
 PRODUCTS = {"qkv": (6144, 4096), "output": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
-CALLS = 12
 ROTATE = 200 << 20
 STORED = Plan("block", False, 128, 128, planes=True, ring=True).stored("int4")
 KNOWN = {  # of tests/data/quantized_products_h200.json, at one token
@@ -129,26 +129,8 @@ def cases(facts):
                                                      (4, 4, 8, 2, False), (4, 8, 16, 1, False)):  # fmt: skip
                 for config in cut(facts, n, k, m=m, split=split, warps=warps, box=box, waves=waves):
                     yield n, k, m, config, biased
-                    if split == 1 and warps == 8 and config.stages > 3:  # goes round many times
-                        yield n, k, m, replace(config, stages=3), biased
-
-
-def wrong(made, right):
-    off = (made.double() - right).abs().amax(-1) / right.abs().amax(-1).clamp(min=1e-30)
-    return float(off.nan_to_num(float("inf")).max())
-
-
-def in_a_graph(call):
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = call()
-        made = call()
-    made.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    return made
+                    if split == 1 and warps == 8 and config.stages > 4:  # goes round many times
+                        yield n, k, m, replace(config, stages=4), biased
 
 
 def check(facts, compiled, device, end):
@@ -174,7 +156,7 @@ def check(facts, compiled, device, end):
             going(name)
             try:
                 rows = in_planes(x[:m], False)
-                made = in_a_graph(partial(product, rows, weight, bias if biased else None, config))
+                made = in_a_graph(partial(product, rows, weight, bias if biased else None, config), times=2)
                 made = made.sum(0) if config.split > 1 else made
                 off = wrong(made, right[:m] if biased else right[:m] - bias.double())
             except Exception as error:  # the next case may say more
@@ -209,26 +191,6 @@ def timed(facts, name):
     return order + [MatmulConfig(*each) for each in KNOWN[name][1]]
 
 
-def microseconds(call):
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(CALLS):
-            call(number)
-    times = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / CALLS)
-    return min(times[1:])
-
-
 def times(facts, name, compiled, device, end):
     """Rows of microseconds and cut, fastest first."""
     n, k = PRODUCTS[name]
@@ -242,7 +204,9 @@ def times(facts, name, compiled, device, end):
                 continue
             going(f"{name}, {config.as_list()}")
             try:
-                us = microseconds(lambda number, x=x, config=config: product(x, weights[number % len(weights)], None, config))
+                us = microseconds(
+                    lambda number, x=x, config=config: product(x, weights[number % len(weights)], None, config), repeats=5
+                )
                 rows.setdefault(m, []).append((round(us, 2), config))
             except Exception as error:  # the next one may run
                 print(f"FAILED {name}, {config.as_list()}: {type(error).__name__}: {str(error)[:200]}", flush=True)

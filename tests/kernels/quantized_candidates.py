@@ -13,6 +13,7 @@ import sys
 import time
 
 import torch
+from on_device import microseconds
 
 from outrider.device import KernelSet
 from outrider_triton.derive import rank
@@ -27,7 +28,6 @@ from outrider_tune.quantized import random_format, random_quantized
 
 SHAPES = {"gate and up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096), "output": (4096, 4096)}
 HEAD = {"head": (128256, 4096)}
-CALLS = 12
 ROTATE = 200 << 20
 CUTS = {
     "int4": [(64, 256, 4, 4), (64, 512, 4, 3), (64, 512, 4, 4), (128, 256, 4, 4), (128, 512, 4, 3), (128, 256, 8, 4),
@@ -50,26 +50,6 @@ def candidates(facts, stored, m, n, k, name):
                 if facts.processors * 0.7 < programs < facts.processors * 16 and k % (split * columns) == 0:
                     found.append(MatmulConfig(8, rows, columns, split, warps, stages, early, 0, each))
     return list(dict.fromkeys(found))
-
-
-def microseconds(call):
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(CALLS):
-            call(number)
-    times = []
-    for _ in range(4):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / CALLS)
-    return min(times[1:])
 
 
 def copied(device):

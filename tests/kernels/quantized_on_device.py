@@ -13,6 +13,7 @@ import time
 from functools import partial
 
 import torch
+from on_device import in_a_graph, wrong
 
 from outrider.device import KernelSet, QuantizedProduct, RotaryArgs
 from outrider_triton.facts import facts_of
@@ -26,26 +27,6 @@ EXPERTS = ((128, 8, 2048, 768), (8, 2, 1024, 1024), (60, 4, 520, 136))
 ERROR = 6e-3
 """Relative to the largest number of the row: a rounding of bfloat16 is 4e-3, and the reference rounds nothing."""
 REFERENCE = KernelSet()
-
-
-def wrong(made, right):
-    """How far off the worst number is, relative to its row's largest; infinite for NaN."""
-    off = (made.double() - right).abs().amax(-1) / right.abs().amax(-1).clamp(min=1e-30)
-    return float(off.nan_to_num(float("inf")).max())
-
-
-def in_a_graph(call):
-    """What ``call`` makes when it's replayed."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = call()
-    for each in made if isinstance(made, tuple) else (made,):
-        each.fill_(float("nan") if each.is_floating_point() else 0)
-    graph.replay()
-    torch.cuda.synchronize()
-    return made
 
 
 def products(kernels, device):

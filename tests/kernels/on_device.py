@@ -1,0 +1,47 @@
+"""What the scripts that run kernels on a real device share."""
+
+from __future__ import annotations
+
+import torch
+
+
+def wrong(made, right):
+    """How far off the worst number is, relative to its row's largest; infinite for NaN."""
+    off = (made.double() - right).abs().amax(-1) / right.abs().amax(-1).clamp(min=1e-30)
+    return float(off.nan_to_num(float("inf")).max())
+
+
+def in_a_graph(call, *, times=1):
+    """What ``call`` makes, ``times`` behind each other, when it's replayed."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            made = call()
+    for each in made if isinstance(made, tuple) else (made,):
+        each.fill_(float("nan") if each.is_floating_point() else 0)
+    graph.replay()
+    torch.cuda.synchronize()
+    return made
+
+
+def microseconds(call, *, calls=12, repeats=4):
+    """The least time of ``call``, which is given its number, among ``calls`` in a graph that is replayed so often."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(calls):
+            call(number)
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / calls)
+    return min(times[1:])
