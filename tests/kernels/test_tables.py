@@ -1,6 +1,7 @@
 """Tables of tuned kernels: what the package ships can be used, and what is broken says so."""
 
 import json
+from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from outrider.device import BackendLoadError
+from outrider_triton import shipping
 from outrider_triton import table as tables
 from outrider_triton.table import AttentionConfig, load, parse, slug
 
@@ -75,3 +77,53 @@ def test_a_tile_serves_as_many_tokens_as_it_has_room_for():
     table = parse({"device": "made up", "software": {}, "kernels": {}, "matmul": rows})
     found = {m: table.entry("linear", "bfloat16", n=64, k=64, m=m) for m in (1, 4, 5, 8, 9, 16, 17)}
     assert {m: entry.m for m, entry in found.items() if entry is not None} == {1: 4, 4: 4, 5: 4, 8: 4, 9: 16, 16: 16}
+
+
+ROW = {"operator": "linear", "dtype": "bfloat16", "n": 64, "k": 64, "m": 8, "config": None, "us": 1.0, "torch_us": 2.0}
+HEADS = {"groups": 8, "max_kv": 640, "config": [64, 8, 4, 2]}
+
+
+def _kept(folder, *rows):
+    home = folder / "made-up-sm_90-132" / "2.11.0+cu130-3.6.0-0123456789abcdef"
+    home.mkdir(parents=True, exist_ok=True)
+    for number, row in enumerate(rows):
+        (home / f"{number}.json").write_text(json.dumps(row))
+    return [str(home / f"{number}.json") for number in range(len(rows))]
+
+
+def test_choices_that_were_kept_go_into_a_table_that_ships(tmp_path):
+    file, said = tmp_path / "made-up.json", ["--device", "Made up", "--date", "2026-11-24"]
+    shipping.main([str(file), *_kept(tmp_path, ROW, {**ROW, "m": 32}, HEADS), *said])
+    first = parse(json.loads(file.read_text()))
+    assert first.software == {"torch": "2.11.0+cu130", "triton": "3.6.0"}
+    better = {**ROW, "us": 0.5}
+    other = {**HEADS, "head_size": 64, "group": 4}
+    shipping.main(
+        [str(file), *_kept(tmp_path, better, {**HEADS, "head_size": 128, "group": 4, "config": [32, 4, 4, 2]}, other), *said]
+    )
+    second = parse(json.loads(file.read_text()))
+    (entries,) = second.entries.values()
+    assert [(entry.m, entry.us) for entry in entries] == [(8, 0.5), (32, 1.0)]
+    assert [entry.head_size for entry in second.attention] == [128, 64]
+    assert second.attention[0] == replace(first.attention[0], config=AttentionConfig(32, 4, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "said"),
+    [("x.json", "Made up", "is called made-up.json"), ("other.json", "Other", "one folder of 'Other'")],
+)
+def test_choices_of_another_device_go_into_no_table(name, device, said, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        shipping.main([str(tmp_path / name), *_kept(tmp_path, ROW), "--device", device, "--date", "2026-11-24"])
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
+def test_a_choice_that_cant_be_read_leaves_the_table_alone(tmp_path):
+    said = ["--device", "Made up", "--date", "2026-11-24"]
+    file = tmp_path / "made-up.json"
+    shipping.main([str(file), *_kept(tmp_path, ROW), *said])
+    before = file.read_text()
+    with pytest.raises(KeyError):
+        shipping.main([str(file), *_kept(tmp_path, {key: value for key, value in ROW.items() if key != "us"}), *said])
+    assert file.read_text() == before
