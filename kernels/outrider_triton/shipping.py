@@ -1,6 +1,6 @@
 """Puts choices that ``outrider tune`` kept into a table that ships.
 
-    python -m outrider_triton.shipping TABLE.json CHOICE.json...
+    python -m outrider_triton.shipping TABLE.json CHOICE.json... --device NAME --date DAY
 
 A choice takes the place of the table's for the same product, dtype and tokens, or the same attention; everything else stays.
 Where there is no table yet, one is made. The choices must come from one device, and from the one that the table names: the
