@@ -205,14 +205,16 @@ def _plane_rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, stor
 
 
 def _plane_ring_bytes(config: MatmulConfig) -> int:
-    """Tiles, tokens, scales in float32, sums of the second group of warps, barriers."""
+    """Tiles, tokens, scales in float32, sums of groups of tokens, those of the second group of warps, barriers."""
     wide, tiles = config.ahead, -(-config.each // _TALL)
     scales = power_of_two(tiles) * power_of_two(config.block_k // 128) * _TALL * 4
     sums = _TALL * config.block_m * 4 if config.warps > 4 else 0
+    offsets = power_of_two(config.block_k // 128) * config.block_m * 4
     return (
         config.stages * (_TALL * wide // 2 + 32)
         + config.block_k // wide * (config.block_m * wide * 2 + 16)
         + scales
+        + offsets
         + sums
         + 512
     )

@@ -15,6 +15,7 @@ from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import attention, matmul, rows
 from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.planes_ops import room
 from outrider_triton.table import STREAMED, MatmulConfig
 
 _MOVES = 256
@@ -24,8 +25,12 @@ _MOVES = 256
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
+def _check_norm(x: Tensor, weight: Tensor) -> None:
     torch._check(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    _check_norm(x, weight)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -57,24 +62,27 @@ define(
 
 
 def _add_parts(
-    x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, pdl: bool, planes: bool = False
+    x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, pdl: bool, planes: int = 0
 ) -> Tensor:
-    """``x`` is [T, H], or [parts, T, H] of a product that was split. ``planes``: what's returned is laid out in planes."""
+    """``x`` is [T, H], or [parts, T, H] of a product that was split. ``planes``: how what's returned is laid out
+    (:func:`outrider_triton.planes_ops.room`).
+    """
     parts = 1 if x.dim() == residual.dim() else x.shape[0]
     torch._check(
         x.shape[-residual.dim() :] == residual.shape and residual.is_contiguous(),
         lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
     )
-    out = _normed(residual, weight)
+    _check_norm(residual, weight)
+    out, sums = room(residual, residual.shape, planes)
     size = residual.shape[-1]
     block = power_of_two(size)
     launch(
         rows.add_rms_norm,
-        (out.numel() // size,),
-        *(x.contiguous(), bias, residual, weight, out, eps, size, residual.numel()),
+        (residual.numel() // size,),
+        *(x.contiguous(), bias, residual, weight, out, sums, eps, size, residual.numel(), out.shape[-1]),
         PARTS=parts,
         HAS_BIAS=bias is not None,
-        PLANES=planes,
+        PLANES=planes > 0,
         BLOCK=block,
         pdl=pdl,
         warps=warps_for(block),
@@ -89,26 +97,27 @@ define(
 )
 define(
     "add_parts_rms_norm.triton(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, bool pdl, "
-    "bool planes=False) -> Tensor",
+    "int planes=0) -> Tensor",
     _add_parts,
-    lambda x, bias, residual, weight, eps, pdl, planes=False: _normed(residual, weight),
+    lambda x, bias, residual, weight, eps, pdl, planes=0: room(residual, residual.shape, planes)[0],
 )
 
 
-def _silu_mul(gate_up: Tensor, pdl: bool, planes: bool = False) -> Tensor:
+def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
     size = gate_up.shape[-1] // 2
-    out = gate_up.new_empty((*gate_up.shape[:-1], size))
+    out, sums = room(gate_up, (*gate_up.shape[:-1], size), planes)
     block = min(power_of_two(size), 1024)
-    grid = (out.numel() // size, triton.cdiv(size, block))
-    own = {"PLANES": planes, "BLOCK": block}
-    launch(rows.silu_mul, grid, gate_up.contiguous(), out, size, **own, pdl=pdl, warps=warps_for(block))
+    grid = (gate_up.numel() // (2 * size), triton.cdiv(size, block))
+    own = {"PLANES": planes > 0, "BLOCK": block}
+    operands = gate_up.contiguous(), out, sums, size, out.shape[-1]
+    launch(rows.silu_mul, grid, *operands, **own, pdl=pdl, warps=warps_for(block))
     return out
 
 
 define(
-    "silu_mul.triton(Tensor gate_up, bool pdl, bool planes=False) -> Tensor",
+    "silu_mul.triton(Tensor gate_up, bool pdl, int planes=0) -> Tensor",
     _silu_mul,
-    lambda gate_up, pdl, planes=False: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+    lambda gate_up, pdl, planes=0: room(gate_up, (*gate_up.shape[:-1], gate_up.shape[-1] // 2), planes)[0],
 )
 
 

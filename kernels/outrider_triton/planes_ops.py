@@ -15,15 +15,38 @@ from outrider_triton.jit import planes
 from outrider_triton.launch import launch
 from outrider_triton.table import STREAMED, MatmulConfig
 
+PLAIN, SUMMED = 1, 2
+"""Rows in planes as :mod:`outrider_triton.jit.planes` multiplies them; as :mod:`outrider_triton.jit.planes_ring` does, the
+sums of their units behind them."""
 
-def in_planes(x: Tensor, pdl: bool) -> Tensor:
+
+def laying(config: MatmulConfig) -> int:
+    """How the rows lie that a product takes."""
+    return SUMMED if config.descriptor == STREAMED else PLAIN
+
+
+def _width(k: int, how: int) -> int:
+    """Numbers of a row: a sum, float32, takes the place of two, and rows begin at multiples of 16 bytes."""
+    return k + 8 * triton.cdiv(k, 4 * planes.UNIT.value) if how == SUMMED else k
+
+
+def room(like: Tensor, shape: Sequence[int], how: int) -> tuple[Tensor, Tensor | None]:
+    """An uninitialised tensor of ``shape``, of the dtype and on the device of ``like``, for rows that are laid out; 0: that
+    aren't. SUMMED: its rows are longer, and their ends, for the sums in float32, are the second tensor.
+    """
+    k = shape[-1]
+    out = like.new_empty((*shape[:-1], _width(k, how)))
+    return out, out[..., k:].view(torch.float32) if how == SUMMED else None
+
+
+def in_planes(x: Tensor, pdl: bool, how: int = PLAIN) -> Tensor:
     """Rows of ``x`` [m, k] laid out in planes."""
     m, k = x.shape
-    out = torch.empty((m, k), dtype=x.dtype, device=x.device)
+    out, sums = room(x, x.shape, how)
     launch(
         planes.lay_in_planes,
         (m, triton.cdiv(k, 1024)),
-        *(x, out, k, x.stride(0)),
+        *(x, out, sums, k, x.stride(0), out.shape[1]),
         BLOCK=1024,
         pdl=pdl,
         warps=4,
@@ -46,18 +69,23 @@ def _linear_planes(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    """``laid``: the rows of ``x`` are in planes. What a split leaves, float32 [split, T, N] without the bias, is left so."""
+    """``laid``: the rows of ``x`` are in planes, as :func:`laying` says. What a split leaves, float32
+    [split, T, N] without the bias, is left so.
+    """
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
     torch._check(descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be cut up as {config}")
     flat, n = x.reshape(-1, x.shape[-1]), data.shape[0]
-    (m, k), each = flat.shape, each or block_n
+    m, k, how, each = flat.shape[0], 2 * data.shape[1], laying(MatmulConfig(*config)), each or block_n
     torch._check(
-        k == 2 * data.shape[1] and k % planes.UNIT.value == 0,
-        lambda: f"product of {tuple(x.shape)} with a weight of {n} x {2 * data.shape[1]}: expected as many, in units of 128",
+        flat.shape[1] == (_width(k, how) if laid else k) and k % planes.UNIT.value == 0,
+        lambda: (
+            f"product of {tuple(x.shape)}{' in planes' if laid else ''} with a weight of {n} x {k}: expected rows of "
+            f"{_width(k, how) if laid else k} and units of 128 columns"
+        ),
     )
     flat = flat if flat.stride(-1) == 1 else flat.contiguous()
     if not laid:
-        flat = in_planes(flat, pdl)
+        flat = in_planes(flat, pdl, how)
     made = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else x.dtype, device=x.device)
     if descriptor == STREAMED:
         torch._check(
@@ -66,7 +94,8 @@ def _linear_planes(
                 f"a product through a ring with scales of {tuple(block)}: expected rows of groups of 128, without zero points"
             ),
         )
-        streamed.multiply_planes(flat, data, scales, bias if split == 1 else None, made, MatmulConfig(*config), pdl)
+        own = flat[:, :k], flat[:, k:].view(torch.float32), data, scales, bias if split == 1 else None
+        streamed.multiply_planes(*own, made, MatmulConfig(*config), pdl)
         return made if split > 1 else made.view(*x.shape[:-1], n)
     launch(
         planes.linear_planes,

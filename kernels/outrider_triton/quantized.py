@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from typing import NamedTuple
 
@@ -10,12 +11,12 @@ import triton
 from torch import Tensor
 
 from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight, RotaryArgs
-from outrider_triton import planes_ops as _planes_ops  # noqa: F401  (these register the operators)
-from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
+from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401  (these register the operators)
 from outrider_triton import variants
 from outrider_triton.derive import MOST, choose, every
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
+from outrider_triton.planes_ops import laying
 from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
 from outrider_triton.table import MatmulConfig, bucket
 
@@ -240,13 +241,14 @@ class TritonQuantized(KernelSet):
             x, scales = self._gate(x, added.weight, first)
         elif added.gated:
             laid = first.planes and self._uses("silu_mul", x)
-            x = _TRITON.silu_mul.triton(x, self.pdl, True) if laid else self.silu_mul(x)
+            x = _TRITON.silu_mul.triton(x, self.pdl, laying(one)) if laid else self.silu_mul(x)
         product = self._skinny(
             x, added.weight, added.bias, first, one, dtype=residual.dtype, scales=scales, parts=True, laid=laid
         )
         left = added.bias if one.split > 1 else None
         if not _dynamic(weight):
-            normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl, second.planes)
+            laid_as = laying(two) if second.planes else 0
+            normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl, laid_as)
             return _Normed(normed, None, second, two)
         normed, scales = self._norm(product, left, residual, norm, eps, weight, second)
         return _Normed(normed, scales, second, two)
@@ -295,8 +297,13 @@ class TritonQuantized(KernelSet):
         weight: QuantizedWeight,
         second: Plan,
     ) -> None:
-        """The norm behind as many parts as the first product may have."""
-        for split in {each.split for each in self._every(added.weight, first)}:
+        """The norm behind as many parts as the first product may have, and rows laid out as either product may take them."""
+        if added.gated and first.planes and not _dynamic(added.weight) and self._uses("silu_mul", added.x):
+            for how in {laying(each) for each in self._every(added.weight, first)}:
+                with ahead():
+                    _TRITON.silu_mul.triton(added.x[:4], self.pdl, how)
+        hows = {laying(each) if second.planes else 0 for each in self._every(weight, second)}
+        for split, how in itertools.product({each.split for each in self._every(added.weight, first)}, hows):
             few = residual[:4].clone()
             parts = few.new_empty((split, *few.shape), dtype=torch.float32) if split > 1 else few
             left = added.bias if split > 1 else None
@@ -304,7 +311,7 @@ class TritonQuantized(KernelSet):
                 if _dynamic(weight):
                     self._norm(parts, left, few, norm, 1e-5, weight, second)
                 else:
-                    _TRITON.add_parts_rms_norm.triton(parts, left, few, norm, 1e-5, self.pdl, second.planes)
+                    _TRITON.add_parts_rms_norm.triton(parts, left, few, norm, 1e-5, self.pdl, how)
 
 
 def _operands(weight: QuantizedWeight, bias: Tensor | None) -> tuple[object, ...]:

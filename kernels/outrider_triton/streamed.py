@@ -109,9 +109,19 @@ def rope_write_cache(
 
 
 def multiply_planes(
-    x: Tensor, data: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool
+    x: Tensor,
+    sums: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    config: MatmulConfig,
+    pdl: bool,
 ) -> None:
-    """``out [m, n]``, or its parts ``[split, m, n]``, of ``x [m, k]`` in planes and four bits ``[n, k / 2]``."""
+    """``out [m, n]``, or its parts ``[split, m, n]``, of ``x [m, k]`` in planes and four bits ``[n, k / 2]``.
+
+    ``sums [m, k / 128]``: of the units of ``x``, in float32, in rows as far apart as those of ``x``.
+    """
     (m, k), n, box, tall = x.shape, data.shape[0], config.block_n, planes_ring.ROWS.value
     columns, groups = config.ahead, config.warps // 4
     steps = config.block_k // max(columns, 1)
@@ -135,8 +145,8 @@ def multiply_planes(
     launch(
         planes_ring.streamed_planes,
         (-(-n // config.each), config.split),
-        *(_descriptor(x, config.block_m, columns), _descriptor(data.view(torch.int16), box, columns // 4), scales, bias, out),
-        *(m, n, scales.shape[1], config.each, steps),
+        *(_descriptor(x, config.block_m, columns), _descriptor(data.view(torch.int16), box, columns // 4)),
+        *(sums, scales, bias, out, m, n, scales.shape[1], sums.stride(0), config.each, steps),
         HAS_BIAS=bias is not None,
         GROUPS=groups,
         STEPS=steps,

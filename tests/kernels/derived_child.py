@@ -159,7 +159,12 @@ def quantized_product(facts, config, even, name, way, target):
 def in_a_ring(facts, config, target):
     """A product of four bits that come through a ring."""
     wide = config.ahead
-    ends = {"x": descriptor(config.block_m, wide), "w": descriptor(config.block_n, wide // 4, "i16"), "scales": WIDE}
+    ends = {
+        "x": descriptor(config.block_m, wide),
+        "w": descriptor(config.block_n, wide // 4, "i16"),
+        "scales": WIDE,
+        "sums": WIDE,
+    }
     given = {"GROUPS": config.warps // 4, "STEPS": config.block_k // wide, "TILES": -(-config.each // 64), "PDL": facts.pdl}
     given |= {"BLOCK_M": config.block_m, "STAGES": config.stages, "HAS_BIAS": False, "bias": None, "MOST": 112}
     types = {**ends, "out": WIDE if config.split > 1 else HALF}

@@ -28,7 +28,7 @@ from outrider_triton import planes_ops  # noqa: F401  (registers the operator)
 from outrider_triton.derive import _plane_rings, rank, shared_bytes
 from outrider_triton.facts import facts_of
 from outrider_triton.launch import ahead
-from outrider_triton.planes_ops import in_planes
+from outrider_triton.planes_ops import SUMMED, in_planes, laying
 from outrider_triton.quantized_ops import Plan
 from outrider_triton.table import STREAMED, MatmulConfig
 from outrider_tune.quantized import random_format, random_quantized
@@ -78,7 +78,7 @@ def compile_one(config, n, k, biased):
         device = torch.device("cuda")
         data = torch.empty(n, k // 2, dtype=torch.uint8, device=device)
         scales = torch.empty(n, k // 128, dtype=torch.float32, device=device)
-        x = torch.empty(min(config.block_m, 8), k, dtype=torch.bfloat16, device=device)
+        x = in_planes(torch.empty(min(config.block_m, 8), k, dtype=torch.bfloat16, device=device), False, laying(config))
         bias = torch.empty(n, dtype=torch.bfloat16, device=device) if biased else None
         own = True, "block", 128, 128, True, config.as_list(), True
         with ahead():
@@ -155,7 +155,7 @@ def check(facts, compiled, device, end):
             name = f"{n} x {k}, {m} tokens, bias {biased}, {config.as_list()}"
             going(name)
             try:
-                rows = in_planes(x[:m], False)
+                rows = in_planes(x[:m], False, SUMMED)
                 made = in_a_graph(partial(product, rows, weight, bias if biased else None, config), times=2)
                 made = made.sum(0) if config.split > 1 else made
                 off = wrong(made, right[:m] if biased else right[:m] - bias.double())
@@ -198,11 +198,12 @@ def times(facts, name, compiled, device, end):
     weights = [first, *(random_quantized(random_format("int4"), n, k, device=device) for _ in range(ROTATE // first.nbytes))]
     rows = {}
     for m in (1, 8):
-        x = in_planes(torch.randn(m, k, device=device).to(torch.bfloat16), False)
+        tokens = torch.randn(m, k, device=device).to(torch.bfloat16)
         for config in timed(facts, name) if m == 1 else [row[1] for row in sorted(rows[1], key=lambda row: row[0])[:4]]:
             if time.monotonic() > end or (config, n, k, False) not in compiled:
                 continue
             going(f"{name}, {config.as_list()}")
+            x = in_planes(tokens, False, laying(config))
             try:
                 us = microseconds(
                     lambda number, x=x, config=config: product(x, weights[number % len(weights)], None, config), repeats=5

@@ -20,7 +20,7 @@ from outrider_triton.derive import rank
 from outrider_triton.facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import ahead
-from outrider_triton.planes_ops import in_planes
+from outrider_triton.planes_ops import in_planes, laying
 from outrider_triton.quantized_ops import plan, quantized_rows
 from outrider_triton.table import MatmulConfig
 from outrider_triton.variants import Scope
@@ -59,10 +59,10 @@ def copied(device):
     return 2e6 * one.nbytes / microseconds(lambda number: two.copy_(one))
 
 
-def prepared(x, weight, way):
+def prepared(x, weight, way, config):
     """Tokens as the kernel before leaves them, and what goes with them."""
     if way.planes:
-        return in_planes(x, False), {"laid": True}
+        return in_planes(x, False, laying(config)), {"laid": True}
     if weight.activations:
         rows, scales = quantized_rows(x, weight.activations, weight.activation_group, None, weight.data.dtype, False)
         return rows, {"scales": scales, "dtype": x.dtype}
@@ -97,8 +97,9 @@ def main() -> None:
         for name, _, n, k in jobs:
             weight = small.setdefault((name, k), random_quantized(random_format(name), 1024, k, device=device))
             way = plan(facts, weight)
-            x, beside = prepared(torch.randn(tokens[0], k, device=device).to(torch.bfloat16), weight, way)
+            drawn = torch.randn(tokens[0], k, device=device).to(torch.bfloat16)
             for config in candidates(facts, way.stored(weight.format), tokens[0], n, k, name):
+                x, beside = prepared(drawn, weight, way, config)
                 with ahead():
                     call_of([weight], x, way, config, beside)(0)
     print(json.dumps({"copy_GB/s": round(rate / 1e9), "compiled_s": round(time.monotonic() - begun, 1)}), flush=True)
@@ -111,13 +112,13 @@ def main() -> None:
         for m in tokens:
             plain = torch.randn(m, k, device=device).to(torch.bfloat16)
             right = reference.linear_quantized(plain.float(), first)
-            x, beside = prepared(plain, first, way)
             for config in candidates(facts, way.stored(first.format), m, n, k, name):
                 if time.monotonic() > end:
                     print(json.dumps({"late": True, "best": best}))
                     return
                 row = {"m": m, "format": name, "product": label, "config": config.as_list()}
                 try:
+                    x, beside = prepared(plain, first, way, config)
                     call = call_of(weights, x, way, config, beside)
                     made = call(0).float()
                     made = made.sum(0) if config.split > 1 else made

@@ -31,6 +31,8 @@ def kernels(streamed):
         "sum_of_products",
         "place_in_planes",
         "numbers_of_plane",
+        "bits_of_plane",
+        "keep_in_planes",
         "rows_and_tokens",
         "ask_for_gates",
         "write_rotated",

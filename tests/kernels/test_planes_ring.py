@@ -12,7 +12,7 @@ from outrider.device import KernelSet
 from outrider_triton import streamed
 from outrider_triton.facts import facts_of
 from outrider_triton.jit import planes_ring
-from outrider_triton.planes_ops import in_planes
+from outrider_triton.planes_ops import SUMMED, in_planes, room
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import STREAMED, MatmulConfig
 from outrider_tune.quantized import random_format, random_quantized
@@ -40,7 +40,8 @@ def test_each_operand_goes_where_the_kernel_has_it(config, monkeypatch):
     made = MatmulConfig(*config)
     weight, x = weight_of(1000, 1024, torch.device("cpu")), torch.zeros(5, 1024, dtype=torch.bfloat16)
     out = torch.empty(made.split, 5, 1000)
-    streamed.multiply_planes(x, weight.data, weight.scales, None, out, made, True)
+    rows, sums = room(x, x.shape, SUMMED)
+    streamed.multiply_planes(rows[:, :1024], sums, weight.data, weight.scales, None, out, made, True)
     assert set(said) - {"grid", "warps"} == set(planes_ring.streamed_planes.arg_names)
     assert (said["grid"], said["warps"]) == ((-(-1000 // made.each), made.split), 4)
     assert (said["m"], said["n"], said["groups"], said["each"]) == (5, 1000, 8, made.each)
@@ -49,6 +50,9 @@ def test_each_operand_goes_where_the_kernel_has_it(config, monkeypatch):
     assert (said["x"].block_shape, said["w"].block_shape) == ([made.block_m, made.ahead], [made.block_n, made.ahead // 4])
     assert said["w"].base.dtype is torch.int16
     assert said["scales"] is weight.scales
+    assert said["sums"] is sums
+    assert said["sum_stride"] == sums.stride(0) == (1024 + 16) // 2
+    assert tuple(said["x"].strides) == (1024 + 16, 1)
     assert said["out"] is out
 
 
@@ -68,21 +72,22 @@ def test_each_operand_goes_where_the_kernel_has_it(config, monkeypatch):
 def test_a_cut_that_cannot_be_is_refused(config):
     weight, x = weight_of(64, 1024, torch.device("cpu")), torch.zeros(5, 1024, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="can't be cut up"):
-        streamed.multiply_planes(x, weight.data, weight.scales, None, x, MatmulConfig(*config), True)
+        streamed.multiply_planes(x, x, weight.data, weight.scales, None, x, MatmulConfig(*config), True)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("n", [64, 1000])
-def test_a_product(n, config, device):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product(dtype, n, config, device):
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         pytest.skip("not run: it takes a device of compute capability 9, and TRITON_INTERPRET=0")
     weight = weight_of(n, 1024, device)
     assert plan(facts_of(torch.cuda.get_device_properties(device)), weight).ring
-    x = torch.randn(5, 1024, device=device).to(torch.bfloat16)
+    x = torch.randn(5, 1024, device=device).to(dtype)
     right = KernelSet().linear_quantized(x.double(), weight)
     own = True, "block", 128, 128, True, config, True
     made = torch.ops.outrider.linear_quantized.triton_planes(
-        in_planes(x, True), weight.data, weight.scales, None, None, [1, 128], *own
+        in_planes(x, True, SUMMED), weight.data, weight.scales, None, None, [1, 128], *own
     )
     made = made.sum(0).to(x.dtype) if made.dim() == 3 else made
-    close(made, right.cpu(), torch.bfloat16)
+    close(made, right.cpu(), dtype)

@@ -13,7 +13,7 @@ from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
 from outrider_triton import quantized_ops
 from outrider_triton.derive import Stored, choose
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.planes_ops import in_planes
+from outrider_triton.planes_ops import PLAIN, SUMMED, in_planes
 from outrider_triton.quantized_ops import Plan, plan
 from outrider_triton.table import MatmulConfig
 from outrider_tune.quantized import RandomFormat, random_quantized
@@ -266,3 +266,28 @@ def test_rows_are_laid_out_in_planes(device):
     made = in_planes(x, False).float()
     assert made[0, :34].tolist() == [*range(128, 256, 4), 129, 133]
     assert torch.equal(made, x.float().unflatten(1, (2, 32, 4)).transpose(2, 3).flatten(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("by", ["itself", "norm", "gate"])
+def test_rows_for_a_ring_bring_the_sums_of_their_units(by, dtype, device):
+    """Whichever kernel lays them out; in bfloat16 they are raised, odd planes 16 times less, and nothing is rounded."""
+    k, generator = 640, torch.Generator().manual_seed(3)
+    x = torch.randn(3, 2 * k, generator=generator).to(device, dtype)
+    norm = torch.ones(k, dtype=dtype, device=device)
+
+    def laid(how):
+        if by == "gate":
+            return torch.ops.outrider.silu_mul.triton(x, False, how)
+        if by == "norm":
+            return torch.ops.outrider.add_parts_rms_norm.triton(x[:, k:], None, x[:, :k].clone(), norm, 1e-5, False, how)
+        return in_planes(x[:, :k], False, how)
+
+    straight, rows = laid(PLAIN).cpu(), laid(SUMMED).cpu()
+    assert rows.shape == (3, k + 16)
+    raised = 2.0 ** torch.tensor([64, 60, 64, 60] if dtype is torch.bfloat16 else [0] * 4).repeat_interleave(32).repeat(
+        k // 128
+    )
+    assert torch.equal(rows[:, :k].double(), straight.double() * raised)
+    sums = rows[:, k:].contiguous().view(torch.float32)[:, : k // 128]
+    torch.testing.assert_close(sums, straight.float().unflatten(1, (-1, 128)).sum(2), rtol=1e-5, atol=1e-5)

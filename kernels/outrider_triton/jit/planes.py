@@ -17,6 +17,8 @@ from outrider_triton.jit.matmul import rows_and_tokens
 
 UNIT = tl.constexpr(128)
 """Columns that are laid out in planes by themselves."""
+RAISED = tl.constexpr(2.0**64)
+"""What tokens in bfloat16 are multiplied by for a ring: far from the ends of its range, whatever tokens are."""
 
 
 @triton.jit
@@ -26,14 +28,40 @@ def place_in_planes(column):
     return column // unit * unit + column % 4 * (unit // 4) + column % unit // 4
 
 
-@triton.jit(do_not_specialize=["x_stride"])
-def lay_in_planes(x, out, k, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit
+def keep_in_planes(out, sums, row, begins, value, k, out_stride, BLOCK: tl.constexpr):
+    """Store BLOCK columns from ``begins`` on of a row, ``value``, where planes have them; those from k on aren't stored.
+
+    With ``sums``, float32 rows of half as many numbers as ``out_stride``: the sum of each unit there, and the row as
+    :mod:`outrider_triton.jit.planes_ring` takes it. Its numbers of the weight are so small in bfloat16, and in odd planes 16
+    times as large, that tokens are raised.
+    """
+    column = begins + tl.arange(0, BLOCK)
+    inside = column < k
+    place = place_in_planes(column)
+    if sums is not None:
+        unit: tl.constexpr = UNIT
+        units: tl.constexpr = BLOCK // unit
+        which = begins // unit + tl.arange(0, units)
+        wide = tl.where(inside, value.to(tl.float32), 0.0)
+        whole = tl.sum(tl.reshape(wide, [units, unit]), axis=1)
+        tl.store(sums + row * (out_stride // 2) + which, whole, mask=which * unit < k)
+        if out.dtype.element_ty == tl.bfloat16:
+            even: tl.constexpr = RAISED
+            odd: tl.constexpr = RAISED / 16
+            value = (wide * tl.where(column % 2 == 0, even, odd)).to(tl.bfloat16)  # a power of two: nothing is rounded
+    tl.store(out + row * out_stride + place, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["x_stride", "out_stride"])
+def lay_in_planes(x, out, sums, k, x_stride, out_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """``out [m, k]``: the columns of each row of ``x`` where planes have them. Program (row, chunk)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begins = tl.program_id(1) * BLOCK
+    column = begins + tl.arange(0, BLOCK)
     value = tl.load(x + row * x_stride + column, mask=column < k, other=0.0)
-    tl.store(out + row * k + place_in_planes(column), value, mask=column < k)
+    keep_in_planes(out, sums, row, begins, value, k, out_stride, BLOCK)
 
 
 def _halves(shift: int, leading: str, behind: str) -> tl.constexpr:
@@ -71,6 +99,46 @@ def numbers_of_plane(packed, PLANE: tl.constexpr, TYPE: tl.constexpr, ASM: tl.co
             return tl.inline_asm_elementwise(CODE, "=r,r", [packed], dtype=tl.float16, is_pure=True, pack=2)
     else:
         return (((packed.to(tl.int32) >> (4 * PLANE)) & 15) - 8).to(tl.float32).to(TYPE)
+
+
+def _masked(shift: int, mask: str) -> tl.constexpr:
+    return tl.constexpr(f"shr.u32 $0, $1, {shift}; and.b32 $0, $0, {mask};" if shift else f"and.b32 $0, $1, {mask};")
+
+
+_LOW, _HIGH = "0x000F000F", "0x00F000F0"
+_BITS_0, _BITS_2, _BITS_12 = _masked(0, _LOW), _masked(8, _LOW), _masked(12, _LOW)
+_BITS_HIGH_1, _BITS_HIGH_3, _BITS_4 = _masked(0, _HIGH), _masked(8, _HIGH), _masked(4, _LOW)
+
+
+@triton.jit
+def bits_of_plane(packed, PLANE: tl.constexpr, TYPE: tl.constexpr):
+    """The numbers of one plane, from two bytes each, by masking alone: as many times the smallest one of ``TYPE`` as their
+    bits say, 0 to 15; in odd planes of bfloat16 16 times as many. Two at a time, with one operand and one result, as
+    :func:`numbers_of_plane`.
+
+    The smallest 256 numbers of bfloat16 are as far from each other, so that bits mean the same four places higher. Tokens in
+    float16 have too small a range to make up for that.
+    """
+    if tl.bfloat16 == TYPE:
+        if PLANE == 0:
+            CODE: tl.constexpr = _BITS_0
+        elif PLANE == 1:
+            CODE: tl.constexpr = _BITS_HIGH_1
+        elif PLANE == 2:
+            CODE: tl.constexpr = _BITS_2
+        else:
+            CODE: tl.constexpr = _BITS_HIGH_3
+        return tl.inline_asm_elementwise(CODE, "=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        if PLANE == 0:
+            CODE: tl.constexpr = _BITS_0
+        elif PLANE == 1:
+            CODE: tl.constexpr = _BITS_4
+        elif PLANE == 2:
+            CODE: tl.constexpr = _BITS_2
+        else:
+            CODE: tl.constexpr = _BITS_12
+        return tl.inline_asm_elementwise(CODE, "=r,r", [packed], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit(do_not_specialize=["m", "each", "ahead"])

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from outrider_triton.jit.dependent import begin, fetch
-from outrider_triton.jit.planes import place_in_planes
+from outrider_triton.jit.planes import keep_in_planes
 
 
 @triton.jit
@@ -67,9 +67,11 @@ def add_rms_norm(
     residual,
     weight,
     out,
+    sums,
     eps,
     size,
     part_stride,
+    out_stride,
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PLANES: tl.constexpr,
@@ -78,29 +80,36 @@ def add_rms_norm(
 ):
     """``residual += sum of x's parts (+ bias)``, then its norm. Parts are those of a matrix product that was split.
 
-    PLANES: the norm goes where :func:`outrider_triton.jit.planes.linear_planes` reads it.
+    PLANES: the norm is kept as :func:`outrider_triton.jit.planes.keep_in_planes` does, with ``sums`` or without.
     """
     lane = tl.arange(0, BLOCK)
     inside = lane < size
     scale = tl.load(weight + lane, mask=inside, other=0.0)
     row = tl.program_id(0).to(tl.int64)
     kept = add_row(x, bias, residual, row, size, part_stride, PARTS, HAS_BIAS, BLOCK, PDL)
-    place = place_in_planes(lane) if PLANES else lane
-    tl.store(out + row * size + place, norm(kept.to(tl.float32), scale, out.dtype.element_ty, size, eps), mask=inside)
+    normed = norm(kept.to(tl.float32), scale, out.dtype.element_ty, size, eps)
+    if PLANES:
+        keep_in_planes(out, sums, row, 0, normed, size, out_stride, BLOCK)
+    else:
+        tl.store(out + row * out_stride + lane, normed, mask=inside)
 
 
 @triton.jit
-def silu_mul(gate_up, out, size, PLANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def silu_mul(gate_up, out, sums, size, out_stride, PLANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program (row, chunk). PLANES: as in :func:`add_rms_norm`."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begins = tl.program_id(1) * BLOCK
+    lane = begins + tl.arange(0, BLOCK)
     inside = lane < size
     gate = tl.load(gate_up + row * 2 * size + lane, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + lane, mask=inside, other=0.0)
     gate = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32)
-    place = place_in_planes(lane) if PLANES else lane
-    tl.store(out + row * size + place, (gate * up.to(tl.float32)).to(up.dtype), mask=inside)
+    gated = (gate * up.to(tl.float32)).to(up.dtype)
+    if PLANES:
+        keep_in_planes(out, sums, row, begins, gated, size, out_stride, BLOCK)
+    else:
+        tl.store(out + row * out_stride + lane, gated, mask=inside)
 
 
 @triton.jit
