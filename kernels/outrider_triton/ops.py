@@ -15,7 +15,7 @@ from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import attention, matmul, rows
 from outrider_triton.launch import launch, power_of_two, warps_for
-from outrider_triton.planes_ops import room
+from outrider_triton.planes_ops import room, stride_of
 from outrider_triton.table import STREAMED, MatmulConfig
 
 _MOVES = 256
@@ -73,13 +73,13 @@ def _add_parts(
         lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
     )
     _check_norm(residual, weight)
-    out, sums = room(residual, residual.shape, planes)
+    out, grains = room(residual, residual.shape, planes)
     size = residual.shape[-1]
     block = power_of_two(size)
     launch(
         rows.add_rms_norm,
         (residual.numel() // size,),
-        *(x.contiguous(), bias, residual, weight, out, sums, eps, size, residual.numel(), out.shape[-1]),
+        *(x.contiguous(), bias, residual, weight, out, grains, eps, size, residual.numel(), stride_of(out, grains)),
         PARTS=parts,
         HAS_BIAS=bias is not None,
         PLANES=planes > 0,
@@ -105,11 +105,11 @@ define(
 
 def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
     size = gate_up.shape[-1] // 2
-    out, sums = room(gate_up, (*gate_up.shape[:-1], size), planes)
+    out, grains = room(gate_up, (*gate_up.shape[:-1], size), planes)
     block = min(power_of_two(size), 1024)
     grid = (gate_up.numel() // (2 * size), triton.cdiv(size, block))
     own = {"PLANES": planes > 0, "BLOCK": block}
-    operands = gate_up.contiguous(), out, sums, size, out.shape[-1]
+    operands = gate_up.contiguous(), out, grains, size, stride_of(out, grains)
     launch(rows.silu_mul, grid, *operands, **own, pdl=pdl, warps=warps_for(block))
     return out
 

@@ -15,38 +15,46 @@ from outrider_triton.jit import planes
 from outrider_triton.launch import launch
 from outrider_triton.table import STREAMED, MatmulConfig
 
-PLAIN, SUMMED = 1, 2
-"""Rows in planes as :mod:`outrider_triton.jit.planes` multiplies them; as :mod:`outrider_triton.jit.planes_ring` does, the
-sums of their units behind them."""
+PLAIN, DIGITS = 1, 2
+"""Rows in planes as :mod:`outrider_triton.jit.planes` multiplies them; in two digits, as
+:mod:`outrider_triton.jit.planes_ring` does.
+"""
 
 
 def laying(config: MatmulConfig) -> int:
     """How the rows lie that a product takes."""
-    return SUMMED if config.descriptor == STREAMED else PLAIN
+    return DIGITS if config.descriptor == STREAMED else PLAIN
 
 
 def _width(k: int, how: int) -> int:
-    """Numbers of a row: a sum, float32, takes the place of two, and rows begin at multiples of 16 bytes."""
-    return k + 8 * triton.cdiv(k, 4 * planes.UNIT.value) if how == SUMMED else k
+    """Numbers of a row: of two digits each has room behind it for a float32 for each unit, and both begin at multiples of 16
+    bytes.
+    """
+    return 2 * (k + 16 * triton.cdiv(k, 4 * planes.UNIT.value)) if how == DIGITS else k
 
 
 def room(like: Tensor, shape: Sequence[int], how: int) -> tuple[Tensor, Tensor | None]:
-    """An uninitialised tensor of ``shape``, of the dtype and on the device of ``like``, for rows that are laid out; 0: that
-    aren't. SUMMED: its rows are longer, and their ends, for the sums in float32, are the second tensor.
+    """Where rows of ``shape`` go that are laid out so, on the device of ``like``; 0: that aren't. DIGITS: int8, both digits
+    of a row behind each other, and, in float32, the place for the grains of its units.
     """
-    k = shape[-1]
-    out = like.new_empty((*shape[:-1], _width(k, how)))
-    return out, out[..., k:].view(torch.float32) if how == SUMMED else None
+    k, width = shape[-1], _width(shape[-1], how)
+    out = like.new_empty((*shape[:-1], width), dtype=torch.int8 if how == DIGITS else like.dtype)
+    return out, out[..., k : width // 2].view(torch.float32) if how == DIGITS else None
+
+
+def stride_of(out: Tensor, grains: Tensor | None) -> int:
+    """Of what :func:`room` made the numbers between two rows, or digits."""
+    return out.shape[-1] if grains is None else out.shape[-1] // 2
 
 
 def in_planes(x: Tensor, pdl: bool, how: int = PLAIN) -> Tensor:
     """Rows of ``x`` [m, k] laid out in planes."""
     m, k = x.shape
-    out, sums = room(x, x.shape, how)
+    out, grains = room(x, x.shape, how)
     launch(
         planes.lay_in_planes,
         (m, triton.cdiv(k, 1024)),
-        *(x, out, sums, k, x.stride(0), out.shape[1]),
+        *(x, out, grains, k, x.stride(0), stride_of(out, grains)),
         BLOCK=1024,
         pdl=pdl,
         warps=4,
@@ -61,7 +69,7 @@ def _linear_planes(
     zero_points: Tensor | None,
     bias: Tensor | None,
     block: Sequence[int],
-    laid: bool,
+    laid: torch.dtype | None,
     mode: str,
     columns: int,
     at_once: int,
@@ -69,7 +77,7 @@ def _linear_planes(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    """``laid``: the rows of ``x`` are in planes, as :func:`laying` says. What a split leaves, float32
+    """``laid``: of the product, where the rows of ``x`` are in planes, as :func:`laying` says. What a split leaves, float32
     [split, T, N] without the bias, is left so.
     """
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
@@ -77,16 +85,16 @@ def _linear_planes(
     flat, n = x.reshape(-1, x.shape[-1]), data.shape[0]
     m, k, how, each = flat.shape[0], 2 * data.shape[1], laying(MatmulConfig(*config)), each or block_n
     torch._check(
-        flat.shape[1] == (_width(k, how) if laid else k) and k % planes.UNIT.value == 0,
+        flat.shape[1] == (_width(k, how) if laid is not None else k) and k % planes.UNIT.value == 0,
         lambda: (
-            f"product of {tuple(x.shape)}{' in planes' if laid else ''} with a weight of {n} x {k}: expected rows of "
-            f"{_width(k, how) if laid else k} and units of 128 columns"
+            f"product of {tuple(x.shape)}{'' if laid is None else ' in planes'} with a weight of {n} x {k}: expected rows of "
+            f"{_width(k, how) if laid is not None else k} and units of 128 columns"
         ),
     )
     flat = flat if flat.stride(-1) == 1 else flat.contiguous()
-    if not laid:
+    if laid is None:
         flat = in_planes(flat, pdl, how)
-    made = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else x.dtype, device=x.device)
+    made = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else laid or x.dtype, device=x.device)
     if descriptor == STREAMED:
         torch._check(
             zero_points is None and (mode, columns, block[0]) == ("block", planes.UNIT.value, 1) and asm,
@@ -94,7 +102,9 @@ def _linear_planes(
                 f"a product through a ring with scales of {tuple(block)}: expected rows of groups of 128, without zero points"
             ),
         )
-        own = flat[:, :k], flat[:, k:].view(torch.float32), data, scales, bias if split == 1 else None
+        digits = flat.contiguous().view(2 * m, -1)
+        grains = digits[::2, k:].view(torch.float32)
+        own = digits[:, :k], grains, data, scales, bias if split == 1 else None
         streamed.multiply_planes(*own, made, MatmulConfig(*config), pdl)
         return made if split > 1 else made.view(*x.shape[:-1], n)
     launch(
@@ -125,12 +135,12 @@ def _empty(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
     split, n = rest[-2][3], data.shape[0]
     if split > 1:
         return torch.empty((split, x.numel() // x.shape[-1], n), dtype=torch.float32, device=x.device)
-    return x.new_empty((*x.shape[:-1], n))
+    return x.new_empty((*x.shape[:-1], n), dtype=rest[-7] or x.dtype)
 
 
 define(
     "linear_quantized.triton_planes(Tensor x, Tensor data, Tensor scales, Tensor? zero_points, Tensor? bias, int[] block, "
-    "bool laid, str mode, int columns, int at_once, bool asm, int[] config, bool pdl) -> Tensor",
+    "ScalarType? laid, str mode, int columns, int at_once, bool asm, int[] config, bool pdl) -> Tensor",
     _linear_planes,
     _empty,
 )

@@ -101,10 +101,11 @@ class TritonQuantized(KernelSet):
         asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
         if way.planes:
             operands = x, weight.data, weight.scales, weight.zero_points, bias, list(weight.block)
-            own = laid, way.mode, way.columns, way.at_once, asm, config.as_list(), self.pdl
+            kind = dtype or x.dtype
+            own = kind if laid else None, way.mode, way.columns, way.at_once, asm, config.as_list(), self.pdl
             product = _TRITON.linear_quantized.triton_planes(*operands, *own)
             whole = parts or config.split == 1
-            return product if whole else added(product, bias, x, x.dtype, self.pdl)
+            return product if whole else added(product, bias, x, kind, self.pdl)
         made = scales, dtype or x.dtype, parts, way.mode, way.columns, way.at_once, way.native, self.facts.fp8, asm
         return _TRITON.linear_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
             x, *_operands(weight, bias), *made, config.as_list(), self.pdl

@@ -15,7 +15,7 @@ from outrider_triton.launch import launch, power_of_two
 from outrider_triton.table import MatmulConfig
 
 _PAIRS: int = PAIRS.value
-_LAYOUTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int16: gl.int16, torch.float8_e4m3fn: gl.float8e4nv}
+_LAYOUTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
@@ -110,7 +110,7 @@ def rope_write_cache(
 
 def multiply_planes(
     x: Tensor,
-    sums: Tensor,
+    grains: Tensor,
     data: Tensor,
     scales: Tensor,
     bias: Tensor | None,
@@ -118,13 +118,14 @@ def multiply_planes(
     config: MatmulConfig,
     pdl: bool,
 ) -> None:
-    """``out [m, n]``, or its parts ``[split, m, n]``, of ``x [m, k]`` in planes and four bits ``[n, k / 2]``.
+    """``out [m, n]``, or its parts ``[split, m, n]``, of ``x``, int8 [2 m, k], tokens in two digits, and four bits
+    ``[n, k / 2]``.
 
-    ``sums [m, k / 128]``: of the units of ``x``, in float32, in rows as far apart as those of ``x``.
+    ``grains [m, k / 128]``: of the tokens, in float32 (:func:`outrider_triton.jit.planes.keep_in_planes`).
     """
-    (m, k), n, box, tall = x.shape, data.shape[0], config.block_n, planes_ring.ROWS.value
+    (digits, k), n, box, tall = x.shape, data.shape[0], config.block_n, planes_ring.ROWS.value
     columns, groups = config.ahead, config.warps // 4
-    steps = config.block_k // max(columns, 1)
+    m, steps = digits // 2, config.block_k // max(columns, 1)
     torch._check(
         k == config.split * config.block_k
         and columns in (256, 512)
@@ -145,8 +146,8 @@ def multiply_planes(
     launch(
         planes_ring.streamed_planes,
         (-(-n // config.each), config.split),
-        *(_descriptor(x, config.block_m, columns), _descriptor(data.view(torch.int16), box, columns // 4)),
-        *(sums, scales, bias, out, m, n, scales.shape[1], sums.stride(0), config.each, steps),
+        *(_descriptor(x, 2 * config.block_m, columns), _descriptor(data.view(torch.int8), box, columns // 2)),
+        *(grains, scales, bias, out, m, n, scales.shape[1], grains.stride(0), config.each, steps),
         HAS_BIAS=bias is not None,
         GROUPS=groups,
         STEPS=steps,

@@ -146,8 +146,8 @@ def quantized_kernels(capability):
          {**FEW, **OF_EXPERTS, "FORMAT": "fp8", "NATIVE": fp8, "ACTIVE": True, "GROUP": 128, "FP8": fp8, "ASM": whole}),
         (expert_quantized.expert_quantized, {**CHOSEN, **SCALES, "weight": "*u8"},
          {**MANY, **OF_EXPERTS, "FORMAT": "int4", "NATIVE": False, "x_scales": None, "FP8": fp8, "ASM": whole, "SUB": 64}),
-        (planes.lay_in_planes, {"k": "i32"}, {"sums": None, "BLOCK": 1024}),
-        (planes.lay_in_planes, {"k": "i32", "sums": WIDE}, {"BLOCK": 1024}),
+        (planes.lay_in_planes, {"k": "i32"}, {"grains": None, "BLOCK": 1024}),
+        (planes.lay_in_planes, {"k": "i32", "grains": WIDE}, {"BLOCK": 1024}),
         (planes.linear_planes, {**SCALES, "weight": "*i16"},
          {name: value for name, value in zeros.items() if name in planes.linear_planes.arg_names} | {"EVEN": False}),
         (planes.linear_planes, {**SCALES, "weight": "*i16"},
@@ -160,10 +160,10 @@ NORM = {"bias": None, "PARTS": 2, "HAS_BIAS": False, "BLOCK": 4096}
 # What a name means depends on the kernel for a few of them.
 KERNELS = [
     (rows.rms_norm, {}, {"BLOCK": 4096}),
-    (rows.add_rms_norm, {"x": WIDE, "sums": WIDE}, {**NORM, "PLANES": True}),
-    (rows.add_rms_norm, {"x": WIDE}, {**NORM, "sums": None, "PLANES": True}),
-    (rows.silu_mul, {"sums": WIDE}, {"PLANES": True, "BLOCK": 1024}),
-    (rows.silu_mul, {}, {"sums": None, "PLANES": False, "BLOCK": 1024}),
+    (rows.add_rms_norm, {"x": WIDE, "grains": WIDE}, {**NORM, "PLANES": True}),
+    (rows.add_rms_norm, {"x": WIDE}, {**NORM, "grains": None, "PLANES": True}),
+    (rows.silu_mul, {"grains": WIDE}, {"PLANES": True, "BLOCK": 1024}),
+    (rows.silu_mul, {}, {"grains": None, "PLANES": False, "BLOCK": 1024}),
     (rows.rope_write_cache, {}, {"BLOCK_Q": 32, "BLOCK_KV": 8, "BLOCK_HALF": 64}),
     (rows.add_parts_rope_write_cache, {"parts": WIDE, "bias": HALF}, {"PARTS": 4, "HAS_BIAS": True, "BLOCK_HALF": 64}),
     (rows.move_cache, {}, {"MOVES": 4, "BLOCK": 64}),
@@ -277,8 +277,8 @@ STREAMED_E4M3 = [
 ]
 FOUR_BITS = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "STAGES": 4, "MOST": 112}
 IN_PLANES = [
-    (planes_ring.streamed_planes, {"sums": WIDE, "out": WIDE}, {**FOUR_BITS, "GROUPS": 1, "TILES": 3}),
-    (planes_ring.streamed_planes, {"sums": WIDE}, {**FOUR_BITS, "GROUPS": 2, "TILES": 2}),
+    (planes_ring.streamed_planes, {"grains": WIDE, "out": WIDE}, {**FOUR_BITS, "GROUPS": 1, "TILES": 3}),
+    (planes_ring.streamed_planes, {"grains": WIDE}, {**FOUR_BITS, "GROUPS": 2, "TILES": 2}),
 ]
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantized"}
 LATE |= {"streamed_planes"}
@@ -343,7 +343,7 @@ def main() -> None:
             if some and constants["GROUPS"] == 1:
                 print(f"({kernel.__name__})")
                 continue
-            ends = {"x": descriptor(8, 256), "w": descriptor(16, 64, "i16"), "scales": WIDE}
+            ends = {"x": descriptor(16, 256, "i8"), "w": descriptor(16, 128, "i8"), "scales": WIDE}
             made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             check_order_of_both(kernel.__name__, made.asm["ptx"])
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
@@ -375,7 +375,7 @@ def check_sizes_of_one(source, kernel, types, given, target):
 
 
 def descriptor(rows, columns, dtype="bf16"):
-    kind = gl.float8e4nv if dtype == "fp8e4nv" else gl.bfloat16
+    kind = {"fp8e4nv": gl.float8e4nv, "i8": gl.int8}.get(dtype, gl.bfloat16)
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
     return f"tensordesc<{dtype}[{rows},{columns}],{getattr(layout, 'value', layout)!r}>"
 

@@ -160,10 +160,10 @@ def in_a_ring(facts, config, target):
     """A product of four bits that come through a ring."""
     wide = config.ahead
     ends = {
-        "x": descriptor(config.block_m, wide),
-        "w": descriptor(config.block_n, wide // 4, "i16"),
+        "x": descriptor(2 * config.block_m, wide, "i8"),
+        "w": descriptor(config.block_n, wide // 2, "i8"),
         "scales": WIDE,
-        "sums": WIDE,
+        "grains": WIDE,
     }
     given = {"GROUPS": config.warps // 4, "STEPS": config.block_k // wide, "TILES": -(-config.each // 64), "PDL": facts.pdl}
     given |= {"BLOCK_M": config.block_m, "STAGES": config.stages, "HAS_BIAS": False, "bias": None, "MOST": 112}

@@ -28,7 +28,7 @@ from outrider_triton import planes_ops  # noqa: F401  (registers the operator)
 from outrider_triton.derive import _plane_rings, rank, shared_bytes
 from outrider_triton.facts import facts_of
 from outrider_triton.launch import ahead
-from outrider_triton.planes_ops import SUMMED, in_planes, laying
+from outrider_triton.planes_ops import DIGITS, in_planes, laying
 from outrider_triton.quantized_ops import Plan
 from outrider_triton.table import STREAMED, MatmulConfig
 from outrider_tune.quantized import random_format, random_quantized
@@ -62,7 +62,7 @@ def going(on: str) -> None:
     beat[:] = [time.monotonic(), on]
 
 
-def product(x, weight, bias, config, pdl=True, laid=True):
+def product(x, weight, bias, config, pdl=True, laid=torch.bfloat16):
     own = laid, "block", 128, 128, True, config.as_list(), pdl
     return torch.ops.outrider.linear_quantized.triton_planes(
         x, weight.data, weight.scales, None, bias, list(weight.block), *own
@@ -80,7 +80,7 @@ def compile_one(config, n, k, biased):
         scales = torch.empty(n, k // 128, dtype=torch.float32, device=device)
         x = in_planes(torch.empty(min(config.block_m, 8), k, dtype=torch.bfloat16, device=device), False, laying(config))
         bias = torch.empty(n, dtype=torch.bfloat16, device=device) if biased else None
-        own = True, "block", 128, 128, True, config.as_list(), True
+        own = torch.bfloat16, "block", 128, 128, True, config.as_list(), True
         with ahead():
             torch.ops.outrider.linear_quantized.triton_planes(x, data, scales, None, bias, [1, 128], *own)
     except Exception as error:  # whatever a compiler raises
@@ -155,7 +155,7 @@ def check(facts, compiled, device, end):
             name = f"{n} x {k}, {m} tokens, bias {biased}, {config.as_list()}"
             going(name)
             try:
-                rows = in_planes(x[:m], False, SUMMED)
+                rows = in_planes(x[:m], False, DIGITS)
                 made = in_a_graph(partial(product, rows, weight, bias if biased else None, config), times=2)
                 made = made.sum(0) if config.split > 1 else made
                 off = wrong(made, right[:m] if biased else right[:m] - bias.double())

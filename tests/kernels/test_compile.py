@@ -31,7 +31,7 @@ def kernels(streamed):
         "sum_of_products",
         "place_in_planes",
         "numbers_of_plane",
-        "bits_of_plane",
+        "bytes_of_half",
         "keep_in_planes",
         "rows_and_tokens",
         "ask_for_gates",

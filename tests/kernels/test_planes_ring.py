@@ -12,7 +12,7 @@ from outrider.device import KernelSet
 from outrider_triton import streamed
 from outrider_triton.facts import facts_of
 from outrider_triton.jit import planes_ring
-from outrider_triton.planes_ops import SUMMED, in_planes, room
+from outrider_triton.planes_ops import DIGITS, in_planes, room
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import STREAMED, MatmulConfig
 from outrider_tune.quantized import random_format, random_quantized
@@ -40,19 +40,19 @@ def test_each_operand_goes_where_the_kernel_has_it(config, monkeypatch):
     made = MatmulConfig(*config)
     weight, x = weight_of(1000, 1024, torch.device("cpu")), torch.zeros(5, 1024, dtype=torch.bfloat16)
     out = torch.empty(made.split, 5, 1000)
-    rows, sums = room(x, x.shape, SUMMED)
-    streamed.multiply_planes(rows[:, :1024], sums, weight.data, weight.scales, None, out, made, True)
+    rows, grains = room(x, x.shape, DIGITS)
+    streamed.multiply_planes(rows.view(10, -1)[:, :1024], grains, weight.data, weight.scales, None, out, made, True)
     assert set(said) - {"grid", "warps"} == set(planes_ring.streamed_planes.arg_names)
     assert (said["grid"], said["warps"]) == ((-(-1000 // made.each), made.split), 4)
     assert (said["m"], said["n"], said["groups"], said["each"]) == (5, 1000, 8, made.each)
     assert said["steps"] == said["STEPS"] == 1024 // made.split // made.ahead
     assert (said["TILES"], said["GROUPS"]) == (-(-made.each // 64), made.warps // 4)
-    assert (said["x"].block_shape, said["w"].block_shape) == ([made.block_m, made.ahead], [made.block_n, made.ahead // 4])
-    assert said["w"].base.dtype is torch.int16
+    assert (said["x"].block_shape, said["w"].block_shape) == ([2 * made.block_m, made.ahead], [made.block_n, made.ahead // 2])
+    assert said["w"].base.dtype is said["x"].base.dtype is torch.int8
     assert said["scales"] is weight.scales
-    assert said["sums"] is sums
-    assert said["sum_stride"] == sums.stride(0) == (1024 + 16) // 2
-    assert tuple(said["x"].strides) == (1024 + 16, 1)
+    assert said["grains"] is grains
+    assert said["stride"] == grains.stride(0) == (1024 + 32) // 2
+    assert tuple(said["x"].strides) == (1024 + 32, 1)
     assert said["out"] is out
 
 
@@ -70,7 +70,7 @@ def test_each_operand_goes_where_the_kernel_has_it(config, monkeypatch):
     ids=str,
 )
 def test_a_cut_that_cannot_be_is_refused(config):
-    weight, x = weight_of(64, 1024, torch.device("cpu")), torch.zeros(5, 1024, dtype=torch.bfloat16)
+    weight, x = weight_of(64, 1024, torch.device("cpu")), torch.zeros(10, 1024, dtype=torch.int8)
     with pytest.raises(RuntimeError, match="can't be cut up"):
         streamed.multiply_planes(x, x, weight.data, weight.scales, None, x, MatmulConfig(*config), True)
 
@@ -85,9 +85,9 @@ def test_a_product(dtype, n, config, device):
     assert plan(facts_of(torch.cuda.get_device_properties(device)), weight).ring
     x = torch.randn(5, 1024, device=device).to(dtype)
     right = KernelSet().linear_quantized(x.double(), weight)
-    own = True, "block", 128, 128, True, config, True
+    own = dtype, "block", 128, 128, True, config, True
     made = torch.ops.outrider.linear_quantized.triton_planes(
-        in_planes(x, True, SUMMED), weight.data, weight.scales, None, None, [1, 128], *own
+        in_planes(x, True, DIGITS), weight.data, weight.scales, None, None, [1, 128], *own
     )
     made = made.sum(0).to(x.dtype) if made.dim() == 3 else made
     close(made, right.cpu(), dtype)

@@ -13,7 +13,7 @@ from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
 from outrider_triton import quantized_ops
 from outrider_triton.derive import Stored, choose
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.planes_ops import PLAIN, SUMMED, in_planes
+from outrider_triton.planes_ops import DIGITS, PLAIN, in_planes
 from outrider_triton.quantized_ops import Plan, plan
 from outrider_triton.table import MatmulConfig
 from outrider_tune.quantized import RandomFormat, random_quantized
@@ -270,24 +270,39 @@ def test_rows_are_laid_out_in_planes(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("by", ["itself", "norm", "gate"])
-def test_rows_for_a_ring_bring_the_sums_of_their_units(by, dtype, device):
-    """Whichever kernel lays them out; in bfloat16 they are raised, odd planes 16 times less, and nothing is rounded."""
-    k, generator = 640, torch.Generator().manual_seed(3)
-    x = torch.randn(3, 2 * k, generator=generator).to(device, dtype)
+def test_rows_for_a_ring_are_in_two_digits(by, dtype, device):
+    """Whichever kernel lays them out: even columns of 128 first, then odd ones, to the nearest multiple of a power of two;
+    units that are small, all zero, and with what isn't finite.
+    """
+    k, generator = 768, torch.Generator().manual_seed(3)
+    x = torch.randn(3, 2 * k, generator=generator)
+    x[:, k : k + 128] *= 1e-3
+    x[:, k + 128 : k + 256] = 0
+    x[1, k + 300] = 90.0
+    x = x.to(device, dtype)
+    if by != "norm":
+        x[2, k + 700] = torch.inf
     norm = torch.ones(k, dtype=dtype, device=device)
 
     def laid(how):
         if by == "gate":
             return torch.ops.outrider.silu_mul.triton(x, False, how)
         if by == "norm":
-            return torch.ops.outrider.add_parts_rms_norm.triton(x[:, k:], None, x[:, :k].clone(), norm, 1e-5, False, how)
-        return in_planes(x[:, :k], False, how)
+            return torch.ops.outrider.add_parts_rms_norm.triton(x[:, k:], None, 0 * x[:, :k], norm, 1e-5, False, how)
+        return in_planes(x[:, k:], False, how)
 
-    straight, rows = laid(PLAIN).cpu(), laid(SUMMED).cpu()
-    assert rows.shape == (3, k + 16)
-    raised = 2.0 ** torch.tensor([64, 60, 64, 60] if dtype is torch.bfloat16 else [0] * 4).repeat_interleave(32).repeat(
-        k // 128
-    )
-    assert torch.equal(rows[:, :k].double(), straight.double() * raised)
-    sums = rows[:, k:].contiguous().view(torch.float32)[:, : k // 128]
-    torch.testing.assert_close(sums, straight.float().unflatten(1, (-1, 128)).sum(2), rtol=1e-5, atol=1e-5)
+    straight, rows = laid(PLAIN).cpu().double(), laid(DIGITS).cpu()
+    assert (rows.shape, rows.dtype) == ((3, 2 * (k + 32)), torch.int8)
+    straight = straight.unflatten(1, (6, 4, 32)).transpose(2, 3).flatten(2)  # columns as they were
+    low, high = rows.view(3, 2, -1)[:, :, :k].double().unbind(1)
+    whole = (256 * high + low).unflatten(1, (6, 2, 64)).transpose(2, 3).flatten(2)
+    grains = 16 * rows[:, k : k + 24].contiguous().view(torch.float32).double()
+    most = straight.abs().amax(2)
+    finite = most.isfinite()
+    assert torch.equal(grains.isfinite(), finite)
+    assert finite.all() == (by == "norm")
+    assert (torch.frexp(grains[finite])[0] == 0.5).all()
+    large = finite & (most > 0)
+    assert (most < 2**14 * grains)[large].all()
+    assert (most >= 2**13 * grains)[large].all()
+    assert ((whole * grains[:, :, None] - straight).abs() <= grains[:, :, None] / 2)[finite].all()

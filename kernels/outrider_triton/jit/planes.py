@@ -17,8 +17,6 @@ from outrider_triton.jit.matmul import rows_and_tokens
 
 UNIT = tl.constexpr(128)
 """Columns that are laid out in planes by themselves."""
-RAISED = tl.constexpr(2.0**64)
-"""What tokens in bfloat16 are multiplied by for a ring: far from the ends of its range, whatever tokens are."""
 
 
 @triton.jit
@@ -29,39 +27,49 @@ def place_in_planes(column):
 
 
 @triton.jit
-def keep_in_planes(out, sums, row, begins, value, k, out_stride, BLOCK: tl.constexpr):
+def keep_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.constexpr):
     """Store BLOCK columns from ``begins`` on of a row, ``value``, where planes have them; those from k on aren't stored.
 
-    With ``sums``, float32 rows of half as many numbers as ``out_stride``: the sum of each unit there, and the row as
-    :mod:`outrider_triton.jit.planes_ring` takes it. Its numbers of the weight are so small in bfloat16, and in odd planes 16
-    times as large, that tokens are raised.
+    With ``grains`` in two digits, for :mod:`outrider_triton.jit.planes_ring`, even columns of a unit before odd ones: numbers
+    of a unit are rounded to whole multiples of its grain, a power of two, 2**14 of which are above all of them. ``out``,
+    int8 [rows, 2, stride], has their low bytes, signed, then the high ones. ``grains``, float32 in rows of ``stride / 2``, are
+    divided by 16, since weights are made 16 times too large. Of a unit with a number that isn't finite the grain is NaN.
     """
     column = begins + tl.arange(0, BLOCK)
-    inside = column < k
-    place = place_in_planes(column)
-    if sums is not None:
+    if grains is None:
+        tl.store(out + row * stride + place_in_planes(column), value, mask=column < k)
+    else:
         unit: tl.constexpr = UNIT
         units: tl.constexpr = BLOCK // unit
+        wide = tl.where(column < k, value.to(tl.float32), 0.0)
+        bits = tl.reshape(wide, [units, unit]).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        exponent = tl.maximum(tl.max(bits, axis=1) >> 23, 18)  # all are below 2**(exponent - 126)
+        grain = tl.where(exponent == 255, 0x7FC00000, (exponent - 17) << 23).to(tl.float32, bitcast=True)
         which = begins // unit + tl.arange(0, units)
-        wide = tl.where(inside, value.to(tl.float32), 0.0)
-        whole = tl.sum(tl.reshape(wide, [units, unit]), axis=1)
-        tl.store(sums + row * (out_stride // 2) + which, whole, mask=which * unit < k)
-        if out.dtype.element_ty == tl.bfloat16:
-            even: tl.constexpr = RAISED
-            odd: tl.constexpr = RAISED / 16
-            value = (wide * tl.where(column % 2 == 0, even, odd)).to(tl.bfloat16)  # a power of two: nothing is rounded
-    tl.store(out + row * out_stride + place, value, mask=inside)
+        tl.store(grains + row * (stride // 2) + which, grain, mask=which * unit < k)
+        times = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+        scaled = tl.reshape(tl.reshape(wide, [units, unit]) * times[:, None], [BLOCK])
+        whole = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2**23: to the nearest, ties to even
+        even, odd = tl.split(tl.reshape(whole, [BLOCK // 2, 2]))
+        pair = tl.arange(0, BLOCK // 2)
+        place = begins + pair // (unit // 2) * unit + pair % (unit // 2)
+        inside = begins + 2 * pair < k
+        at = out + row * (2 * stride) + place
+        tl.store(at, even.to(tl.int8), mask=inside)
+        tl.store(at + unit // 2, odd.to(tl.int8), mask=inside)
+        tl.store(at + stride, ((even + 128) >> 8).to(tl.int8), mask=inside)
+        tl.store(at + stride + unit // 2, ((odd + 128) >> 8).to(tl.int8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["x_stride", "out_stride"])
-def lay_in_planes(x, out, sums, k, x_stride, out_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """``out [m, k]``: the columns of each row of ``x`` where planes have them. Program (row, chunk)."""
+@triton.jit(do_not_specialize=["x_stride"])
+def lay_in_planes(x, out, grains, k, x_stride, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """``out [m, k]``: the columns of each row of ``x`` as :func:`keep_in_planes` has them. Program (row, chunk)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     begins = tl.program_id(1) * BLOCK
     column = begins + tl.arange(0, BLOCK)
     value = tl.load(x + row * x_stride + column, mask=column < k, other=0.0)
-    keep_in_planes(out, sums, row, begins, value, k, out_stride, BLOCK)
+    keep_in_planes(out, grains, row, begins, value, k, stride, BLOCK)
 
 
 def _halves(shift: int, leading: str, behind: str) -> tl.constexpr:
@@ -101,44 +109,20 @@ def numbers_of_plane(packed, PLANE: tl.constexpr, TYPE: tl.constexpr, ASM: tl.co
         return (((packed.to(tl.int32) >> (4 * PLANE)) & 15) - 8).to(tl.float32).to(TYPE)
 
 
-def _masked(shift: int, mask: str) -> tl.constexpr:
-    return tl.constexpr(f"shr.u32 $0, $1, {shift}; and.b32 $0, $0, {mask};" if shift else f"and.b32 $0, $1, {mask};")
-
-
-_LOW, _HIGH = "0x000F000F", "0x00F000F0"
-_BITS_0, _BITS_2, _BITS_12 = _masked(0, _LOW), _masked(8, _LOW), _masked(12, _LOW)
-_BITS_HIGH_1, _BITS_HIGH_3, _BITS_4 = _masked(0, _HIGH), _masked(8, _HIGH), _masked(4, _LOW)
+# Bits less 8 as a signed number of four bits are those with the first one turned; in the upper half of a byte 16 times that.
+_LEFT = tl.constexpr("shl.b32 $0, $1, 4; lop3.b32 $0, $0, 0x88888888, 0xF0F0F0F0, 0x28;")
+_RIGHT = tl.constexpr("lop3.b32 $0, $1, 0x88888888, 0xF0F0F0F0, 0x28;")
 
 
 @triton.jit
-def bits_of_plane(packed, PLANE: tl.constexpr, TYPE: tl.constexpr):
-    """The numbers of one plane, from two bytes each, by masking alone: as many times the smallest one of ``TYPE`` as their
-    bits say, 0 to 15; in odd planes of bfloat16 16 times as many. Two at a time, with one operand and one result, as
-    :func:`numbers_of_plane`.
-
-    The smallest 256 numbers of bfloat16 are as far from each other, so that bits mean the same four places higher. Tokens in
-    float16 have too small a range to make up for that.
+def bytes_of_half(packed, HALF: tl.constexpr):
+    """16 times the numbers less 8 of even columns (HALF 0) or odd ones, as int8, from a byte each; four at a time, with one
+    operand and one result, as :func:`numbers_of_plane`.
     """
-    if tl.bfloat16 == TYPE:
-        if PLANE == 0:
-            CODE: tl.constexpr = _BITS_0
-        elif PLANE == 1:
-            CODE: tl.constexpr = _BITS_HIGH_1
-        elif PLANE == 2:
-            CODE: tl.constexpr = _BITS_2
-        else:
-            CODE: tl.constexpr = _BITS_HIGH_3
-        return tl.inline_asm_elementwise(CODE, "=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=2)
+    if HALF == 0:
+        return tl.inline_asm_elementwise(_LEFT, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
     else:
-        if PLANE == 0:
-            CODE: tl.constexpr = _BITS_0
-        elif PLANE == 1:
-            CODE: tl.constexpr = _BITS_4
-        elif PLANE == 2:
-            CODE: tl.constexpr = _BITS_2
-        else:
-            CODE: tl.constexpr = _BITS_12
-        return tl.inline_asm_elementwise(CODE, "=r,r", [packed], dtype=tl.float16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(_RIGHT, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit(do_not_specialize=["m", "each", "ahead"])

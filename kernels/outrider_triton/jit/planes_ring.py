@@ -6,10 +6,10 @@ columns with a scale each. Bytes go from the tile to registers, become numbers t
 there, with the tokens from shared memory. So a place in the ring is free again as soon as its bytes are in registers. While
 one group of columns is multiplied, the next one's numbers are made.
 
-A number is made by masking alone: in 16 bits whose exponent is 0 or, in bfloat16, 1, four bits stand for as many times the
-smallest number as they say, and for 16 times as many where they lie four higher. Tokens make up for that, and for how small
-these are (:func:`outrider_triton.jit.planes.keep_in_planes`). Bits say 0 to 15 and mean 8 less: what the 8 add is 8 times the
-sum of the tokens of a group, and those sums come with the tokens.
+The matrix unit takes 64 rows and 32 bytes of columns at a time, however few tokens there are: with numbers of 16 bits that is
+too slow for the bytes. So a number of the weight is one byte, 16 times what it is, and three instructions make eight of them;
+a token is a whole multiple of a grain, in two digits of a byte each, which are two tokens to the matrix unit
+(:func:`outrider_triton.jit.planes.keep_in_planes`). Sums of 128 products are exact.
 
 Scales are read before the wait, too, and lie in shared memory with the rows of a column beside each other.
 """
@@ -27,17 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from outrider_triton.jit.dependent import let_next_start, wait_for_last
-from outrider_triton.jit.planes import RAISED, bits_of_plane
+from outrider_triton.jit.planes import bytes_of_half
 
 ROWS = gl.constexpr(64)
 """Of a tile: as tall as the matrix unit takes it."""
 _GROUP = gl.constexpr(128)
 """Columns that may have a scale of their own: those that are laid out in planes together."""
-_HELD = gl.constexpr(32)
-"""Numbers of 16 bits that they are in a row of a tile."""
-_MADE_BF16 = gl.constexpr(2.0**133 / RAISED.value)
-"""What a product of numbers as they are made is multiplied by: the smallest bfloat16 is 2**-133."""
-_MADE_FP16 = gl.constexpr(2.0**24)
+_HELD = gl.constexpr(64)
+"""Bytes that they are in a row of a tile."""
 
 
 # -- what comes ----------------------------------------------------------------------------------------------------
@@ -46,8 +43,8 @@ _MADE_FP16 = gl.constexpr(2.0**24)
 @gluon.jit
 def _expect_weights(come, left, BOX: gl.constexpr, WIDE: gl.constexpr):
     for boxes in gl.static_range(1, ROWS // BOX):
-        mbarrier.expect(come, boxes * BOX * WIDE * 2, pred=(left > (boxes - 1) * BOX) & (left <= boxes * BOX))
-    mbarrier.expect(come, ROWS * WIDE * 2, pred=left > ROWS - BOX)
+        mbarrier.expect(come, boxes * BOX * WIDE, pred=(left > (boxes - 1) * BOX) & (left <= boxes * BOX))
+    mbarrier.expect(come, ROWS * WIDE, pred=left > ROWS - BOX)
 
 
 @gluon.jit
@@ -79,7 +76,7 @@ def _bring(x, w, ring, each, steps, PDL: gl.constexpr):
     wait_for_last(PDL)
     let_next_start(PDL)
     for step in range(steps):
-        mbarrier.expect(have.index(step), x.block_type.shape[0] * x.block_type.shape[1] * 2)
+        mbarrier.expect(have.index(step), x.block_type.shape[0] * x.block_type.shape[1])
         column = (gl.program_id(1) * steps + step) * x.block_type.shape[1]
         tma.async_copy_global_to_shared(x, [0, column], have.index(step), tokens.index(step))
     for unit in range(STAGES, units):
@@ -98,41 +95,56 @@ def _beside(left, right):
 
 @gluon.jit
 def _part(packed, tokens, GROUP: gl.constexpr, layout: gl.constexpr):
-    """The product of 128 columns, under way. ``packed`` int16 [64, 32]; ``tokens`` [tokens, columns of a unit]."""
-    BLOCK_M: gl.constexpr = tokens.shape[0]
+    """The product of 128 columns, under way, int32 [64, digits]. ``packed`` int8 [64, 64]; ``tokens`` int8 [digits, columns
+    of a unit].
+    """
+    DIGITS: gl.constexpr = tokens.shape[0]
     held: gl.constexpr = packed.type.layout
-    first = _beside(bits_of_plane(packed, 0, tokens.dtype), bits_of_plane(packed, 1, tokens.dtype))
-    second = _beside(bits_of_plane(packed, 2, tokens.dtype), bits_of_plane(packed, 3, tokens.dtype))
-    numbers = gl.convert_layout(_beside(first, second), held, assert_trivial=True)
+    numbers = gl.convert_layout(_beside(bytes_of_half(packed, 0), bytes_of_half(packed, 1)), held, assert_trivial=True)
     own = tokens.slice(GROUP * _GROUP, _GROUP, 1).permute((1, 0))
-    part = gl.zeros([ROWS, BLOCK_M], gl.float32, layout)
+    part = gl.zeros([ROWS, DIGITS], gl.int32, layout)
     return warpgroup_mma(numbers, own, part, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _digits(done):
+    """The low and the high ones of [64, digits], each [64, tokens]: a thread has both of a token."""
+    TOKENS: gl.constexpr = done.shape[1] // 2
+    return gl.split(done.reshape((ROWS, TOKENS, 2)))
+
+
+@gluon.jit
+def _added(total, done, factor, grain):
+    """``total [64, tokens]`` and a product of a group: both digits of a token, by its grain and the row's scale."""
+    low, high = _digits(done)
+    return total + (high * 256 + low).to(gl.float32) * (factor.to(gl.float32)[:, None] * grain[None, :])
 
 
 @gluon.jit
 def _product(
     ring,
     scales,
-    offsets,
+    grains,
     tile,
     WHICH: gl.constexpr,
     GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     TILES: gl.constexpr,
-    layout: gl.constexpr,
 ):
-    """Of the program's ``tile`` the units that are this group's, [64, tokens] in float32, of numbers as they are made."""
+    """Of the program's ``tile`` the units that are this group's, [64, tokens] in float32."""
     wide, tokens, full, empty, have = ring
     STAGES: gl.constexpr = wide.shape[0]
-    BLOCK_M: gl.constexpr = tokens.shape[1]
     COUNT: gl.constexpr = tokens.shape[2] // _GROUP
-    held: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    row: gl.constexpr = gl.SliceLayout(1, layout)
-    column: gl.constexpr = gl.SliceLayout(0, layout)
-    scales = scales._reinterpret(scales.dtype, scales.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))  # a column at a time
-    offsets = offsets._reinterpret(offsets.dtype, offsets.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    DIGITS: gl.constexpr = tokens.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIGITS, 32])
+    held: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
+    total, _ = _digits(gl.zeros([ROWS, DIGITS], gl.float32, layout))
+    row: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    column: gl.constexpr = gl.SliceLayout(0, total.type.layout)
+    straight: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scales = scales._reinterpret(scales.dtype, scales.shape, straight)  # a column at a time
+    grains = grains._reinterpret(grains.dtype, grains.shape, straight)
     first = tile * (scales.shape[0] // next_power_of_2(TILES))
-    total = gl.zeros([ROWS, BLOCK_M], gl.float32, layout)
     for step in range(WHICH, STEPS, GROUPS):
         unit = tile * STEPS + step
         place = unit % STAGES
@@ -140,25 +152,25 @@ def _product(
         mbarrier.wait(full.index(place), unit // STAGES & 1)
         packed = wide.index(place).slice(0, _HELD, 1).load(held)
         following = wide.index(place).slice(_HELD, _HELD, 1).load(held)
-        before = scales.index(first + COUNT * step).load(row)
-        offset = offsets.index(COUNT * step).load(column)
+        factor = scales.index(first + COUNT * step).load(row)
+        grain = grains.index(COUNT * step).load(column)
         last = _part(packed, tokens.index(step), 0, layout)
         for group in gl.static_range(1, COUNT):
             packed = following
-            factor = scales.index(first + COUNT * step + group).load(row)
-            next_offset = offsets.index(COUNT * step + group).load(column)
+            next_factor = scales.index(first + COUNT * step + group).load(row)
+            next_grain = grains.index(COUNT * step + group).load(column)
             if group + 1 < COUNT:
                 following = wide.index(place).slice((group + 1) * _HELD, _HELD, 1).load(held)
             else:  # all that the tile holds is in registers
                 mbarrier.arrive(empty.index(place), count=1, pred=unit + STAGES < TILES * STEPS)
             part = _part(packed, tokens.index(step), group, layout)
             done = warpgroup_mma_wait(1, deps=[last])
-            total += (done + offset[None, :]) * before.to(gl.float32)[:, None]
+            total = _added(total, done, factor, grain)
             last = part
-            before = factor
-            offset = next_offset
+            factor = next_factor
+            grain = next_grain
         done = warpgroup_mma_wait(0, deps=[last])
-        total += (done + offset[None, :]) * before.to(gl.float32)[:, None]
+        total = _added(total, done, factor, grain)
     return total
 
 
@@ -178,14 +190,13 @@ def _read_scales(scales, to, n, groups, each, OWN: gl.constexpr, TILES: gl.const
 
 
 @gluon.jit
-def _read_sums(sums, to, m, stride, OWN: gl.constexpr, SCALE: gl.constexpr):
-    """What 8 added to each number of a group adds to its product, as numbers are made, [groups, tokens]; behind the wait."""
+def _read_grains(grains, to, m, stride, OWN: gl.constexpr):
+    """Those of the program's groups, [groups, tokens]; behind the wait."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
     group = gl.arange(0, to.shape[0], gl.SliceLayout(1, layout))[:, None]
     token = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))[None, :]
-    place = sums + token * stride + gl.program_id(1) * OWN + group
-    whole = gl.load(place, mask=(token < m) & (group < OWN), other=0.0)
-    to.store(whole * SCALE)
+    place = grains + token * stride + gl.program_id(1) * OWN + group
+    to.store(gl.load(place, mask=(token < m) & (group < OWN), other=0.0))
 
 
 @gluon.jit
@@ -193,7 +204,7 @@ def _store(
     own,
     ring,
     factors,
-    offsets,
+    held_grains,
     known,
     others,
     HAS_BIAS: gl.constexpr,
@@ -203,62 +214,55 @@ def _store(
     PDL: gl.constexpr,
 ):
     """The first group of warps: it adds the second one's sums to its own, and stores them."""
-    sums, scales, bias, out, m, n, groups, sum_stride, each = own
-    BLOCK_M: gl.constexpr = ring[1].shape[1]
+    grains, scales, bias, out, m, n, groups, stride, each = own
     OWN: gl.constexpr = STEPS * ring[1].shape[2] // _GROUP
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     _read_scales(scales, factors, n, groups, each, OWN, TILES)
     if GROUPS > 1:
         other, come, taken = others
-    token = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-    lane = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    place = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
     wait_for_last(PDL)
-    made: gl.constexpr = _MADE_BF16 if ring[1].dtype == gl.bfloat16 else _MADE_FP16
-    _read_sums(sums, offsets, m, sum_stride, OWN, -8 / made)
+    _read_grains(grains, held_grains, m, stride, OWN)
     if GROUPS > 1:
         mbarrier.arrive(known, count=1)
     for tile in range(TILES):
-        total = _product(ring, factors, offsets, tile, 0, GROUPS, STEPS, TILES, layout)
-        inside = tile * ROWS + lane
+        total = _product(ring, factors, held_grains, tile, 0, GROUPS, STEPS, TILES)
+        token = gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
+        inside = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
         row = gl.program_id(0) * each + inside
         mine = (inside < each) & (row < n)
         if GROUPS > 1:
             mbarrier.wait(come, tile & 1)
-            total += other.load(layout)
+            total += other.load(total.type.layout)
             mbarrier.arrive(taken, count=1)
-        total *= made
         if HAS_BIAS:
             total += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
+        place = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
         gl.store(place + row[:, None], total.to(out.dtype.element_ty), mask=(token < m)[None, :] & mine[:, None])
 
 
 @gluon.jit
-def _help(ring, factors, offsets, known, others, GROUPS: gl.constexpr, STEPS: gl.constexpr, TILES: gl.constexpr):
+def _help(ring, factors, held_grains, known, others, GROUPS: gl.constexpr, STEPS: gl.constexpr, TILES: gl.constexpr):
     """The second group of warps, which leaves its sums to the first."""
-    BLOCK_M: gl.constexpr = ring[1].shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     other, come, taken = others
     mbarrier.wait(known, 0)
     for tile in range(TILES):
-        total = _product(ring, factors, offsets, tile, 1, GROUPS, STEPS, TILES, layout)
+        total = _product(ring, factors, held_grains, tile, 1, GROUPS, STEPS, TILES)
         mbarrier.wait(taken, (tile - 1) & 1, pred=tile > 0)
         other.store(total)
         mbarrier.arrive(come, count=1)
 
 
-@gluon.jit(do_not_specialize=["m", "sum_stride", "each", "steps"])
+@gluon.jit(do_not_specialize=["m", "stride", "each", "steps"])
 def streamed_planes(
     x,
     w,
-    sums,
+    grains,
     scales,
     bias,
     out,
     m,
     n,
     groups,
-    sum_stride,
+    stride,
     each,
     steps,
     HAS_BIAS: gl.constexpr,
@@ -273,12 +277,12 @@ def streamed_planes(
     """:func:`outrider_triton.jit.planes.linear_planes` for scales of 128 columns without zero points, and BLOCK_M tokens at
     most; program (share of rows, part of the columns).
 
-    A program has ``each`` rows, TILES tiles of them, and STEPS units of columns. ``w``: int16 [n, k / 4], in boxes of rows;
-    ``x``: [m, k], in planes, for a ring; ``sums``: of its units, rows ``sum_stride`` apart.
+    A program has ``each`` rows, TILES tiles of them, and STEPS units of columns. ``w``: int8 [n, k / 2], in boxes of rows;
+    ``x``: int8 [2 m, k], tokens in two digits; ``grains``: theirs, in rows ``stride`` apart.
     GROUPS: groups of four warps that multiply, the second with MOST registers.
     """
     wide = gl.allocate_shared_memory(w.dtype, [STAGES, ROWS, w.block_type.shape[1]], w.layout)
-    tokens = gl.allocate_shared_memory(x.dtype, [STEPS, BLOCK_M, x.block_type.shape[1]], x.layout)
+    tokens = gl.allocate_shared_memory(x.dtype, [STEPS, 2 * BLOCK_M, x.block_type.shape[1]], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     have = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
@@ -293,7 +297,7 @@ def streamed_planes(
     factors = gl.allocate_shared_memory(
         scales.dtype.element_ty, [TALL * COUNT, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
-    offsets = gl.allocate_shared_memory(gl.float32, [COUNT, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    held_grains = gl.allocate_shared_memory(gl.float32, [COUNT, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     known = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(known, count=1)
     if GROUPS > 1:
@@ -305,12 +309,12 @@ def streamed_planes(
         others = other, come, taken
     else:
         others = known  # of no use
-    own = sums, scales, bias, out, m, n, groups, sum_stride, each
+    own = grains, scales, bias, out, m, n, groups, stride, each
     if GROUPS > 1:
         gl.warp_specialize(
             [
-                (_store, (own, ring, factors, offsets, known, others, HAS_BIAS, GROUPS, STEPS, TILES, PDL)),
-                (_help, (ring, factors, offsets, known, others, GROUPS, STEPS, TILES)),
+                (_store, (own, ring, factors, held_grains, known, others, HAS_BIAS, GROUPS, STEPS, TILES, PDL)),
+                (_help, (ring, factors, held_grains, known, others, GROUPS, STEPS, TILES)),
                 (_bring, (x, w, ring, each, steps, PDL)),
             ],
             [4, 1],
@@ -319,7 +323,7 @@ def streamed_planes(
     else:
         gl.warp_specialize(
             [
-                (_store, (own, ring, factors, offsets, known, others, HAS_BIAS, GROUPS, STEPS, TILES, PDL)),
+                (_store, (own, ring, factors, held_grains, known, others, HAS_BIAS, GROUPS, STEPS, TILES, PDL)),
                 (_bring, (x, w, ring, each, steps, PDL)),
             ],
             [1],

@@ -67,11 +67,11 @@ def add_rms_norm(
     residual,
     weight,
     out,
-    sums,
+    grains,
     eps,
     size,
     part_stride,
-    out_stride,
+    stride,
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PLANES: tl.constexpr,
@@ -80,22 +80,22 @@ def add_rms_norm(
 ):
     """``residual += sum of x's parts (+ bias)``, then its norm. Parts are those of a matrix product that was split.
 
-    PLANES: the norm is kept as :func:`outrider_triton.jit.planes.keep_in_planes` does, with ``sums`` or without.
+    PLANES: the norm is kept as :func:`outrider_triton.jit.planes.keep_in_planes` does, with ``grains`` or without.
     """
     lane = tl.arange(0, BLOCK)
     inside = lane < size
     scale = tl.load(weight + lane, mask=inside, other=0.0)
     row = tl.program_id(0).to(tl.int64)
     kept = add_row(x, bias, residual, row, size, part_stride, PARTS, HAS_BIAS, BLOCK, PDL)
-    normed = norm(kept.to(tl.float32), scale, out.dtype.element_ty, size, eps)
+    normed = norm(kept.to(tl.float32), scale, residual.dtype.element_ty, size, eps)
     if PLANES:
-        keep_in_planes(out, sums, row, 0, normed, size, out_stride, BLOCK)
+        keep_in_planes(out, grains, row, 0, normed, size, stride, BLOCK)
     else:
-        tl.store(out + row * out_stride + lane, normed, mask=inside)
+        tl.store(out + row * stride + lane, normed, mask=inside)
 
 
 @triton.jit
-def silu_mul(gate_up, out, sums, size, out_stride, PLANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def silu_mul(gate_up, out, grains, size, stride, PLANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program (row, chunk). PLANES: as in :func:`add_rms_norm`."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -107,16 +107,16 @@ def silu_mul(gate_up, out, sums, size, out_stride, PLANES: tl.constexpr, BLOCK: 
     gate = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32)
     gated = (gate * up.to(tl.float32)).to(up.dtype)
     if PLANES:
-        keep_in_planes(out, sums, row, begins, gated, size, out_stride, BLOCK)
+        keep_in_planes(out, grains, row, begins, gated, size, stride, BLOCK)
     else:
-        tl.store(out + row * out_stride + lane, gated, mask=inside)
+        tl.store(out + row * stride + lane, gated, mask=inside)
 
 
 @triton.jit
 def nearest_e4m3(value):
     """The nearest number of e4m3, as float32: the step is an eighth of the power of two below, 2**-9 at least."""
     exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
-    away = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)  # 1.5 * 2**23 steps
+    away = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)  # 1.5 * 2**23 grains
     return (value + away) - away
 
 
