@@ -23,6 +23,7 @@ OPERATORS = ("linear", "linear_parts", "linear_silu_mul", "linear_add", "linear_
 _GATED = ("linear_silu_mul", "scaled_silu_mul")
 _ADDED = ("linear_add", "linear_add_scaled")
 _PAIRS = 32  # of a tile of a ring; outrider_triton.jit.ring says the same
+_DIGITS = 4  # tokens that fill the least that the matrix unit takes, in two digits each
 _TALL = 64  # rows of a tile of four bits; outrider_triton.jit.planes_ring says the same
 _FEW = 16
 """To so many tokens four bits come through a ring."""
@@ -96,9 +97,14 @@ def rank(
     """Every candidate that fits, the one that is expected to be fastest first."""
     if not 0 < m <= MOST:
         return []
-    size = bucket(m)
+    size = size_of(m, stored)
     found = candidates(facts, operator, m=size, n=n, k=k, half=half, stored=stored)
     return sorted(found, key=lambda config: estimate(facts, operator, config, m=size, n=n, k=k, stored=stored))
+
+
+def size_of(m: int, stored: Stored = PLAIN) -> int:
+    """For how many tokens the configuration for ``m`` is made: :func:`bucket`'s; for a ring of four bits 4, too."""
+    return _DIGITS if stored.ring and stored.made and m <= _DIGITS else bucket(m)
 
 
 def _wins(operator: str, *, m: int, n: int, k: int) -> bool:
@@ -114,7 +120,7 @@ def _wins(operator: str, *, m: int, n: int, k: int) -> bool:
 def candidates(
     facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: Stored = PLAIN
 ) -> list[MatmulConfig]:
-    """Configurations that are worth a try and fit; ``m`` is one of :data:`BUCKETS`."""
+    """Configurations that are worth a try and fit; ``m`` is one of :func:`size_of`."""
     made = list(_plain(facts, operator, m, n, stored))
     if facts.rings and m <= _OURS and (stored == PLAIN or (stored.ring and not stored.made)):
         made += _rings(facts, operator, m, n, k, half, stored)
@@ -197,7 +203,7 @@ def _plane_rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, stor
         if odd or steps < groups or (steps % groups and each > _TALL):
             continue
         units = -(-each // _TALL) * steps
-        bare = MatmulConfig(max(8, m), box, steps * wide, split, warps, 0, wide, STREAMED, each)
+        bare = MatmulConfig(max(_DIGITS, m), box, steps * wide, split, warps, 0, wide, STREAMED, each)
         room = min(facts.shared_bytes, facts.processor_shared // waves - 1024) - shared_bytes(facts, operator, bare, stored)
         stages = min(max(units, 2), room // (_TALL * wide // 2 + 32)) // groups * groups  # a place belongs to one group
         if stages >= min(4, units):
@@ -374,5 +380,6 @@ def every(
     stored: Stored = PLAIN,
 ) -> tuple[MatmulConfig, ...]:
     """Each configuration that a weight has for some number of tokens; not those of the buckets in ``but``."""
-    found = (choose(facts, operator, m=size, n=n, k=k, half=half, stored=stored) for size in BUCKETS if size not in but)
+    sizes = {size_of(size, stored) for size in (1, *BUCKETS)}
+    found = (choose(facts, operator, m=m, n=n, k=k, half=half, stored=stored) for m in sorted(sizes) if m not in but)
     return tuple(dict.fromkeys(config for config in found if config is not None))

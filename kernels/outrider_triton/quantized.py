@@ -13,12 +13,12 @@ from torch import Tensor
 from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight, RotaryArgs
 from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401  (these register the operators)
 from outrider_triton import variants
-from outrider_triton.derive import MOST, choose, every
+from outrider_triton.derive import MOST, choose, every, size_of
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
 from outrider_triton.planes_ops import laying
 from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
-from outrider_triton.table import MatmulConfig, bucket
+from outrider_triton.table import MatmulConfig
 
 _TRITON = torch.ops.outrider
 
@@ -56,7 +56,7 @@ class TritonQuantized(KernelSet):
         if not 0 < m <= MOST:
             return None
         stored, (n, k) = way.stored(weight.format), weight.shape
-        key = stored, n, k, bucket(m), *([half] if half else [])
+        key = stored, n, k, size_of(m, stored), *([half] if half else [])
         if key not in self._derived_quantized:
             operator = "linear_rope" if half else "linear_parts"
             self._derived_quantized[key] = choose(self.facts, operator, m=m, n=n, k=k, half=half, stored=stored)

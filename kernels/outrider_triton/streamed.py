@@ -130,7 +130,7 @@ def multiply_planes(
         k == config.split * config.block_k
         and columns in (256, 512)
         and (config.block_k % columns, config.warps % 4, tall % box, config.each % box) == (0, 0, 0, 0)
-        and m <= config.block_m
+        and max(m, 4) <= config.block_m  # digits of four tokens are the least that the matrix unit takes
         and 0 < groups <= min(steps, 2)
         # Else a place would change hands between groups, and one of them would take its last filling for the next.
         and config.stages % groups == 0

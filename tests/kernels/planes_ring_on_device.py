@@ -34,7 +34,7 @@ from outrider_triton.table import STREAMED, MatmulConfig
 from outrider_tune.quantized import random_format, random_quantized
 
 SHAPES = ((4096, 4096), (1000, 1024), (6144, 4096), (4096, 14336), (28672, 4096))
-TOKENS = (1, 4, 8, 13)
+TOKENS = {4: (1, 4), 8: (5, 8), 16: (13,)}
 ERROR = 6e-3
 """Relative to the largest number of the row: a rounding of bfloat16 is 4e-3, and the reference rounds nothing."""
 PRODUCTS = {"qkv": (6144, 4096), "output": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
@@ -111,7 +111,7 @@ def cut(facts, n, k, *, m, split, warps, box, waves):
     """Those that fit, in units of 512 columns and of 256."""
     found = [
         config
-        for config in _plane_rings(facts, "linear_parts", 16 if m > 8 else 8, n, k, STORED)
+        for config in _plane_rings(facts, "linear_parts", m, n, k, STORED)
         if (config.split, config.warps, config.block_n) == (split, warps, box)
         and config.each == -(-n * split // (facts.processors * waves * box)) * box
         and shared_bytes(facts, "linear_parts", config, STORED) <= facts.shared_bytes
@@ -124,7 +124,7 @@ def cases(facts):
     doesn't.
     """
     for n, k in SHAPES:
-        for m in (8, 13):
+        for m in TOKENS:
             for split, warps, box, waves, biased in ((1, 4, 16, 1, True), (1, 8, 8, 2, False), (2, 8, 16, 1, False),
                                                      (4, 4, 8, 2, False), (4, 8, 16, 1, False)):  # fmt: skip
                 for config in cut(facts, n, k, m=m, split=split, warps=warps, box=box, waves=waves):
@@ -151,7 +151,7 @@ def check(facts, compiled, device, end):
             right = reference.linear_quantized(x.double(), weight, bias.double())
             weights[n, k] = weight, bias, x, right
         weight, bias, x, right = weights[n, k]
-        for m in (each for each in TOKENS if (each > 8) == (block > 8)):
+        for m in TOKENS[block]:
             name = f"{n} x {k}, {m} tokens, bias {biased}, {config.as_list()}"
             going(name)
             try:
@@ -172,10 +172,10 @@ def check(facts, compiled, device, end):
 # -- times ---------------------------------------------------------------------------------------------------------
 
 
-def timed(facts, name):
+def timed(facts, name, m):
     """Cuts of a product, the derived one first; those without a ring last."""
     n, k = PRODUCTS[name]
-    found = [config for config in rank(facts, "linear_parts", m=1, n=n, k=k, stored=STORED) if config.descriptor == STREAMED]
+    found = [config for config in rank(facts, "linear_parts", m=m, n=n, k=k, stored=STORED) if config.descriptor == STREAMED]
     found = [config for config in found if config.block_n == 16 or config is found[0]]
     kinds = {}
     for config in found:  # the best of each kind first
@@ -186,9 +186,9 @@ def timed(facts, name):
         for config in each
         if config
     ]
-    order = list(dict.fromkeys(found[:1] + order))[:16]
+    order = list(dict.fromkeys(found[:1] + order))[: 24 if m == 1 else 4]
     order += [replace(order[0], stages=stages) for stages in (4, 8) if stages < order[0].stages]
-    return order + [MatmulConfig(*each) for each in KNOWN[name][1]]
+    return order + [MatmulConfig(*each) for each in KNOWN[name][1] if m == 1]
 
 
 def times(facts, name, compiled, device, end):
@@ -199,7 +199,7 @@ def times(facts, name, compiled, device, end):
     rows = {}
     for m in (1, 8):
         tokens = torch.randn(m, k, device=device).to(torch.bfloat16)
-        for config in timed(facts, name) if m == 1 else [row[1] for row in sorted(rows[1], key=lambda row: row[0])[:4]]:
+        for config in timed(facts, name, m):
             if time.monotonic() > end or (config, n, k, False) not in compiled:
                 continue
             going(f"{name}, {config.as_list()}")
@@ -221,7 +221,7 @@ def main() -> int:
     device = torch.device("cuda")
     facts = facts_of(torch.cuda.get_device_properties(device))
     checks = [(config, n, k, biased) for n, k, _, config, biased in cases(facts)]
-    measured = [(config, *PRODUCTS[name], False) for name in PRODUCTS for config in timed(facts, name)]
+    measured = [(config, *PRODUCTS[name], False) for name in PRODUCTS for m in (1, 8) for config in timed(facts, name, m)]
     context = multiprocessing.get_context("spawn")
     workers = max(1, min((os.cpu_count() or 2) - 1, 15))
     result = {"device": torch.cuda.get_device_name(device)}

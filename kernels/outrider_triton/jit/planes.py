@@ -31,9 +31,9 @@ def keep_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.constex
     """Store BLOCK columns from ``begins`` on of a row, ``value``, where planes have them; those from k on aren't stored.
 
     With ``grains`` in two digits, for :mod:`outrider_triton.jit.planes_ring`, even columns of a unit before odd ones: numbers
-    of a unit are rounded to whole multiples of its grain, a power of two, 2**14 of which are above all of them. ``out``,
-    int8 [rows, 2, stride], has their low bytes, signed, then the high ones. ``grains``, float32 in rows of ``stride / 2``, are
-    divided by 16, since weights are made 16 times too large. Of a unit with a number that isn't finite the grain is NaN.
+    of a unit are rounded to multiples of its grain, a power of two, 2**14 of which are above all of them. ``out``, int8
+    [rows, 2, stride], has their low bytes, signed, then the high ones. ``grains``, float32 in rows of ``stride / 2``, are a
+    16th of that, since weights are made 16 times too large. Of a unit with a number that isn't finite the grain is NaN.
     """
     column = begins + tl.arange(0, BLOCK)
     if grains is None:
