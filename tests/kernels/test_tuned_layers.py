@@ -30,10 +30,12 @@ class Tastes(Ruler):
 
     def attempt(self, table):
         self.kernels.table = table
-        given = used(self.kernels, self.shape, sizes=(self.m,))
+        given, keys = used(self.kernels, self.shape, sizes=(self.m,)), tuner._Keys.of(self.shape)
         size = sum(given["attention", self.m][1:])
-        size += sum(sum(config.as_list()) for (key, _), config in given.items() if key in (ADDED, OUTPUT) and config)
-        return 100.0 if self.alike else 100.0 + (size if self.shape == LLAMA else -size) / 100
+        size += sum(
+            sum(config.as_list()) for (key, _), config in given.items() if key in (keys.added, keys.output) and config
+        )
+        return 100.0 if self.alike else 200.0 + (size if self.shape.inner == LLAMA.inner else -size) / 10
 
 
 @pytest.fixture
@@ -102,6 +104,21 @@ def test_where_nothing_won_another_shape_changes_nothing(shapes, tastes, tmp_pat
     tuned(tastes, tmp_path, shapes=[second])
     assert used(tastes, first) == derived
     assert differing(used(tastes, second), derived)
+
+
+def test_what_ends_a_layer_is_another_shapes_product_behind_attention(tastes, tmp_path):
+    """The product of the gated half may have its sum and norm in one kernel with the next layer's: that is a choice, too."""
+    first, second = replace(LLAMA, inner=8192), replace(LLAMA, heads=64)
+    x, weight = (torch.empty(rows, 8192, dtype=torch.bfloat16, device="meta") for rows in (8, 4096))
+
+    def ends(shape):
+        return tastes.for_shape(shape).matmul_config("linear_add_scaled", x, weight)
+
+    tuned(tastes, tmp_path, shapes=[first])
+    before = ends(first)
+    assert before is not None
+    tuned(tastes, tmp_path, shapes=[second])
+    assert ends(first) == before != ends(second)
 
 
 def test_a_shape_that_was_never_tuned_has_a_head_start(tastes, tmp_path):
