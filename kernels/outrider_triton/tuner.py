@@ -42,6 +42,8 @@ _ERROR = 5e-2  # relative, of a chain of layers in half precision against torch'
 _WON = 0.995  # and a layer must gain this much
 _BETTER = 0.999  # a smaller gain than this is taken for noise
 _ROTATE_BYTES = 256 << 20
+_WITH_MORE = ("linear_silu_mul", "linear_parts", "linear_rope")
+"""Operators that are a product and what comes behind it."""
 _ATTENTION = ((64, 4, 3), (128, 8, 1), (128, 8, 2), (32, 4, 2), (64, 8, 2))
 """Cached tokens of a block, warps, stages."""
 
@@ -86,10 +88,16 @@ class _Keys:
         """Those that a chain measures."""
         return self.gates, self.scaled, self.down, self.qkv, self.output, self.added
 
-    def asked(self, *, apart: bool) -> tuple[Key, ...]:
-        """Those that a layer asks for, with the norm behind its first half ``apart`` from the products around it or not."""
-        first = (self.output, self.gates) if apart else ()
-        return (*first, self.scaled, self.added, self.down, self.qkv, *([self.ending] if self.ending else ()))
+    def asked(self, choice: Callable[[Key], MatmulConfig | None]) -> dict[Key, MatmulConfig | None]:
+        """All that a layer asks for, and what ``choice`` has for it."""
+        found = {key: choice(key) for key in (self.scaled, self.added, self.down, self.qkv)}
+        if self.ending is not None:
+            found[self.ending] = choice(self.ending)
+        if found[self.scaled] is None or found[self.added] is None:
+            found |= {key: choice(key) for key in (self.output, self.gates)}
+        # Without such a kernel its product alone is asked for.
+        alone: list[Key] = [("linear", *key[1:]) for key, config in found.items() if config is None and key[0] in _WITH_MORE]
+        return found | {key: choice(key) for key in alone}
 
 
 def candidates(kernels: TritonKernels, shape: DecoderShape, key: Key, m: int) -> list[MatmulConfig]:
@@ -230,12 +238,10 @@ class _Tuner:
 
     def _rows(self, chain: Chain, table: Table, m: int, us: float, before: float) -> list[Row]:
         """All that a layer asks for with ``m`` tokens, derived choices among it: what is read later is what was timed."""
-        keys, layer = self._keys, self._name
-        apart = self._choice(table, keys.scaled, m) is None or self._choice(table, keys.added, m) is None
+        layer = self._name
         rows = [
             _row(key, m, None if config is None else config.as_list(), us, before, layer=layer)
-            for key in keys.asked(apart=apart)
-            for config in [self._choice(table, key, m)]
+            for key, config in self._keys.asked(lambda key: self._choice(table, key, m)).items()
         ]
         heads = self._shape.head_size, self._shape.heads // self._shape.kv_heads
         attention = table.attention_config(chain.groups, *heads, layer=layer)

@@ -10,9 +10,13 @@ import torch
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
+from kernels.devices import SMALL
 from kernels.test_tuner import FACTS, FINE, Ruler, kernels, tuned  # noqa: F401  (a fixture)
+from outrider.device import DecoderShape
 from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton import shipping, tuner
+from outrider_triton.chain import Chain
+from outrider_triton.derive import OPERATORS
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import ANY, AttentionConfig, MatmulConfig, layer_of, parse
 from outrider_triton.tuned_store import TunedStore, merged
@@ -56,8 +60,7 @@ def used(kernels, shape, sizes=(1, 8, 9, 16, 24, 32, 64, 100, 128)):  # noqa: F8
             x, weight = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
             return own.matmul_config(operator, x, weight, half=shape.head_size // 2 if operator == "linear_rope" else 0)
 
-        apart = config(keys.scaled) is None or config(keys.added) is None
-        found |= {(key, m): config(key) for key in keys.asked(apart=apart)}
+        found |= {(key, m): made for key, made in keys.asked(config).items()}
         found["attention", m] = own._attention_config(attention, cache, max(1, m // 4), 4, 640)
     return found
 
@@ -119,6 +122,33 @@ def test_what_ends_a_layer_is_another_shapes_product_behind_attention(tastes, tm
     assert before is not None
     tuned(tastes, tmp_path, shapes=[second])
     assert ends(first) == before != ends(second)
+
+
+@pytest.mark.parametrize("left", [(), ("scaled_silu_mul",), ("linear_parts", "linear_silu_mul"), tuple(OPERATORS)], ids=str)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_all_that_a_layer_asks_for_is_kept(qk_norm, left, device, monkeypatch):
+    """Whatever it leaves to the library."""
+    shape = DecoderShape(
+        hidden=64, heads=4, kv_heads=2, head_size=16, inner=96, vocabulary=99, dtype=torch.bfloat16, qk_norm=qk_norm
+    )
+    asked, config, keys = set(), TritonKernels.matmul_config, tuner._Keys.of(shape)
+
+    def counted(self, operator, x, weight, *, half=0):
+        asked.add((operator, "bfloat16", *weight.shape))
+        return None if operator in left else config(self, operator, x, weight, half=half)
+
+    monkeypatch.setattr(TritonKernels, "matmul_config", counted)
+    chain = Chain(shape, TritonKernels(SMALL), device)
+    chain.prepare(1, 4, 32)
+    chain.run(0)
+    x = torch.empty(4, 1, dtype=torch.bfloat16, device="meta")
+
+    def choice(key):
+        weight = torch.empty(key[2], key[3], dtype=torch.bfloat16, device="meta")
+        return chain.kernels.matmul_config(key[0], x.expand(4, key[3]), weight, half=8 if key[0] == "linear_rope" else 0)
+
+    seen = frozenset(asked)
+    assert seen <= keys.asked(choice).keys()
 
 
 def test_a_shape_that_was_never_tuned_has_a_head_start(tastes, tmp_path):
