@@ -9,11 +9,8 @@ from triton.errors import TritonError
 
 from outrider.device import DecoderShape
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import Entry, MatmulConfig, Table
+from outrider_triton.table import Entry, Key, MatmulConfig, Table, by_layer
 from outrider_tune.chain import LayerChain
-
-Key = tuple[str, str, int, int]
-"""Operator, dtype, rows and columns of the weight."""
 
 
 class Chain(LayerChain):
@@ -23,7 +20,7 @@ class Chain(LayerChain):
         self, shape: DecoderShape, kernels: TritonKernels, device: torch.device, *, most_bytes: int | None = None
     ) -> None:
         super().__init__(shape, kernels, device, most_bytes=most_bytes)
-        self.kernels: TritonKernels = kernels
+        self.kernels: TritonKernels = kernels.for_shape(shape)
 
     def attempt(self, table: Table) -> float:
         """Microseconds of a layer with ``table``, infinite where something in it can't be compiled; the table stays."""
@@ -34,11 +31,8 @@ class Chain(LayerChain):
             return float("inf")
 
 
-def with_choice(table: Table, key: Key, m: int, config: MatmulConfig | None) -> Table:
-    """``table`` with another choice for ``m`` tokens; None: without that kernel."""
-    entries = dict(table.entries)
-    old = {entry.m: entry for entry in entries.get(key, ())}
-    found = old.get(m)
-    old[m] = Entry(m=m, config=config, us=0.0, torch_us=0.0) if found is None else replace(found, config=config)
-    entries[key] = tuple(old[each] for each in sorted(old))
-    return replace(table, entries=entries)
+def with_choice(table: Table, product: Key, m: int, config: MatmulConfig | None, *, layer: str) -> Table:
+    """``table`` with another choice for ``m`` tokens in ``layer``; None: without that kernel."""
+    old = [(name, entry) for name, found in table.entries.get(product, {}).items() for entry in found]
+    made = Entry(m=m, config=config, us=0.0, torch_us=0.0)
+    return replace(table, entries={**table.entries, product: by_layer([*old, (layer, made)])})

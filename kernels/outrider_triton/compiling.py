@@ -18,13 +18,11 @@ from outrider.device import DecoderShape
 from outrider_triton import fused_ops as _fused_ops  # noqa: F401  (these register the operators)
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton.launch import power_of_two
-from outrider_triton.table import STREAMED, MatmulConfig
+from outrider_triton.table import STREAMED, Key, MatmulConfig
 from outrider_tune.chain import normal
 
 _FEW = 512  # rows of a weight that is only compiled for
 _WORKER_BYTES = 1 << 30  # what a process takes of a device
-Key = tuple[str, str, int, int]
-"""Operator, dtype, rows and columns of the weight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from outrider_triton.peers import FUSED_BYTES, PeerExchange
 from outrider_triton.prompts import PromptAttention, Prompts
 from outrider_triton.quantized import TritonQuantized
 from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table, bucket
-from outrider_triton.tuning import TritonTuning
+from outrider_triton.tuning import Measured, TritonTuning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -62,7 +62,8 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
         device: torch.device | None = None,
         takes_over: bool = True,
     ) -> None:
-        self.facts, self.table, self.device, self.takes_over = facts, table, device, takes_over
+        self.facts, self.device, self.takes_over = facts, device, takes_over
+        self._measured = Measured(table)
         self._everywhere = everywhere
         self.processors, self.pdl = facts.processors, facts.pdl
         self._scope = variants.Scope()
@@ -108,9 +109,9 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
             return
         n, k = weight.shape
         half, kept = (0, None) if rotary is None else (rotary.k_cache.shape[3] // 2, rotary.k_cache.dtype)
-        if self._scope.first((operator, x.dtype, n, k, scaled, kept)):
+        if self._scope.first((operator, x.dtype, n, k, scaled, kept, self._layer)):
             dtype = str(x.dtype)[6:]
-            for config in variants.products(self.facts, self.table, operator, dtype, n=n, k=k, half=half):
+            for config in variants.products(self.facts, self.table, operator, dtype, n=n, k=k, half=half, layer=self._layer):
                 with ahead():
                     yield config.as_list()
 
@@ -125,7 +126,8 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
         m, (n, k) = x.numel() // x.shape[-1], weight.shape
         if not 0 < m <= MOST:
             return None
-        entry = None if self.table is None else self.table.entry(operator, str(x.dtype)[6:], n=n, k=k, m=m)
+        table = self.table
+        entry = None if table is None else table.entry(operator, str(x.dtype)[6:], n=n, k=k, m=m, layer=self._layer)
         if entry is not None:
             return entry.config
         key = operator, n, k, half, bucket(m)
@@ -363,7 +365,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
             return derived.as_list()
         heads = _heads(q, k_cache)
         groups = programs(heads, derived.block_rows, batch, max_query)
-        tuned = self.table.attention_config(groups, heads.size, heads.group)
+        tuned = self.table.attention_config(groups, heads.size, heads.group, layer=self._layer)
         return self.cut_up(q, k_cache, batch, max_query, max_kv, tuned).as_list()
 
     def cut_up(
@@ -407,7 +409,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
 
         longest = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
         variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, window
-        if self._scope.first(("attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant)):
+        if self._scope.first(("attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._layer)):
             for each in variants.attention_configs(
                 lambda *sizes: self._attention_config(q, k_cache, *sizes),
                 max_query=min(metadata.max_query, longest),

@@ -2,7 +2,8 @@
 
     python -m outrider_triton.shipping TABLE.json CHOICE.json... --device NAME --date DAY
 
-A choice takes the place of the table's for the same product, dtype and tokens, or the same attention; everything else stays.
+A choice takes the place of the table's for the same product, dtype and tokens, or the same attention, in the same layer
+(:func:`outrider_triton.table.layer_of`); everything else stays, so that two models which share a product have one each.
 Where there is no table yet, one is made. The choices must come from one device, and from the one that the table names: the
 folder says which, and with which torch and Triton it was (:mod:`outrider_triton.tuned_store`).
 """
@@ -15,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider_triton.table import parse, slug
+from outrider_triton.table import ANY, parse, slug
 
-_PRODUCT = ("operator", "dtype", "n", "k", "m")
-_ATTENTION = ("groups", "head_size", "group")
-_MEASURED = {"head_size": 128, "group": 4}
-"""What attention was measured with where a row doesn't say it."""
+_PRODUCT = ("operator", "dtype", "n", "k", "m", "layer")
+_ATTENTION = ("groups", "head_size", "group", "layer")
+_MEASURED = {"head_size": 128, "group": 4, "layer": ANY}
+"""What was measured where a row doesn't say it: attention of these heads, and whatever layer it was."""
 
 
 def add(table: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

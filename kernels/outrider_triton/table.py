@@ -4,29 +4,46 @@ A table is a JSON file in this package, named after the device: a head start. Wh
 goes before it (:mod:`outrider_triton.tuned_store`). Each entry of a matrix product says which configuration was fastest and
 how long it and torch's own took; where torch's own won, the entry says so and torch's own is used. The same for
 each other kernel. What no table has is derived: :mod:`outrider_triton.derive`.
+
+What was fastest in one layer needn't be so in another, where the same product has other neighbours. So an entry names the
+layer (:func:`layer_of`) that it was measured in. A layer uses its own entries; where it has none, another's are a head start.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from importlib import resources
 from math import log2
 from typing import Any
 
-from outrider.device import BackendLoadError
+from outrider.device import BackendLoadError, DecoderShape
 
 BUCKETS = (8, 16, 32, 64, 128)
 """Numbers of tokens for which configurations are told apart; each serves those down to the one before."""
 STREAMED = 2
 """``descriptor`` of products whose operands a warp of its own brings."""
+ANY = ""
+"""Layer of what was measured alone, or of an entry that doesn't say where it was measured: every layer's."""
+
+Key = tuple[str, str, int, int]
+"""Operator, dtype, rows and columns of the weight."""
 
 
 def bucket(m: int) -> int:
     """The least of :data:`BUCKETS` that isn't below ``m``; the largest for more."""
     return next((size for size in BUCKETS if size >= m), BUCKETS[-1])
+
+
+def layer_of(shape: DecoderShape) -> str:
+    """Name of a layer of this shape: hidden size, heads, key heads, inner size; the same for two models of such layers.
+
+    ``4096-32x128-8-14336``. What lies outside of the layers isn't in it, nor the dtype, which a product says itself.
+    """
+    ends = ("-bias" if shape.bias else "") + ("-qk_norm" if shape.qk_norm else "")
+    return f"{shape.hidden}-{shape.heads}x{shape.head_size}-{shape.kv_heads}-{shape.inner}{ends}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,50 +100,83 @@ class AttentionConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionEntry:
     """The best configuration for ``groups`` programs without a split (sequences, key heads and blocks of queries) of heads of
-    ``head_size`` numbers, ``group`` of them a key head, measured with ``max_kv`` cached tokens.
+    ``head_size`` numbers, ``group`` of them a key head, measured with ``max_kv`` cached tokens in ``layer``. ``config`` is
+    None where the derived one was faster.
     """
 
     groups: int
     max_kv: int
-    config: AttentionConfig
+    config: AttentionConfig | None
     head_size: int = 128
     group: int = 4
+    layer: str = ANY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """The measurements of one device. ``kernels`` says of each other kernel whether Triton's won."""
+    """The measurements of one device. ``kernels`` says of each other kernel whether Triton's won.
+
+    ``entries``: of each product by layer, in the order of names, and by number of tokens; see :func:`by_layer`.
+    """
 
     device: str
     software: Mapping[str, str]
-    entries: Mapping[tuple[str, str, int, int], tuple[Entry, ...]]
+    entries: Mapping[Key, Mapping[str, tuple[Entry, ...]]]
     kernels: Mapping[str, bool]
     attention: tuple[AttentionEntry, ...] = ()
 
-    def attention_config(self, groups: int, head_size: int, group: int) -> AttentionConfig | None:
+    def attention_config(self, groups: int, head_size: int, group: int, *, layer: str = ANY) -> AttentionConfig | None:
         """That of the nearest measurement with such heads, half as many to twice as many programs away, and the largest one's
-        for all that are more; None where there is none.
+        for all that are more; None where there is none, or the derived one won. ``layer``'s measurements go first, then those
+        of every layer, then other layers' in the order of their names.
 
         How many tokens are cached isn't asked: a capture knows what fits at most, and a program takes its share of what is
         there.
         """
         alike = [entry for entry in self.attention if (entry.head_size, entry.group) == (head_size, group)]
-        if not alike:
-            return None
-        near = min(alike, key=lambda entry: abs(log2(entry.groups / groups)))
-        within = near.groups <= 2 * groups and (groups <= 2 * near.groups or near.groups == max(e.groups for e in alike))
-        return near.config if within else None
+        for each in dict.fromkeys((layer, ANY, *sorted(entry.layer for entry in alike))):
+            found = _nearest([entry for entry in alike if entry.layer == each], groups)
+            if found is not None:
+                return found.config
+        return None
 
-    def entry(self, operator: str, dtype: str, *, n: int, k: int, m: int) -> Entry | None:
+    def entry(self, operator: str, dtype: str, *, n: int, k: int, m: int, layer: str = ANY) -> Entry | None:
         """The entry for the least measured number of tokens not below ``m``, in the same bucket; else that for the most
-        tokens below ``m`` whose tile has room for as many, since it does the same work; None where there is none.
+        tokens below ``m`` whose tile has room for as many, since it does the same work; None where there is none. Of
+        ``layer``'s entries; without one, of every layer's; else of other layers', in the order of their names.
 
         What was measured for more tokens says little about fewer: there, a configuration is derived.
         """
-        measured = self.entries.get((operator, dtype, n, k), ())
-        alike = (entry for entry in measured if entry.m >= m and bucket(entry.m) == bucket(m))
-        roomy = (e for e in reversed(measured) if e.m < m and e.config is not None and e.config.block_m >= m)
-        return next(alike, None) or next(roomy, None)
+        measured = self.entries.get((operator, dtype, n, k))
+        if measured is None:
+            return None
+        for each in (layer, ANY, *measured):
+            found = _serving(measured.get(each, ()), m)
+            if found is not None:
+                return found
+        return None
+
+
+def by_layer(entries: Iterable[tuple[str, Entry]]) -> dict[str, tuple[Entry, ...]]:
+    """Entries of one product, each with its layer; of two for the same layer and tokens, the one behind."""
+    found: dict[str, dict[int, Entry]] = {}
+    for layer, entry in entries:
+        found.setdefault(layer, {})[entry.m] = entry
+    return {layer: tuple(found[layer][m] for m in sorted(found[layer])) for layer in sorted(found)}
+
+
+def _serving(measured: Sequence[Entry], m: int) -> Entry | None:
+    alike = (entry for entry in measured if entry.m >= m and bucket(entry.m) == bucket(m))
+    roomy = (e for e in reversed(measured) if e.m < m and e.config is not None and e.config.block_m >= m)
+    return next(alike, None) or next(roomy, None)
+
+
+def _nearest(alike: Sequence[AttentionEntry], groups: int) -> AttentionEntry | None:
+    if not alike:
+        return None
+    near = min(alike, key=lambda entry: abs(log2(entry.groups / groups)))
+    within = near.groups <= 2 * groups and (groups <= 2 * near.groups or near.groups == max(e.groups for e in alike))
+    return near if within else None
 
 
 def slug(device: str) -> str:
@@ -149,23 +199,25 @@ def load(device: str) -> Table | None:
 
 
 def parse(data: Mapping[str, Any]) -> Table:
-    """A table from its JSON."""
-    entries: dict[tuple[str, str, int, int], list[Entry]] = {}
+    """A table from its JSON. Rows that name no layer are every layer's."""
+    entries: dict[Key, list[tuple[str, Entry]]] = {}
     for item in data["matmul"]:
         config = None if item["config"] is None else MatmulConfig(*item["config"])
         entry = Entry(m=int(item["m"]), config=config, us=float(item["us"]), torch_us=float(item["torch_us"]))
-        entries.setdefault((item["operator"], item["dtype"], int(item["n"]), int(item["k"])), []).append(entry)
+        product = item["operator"], item["dtype"], int(item["n"]), int(item["k"])
+        entries.setdefault(product, []).append((str(item.get("layer", ANY)), entry))
     return Table(
         device=str(data["device"]),
         software=dict(data["software"]),
-        entries={key: tuple(sorted(found, key=lambda entry: entry.m)) for key, found in entries.items()},
+        entries={product: by_layer(found) for product, found in entries.items()},
         attention=tuple(
             AttentionEntry(
                 groups=int(item["groups"]),
                 max_kv=int(item["max_kv"]),
-                config=AttentionConfig(*item["config"]),
+                config=None if item["config"] is None else AttentionConfig(*item["config"]),
                 head_size=int(item.get("head_size", 128)),
                 group=int(item.get("group", 4)),
+                layer=str(item.get("layer", ANY)),
             )
             for item in data.get("attention", ())
         ),

@@ -21,10 +21,11 @@ import triton
 
 from outrider_triton.derive import OPERATORS, shared_bytes
 from outrider_triton.facts import DeviceFacts
-from outrider_triton.table import Table, parse, slug
+from outrider_triton.table import ANY, Table, by_layer, parse, slug
 
 Row = Mapping[str, Any]
-"""A choice as a table's file has it: of a product (``operator`` among its keys), or of attention."""
+"""A choice as a table's file has it: of a product (``operator`` among its keys), or of attention. ``layer``: the one that it
+was measured in (:func:`outrider_triton.table.layer_of`); without it, it's every layer's."""
 
 
 def software() -> dict[str, str]:
@@ -67,7 +68,7 @@ class TunedStore:
     def _fits(self, row: Row) -> bool:
         if "operator" not in row or row["config"] is None:
             return True
-        entries = next(iter(parse(_data("", [row])).entries.values()))
+        ((entries,),) = (found.values() for found in parse(_data("", [row])).entries.values())
         config = entries[0].config
         return (
             config is not None
@@ -90,18 +91,18 @@ class TunedStore:
 
 
 def merged(table: Table | None, facts: DeviceFacts, rows: Sequence[Row]) -> Table | None:
-    """``table`` with ``rows`` in place of its own entries for the same; None where there is neither."""
+    """``table`` with ``rows`` in place of its own entries for the same in the same layer; None where there is neither."""
     if not rows:
         return table
     made = parse(_data(facts.name, rows))
     if table is None:
         return made
     entries = dict(table.entries)
-    for key, found in made.entries.items():
-        by_m = {entry.m: entry for entry in (*entries.get(key, ()), *found)}
-        entries[key] = tuple(by_m[m] for m in sorted(by_m))
-    places = {(entry.groups, entry.head_size, entry.group) for entry in made.attention}
-    kept = tuple(entry for entry in table.attention if (entry.groups, entry.head_size, entry.group) not in places)
+    for product, found in made.entries.items():
+        both = (*entries.get(product, {}).items(), *found.items())
+        entries[product] = by_layer((layer, entry) for layer, each in both for entry in each)
+    places = {(entry.groups, entry.head_size, entry.group, entry.layer) for entry in made.attention}
+    kept = tuple(e for e in table.attention if (e.groups, e.head_size, e.group, e.layer) not in places)
     return replace(table, entries=entries, attention=(*kept, *made.attention))
 
 
@@ -116,6 +117,8 @@ def _data(device: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _name(row: Row) -> str:
+    layer = row.get("layer", ANY)
+    of = f"-layer-{layer}" if layer else ""
     if "operator" in row:
-        return f"{row['operator']}-{row['dtype']}-{row['n']}x{row['k']}-{row['m']}.json"
-    return f"attention-{row['head_size']}x{row['group']}-{row['groups']}.json"
+        return f"{row['operator']}-{row['dtype']}-{row['n']}x{row['k']}-{row['m']}{of}.json"
+    return f"attention-{row['head_size']}x{row['group']}-{row['groups']}{of}.json"

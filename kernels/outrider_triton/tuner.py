@@ -4,6 +4,10 @@ A product that is fast by itself may hold up its neighbours, so what is in every
 the layer fastest while the others stay. A layer's ends come in two forms, a product in parts that a norm adds up, or one that
 adds to the residual itself; both are tried. Numbers of tokens come in the order of :data:`SIZES`, and what is chosen for one
 is written before the next begins.
+
+A choice is for layers of that shape. All that such a layer asks for is written, also what stays as it was, and where nothing
+won: so a shape that has the same product, and is tuned later, changes nothing here. What stands alone is written for every
+layer.
 """
 
 from __future__ import annotations
@@ -21,10 +25,10 @@ from torch import Tensor
 
 from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSet, TuningProgress, TuningResult
 from outrider_triton.chain import Chain, with_choice
-from outrider_triton.compiling import AttentionJob, Compilers, Job, Key, ProductJob
+from outrider_triton.compiling import AttentionJob, Compilers, Job, ProductJob
 from outrider_triton.derive import choose, rank
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import AttentionConfig, AttentionEntry, MatmulConfig, Table
+from outrider_triton.table import ANY, AttentionConfig, AttentionEntry, Key, MatmulConfig, Table, layer_of
 from outrider_triton.tuned_store import Row, TunedStore, merged
 from outrider_tune.chain import normal
 from outrider_tune.timing import microseconds
@@ -38,6 +42,8 @@ _ERROR = 5e-2  # relative, of a chain of layers in half precision against torch'
 _WON = 0.995  # and a layer must gain this much
 _BETTER = 0.999  # a smaller gain than this is taken for noise
 _ROTATE_BYTES = 256 << 20
+_WITH_MORE = ("linear_silu_mul", "linear_parts", "linear_rope")
+"""Operators that are a product and what comes behind it."""
 _ATTENTION = ((64, 4, 3), (128, 8, 1), (128, 8, 2), (32, 4, 2), (64, 8, 2))
 """Cached tokens of a block, warps, stages."""
 
@@ -56,6 +62,7 @@ class _Keys:
     down: Key
     scaled: Key
     added: Key
+    ending: Key | None
     alone: tuple[Key, ...]
 
     @classmethod
@@ -72,6 +79,7 @@ class _Keys:
             down=("linear_parts", dtype, shape.hidden, shape.inner),
             scaled=("scaled_silu_mul", dtype, 2 * shape.inner, shape.hidden),
             added=("linear_add_scaled", dtype, shape.hidden, attention),
+            ending=None if shape.qk_norm else ("linear_add_scaled", dtype, shape.hidden, shape.inner),
             alone=tuple(alone),
         )
 
@@ -79,6 +87,17 @@ class _Keys:
     def layer(self) -> tuple[Key, ...]:
         """Those that a chain measures."""
         return self.gates, self.scaled, self.down, self.qkv, self.output, self.added
+
+    def asked(self, choice: Callable[[Key], MatmulConfig | None]) -> dict[Key, MatmulConfig | None]:
+        """All that a layer asks for, and what ``choice`` has for it."""
+        found = {key: choice(key) for key in (self.scaled, self.added, self.down, self.qkv)}
+        if self.ending is not None:
+            found[self.ending] = choice(self.ending)
+        if found[self.scaled] is None or found[self.added] is None:
+            found |= {key: choice(key) for key in (self.output, self.gates)}
+        # Without such a kernel its product alone is asked for.
+        alone: list[Key] = [("linear", *key[1:]) for key, config in found.items() if config is None and key[0] in _WITH_MORE]
+        return found | {key: choice(key) for key in alone}
 
 
 def candidates(kernels: TritonKernels, shape: DecoderShape, key: Key, m: int) -> list[MatmulConfig]:
@@ -135,7 +154,8 @@ class _Tuner:
         end: float,
         progress: TuningProgress | None,
     ) -> None:
-        self._kernels, self._shape, self._device = kernels, shape, device
+        self._kernels, self._shape, self._device = kernels.for_shape(shape), shape, device
+        self._name = layer_of(shape)
         self._store, self._compilers, self._end = store, compilers, end
         self._progress = progress or (lambda done, total, text: None)
         self._keys = _Keys.of(shape)
@@ -201,34 +221,34 @@ class _Tuner:
             late, (trial, us) = error, self._reached
             if us < best * _BETTER:
                 table, best = trial, us
-        rows = [] if table is start else self._rows(table, start, m, best, before)
+        rows = [] if table is start else self._rows(chain, table, m, best, before)
         kept = bool(rows) and self._wins(chain, start, rows)
         if kept and not self._right(chain, merged(start, self._kernels.facts, rows) or start):
             self._progress(self._done, self._total, f"{m} tokens: what was fastest is wrong, and left out")
             kept = False
         self._before += before
         self._after += best if kept else before
+        self._kernels.table = start
         if kept:
-            self._kernels.table = start
             self._keep(rows)
-        else:
-            self._kernels.table = start
+        elif late is None:
+            self._keep(self._rows(chain, start, m, before, before))
         if late is not None:
             raise late
 
-    def _rows(self, table: Table, start: Table, m: int, us: float, before: float) -> list[Row]:
-        """All choices for ``m`` tokens, derived ones among them: what is read later is what was timed."""
-        keys, rows = self._keys, list[Row]()
-        apart = self._choice(table, keys.scaled, m) is None
-        for key in keys.layer:
-            if key in ((keys.added,) if apart else (keys.output, keys.gates)):
-                continue  # nobody asks
-            config = self._choice(table, key, m)
-            rows.append(_row(key, m, None if config is None else config.as_list(), us, before))
-        return rows + [_attention_row(entry) for entry in table.attention if entry not in start.attention]
+    def _rows(self, chain: Chain, table: Table, m: int, us: float, before: float) -> list[Row]:
+        """All that a layer asks for with ``m`` tokens, derived choices among it: what is read later is what was timed."""
+        layer = self._name
+        rows = [
+            _row(key, m, None if config is None else config.as_list(), us, before, layer=layer)
+            for key, config in self._keys.asked(lambda key: self._choice(table, key, m)).items()
+        ]
+        heads = self._shape.head_size, self._shape.heads // self._shape.kv_heads
+        attention = table.attention_config(chain.groups, *heads, layer=layer)
+        return [*rows, _attention_row(chain.groups, chain.context, *heads, attention, layer=layer)]
 
     def _choice(self, table: Table, key: Key, m: int) -> MatmulConfig | None:
-        entry = table.entry(*key[:2], n=key[2], k=key[3], m=m)
+        entry = table.entry(*key[:2], n=key[2], k=key[3], m=m, layer=self._name)
         if entry is not None:
             return entry.config
         return choose(self._kernels.facts, key[0], m=m, n=key[2], k=key[3], half=self._shape.head_size // 2)
@@ -249,22 +269,23 @@ class _Tuner:
         on = (keys.added, keys.scaled) if scaled else (keys.output, keys.gates)
         table = start
         for key in off:
-            table = with_choice(table, key, m, None)
+            table = with_choice(table, key, m, None, layer=self._name)
         for key in on:
-            table = with_choice(table, key, m, next(iter(candidates(self._kernels, self._shape, key, m)), None))
+            first = next(iter(candidates(self._kernels, self._shape, key, m)), None)
+            table = with_choice(table, key, m, first, layer=self._name)
         us = self._attempt(chain, table)
         self._reached = table, us
         for key in (on[1], keys.down, keys.qkv, on[0]):
             for config in self._tried(key, m):
-                trial = with_choice(table, key, m, config)
+                trial = with_choice(table, key, m, config, layer=self._name)
                 taken = self._attempt(chain, trial)
                 if taken < us * _BETTER:
                     table, us = trial, taken
                     self._reached = table, us
             self._step(f"{m} tokens, {key[0]} {key[2]}x{key[3]}: {us:.1f} us a layer")
         for entry in self._attention_entries(chain, m):
-            own = entry.groups, entry.head_size, entry.group
-            others = tuple(e for e in table.attention if (e.groups, e.head_size, e.group) != own)
+            own = entry.groups, entry.head_size, entry.group, entry.layer
+            others = tuple(e for e in table.attention if (e.groups, e.head_size, e.group, e.layer) != own)
             trial = replace(table, attention=(*others, entry))
             taken = self._attempt(chain, trial)
             if taken < us * _BETTER:
@@ -315,6 +336,7 @@ class _Tuner:
                     config=config,
                     head_size=self._shape.head_size,
                     group=self._shape.heads // self._shape.kv_heads,
+                    layer=self._name,
                 )
 
     def _attention_job(self, m: int, config: AttentionConfig) -> AttentionJob:
@@ -353,7 +375,8 @@ class _Tuner:
                 us = timed(partial(_enqueue, operator, x, residual, config, self._kernels.pdl))
                 if us < best[0]:
                     best = us, config
-        self._keep([_row(key, m, None if best[1] is None else best[1].as_list(), best[0], library)])
+        chosen = None if best[1] is None else best[1].as_list()
+        self._keep([_row(key, m, chosen, best[0], library, layer=ANY)])
         self._step(f"{m} tokens, {operator} {n}x{k}: {best[0]:.1f} us, the library {library:.1f}")
 
     # -- both ------------------------------------------------------------------------------------------------------
@@ -383,13 +406,15 @@ def _empty(device: str) -> Table:
     return Table(device=device, software={}, entries={}, kernels={})
 
 
-def _row(key: Key, m: int, config: list[int] | None, us: float, torch_us: float) -> Row:
+def _row(key: Key, m: int, config: list[int] | None, us: float, torch_us: float, *, layer: str) -> Row:
     operator, dtype, n, k = key
     times: dict[str, Any] = {"us": round(us, 2), "torch_us": round(torch_us, 2)}
-    return {"operator": operator, "dtype": dtype, "n": n, "k": k, "m": m, "config": config, **times}
+    where = {"layer": layer} if layer else {}
+    return {"operator": operator, "dtype": dtype, "n": n, "k": k, "m": m, **where, "config": config, **times}
 
 
-def _attention_row(entry: AttentionEntry) -> Row:
-    config = list(astuple(entry.config))
-    heads = {"head_size": entry.head_size, "group": entry.group}
-    return {"groups": entry.groups, "max_kv": entry.max_kv, **heads, "config": config}
+def _attention_row(
+    groups: int, max_kv: int, head_size: int, group: int, config: AttentionConfig | None, *, layer: str
+) -> Row:
+    cut = None if config is None else list(astuple(config))
+    return {"groups": groups, "max_kv": max_kv, "head_size": head_size, "group": group, "layer": layer, "config": cut}

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 import torch
 
-from outrider.device import KernelSet
+from outrider.device import DecoderShape, KernelSet
 from outrider_triton.facts import DeviceFacts
-from outrider_triton.table import Table
+from outrider_triton.table import ANY, Table, layer_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from outrider.device import DecoderShape, TuningProgress, TuningResult
+    from outrider.device import TuningProgress, TuningResult
     from outrider_triton.tuned_store import Row
+
+
+@dataclass(slots=True)
+class Measured:
+    """The table in use, of a kernel set and of all that :meth:`TritonTuning.for_shape` made of it."""
+
+    table: Table | None
 
 
 class TritonTuning(KernelSet):
@@ -23,9 +32,25 @@ class TritonTuning(KernelSet):
 
     tunes = True
     facts: DeviceFacts
-    table: Table | None
     device: torch.device | None
     takes_over: bool
+    _measured: Measured
+    _layer: str = ANY
+
+    @property
+    def table(self) -> Table | None:
+        """What was measured; None: nothing."""
+        return self._measured.table
+
+    @table.setter
+    def table(self, table: Table | None) -> None:
+        self._measured.table = table
+
+    def for_shape(self, shape: DecoderShape) -> Self:
+        """A copy that shares everything, and to which the choices of such layers go first."""
+        made = copy(self)
+        made._layer = layer_of(shape)
+        return made
 
     def tune(
         self,

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
 
-from outrider_triton.derive import every
+from outrider_triton.derive import MOST, every
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.jit import (
     activations,
@@ -30,7 +30,7 @@ from outrider_triton.jit import (
     streamed,
 )
 from outrider_triton.launch import power_of_two, shares
-from outrider_triton.table import BUCKETS, MatmulConfig, Table
+from outrider_triton.table import ANY, BUCKETS, MatmulConfig, Table
 
 _MOST_ROWS = 1024
 _MOST_REQUESTS = 256
@@ -84,12 +84,21 @@ def that_fit() -> AbstractContextManager[None]:
 
 
 def products(
-    facts: DeviceFacts, table: Table | None, operator: str, dtype: str, *, n: int, k: int, half: int = 0
+    facts: DeviceFacts,
+    table: Table | None,
+    operator: str,
+    dtype: str,
+    *,
+    n: int,
+    k: int,
+    half: int = 0,
+    layer: str = ANY,
 ) -> tuple[MatmulConfig, ...]:
-    """Each configuration that a product with this weight has for some number of tokens."""
-    entries = () if table is None else table.entries.get((operator, dtype, n, k), ())
-    found = dict.fromkeys(entry.config for entry in entries if entry.config is not None)
-    served = {m for m in BUCKETS if table is not None and table.entry(operator, dtype, n=n, k=k, m=m) is not None}
+    """Each configuration that a product with this weight has for some number of tokens in ``layer``."""
+    counts = () if table is None else range(1, MOST + 1)
+    tuned = {m: table.entry(operator, dtype, n=n, k=k, m=m, layer=layer) for m in counts} if table else {}
+    found = dict.fromkeys(entry.config for entry in tuned.values() if entry is not None and entry.config is not None)
+    served = {m for m in BUCKETS if tuned.get(m) is not None}
     found.update(dict.fromkeys(every(facts, operator, n=n, k=k, half=half, but=served)))
     return tuple(found)
 

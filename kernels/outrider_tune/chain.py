@@ -46,7 +46,7 @@ class LayerChain:
     def __init__(
         self, shape: DecoderShape, kernels: KernelSet, device: torch.device, *, most_bytes: int | None = None
     ) -> None:
-        self.shape, self.kernels, self.device = shape, kernels, device
+        self.shape, self.kernels, self.device = shape, kernels.for_shape(shape), device
         self._module = torch.get_device_module(device)
         attention, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
         qkv, output = (attention + 2 * kv, shape.hidden), (shape.hidden, attention)

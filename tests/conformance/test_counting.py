@@ -1,12 +1,13 @@
 """Who answered a call: an override, or what it was left to."""
 
 import sys
+from copy import copy
 from pathlib import Path
 
 import pytest
 import torch
 
-from outrider.device import KernelSet, SeamError, WrappedKernels
+from outrider.device import DecoderShape, KernelSet, SeamError, WrappedKernels
 from outrider_conformance.counting import KERNELS, counting
 
 
@@ -70,6 +71,24 @@ def test_a_set_without_overrides_leaves_everything():
     assert {(call.kernel, call.own) for call in calls.counts} == {
         (name, False) for name in ("linear_silu_mul", "linear", "silu_mul")
     }
+
+
+def test_kernels_for_a_shape_are_counted_with_those_they_came_from():
+    class ForShapes(Halfway):
+        def for_shape(self, shape):
+            made = copy(self)
+            made.shape = shape
+            return made
+
+    shape = DecoderShape(hidden=64, heads=4, kv_heads=2, head_size=16, inner=96, vocabulary=99)
+    for kernels in (ForShapes(), Around(ForShapes())):
+        with counting(kernels) as calls:
+            made = kernels.for_shape(shape)
+            made.rms_norm(X, torch.ones(3), 1e-5)
+            made.linear(X, W)
+        assert made is not kernels
+        assert calls.count("rms_norm", own=False) >= 1
+        assert calls.count("linear", own=True) == 1
 
 
 def test_wrapped_kernels_are_counted_apart_from_those_inside():

@@ -6,13 +6,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from outrider.device import KernelSet, WrappedKernels
+from outrider.device import DecoderShape, KernelSet, WrappedKernels
 
 METHODS = sorted(name for name, _ in getmembers(KernelSet, isfunction) if not name.startswith("_"))
 
 
-# What a subclass does otherwise counts for these: the two are its own.
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("batch_invariant", "unused_overrides")])
+# What a subclass does otherwise counts for these: the first two are its own, of the third the result is wrapped.
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if name not in ("batch_invariant", "unused_overrides", "for_shape")]
+)
 def test_each_method_is_passed_on(name):
     inner = Mock(spec=KernelSet)
     given = [object() for _ in signature(getattr(KernelSet, name)).parameters][1:]
@@ -34,6 +36,36 @@ def test_an_override_reaches_the_inner_kernels_and_keeps_its_own_flags():
     assert (kernels.name, kernels.row_invariant, kernels.plans_on_host) == ("planning", True, False)
     assert kernels.embedding(torch.tensor([1]), torch.eye(2)).tolist() == [[0.0, 2.0]]
     assert kernels.batch_invariant() is kernels
+
+
+def test_kernels_for_a_shape_are_wrapped_too():
+    class Choosing(KernelSet):
+        shape = None
+
+        def for_shape(self, shape):
+            made = Choosing()
+            made.shape = shape
+            return made
+
+    class Doubling(WrappedKernels):
+        name = "doubling"
+
+        def __init__(self, inner):
+            super().__init__(inner)
+            self.seen = []
+
+        def embedding(self, tokens, weight):
+            self.seen.append(self.inner.shape)
+            return 2 * super().embedding(tokens, weight)
+
+    shape = DecoderShape(hidden=64, heads=4, kv_heads=2, head_size=16, inner=128, vocabulary=100)
+    kernels = Doubling(Choosing())
+    made = kernels.for_shape(shape)
+    assert (type(made), made.name, made.inner.shape, kernels.inner.shape) == (Doubling, "doubling", shape, None)
+    assert made.embedding(torch.tensor([1]), torch.eye(2)).tolist() == [[0.0, 2.0]]
+    assert kernels.seen == [shape]  # what a subclass keeps is shared
+    same = WrappedKernels(KernelSet())
+    assert same.for_shape(shape) is same  # whose kernels choose nothing by layers
 
 
 def test_unused_overrides_are_the_subclasss_own():

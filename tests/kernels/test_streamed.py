@@ -152,7 +152,7 @@ def test_layers_one_after_another(batch, width, hopper):
     chain = Chain(decoder_shape(shape_config("llama-3.1-8b"), HALF), kernels, hopper)
     chain.prepare(batch, width, 640)
     wanted = chain.run(0)
-    kernels.pdl = True
+    chain.kernels.pdl = True
     chain.run(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

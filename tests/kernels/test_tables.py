@@ -23,7 +23,7 @@ def test_a_table_of_the_package_says_what_was_measured(name):
     table = parse(data)
     assert {"torch", "triton"} <= set(table.software)
     assert load(data["device"]) == table
-    for entries in table.entries.values():
+    for entries in (each for layers in table.entries.values() for each in layers.values()):
         assert [entry.m for entry in entries] == sorted({entry.m for entry in entries})
         assert all(entry.us > 0 and entry.torch_us > 0 for entry in entries)
     assert all(isinstance(wins, bool) for wins in table.kernels.values())
@@ -102,7 +102,7 @@ def test_choices_that_were_kept_go_into_a_table_that_ships(tmp_path):
         [str(file), *_kept(tmp_path, better, {**HEADS, "head_size": 128, "group": 4, "config": [32, 4, 4, 2]}, other), *said]
     )
     second = parse(json.loads(file.read_text()))
-    (entries,) = second.entries.values()
+    ((entries,),) = (layers.values() for layers in second.entries.values())
     assert [(entry.m, entry.us) for entry in entries] == [(8, 0.5), (32, 1.0)]
     assert [entry.head_size for entry in second.attention] == [128, 64]
     assert second.attention[0] == replace(first.attention[0], config=AttentionConfig(32, 4, 4, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -19,7 +20,7 @@ from outrider.device import CapabilityError, ConfigError, KernelSet, WrappedKern
 from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton import tuner
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import MatmulConfig
+from outrider_triton.table import MatmulConfig, layer_of
 from outrider_triton.tuned_store import TunedStore, merged
 
 FACTS = replace(DEVICES["H200"], name="made up")
@@ -44,7 +45,7 @@ class Ruler:
         time.sleep(self.took)
         us = 100.0
         for operator, dtype, n, k in table.entries:
-            entry = table.entry(operator, dtype, n=n, k=k, m=self.m)
+            entry = table.entry(operator, dtype, n=n, k=k, m=self.m, layer=layer_of(self.shape))
             if entry is not None and entry.config is not None and "silu" in operator:
                 us -= entry.config.stages
         return us
@@ -116,7 +117,12 @@ def test_a_wrong_winner_is_left_out(kernels, tmp_path, monkeypatch):
     (result,), said = tuned(kernels, tmp_path)
     assert any("wrong" in text for _, _, text in said)
     assert result.after_us == result.before_us
-    assert not [row for row in TunedStore(tmp_path, FACTS).read() if "silu" in row.get("operator", "")]
+    derived, kept = TritonKernels(FACTS), TritonKernels(FACTS)
+    assert kept.use_tuned(tmp_path) == result.kept
+    weight = torch.empty(2 * SHAPE.inner, SHAPE.hidden, dtype=torch.bfloat16, device="meta")
+    for name, m in itertools.product(("linear_silu_mul", "scaled_silu_mul"), tuner.SIZES):
+        own, before = (each.matmul_config(name, weight[:m], weight) for each in (kept.for_shape(SHAPE), derived))
+        assert own == before
 
 
 def test_the_deadline_ends_it_and_what_was_chosen_stays(kernels, tmp_path, monkeypatch):

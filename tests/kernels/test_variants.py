@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,26 +15,29 @@ from triton.runtime._async_compile import active_mode
 from triton.runtime.errors import OutOfResources
 
 from kernels.devices import DEVICES, SMALL
-from outrider.device import AttentionMetadata, KernelSet
+from outrider.device import AttentionMetadata, DecoderShape, KernelSet
 from outrider_triton import choices, kernelset
 from outrider_triton.derive import OPERATORS, choose
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import ahead, launch, shares
-from outrider_triton.table import AttentionConfig, AttentionEntry, Entry, MatmulConfig, Table, load
+from outrider_triton.table import ANY, AttentionConfig, AttentionEntry, Entry, MatmulConfig, Table, layer_of, load
 from outrider_triton.variants import Scope, attention_configs, products, share_counts
 
 TINY = MatmulConfig(16, 16, 32, 1, 4, 2, 0, 0)
 SPLIT = MatmulConfig(16, 16, 32, 2, 4, 2, 0, 0)
+BOTH = TINY, SPLIT
 FACTS = DEVICES["H200"]
 TABLE = Table(
     device="made up",
     software={},
     kernels=dict.fromkeys(("add_rms_norm", "paged_attention", "sample", "move_cache", "verify_chain"), True),
     entries={
-        (operator, "bfloat16", 32, 64): (
-            Entry(m=4, config=small, us=1.0, torch_us=2.0),
-            Entry(m=128, config=large, us=1.0, torch_us=2.0),
-        )
+        (operator, "bfloat16", 32, 64): {
+            ANY: (
+                Entry(m=4, config=small, us=1.0, torch_us=2.0),
+                Entry(m=128, config=large, us=1.0, torch_us=2.0),
+            )
+        }
         for operator, small, large in (("linear", TINY, None), ("linear_parts", TINY, SPLIT))
     },
     attention=(
@@ -88,6 +92,27 @@ def test_every_product_is_known_beforehand():
         known = products(FACTS, table, operator, "bfloat16", n=4096, k=1024, half=64)
         made = {choose(FACTS, operator, m=m, n=4096, k=1024, half=64) for m in (1, 8, 9, 17, 33, 65, 129)}
         assert made - {None} == set(known)
+
+
+def test_every_product_is_known_beforehand_in_each_layer():
+    """A target and a draft may have a weight of one size, and each its own choice for it."""
+    shapes = [DecoderShape(hidden=64, heads=2, kv_heads=2, head_size=16, inner=size, vocabulary=99) for size in (64, 96)]
+    one, other = (
+        {layer_of(shape): (Entry(m=8, config=c, us=1.0, torch_us=2.0),)} for shape, c in zip(shapes, BOTH, strict=True)
+    )
+    table = replace(TABLE, entries={("linear", "bfloat16", 32, 64): {**one, **other}})
+    kernels = TritonKernels(FACTS, table=table)
+    x, weight = torch.empty(128, 64, dtype=torch.bfloat16), torch.empty(32, 64, dtype=torch.bfloat16)
+    for shape, own, others in zip(shapes, BOTH, BOTH[::-1], strict=True):
+        layer = kernels.for_shape(shape)
+        with layer.every_variant():
+            known = [MatmulConfig(*each) for each in layer._products("linear", x, weight)]
+        assert {layer.matmul_config("linear", x[:m], weight) for m in range(1, 129)} - {None} == set(known)
+        assert own in known
+        assert others not in known
+    with kernels.every_variant():
+        both = [list(kernels.for_shape(shape)._products("linear", x, weight)) for shape in (*shapes, *shapes)]
+    assert [bool(each) for each in both] == [True, True, False, False]  # each once
 
 
 @pytest.fixture

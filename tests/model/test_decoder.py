@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from model.harness import Driver
-from outrider.device import ConfigError
-from outrider.model import RopeConfig, load_decoder
+from outrider.device import ConfigError, KernelSet
+from outrider.model import EagleHead, RopeConfig, load_decoder
+from outrider.model.shapes import decoder_shape
+from outrider_proof import tiny
 from outrider_proof.checkpoints import FAMILIES, ROPES, write_checkpoint
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8, 33, 72, 12, 51, 3, 29, 88, 40, 7, 19, 66, 25, 31]
@@ -145,3 +147,24 @@ def test_dtypes(tmp_path, backend, dtype):
     assert logits.dtype == dtype
     tolerance = {torch.float64: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
     assert torch.allclose(logits.float(), wide, rtol=0, atol=tolerance), (logits - wide).abs().max()
+
+
+def test_layers_and_heads_compute_with_kernels_for_their_shape():
+    class ForShape(KernelSet):
+        def __init__(self, shape):
+            self.shape = shape
+
+    class Choosing(KernelSet):
+        """These mustn't compute what a layer does."""
+
+        rms_norm = add_rms_norm = linear = linear_silu_mul = paged_attention = None
+
+        def for_shape(self, shape):
+            return ForShape(shape)
+
+    model = tiny.decoder(kernels=Choosing())
+    assert isinstance(model.kernels, ForShape)
+    assert model.kernels.shape == decoder_shape(model.config, torch.float64)
+    head = EagleHead(tiny.eagle_head().config, tiny.eagle_head().weights, model)
+    assert head.kernels is model.kernels
+    assert Driver(model).greedy([1, 2, 3], 4)[0] == Driver(tiny.decoder()).greedy([1, 2, 3], 4)[0]

@@ -21,6 +21,7 @@ from outrider.model.pending import Pending, add_rms_norm, added
 from outrider.model.products import Weight, linear
 from outrider.model.ranks import ModelRanks
 from outrider.model.rotary import rotary
+from outrider.model.shapes import decoder_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,7 @@ class Decoder(LanguageModel):
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, kernels: KernelSet, ranks: ModelRanks | None = None
     ) -> None:
+        kernels = kernels.for_shape(decoder_shape(config, weights.norm.dtype))
         super().__init__(config, kernels, ranks)
         self.weights = weights
         self._rotary = rotary(

@@ -18,7 +18,7 @@ from outrider.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-    from outrider.device import Backend, KernelSet, Stream
+    from outrider.device import Backend, DecoderShape, KernelSet, Stream
     from outrider_tune.measure import KernelCase
 
 _REPLAYS = 5
@@ -60,6 +60,7 @@ def kernels(
 
     from outrider.device import KernelSet
     from outrider.engine.config import DTYPES
+    from outrider.model.shapes import decoder_shape, shape_config
     from outrider_bench.limits import measure_bandwidth
 
     if dtype not in DTYPES:
@@ -71,13 +72,15 @@ def kernels(
         raise CapabilityError(f"{device.label} can't be measured here: it needs captures_graphs and event_timing")
     bandwidth = measure_bandwidth(device)
     stream = device.create_stream("bench")
+    sizes_of = decoder_shape(shape_config(shape), DTYPES[dtype])
+    used, own = device.kernels_in_use.for_shape(sizes_of), device.kernels.for_shape(sizes_of)
     rows = []
-    for case in _cases(device, stream, shape, sizes, DTYPES[dtype], _formats(quantized)):
+    for case in _cases(device, stream, sizes_of, sizes, DTYPES[dtype], _formats(quantized)):
         if only is not None and only not in case.kernel:
             continue
-        us = _microseconds(device, stream, case, device.kernels_in_use)
+        us = _microseconds(device, stream, case, used)
         others = device.kernels_in_use is not device.kernels
-        own_us = _microseconds(device, stream, case, device.kernels) if others else us
+        own_us = _microseconds(device, stream, case, own) if others else us
         torch_us = _microseconds(device, stream, case, KernelSet())
         limit_us = 1e6 * case.bytes / bandwidth
         rows.append(
@@ -125,14 +128,11 @@ def _formats(text: str | None) -> list[str]:
 
 
 def _cases(
-    device: Backend, stream: Stream, shape: str, sizes: list[int], dtype: torch.dtype, quantized: list[str]
+    device: Backend, stream: Stream, sizes_of: DecoderShape, sizes: list[int], dtype: torch.dtype, quantized: list[str]
 ) -> Iterator[KernelCase]:
     """``quantized``: products with weights in these formats alone; empty: every other kernel."""
-    from outrider.model.shapes import decoder_shape, shape_config
     from outrider_tune.measure import kernel_cases, product_cases
     from outrider_tune.quantized import quantized_cases
-
-    sizes_of = decoder_shape(shape_config(shape), dtype)
 
     def placed(cases: Iterator[KernelCase]) -> Iterator[KernelCase]:
         while True:

@@ -96,6 +96,15 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
     tunes = False
     """Whether :meth:`tune` can measure, and :meth:`use_tuned` take over what it wrote."""
 
+    def for_shape(self, shape: DecoderShape) -> KernelSet:
+        """These kernels for the layers of a model of this shape: what was tuned for such layers goes before what was tuned
+        for others. They share everything with these, also what :meth:`tune` and :meth:`use_tuned` add later.
+
+        A decoder asks once, when it's made. The default is these kernels, which choose nothing by layers.
+        """
+        del shape
+        return self
+
     def tune(
         self,
         shapes: Sequence[DecoderShape],
@@ -109,8 +118,9 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
         What a vendor promises who implements it: no more than ``deadline_s`` seconds in all, and a second or two to finish a
         measurement; what matters most first, so that an early end is worth something; a file that another process reads
         meanwhile is whole (written beside and renamed); KeyboardInterrupt passes and leaves what was written. From then on
-        these kernels use what was chosen. The device is the caller's alone meanwhile: nothing is under way on it, and no
-        graph that was captured before is replayed later. Memory that is taken for it is given back.
+        these kernels use what was chosen, :meth:`for_shape` each shape its own: tuning a shape changes nothing of another's
+        that was tuned before, also where both have the same product. The device is the caller's alone meanwhile: nothing is
+        under way on it, and no graph that was captured before is replayed later. Memory that is taken for it is given back.
 
         Returns a result for each shape, in their order. Raises :class:`CapabilityError` where kernels don't tune
         (``tunes`` is False), as these don't.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import wraps
 from inspect import isfunction
-from typing import Any
+from typing import Any, Self
 
 from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.kernelset import KernelSet, kernel_names
+from outrider.device.kernels.tuning import DecoderShape
 
 _FLAGS = ("name", "row_invariant", "plans_on_host", "tunes", "cache_formats")
 
@@ -20,7 +22,8 @@ class WrappedKernels(KernelSet):
     declares its own; one that overrides a kernel over caches declares their formats for itself.
 
     *Calls within* ``inner`` stay there: where its ``linear_add`` calls its ``linear``, an override of ``linear`` isn't asked.
-    :meth:`batch_invariant` isn't passed on: the default wraps these kernels, with what the subclass does otherwise.
+    :meth:`batch_invariant` isn't passed on: the default wraps these kernels, with what the subclass does otherwise. Of
+    :meth:`for_shape` the result is wrapped.
     """
 
     def __init__(self, inner: KernelSet) -> None:
@@ -33,6 +36,15 @@ class WrappedKernels(KernelSet):
     def batch_invariant(self) -> KernelSet:
         """These where they are ``row_invariant`` already, else the default."""
         return self if self.row_invariant else super().batch_invariant()
+
+    def for_shape(self, shape: DecoderShape) -> Self:
+        """These, around ``inner``'s kernels for this shape: a copy that shares everything else, or this very object."""
+        inner = self.inner.for_shape(shape)
+        if inner is self.inner:
+            return self
+        made = copy(self)
+        made.inner = inner
+        return made
 
     def unused_overrides(self) -> Mapping[str, str]:
         """The subclass's own: none, unless it says so. Those of ``inner`` are its own matter."""
