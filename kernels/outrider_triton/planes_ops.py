@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider.device.kernels.checks import expect
 from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import planes
@@ -48,10 +49,10 @@ def _linear_planes(
 ) -> Tensor:
     """``laid``: the rows of ``x`` are in planes. What a split leaves, float32 [split, T, N] without the bias, is left so."""
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
-    torch._check(descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be cut up as {config}")
+    expect(descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be cut up as {config}")
     flat, n = x.reshape(-1, x.shape[-1]), data.shape[0]
     (m, k), each = flat.shape, each or block_n
-    torch._check(
+    expect(
         k == 2 * data.shape[1] and k % planes.UNIT.value == 0,
         lambda: f"product of {tuple(x.shape)} with a weight of {n} x {2 * data.shape[1]}: expected as many, in units of 128",
     )
@@ -60,7 +61,7 @@ def _linear_planes(
         flat = in_planes(flat, pdl)
     made = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else x.dtype, device=x.device)
     if descriptor == STREAMED:
-        torch._check(
+        expect(
             zero_points is None and (mode, columns, block[0]) == ("block", planes.UNIT.value, 1) and asm,
             lambda: (
                 f"a product through a ring with scales of {tuple(block)}: expected rows of groups of 128, without zero points"
