@@ -54,7 +54,7 @@ class Scope:
     def attention_configs(
         self, key: object, config: Callable[[int, int, int], list[int]], *, max_query: int, capacity: int
     ) -> tuple[tuple[int, ...], ...]:
-        """:func:`attention_configs`, which takes a tenth of a second; once inside for heads named by ``key`` and such sizes."""
+        """:func:`attention_configs`, once inside for the heads that ``key`` names: it takes a tenth of a second."""
         sizes = key, power_of_two(max_query), capacity
         found = self._configs.get(sizes)
         if found is None:

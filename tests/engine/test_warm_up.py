@@ -10,6 +10,7 @@ from tests.engine.conftest import Tiny
 from outrider import Engine, SamplingParams
 from outrider.device import KernelSet
 from outrider.engine.assembly import build_runner
+from outrider.engine.loop import Loop
 from outrider.engine.state.staging import Packer
 from outrider.model import Decoder, EagleHead
 from outrider.registry import get_backend
@@ -126,6 +127,19 @@ def test_nothing_is_compiled_after_the_start_for_trees(bundle, tiny_tokens):
     engine = engine_with(bundle, kernels, tree=True)
     serve(engine, tiny_tokens)
     assert kernels.compiled() == engine.warm_up.compiled
+
+
+@pytest.mark.parametrize(("draft_length", "rounds"), [("fixed", 5), ("adaptive", 6)])
+def test_the_warm_up_is_no_longer_than_it_must_be(monkeypatch, draft_length, rounds):
+    """Each request ends once every length of a draft was used, whatever was accepted; one prompt alone is long."""
+    iterations, prompts = [], []
+    iterate, add = Loop.iterate, Loop.add
+    monkeypatch.setattr(Loop, "iterate", lambda self: iterations.append(len(prompts)) or iterate(self))
+    monkeypatch.setattr(Loop, "add", lambda self, request: prompts.append(len(request.prompt)) or add(self, request))
+    bundle = Tiny(get_backend("cpu"))
+    engine = engine_with(bundle, Compiling(), draft_length=draft_length)
+    assert prompts == [26, engine.config.page_size + 1, engine.config.page_size + 1]
+    assert max(Counter(iterations).values()) == rounds
 
 
 def test_the_scope_is_left_on_the_engines_own_device(monkeypatch):
