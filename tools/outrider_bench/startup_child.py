@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.device.scopes import uncollected
 from outrider_bench.child import answer
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ _PROMPT_TOKENS = 32
 _SERVED_TOKENS = 24
 
 
+@uncollected()  # as where a command loads an engine
 def start(work: Mapping[str, Any]) -> dict[str, object]:
     """Seconds of each stage, in order, and what was compiled and captured.
 
