@@ -45,7 +45,7 @@ def test_nothing_is_collected_while_an_engine_starts(monkeypatch, collects):
         raise RuntimeError("as it may")
 
     monkeypatch.setattr(Engine, "from_checkpoint", made)
-    wanted = Speculation(kind="none", model=bundled("target"), draft=None, draft_tokens=0)
+    wanted = Speculation(kind="none", model=bundled("target"), draft=None, draft_tokens=1)
     before = gc.isenabled()
     (gc.enable if collects else gc.disable)()
     try:
