@@ -38,6 +38,7 @@ def start(work: Mapping[str, Any]) -> dict[str, object]:
     running = Running(**work["running"])
     sizes = Sizes(max_requests=work["batch"], max_context=work["max_context"], **work["sizes"])
     device = Registry().create(work["backend"])
+    device.kernels_in_use.use_tuned(Path(work["tuned"]))
     device.synchronize()
     opened = time.time()
     asked = EngineConfig(dtype=work["dtype"], draft_tokens=work["draft_tokens"], **asdict(running), **sizes.given)
