@@ -16,7 +16,7 @@ from outrider.model import LanguageModel
 from outrider.speculative.proposer import Proposer
 
 _CHUNKS = 2
-"""Of the long prompt."""
+"""Of a prompt, unless its pages are shared."""
 _ITERATIONS = 3
 """Behind a prompt, at least: the first, one behind that, and one whose inputs come from another one in flight."""
 
@@ -65,9 +65,7 @@ def warm_up(
     rope_key = model.config.rope.sharing_key(length)
     rounds = _CHUNKS + max(_ITERATIONS, lengths + 1)
     for number, params in enumerate((greedy, replace(greedy, temperature=1.0), everything)):
-        # How a token is chosen doesn't depend on how long its prompt was: only the first one is long.
-        tokens = length if params is greedy else min(length, config.page_size + 1)
-        request = Request(number, (word,) * tokens, params.sample(0), frozenset(), rope_key=rope_key)
+        request = Request(number, (word,) * length, params.sample(0), frozenset(), rope_key=rope_key)
         if params is everything and config.guided:
             request.guidance = Guidance(Anything(), vocabulary=model.config.vocab_size)
         loop.add(request)
