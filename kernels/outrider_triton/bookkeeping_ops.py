@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.jit import bookkeeping
 from outrider_triton.launch import launch, power_of_two, warps_for
@@ -15,9 +16,7 @@ _WIDE = 4096
 
 
 def _straight(name: str, *operands: Tensor) -> None:
-    torch._check(
-        all(operand.is_contiguous() for operand in operands), lambda: f"{name}: state and results must be contiguous"
-    )
+    expect(all(operand.is_contiguous() for operand in operands), lambda: f"{name}: state and results must be contiguous")
 
 
 def _gather_requests(
@@ -199,7 +198,7 @@ def _beside(tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _embed_beside(tokens: Tensor, weight: Tensor, hidden: Tensor, pdl: bool) -> Tensor:
-    torch._check(
+    expect(
         weight.is_contiguous() and hidden.stride(-1) == 1 and weight.dtype is hidden.dtype,
         lambda: "embed_beside: embeddings and features must be of one dtype, and their columns contiguous",
     )

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.jit import choose
 from outrider_triton.launch import launch, power_of_two
@@ -205,7 +206,7 @@ define(
 def _apply_token_bitmask(logits: Tensor, bitmask: Tensor, pdl: bool) -> Tensor:
     batch, nodes, vocabulary = logits.shape
     words = triton.cdiv(vocabulary, 32)
-    torch._check(
+    expect(
         bitmask.dtype == torch.int32 and bitmask.shape == (batch, nodes, words),
         lambda: f"a bitmask {tuple(bitmask.shape)} of {bitmask.dtype} for logits {tuple(logits.shape)}",
     )

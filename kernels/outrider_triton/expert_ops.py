@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.jit import experts as jit
 from outrider_triton.launch import launch, power_of_two, warps_for
@@ -32,7 +33,7 @@ def _route(logits: Tensor, count: int, renormalize: bool, pdl: bool) -> tuple[Te
 
 
 def _routed(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    torch._check(
+    expect(
         logits.dim() == 2 and 0 < count <= logits.shape[1] and logits.stride(1) == 1,
         lambda: f"{count} experts of a token, of router logits {tuple(logits.shape)}; expected [T, E], at most E of them",
     )
@@ -75,7 +76,7 @@ def blocks_of(
     if size:
         order, expert_of = sorted_pairs(chosen, experts, size)
         return order, expert_of, expert_of.shape[0], own
-    torch._check(m <= most, lambda: f"{m} tokens in a block of {most}")
+    expect(m <= most, lambda: f"{m} tokens in a block of {most}")
     pairs = m * count
     if pairs <= _COMPARED and pairs < experts:
         return None, None, pairs, own | {"PAIRS": power_of_two(pairs)}
@@ -106,7 +107,7 @@ def _experts(
     """``size`` 0: few tokens, one block of tokens an expert; else pairs are sorted into blocks of so many."""
     (m, hidden), count = x.shape, chosen.shape[1]
     experts, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    torch._check(
+    expect(
         gate_up.is_contiguous() and down.is_contiguous() and gate_up.dtype is x.dtype and down.dtype is x.dtype,
         lambda: f"experts of {x.dtype} with weights of {gate_up.dtype} and {down.dtype}; expected one dtype, and contiguous",
     )

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from outrider.device.kernels.checks import expect
 from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import fused
@@ -24,10 +25,10 @@ def _add(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor | None, config: list[int], pdl: bool
 ) -> tuple[Tensor, Tensor]:
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
-    torch._check(split == 1, lambda: "a product that is added to a residual isn't split")
+    expect(split == 1, lambda: "a product that is added to a residual isn't split")
     flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0]
-    torch._check(
+    expect(
         residual.is_contiguous() and residual.shape == (m, n),
         lambda: f"adding a product [{m}, {n}] to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
     )
@@ -137,7 +138,7 @@ def _linear_rope_write_cache(
 ) -> Tensor:
     block_m, block_n, block_k, _, warps, stages, ahead, descriptor, each = config  # a block has both rows of its pairs
     flat = flat_product(x, weight)
-    torch._check(
+    expect(
         k_cache.is_contiguous() and v_cache.is_contiguous() and cos.stride() == sin.stride() and cos.stride(1) == 1,
         lambda: "rope_write_cache: caches must be contiguous, and cos and sin laid out alike",
     )
@@ -147,7 +148,7 @@ def _linear_rope_write_cache(
         rotary = cos, sin, k_cache, v_cache, slots
         streamed.rope_write_cache(flat, squares, weight, bias, eps, rotary, q, MatmulConfig(*config), pdl)
         return q
-    torch._check(2 * each <= block_n, lambda: f"{each} pairs of rows don't fit into a block of {block_n}")
+    expect(2 * each <= block_n, lambda: f"{each} pairs of rows don't fit into a block of {block_n}")
     shares = 1 if squares is None else squares.shape[0]
     launch(
         fused.linear_rope_write_cache,

@@ -410,7 +410,8 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
         longest = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
         variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, window
         if self._scope.first(("attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._layer)):
-            for each in variants.attention_configs(
+            for each in self._scope.attention_configs(
+                (q.dtype, *q.shape[1:], k_cache.shape[2], self._layer),
                 lambda *sizes: self._attention_config(q, k_cache, *sizes),
                 max_query=min(metadata.max_query, longest),
                 capacity=metadata.block_table.shape[1] * k_cache.shape[1],

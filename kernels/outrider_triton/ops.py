@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from outrider.device.kernels.checks import expect
 from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import attention, matmul, rows
@@ -26,7 +27,7 @@ _MOVES = 256
 
 
 def _check_norm(x: Tensor, weight: Tensor) -> None:
-    torch._check(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
+    expect(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ def _add_parts(
     (:func:`outrider_triton.planes_ops.room`).
     """
     parts = 1 if x.dim() == residual.dim() else x.shape[0]
-    torch._check(
+    expect(
         x.shape[-residual.dim() :] == residual.shape and residual.is_contiguous(),
         lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
     )
@@ -132,7 +133,7 @@ def _rope_write_cache(
     slots: Tensor,
     pdl: bool,
 ) -> None:
-    torch._check(
+    expect(
         k_cache.is_contiguous() and v_cache.is_contiguous() and cos.stride() == sin.stride(),
         lambda: "rope_write_cache: caches must be contiguous, and cos and sin laid out alike",
     )
@@ -178,7 +179,7 @@ def _add_parts_rope_write_cache(
     pdl: bool,
 ) -> Tensor:
     """``parts`` is [T, (Hq + 2 Hkv) D], or [parts, T, ...] of a product that was split. Returns queries [T, Hq, D]."""
-    torch._check(
+    expect(
         k_cache.is_contiguous() and v_cache.is_contiguous() and cos.stride() == sin.stride() and parts.is_contiguous(),
         lambda: "rope_write_cache: caches and parts must be contiguous, and cos and sin laid out alike",
     )
@@ -209,7 +210,7 @@ define(
 
 def _move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor, pdl: bool) -> None:
     moves = sources.shape[0]
-    torch._check(moves <= _MOVES, lambda: f"move_cache: {moves} rows at once, expected at most {_MOVES}")
+    expect(moves <= _MOVES, lambda: f"move_cache: {moves} rows at once, expected at most {_MOVES}")
     size = k_cache.stride(1)
     block = 64
     launch(
@@ -267,7 +268,7 @@ define(
 
 def flat_product(x: Tensor, weight: Tensor) -> Tensor:
     """``x`` [..., K] as rows [T, K] for a product with ``weight`` [N, K]; raises where they do not go together."""
-    torch._check(
+    expect(
         x.shape[-1] == weight.shape[-1] and weight.is_contiguous() and x.dtype is weight.dtype,
         lambda: f"a product of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)} {weight.dtype}",
     )
@@ -303,7 +304,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, confi
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
-    torch._check(config[3] == 1, lambda: "a product that is split leaves parts: use linear_parts")
+    expect(config[3] == 1, lambda: "a product that is split leaves parts: use linear_parts")
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
     _multiply(x, weight, bias, out, config, pdl)
     return out
@@ -335,7 +336,7 @@ define(
 
 def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
-    torch._check(split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
+    expect(split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
     flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0] // 2
     out = x.new_empty((*x.shape[:-1], n))
@@ -390,7 +391,7 @@ def _paged_attention(
     tokens, heads, size = q.shape
     page, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group, batch = heads // kv_heads, seq_lens.shape[0]
-    torch._check(
+    expect(
         k_cache.is_contiguous() and v_cache.is_contiguous() and q.stride(-1) == 1 and block_table.stride(-1) == 1,
         lambda: "paged_attention: caches must be contiguous, and the last dimension of q and of the block table",
     )

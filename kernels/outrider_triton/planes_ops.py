@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider.device.kernels.checks import expect
 from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import planes
@@ -81,10 +82,10 @@ def _linear_planes(
     [split, T, N] without the bias, is left so.
     """
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
-    torch._check(descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be cut up as {config}")
+    expect(descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be cut up as {config}")
     flat, n = x.reshape(-1, x.shape[-1]), data.shape[0]
     m, k, how, each = flat.shape[0], 2 * data.shape[1], laying(MatmulConfig(*config)), each or block_n
-    torch._check(
+    expect(
         flat.shape[1] == (_width(k, how) if laid is not None else k) and k % planes.UNIT.value == 0,
         lambda: (
             f"product of {tuple(x.shape)}{'' if laid is None else ' in planes'} with a weight of {n} x {k}: expected rows of "
@@ -96,7 +97,7 @@ def _linear_planes(
         flat = in_planes(flat, pdl, how)
     made = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else laid or x.dtype, device=x.device)
     if descriptor == STREAMED:
-        torch._check(
+        expect(
             zero_points is None and (mode, columns, block[0]) == ("block", planes.UNIT.value, 1) and asm,
             lambda: (
                 f"a product through a ring with scales of {tuple(block)}: expected rows of groups of 128, without zero points"

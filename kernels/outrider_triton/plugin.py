@@ -58,10 +58,12 @@ def _kernels(backend: Backend, *, everywhere: bool, measured: bool = True) -> Ke
         )
     import torch
 
+    from outrider_triton.beforehand import hash_compiler
     from outrider_triton.facts import facts_of
     from outrider_triton.kernelset import TritonKernels
     from outrider_triton.table import load
 
+    hash_compiler()
     properties = torch.get_device_module(backend.device.type).get_device_properties(backend.device)
     return TritonKernels(
         facts_of(properties),

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.jit import prompt_attention as jit
 from outrider_triton.launch import launch, power_of_two
@@ -22,7 +23,7 @@ def copied_rows(cached: int, sequences: int) -> int:
 
 
 def _bound(sequences: int) -> int:
-    torch._check(sequences <= SEQUENCES[-1], lambda: f"{sequences} sequences of prompts; at most {SEQUENCES[-1]}")
+    expect(sequences <= SEQUENCES[-1], lambda: f"{sequences} sequences of prompts; at most {SEQUENCES[-1]}")
     return next(most for most in SEQUENCES if most >= sequences)
 
 
@@ -39,7 +40,7 @@ def _copy_context(
 ) -> tuple[Tensor, Tensor, Tensor]:
     page, kv_heads, size = k_cache.shape[1:]
     batch, columns = seq_lens.shape[0], kv_heads * padded
-    torch._check(k_cache.is_contiguous() and v_cache.is_contiguous(), lambda: "copy_context: caches must be contiguous")
+    expect(k_cache.is_contiguous() and v_cache.is_contiguous(), lambda: "copy_context: caches must be contiguous")
     keys, values = (torch.empty((rows, kv_heads, padded), dtype=dtype, device=k_cache.device) for _ in range(2))
     kv_start = torch.empty(batch + 1, dtype=torch.int32, device=k_cache.device)
     block_columns = min(power_of_two(columns), 1024)
@@ -92,14 +93,14 @@ def _prompt_attention(
     copied = kv_start is not None
     kv_heads, batch = keys.shape[1 if copied else 2], seq_lens.shape[0]
     block_size = max(power_of_two(size), 16)
-    torch._check(
+    expect(
         keys.is_contiguous() and values.is_contiguous() and q.stride(-1) == 1 and block_table.stride(-1) == 1,
         lambda: "prompt_attention: keys and values must be contiguous, and the last dimension of q and of the block table",
     )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     ends = [keys, values]
     if copied:
-        torch._check(keys.shape[2] == block_size, lambda: f"prompt_attention: heads of a copy must be {block_size} wide")
+        expect(keys.shape[2] == block_size, lambda: f"prompt_attention: heads of a copy must be {block_size} wide")
         flat = (tensor.view(tensor.shape[0], kv_heads * block_size) for tensor in ends)
         ends = [TensorDescriptor.from_tensor(each, [block_kv, block_size]) for each in flat]
     launch(

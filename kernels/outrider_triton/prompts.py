@@ -7,7 +7,7 @@ are copied first, which takes a fraction of the attention of a long prompt.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -24,6 +24,7 @@ from outrider.device import AttentionMetadata
 from outrider_triton import prompt_ops
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import power_of_two
+from outrider_triton.prompt_store import PromptStore
 
 _TRITON = torch.ops.outrider
 LEAST = 64
@@ -75,11 +76,14 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to attend. ``copies``: over a copy, so only where the host knows how much there is to copy."""
+    """A way to attend. ``copies``: over a copy, so only where the host knows how much there is to copy. ``alone``: of one
+    prompt alone, so that another one is needed beside it.
+    """
 
     name: str
     attend: Callable[[Prompts], Tensor]
     copies: bool = True
+    alone: bool = False
 
 
 def config(size: int, shared: int, *, copied: bool = False) -> list[int]:
@@ -100,6 +104,11 @@ class PromptAttention:
         self._facts = facts
         self._ranked: dict[tuple[object, ...], Mapping[int, tuple[str, ...]]] = {}
         self._said: dict[str, str] = {}
+        self._store: PromptStore | None = None
+
+    def keep_in(self, store: PromptStore) -> None:
+        """Take over what was measured in an earlier process from ``store``, and keep there what is measured from now on."""
+        self._store = store
 
     @property
     def said(self) -> Mapping[str, str]:
@@ -126,39 +135,64 @@ class PromptAttention:
         return self._choice(prompts).attend(prompts)
 
     def measure(self, prompts: Prompts) -> None:
-        """Time every candidate for prompts of several lengths, up to that of ``prompts``, whose operands serve. The host
-        waits; not in a capture.
+        """Time every candidate for prompts of several lengths, up to that of ``prompts``, whose operands serve; where that is
+        known from an earlier process, run the fastest alone, which must be right. The host waits; not in a capture.
         """
         module = torch.get_device_module(prompts.q.device)
         key = _key(prompts)
         if key in self._ranked or not hasattr(module, "Event") or prompts.metadata.host_query_start is None:
             return
-        ranked: dict[int, tuple[str, ...]] = {}
         many = prompts.first(LEAST, prompt_ops.SEQUENCES[0] + 1)  # other variants of the kernels here
         for each in self._candidates(many):
             if each.name in ("pages", "copy"):
                 each.attend(many)
-        for count in dict.fromkeys(min(each, prompts.metadata.max_query) for each in _CLASSES):
+        counts = tuple(dict.fromkeys(min(each, prompts.metadata.max_query) for each in _CLASSES))
+        kept = {} if self._store is None else self._store.read(key, counts)
+        ranked: dict[int, tuple[str, ...]] = {}
+        for count in counts:
             few = prompts.first(count)
             wanted = self._by_pages(few)
-            times: dict[str, float] = {}
-            for each in self._candidates(few):
-                try:
-                    made = each.attend(few)
-                    wrong = float((made.float() - wanted.float()).abs().max())
-                    if not wrong <= 0.05 * float(wanted.float().abs().max()) + 1e-3:
-                        self._said[f"attention by {each.name}"] = f"not used: off by {wrong:.3g} over {count} tokens"
-                        continue
-                    times[each.name] = _milliseconds(module, lambda each=each, few=few: each.attend(few))  # type: ignore[misc]
-                except Exception as error:  # whatever a library says: it isn't a candidate then
-                    reason = str(error).split("\n", 1)[0][:200]
-                    self._said[f"attention by {each.name}"] = f"not used: {type(error).__name__}: {reason}"
+            if kept and self._confirmed(few, wanted, kept[count]):
+                ranked[count] = kept[count]
+                self._said[f"attention over {count} new tokens"] = f"{kept[count][0]} (measured before)"
+                continue
+            tried = {each.name: self._tried(each, few, wanted, module) for each in self._candidates(few)}
+            times = {name: milliseconds for name, milliseconds in tried.items() if milliseconds is not None}
             ranked[count] = tuple(sorted(times, key=times.__getitem__))
             listed = ", ".join(f"{name} {times[name] * 1e3:.0f}" for name in ranked[count])
             self._said[f"attention over {count} new tokens"] = f"{ranked[count][0]} (us: {listed})"
         self._ranked[key] = ranked
+        if self._store is not None and ranked != kept:
+            try:
+                self._store.write(key, ranked)
+            except OSError as error:
+                self._said["attention over prompts, for the next start"] = f"not kept: {error}"
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _tried(self, each: Candidate, few: Prompts, wanted: Tensor, module: Any | None) -> float | None:
+        """Milliseconds of a candidate, 0 without a ``module`` to time by; None: it fails or is wrong, and that is said."""
+        try:
+            made = each.attend(few)
+            wrong = float((made.float() - wanted.float()).abs().max())
+            if not wrong <= 0.05 * float(wanted.float().abs().max()) + 1e-3:
+                self._said[f"attention by {each.name}"] = f"not used: off by {wrong:.3g} over {few.q.shape[0]} tokens"
+                return None
+            return 0.0 if module is None else _milliseconds(module, lambda: each.attend(few))
+        except Exception as error:  # whatever a library says: it isn't a candidate then
+            reason = str(error).split("\n", 1)[0][:200]
+            self._said[f"attention by {each.name}"] = f"not used: {type(error).__name__}: {reason}"
+            return None
+
+    def _confirmed(self, few: Prompts, wanted: Tensor, names: Sequence[str]) -> bool:
+        """Whether the first of ``names`` still run and are right, as many as may be asked for."""
+        able = {each.name: each for each in self._candidates(few)}
+        for name in names:
+            if name not in able or self._tried(able[name], few, wanted, None) is None:
+                return False
+            if not able[name].alone:
+                break
+        return True
 
     def _choice(self, prompts: Prompts) -> Candidate:
         able = {each.name: each for each in self._candidates(prompts)}
@@ -187,7 +221,7 @@ class PromptAttention:
                 found.append(Candidate("fa3-fwd", self._by_flash3))
             found.append(Candidate("torch's FlashAttention 2", self._by_flash2))
             if metadata.host_query_start == (0, q.shape[0]) and metadata.max_kv == q.shape[0]:
-                found.append(Candidate("torch's cuDNN", self._by_cudnn))
+                found.append(Candidate("torch's cuDNN", self._by_cudnn, alone=True))
         return tuple(found)
 
     def _blocks(self, q: Tensor, metadata: AttentionMetadata, rows: int) -> int:

@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from outrider.device import QuantizedWeight
+from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.derive import Stored
 from outrider_triton.facts import DeviceFacts
@@ -104,7 +105,7 @@ def quantized_rows(
     m, k = x.shape
     group = group if 0 < group < k else k
     groups = -(-k // group)
-    torch._check(group <= LONGEST, lambda: f"activations in groups of {group}, expected at most {LONGEST}")
+    expect(group <= LONGEST, lambda: f"activations in groups of {group}, expected at most {LONGEST}")
     out = torch.empty((m, k), dtype=dtype, device=x.device)
     scales = torch.empty((m, groups), dtype=torch.float32, device=x.device)
     block = power_of_two(group)
@@ -176,7 +177,7 @@ def _record(
 
 
 def _rows(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    torch._check(
+    expect(
         x.shape[-1] == weight.shape[1],
         lambda: f"product of {tuple(x.shape)} with a quantised weight of {tuple(weight.shape)}",
     )
@@ -212,7 +213,7 @@ def _linear_quantized(
     weight = _record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
     ring = descriptor == STREAMED and native and format == "fp8" and mode == "row"
-    torch._check(ring or not descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
+    expect(ring or not descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
     flat = _rows(x, weight)
     (m, k), n = flat.shape, shape[0]
     # The same where there's no split: one place for what a program writes.
@@ -332,7 +333,7 @@ def _add_rms_norm_quantize(
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """``x`` is [T, H], or [parts, T, H] of a product that was split. Returns the quantised norm and its scales."""
-    torch._check(
+    expect(
         x.shape[-2:] == residual.shape and residual.is_contiguous() and x.is_contiguous(),
         lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from outrider.device.kernels.checks import expect
 from outrider_triton.jit import planes_ring, streamed
 from outrider_triton.jit.ring import PAIRS
 from outrider_triton.launch import launch, power_of_two
@@ -21,7 +22,7 @@ _LAYOUTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
     """``out [m, n]``, or its parts ``[split, m, n]``, from ``x [m, k]``."""
     m, n, fold = x.shape[0], weight.shape[0], config.split == 1
-    torch._check(fold or bias is None, lambda: "parts of a product have no bias")
+    expect(fold or bias is None, lambda: "parts of a product have no bias")
     own, flags = (bias, None, None, out, m, n, config.each), {"HAS_BIAS": bias is not None, "ROWS": 0, "FOLD": fold}
     pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
     _launch(streamed.streamed_linear, x, weight, config, own, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
@@ -39,7 +40,7 @@ def multiply_quantized(
     """``out [m, n]`` of ``x [m, k]`` and ``weight [n, k]`` in e4m3. ``quantized``: scales of x, float32 [m], scales of the
     weight, and the number of rows that have one.
     """
-    torch._check(config.split == 1, lambda: f"a product of quantised operands through a ring has no parts: {config}")
+    expect(config.split == 1, lambda: f"a product of quantised operands through a ring has no parts: {config}")
     x_scales, scales, rows = quantized
     own = bias, x_scales, scales, out, x.shape[0], weight.shape[0], config.each
     flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "FOLD": True}
@@ -57,7 +58,7 @@ def add(
     pdl: bool,
 ) -> None:
     """Adds to ``residual [m, n]``; with a norm, ``made`` is where the scaled row and its squares go."""
-    torch._check(config.each <= _PAIRS, lambda: f"{config.each} rows: a product that is added has {_PAIRS} at most")
+    expect(config.each <= _PAIRS, lambda: f"{config.each} rows: a product that is added has {_PAIRS} at most")
     own = bias, residual, norm, *made, x.shape[0], weight.shape[0], config.each
     flags = {"HAS_BIAS": bias is not None, "NORM": norm is not None}
     pairs = weight.shape[0]
@@ -126,7 +127,7 @@ def multiply_planes(
     (digits, k), n, box, tall = x.shape, data.shape[0], config.block_n, planes_ring.ROWS.value
     columns, groups = config.ahead, config.warps // 4
     m, steps = digits // 2, config.block_k // max(columns, 1)
-    torch._check(
+    expect(
         k == config.split * config.block_k
         and columns in (256, 512)
         and (config.block_k % columns, config.warps % 4, tall % box, config.each % box) == (0, 0, 0, 0)
@@ -185,7 +186,7 @@ def _launch(
     **flags: Any,
 ) -> None:
     (m, k), box, span = x.shape, config.block_n, config.split * config.block_k * (2 if fold else 1)
-    torch._check(
+    expect(
         k % span == 0 and half % box == 0 and _PAIRS % box == 0 and config.each % box == 0 and config.stages > 1,
         lambda: (
             f"a streamed product of {tuple(weight.shape)} can't be cut up as {config}: expected columns in multiples of "

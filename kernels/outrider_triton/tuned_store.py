@@ -81,13 +81,17 @@ class TunedStore:
         """Keep choices; each replaces the one of the same name. Raises OSError where the directory can't be written."""
         self.home.mkdir(parents=True, exist_ok=True)
         for row in rows:
-            path = self.home / _name(row)
-            beside = path.with_name(f"{path.name}.{os.getpid()}.new")
-            try:
-                beside.write_text(json.dumps(row) + "\n", encoding="utf-8")
-                beside.replace(path)
-            finally:
-                beside.unlink(missing_ok=True)
+            write_whole(self.home / _name(row), json.dumps(row) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write beside and rename: who reads meanwhile finds what was there or all of this."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def merged(table: Table | None, facts: DeviceFacts, rows: Sequence[Row]) -> Table | None:

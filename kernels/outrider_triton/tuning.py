@@ -10,6 +10,7 @@ import torch
 
 from outrider.device import DecoderShape, KernelSet
 from outrider_triton.facts import DeviceFacts
+from outrider_triton.prompts import PromptAttention
 from outrider_triton.table import ANY, Table, layer_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class TritonTuning(KernelSet):
     facts: DeviceFacts
     device: torch.device | None
     takes_over: bool
+    _prompts: PromptAttention
     _measured: Measured
     _layer: str = ANY
 
@@ -68,13 +70,19 @@ class TritonTuning(KernelSet):
         return tune(self, shapes, deadline_s=deadline_s, directory=directory, progress=progress)
 
     def use_tuned(self, directory: Path) -> int:
-        """Those of a device of this name, this torch, this Triton and these kernels; none where nothing is taken over."""
+        """Those of a device of this name, this torch, this Triton and these kernels; none where nothing is taken over.
+
+        Which kernel attends over prompts, measured where an engine warms up, is taken over and kept there as well.
+        """
         if not self.takes_over:
             return 0
+        from outrider_triton.prompt_store import PromptStore
         from outrider_triton.tuned_store import TunedStore
 
-        rows = TunedStore(directory, self.facts).read()
+        store = TunedStore(directory, self.facts)
+        rows = store.read()
         self.take(rows)
+        self._prompts.keep_in(PromptStore(store.home / "prompts"))
         return len(rows)
 
     def take(self, rows: Sequence[Row]) -> None:

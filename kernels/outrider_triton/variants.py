@@ -42,6 +42,7 @@ class Scope:
     def __init__(self) -> None:
         self.depth = 0
         self._run: set[object] = set()
+        self._configs: dict[object, tuple[tuple[int, ...], ...]] = {}
 
     def first(self, key: object) -> bool:
         """Whether the variants named so are to be run now: inside, and not yet."""
@@ -49,6 +50,16 @@ class Scope:
             return False
         self._run.add(key)
         return True
+
+    def attention_configs(
+        self, key: object, config: Callable[[int, int, int], list[int]], *, max_query: int, capacity: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """:func:`attention_configs`, once inside for the heads that ``key`` names: it takes a tenth of a second."""
+        sizes = key, power_of_two(max_query), capacity
+        found = self._configs.get(sizes)
+        if found is None:
+            found = self._configs[sizes] = attention_configs(config, max_query=max_query, capacity=capacity)
+        return found
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -64,6 +75,7 @@ class Scope:
             self.depth -= 1
             if not self.depth:
                 self._run.clear()
+                self._configs.clear()
 
 
 @contextmanager

@@ -1,7 +1,11 @@
 """``outrider models``, and the options that choose a proposer."""
 
+import gc
+
 import pytest
 
+from outrider import Engine
+from outrider.cli.models import Speculation, bundled, load
 from outrider.model import supported_families
 from outrider.speculative.build import BUILDERS
 
@@ -29,3 +33,24 @@ def test_an_unknown_proposer_is_named_with_the_known_ones(outrider):
     assert result.code == 1
     assert "medusa" in result.err
     assert "draft-model" in result.err
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_an_engine_starts(monkeypatch, collects):
+    """And afterwards as before, also where the start fails."""
+    found = []
+
+    def made(*given, **named):
+        found.append(gc.isenabled())
+        raise RuntimeError("as it may")
+
+    monkeypatch.setattr(Engine, "from_checkpoint", made)
+    wanted = Speculation(kind="none", model=bundled("target"), draft=None, draft_tokens=1)
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError, match="as it may"):
+            load("cpu", wanted, max_requests=1)
+        assert (found, gc.isenabled()) == ([False], collects)
+    finally:
+        (gc.enable if before else gc.disable)()

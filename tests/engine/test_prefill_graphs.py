@@ -8,6 +8,7 @@ from tests.engine.conftest import Tiny
 from outrider import Engine, SamplingParams
 from outrider.device import CapabilityError, ConfigError, MemoryInfo
 from outrider.engine.config import EngineConfig
+from outrider.engine.prefill import Prefill
 from outrider.engine.prefill_graphs import PrefillGraphs, token_buckets
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.registry import get_backend
@@ -117,6 +118,29 @@ def test_a_bucket_is_the_least_that_holds_the_chunks(tiny64):
     assert [bucket(chunk) for chunk in chunks] == [16, 16, 40]
     assert bucket(*chunks[:2]) == 40
     assert bucket(*chunks) is None
+
+
+def test_a_shape_is_rehearsed_once(monkeypatch):
+    """On a device that runs a callable before it captures it: each size, and each way to choose tokens."""
+    backend, found = get_backend("sim"), {"rehearsed": [], "captured": []}
+    capture, prefill = backend._capture, Prefill.run
+
+    def rehearsed(name, fn, context, stream, pool):
+        with backend.on(stream), backend.rehearsing(context, stream):
+            fn(context)
+        return capture(name, fn, context, stream, pool)
+
+    def noted(self, inputs, features, *rest):
+        if backend.active_capture is not None:
+            which = "rehearsed" if backend.active_capture.rehearsal else "captured"
+            found[which].append((inputs.tokens.shape[0], features.sampling))
+        prefill(self, inputs, features, *rest)
+
+    monkeypatch.setattr(backend, "_capture", rehearsed)
+    monkeypatch.setattr(Prefill, "run", noted)
+    Tiny(backend).engine(prefill_graphs=80, mode="fused", **SIZES | {"prefill_chunk": 80})
+    assert found["captured"] == [(size, sampling) for size in (80, 64, 16) for sampling in (False, True)]
+    assert found["rehearsed"] == [(80, False), (80, True), (64, False), (16, False)]
 
 
 @pytest.mark.parametrize("limited", [False, True])

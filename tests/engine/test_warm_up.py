@@ -10,6 +10,7 @@ from tests.engine.conftest import Tiny
 from outrider import Engine, SamplingParams
 from outrider.device import KernelSet
 from outrider.engine.assembly import build_runner
+from outrider.engine.loop import Loop
 from outrider.engine.state.staging import Packer
 from outrider.model import Decoder, EagleHead
 from outrider.registry import get_backend
@@ -86,11 +87,13 @@ def bundle(request):
     return Tiny(get_backend(request.param))
 
 
-def engine_with(bundle, kernels, *, tree=False, **fields):
+def engine_with(bundle, kernels, *, tree=False, draft_tokens=2, **fields):
     target = Decoder(bundle.target.config, bundle.target.weights, kernels)
     head = EagleHead(bundle.head.config, bundle.head.weights, target)
-    proposer = EagleTreeProposer(head, DynamicTree(topk=2, depth=2)) if tree else EagleProposer(head, draft_tokens=2)
-    sizes = {"max_requests": 3, "max_context": 96, "prefill_chunk": 24, "draft_tokens": 2}
+    proposer = (
+        EagleTreeProposer(head, DynamicTree(topk=2, depth=2)) if tree else EagleProposer(head, draft_tokens=draft_tokens)
+    )
+    sizes = {"max_requests": 3, "max_context": 96, "prefill_chunk": 24, "draft_tokens": draft_tokens}
     config = plain_config(dtype="float64", overlap=True, **sizes, **fields)
     return Engine(target, bundle.backend, proposer=proposer, config=config)
 
@@ -126,6 +129,16 @@ def test_nothing_is_compiled_after_the_start_for_trees(bundle, tiny_tokens):
     engine = engine_with(bundle, kernels, tree=True)
     serve(engine, tiny_tokens)
     assert kernels.compiled() == engine.warm_up.compiled
+
+
+def test_the_warm_up_is_no_longer_than_it_must_be(monkeypatch):
+    """Each request is cut short once every length of a draft was used, whatever was accepted: here there is one length."""
+    iterations, requests = [], []
+    iterate, add = Loop.iterate, Loop.add
+    monkeypatch.setattr(Loop, "iterate", lambda self: iterations.append(len(requests)) or iterate(self))
+    monkeypatch.setattr(Loop, "add", lambda self, request: requests.append(request) or add(self, request))
+    engine_with(Tiny(get_backend("cpu")), Compiling(), draft_tokens=5, draft_length="fixed")
+    assert max(Counter(iterations).values()) == 5, "two chunks, and three iterations behind them"
 
 
 def test_the_scope_is_left_on_the_engines_own_device(monkeypatch):

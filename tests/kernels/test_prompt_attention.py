@@ -1,5 +1,6 @@
 """Attention over prompts against the reference: from pages and from the copy without pages."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from outrider.device import AttentionMetadata, KernelSet
 from outrider_triton import prompt_ops, prompts
 from outrider_triton.facts import DeviceFacts
+from outrider_triton.prompt_store import PromptStore, libraries
 
 REFERENCE = KernelSet()
 
@@ -133,3 +135,90 @@ def test_blocks_fit(size, shared):
     width = 1 << (size - 1).bit_length()
     assert 2 * width * (rows + 2 * cached * stages) <= shared
     assert rows * width <= warps * 32 * 128  # registers for what is made
+
+
+# -- what is kept for the next start --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """Start anew, with made-up candidates and times; returns what was chosen, what was said, and what ran."""
+    monkeypatch.setattr(prompts.torch, "get_device_module", lambda _: SimpleNamespace(Event=object))
+
+    def start(times, *, broken=(), alone=(), new=300):
+        attention, ran = prompts.PromptAttention(device_of(copy_engine=True)), []
+
+        def candidate(name):
+            def attend(given):
+                ran.append(name)
+                return torch.full_like(given.q, 3.0 if name in broken else 1.0)
+
+            return prompts.Candidate(name, attend, alone=name in alone)
+
+        monkeypatch.setattr(attention, "_by_pages", lambda given: torch.ones_like(given.q))
+        monkeypatch.setattr(attention, "_candidates", lambda _: tuple(candidate(name) for name in times))
+        monkeypatch.setattr(prompts, "_milliseconds", lambda module, call: call() is None or times[ran[-1]])
+        attention.keep_in(PromptStore(tmp_path))
+        attention.measure(operands(new=(new,)))
+        return SimpleNamespace(name=attention._choice(operands(new=(new,))).name, said=attention.said, ran=ran)
+
+    return start
+
+
+def test_the_next_start_measures_nothing_again(started):
+    first = started({"slow": 3.0, "fast": 1.0})
+    assert (first.name, set(first.ran)) == ("fast", {"slow", "fast"})
+    again = started({"slow": 1.0, "fast": 3.0})
+    assert (again.name, set(again.ran)) == ("fast", {"fast"})
+    assert again.said["attention over 128 new tokens"] == "fast (measured before)"
+    assert len(again.ran) == 2, "once for each number of tokens"
+
+
+def test_who_attends_where_the_fastest_cannot_runs_as_well(started):
+    times = {"slow": 3.0, "one prompt": 1.0, "next": 2.0}
+    started(times, alone=("one prompt",))
+    assert set(started(times, alone=("one prompt",)).ran) == {"one prompt", "next"}
+
+
+def test_what_was_kept_is_measured_again_where_it_no_longer_holds(started, monkeypatch):
+    times = {"slow": 3.0, "fast": 1.0}
+    started(times)
+    wrong = started(times, broken=("fast",))
+    assert wrong.name == "slow"
+    assert wrong.said["attention by fast"].startswith("not used: off by")
+    assert started(times).name == "slow", "which was kept in its place"
+    assert started({"fast": 1.0}).name == "fast", "the other one isn't there any more"
+    assert set(started({"slow": 3.0, "fast": 1.0}, new=600).ran) == {"slow", "fast"}, "other numbers of tokens"
+    monkeypatch.setattr("outrider_triton.prompt_store.libraries", lambda: {"fa3-fwd": "another"})
+    assert set(started({"slow": 3.0, "fast": 1.0}, new=600).ran) == {"slow", "fast"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", 1, [], ["nobody"]], ids=str)
+def test_a_file_that_cannot_be_used_is_a_miss(started, tmp_path, text):
+    """Nor one that ranks nobody, or somebody who isn't there."""
+    started({"slow": 3.0, "fast": 1.0})
+    (file,) = tmp_path.iterdir()
+    row = {"libraries": libraries(), "ranked": {"128": text, "300": text}}
+    file.write_text(text if isinstance(text, str) else json.dumps(row))
+    assert set(started({"slow": 3.0, "fast": 1.0}).ran) == {"slow", "fast"}
+
+
+def test_what_cannot_be_kept_is_said(started, tmp_path, monkeypatch):
+    monkeypatch.setattr(PromptStore, "write", lambda *_: (_ for _ in ()).throw(PermissionError("read-only")))
+    found = started({"slow": 3.0, "fast": 1.0})
+    assert found.said["attention over prompts, for the next start"] == "not kept: read-only"
+    assert not list(tmp_path.iterdir())
+
+
+def test_kernels_keep_it_beside_what_was_tuned(tmp_path):
+    """For this device and software; not where nothing is to be taken over."""
+    from kernels.devices import SMALL
+    from outrider_triton.kernelset import TritonKernels
+    from outrider_triton.tuned_store import TunedStore
+
+    made, alone = TritonKernels(SMALL), TritonKernels(SMALL, takes_over=False)
+    assert (made.use_tuned(tmp_path), alone.use_tuned(tmp_path)) == (0, 0)
+    made._prompts._store.write(["key", torch.bfloat16], {128: ("pages",)})
+    assert alone._prompts._store is None
+    assert (TunedStore(tmp_path, SMALL).home / "prompts" / "key-bfloat16.json").is_file()
+    assert TritonKernels(SMALL).use_tuned(tmp_path) == 0

@@ -244,3 +244,27 @@ def test_variants_are_compiled_by_threads_and_are_on_the_device_behind_the_scope
     if os.cpu_count() > 1:
         assert set(loaded) == {"one", "two"}
     assert "too large" in finished
+
+
+def test_ways_to_attend_are_listed_once_for_alike_sizes():
+    """In the scope, and by as many queries as bound the same powers of two; then they're forgotten."""
+    asked = []
+
+    def config(batch, queries, cached):
+        asked.append((batch, queries, cached))
+        return [queries]
+
+    scope = Scope()
+    with scope.entered():
+        found = [scope.attention_configs("heads", config, max_query=each, capacity=64) for each in (5, 8, 7)]
+        once = len(asked)
+        assert found[0] == found[1] == found[2] == attention_configs(config, max_query=5, capacity=64)
+        assert len(asked) == 2 * once  # the last of them asks again
+        scope.attention_configs("others", config, max_query=8, capacity=64)
+        scope.attention_configs("heads", config, max_query=9, capacity=64)
+        scope.attention_configs("heads", config, max_query=8, capacity=128)
+        assert len(asked) > 5 * once
+    before = len(asked)
+    with scope.entered():
+        scope.attention_configs("heads", config, max_query=8, capacity=64)
+    assert len(asked) == before + once

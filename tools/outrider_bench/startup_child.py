@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.device.scopes import uncollected
 from outrider_bench.child import answer
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ _PROMPT_TOKENS = 32
 _SERVED_TOKENS = 24
 
 
+@uncollected()  # as where a command loads an engine
 def start(work: Mapping[str, Any]) -> dict[str, object]:
     """Seconds of each stage, in order, and what was compiled and captured.
 
@@ -36,6 +38,7 @@ def start(work: Mapping[str, Any]) -> dict[str, object]:
     running = Running(**work["running"])
     sizes = Sizes(max_requests=work["batch"], max_context=work["max_context"], **work["sizes"])
     device = Registry().create(work["backend"])
+    device.kernels_in_use.use_tuned(Path(work["tuned"]))
     device.synchronize()
     opened = time.time()
     asked = EngineConfig(dtype=work["dtype"], draft_tokens=work["draft_tokens"], **asdict(running), **sizes.given)

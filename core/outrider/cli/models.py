@@ -12,6 +12,7 @@ import typer
 
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.starting import chosen, progress_shown, say_what_started, say_what_was_chosen
+from outrider.device.scopes import uncollected
 from outrider.registry import Registry
 from outrider.speculative.names import OWN_PROPOSERS
 
@@ -277,6 +278,7 @@ def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seco
     return Prepared(taken=0 if directory is None else device.kernels_in_use.use_tuned(directory))
 
 
+@uncollected()
 def load(
     backend: str | None,
     speculation: Speculation,

@@ -82,7 +82,11 @@ class Guard:
 
 @contextmanager
 def uncollected() -> Generator[None]:
-    """Turn garbage collection off during a capture: a driver may take the end of an unreachable graph for a fault of it."""
+    """Turn garbage collection off until it's left.
+
+    During a capture a driver may take the end of an unreachable graph for a fault of it. At a start nothing ends, and each
+    full collection walks through all that torch has imported.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:

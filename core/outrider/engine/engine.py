@@ -135,7 +135,8 @@ class Engine(MovingRequests):
             room = min(self.max_context, throwaway.scheduler.pages.available * config.page_size - parts.spare)
             # On the engine's device, which needn't be the thread's current one: leaving the scope loads what was compiled.
             with backend.on(parts.streams.forward), variants:
-                self.warm_up = warm_up(throwaway, backend, model, proposer, config, room=room)
+                lengths = len(parts.lengths)
+                self.warm_up = warm_up(throwaway, backend, model, proposer, config, room=room, lengths=lengths)
             parts.staging.clear(parts.streams.forward)  # of the warm-up's requests, which capturing would go on with
         with backend.guard("capturing the engine's graphs"):
             runner = build_runner(parts, stages, iteration, capture_progress)

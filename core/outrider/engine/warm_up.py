@@ -15,6 +15,11 @@ from outrider.engine.requests.sampling import SamplingParams
 from outrider.model import LanguageModel
 from outrider.speculative.proposer import Proposer
 
+_CHUNKS = 2
+"""Of a prompt, unless its pages are shared."""
+_ITERATIONS = 3
+"""Behind a prompt, at least: the first, one behind that, and one whose inputs come from another one in flight."""
+
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
@@ -33,11 +38,11 @@ class WarmUp:
 
 
 def warm_up(
-    loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: DecidedConfig, *, room: int
+    loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: DecidedConfig, *, room: int, lengths: int
 ) -> WarmUp:
     """Serve requests of its own that need everything which a request may ask for; a prompt that takes two chunks, and then
     iterations that draft, verify and extend. ``loop`` is made for this and dropped afterwards. ``room``: tokens that a
-    request may have.
+    request may have. ``lengths``: how many lengths of a draft there are, one after the other.
     """
     kernels = model.kernels
     before, began = kernels.compiled(), time.perf_counter()
@@ -58,13 +63,16 @@ def warm_up(
         logprobs=min(config.max_logprobs, model.config.vocab_size),
     )
     rope_key = model.config.rope.sharing_key(length)
+    rounds = _CHUNKS + max(_ITERATIONS, lengths + 1)
     for number, params in enumerate((greedy, replace(greedy, temperature=1.0), everything)):
         request = Request(number, (word,) * length, params.sample(0), frozenset(), rope_key=rope_key)
         if params is everything and config.guided:
             request.guidance = Guidance(Anything(), vocabulary=model.config.vocab_size)
         loop.add(request)
-        while not request.finished:
-            loop.iterate()
+        for _ in range(rounds):
+            if not request.finished:
+                loop.iterate()
+        loop.forget([request])
         loop.drain()
     backend.synchronize()
     after = kernels.compiled()

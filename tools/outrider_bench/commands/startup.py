@@ -114,6 +114,7 @@ def startup(
             seconds = time.perf_counter() - began
             work |= {"target": str(written.target.absolute()), "eagle": str(written.draft.absolute())}
             about = {"bytes": written.bytes, "written_in_s": None if there else seconds}
+        work["tuned"] = f"{fresh}/tuned"  # what one start measures, the next one takes over
         variables = {name: f"{fresh}/{name}" for name in caches}
         found: dict[str, dict[str, Any]] = {}
         for name in _names(starts or (2 if caches else 1), compiles=bool(caches)):
@@ -121,7 +122,7 @@ def startup(
             _say(name, found[name])
     for key in ("dtype", "chosen"):  # the same in each start
         work[key] = [each.pop(key) for each in found.values()][-1]
-    del work["target"], work["eagle"]
+    del work["target"], work["eagle"], work["tuned"]
     data: dict[str, object] = {**work, "checkpoint": about, "kernel_cache": bool(caches), "starts": found}
     return Report(data=data, render=lambda console: _render(console, work, found))
 

@@ -134,7 +134,7 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
         """Take over what :meth:`tune` wrote to ``directory`` on such a device with this software; how many choices it has.
 
         What another device, release or dtype left there isn't taken, nor is a file that can't be read. Before any graph is
-        captured. 0 for kernels that don't tune.
+        captured. 0 for kernels that don't tune. What these kernels measure by themselves from then on may be kept there too.
         """
         del directory
         return 0

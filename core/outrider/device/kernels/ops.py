@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels import bookkeeping, experts, quantized_reference, reference, shaping
+from outrider.device.kernels.checks import expect
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "DEF")
@@ -31,7 +32,7 @@ def _define(schema: str, implementation: Callable[..., Any], fake: Callable[...,
 def _masked(logits: Tensor, bitmask: Tensor) -> Tensor:
     """What masked logits are."""
     words = -(-logits.shape[-1] // 32)
-    torch._check(
+    expect(
         bitmask.dtype == torch.int32 and bitmask.shape == (*logits.shape[:-1], words),
         lambda: (
             f"logits {tuple(logits.shape)} with a bitmask {tuple(bitmask.shape)} of {bitmask.dtype}; expected int32, {words} "
@@ -43,13 +44,13 @@ def _masked(logits: Tensor, bitmask: Tensor) -> Tensor:
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
     """What a norm returns. A queueing device asks this before it enqueues: a wrong shape must be an error here."""
-    torch._check(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
+    expect(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _routed(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """What routing returns."""
-    torch._check(
+    expect(
         logits.dim() == 2 and 0 < count <= logits.shape[1],
         lambda: f"{count} experts of a token, of router logits {tuple(logits.shape)}; expected [T, E], at most E of them",
     )
@@ -63,7 +64,7 @@ def _mixed(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Te
     fits = x.dim() == 2 and gate_up.dim() == 3 and chosen.dim() == 2 and weights.shape == chosen.shape
     fits = fits and chosen.shape[0] == x.shape[0] and gate_up.shape[2] == x.shape[1]
     fits = fits and down.shape == (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)
-    torch._check(
+    expect(
         fits,
         lambda: (
             f"experts of {tuple(x.shape)} with weights {tuple(weights.shape)} of {tuple(chosen.shape)}, gate and up "
@@ -75,7 +76,7 @@ def _mixed(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Te
 
 def _multiplied(x: Tensor, shape: Sequence[int]) -> Tensor:
     """What a product with a weight [out, in] returns."""
-    torch._check(x.shape[-1] == shape[1], lambda: f"product of {tuple(x.shape)} with a quantised weight of {tuple(shape)}")
+    expect(x.shape[-1] == shape[1], lambda: f"product of {tuple(x.shape)} with a quantised weight of {tuple(shape)}")
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
