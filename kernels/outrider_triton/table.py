@@ -174,7 +174,8 @@ def _serving(measured: Sequence[Entry], m: int) -> Entry | None:
 def _nearest(alike: Sequence[AttentionEntry], groups: int) -> AttentionEntry | None:
     if not alike:
         return None
-    near = min(alike, key=lambda entry: abs(log2(entry.groups / groups)))
+    # Of two that are as near the smaller one, in whatever order they were read.
+    near = min(alike, key=lambda entry: (abs(log2(entry.groups / groups)), entry.groups))
     within = near.groups <= 2 * groups and (groups <= 2 * near.groups or near.groups == max(e.groups for e in alike))
     return near if within else None
 
