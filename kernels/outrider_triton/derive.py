@@ -254,11 +254,23 @@ def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored
 
 
 def estimate(
-    facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int, n: int, k: int, stored: Stored = PLAIN
+    facts: DeviceFacts,
+    operator: str,
+    config: MatmulConfig,
+    *,
+    m: int,
+    n: int,
+    k: int,
+    stored: Stored = PLAIN,
+    gap: float = _GAP,
 ) -> float:
-    """Seconds that a product is expected to take, for ranking: bytes of the busiest multiprocessor, and what is in flight."""
+    """Seconds that a product is expected to take, for ranking: bytes of the busiest multiprocessor, and what is in flight.
+
+    ``gap``: seconds between the product before and this one, in which a ring of four bits fills; 0 where products are
+    measured one behind the other.
+    """
     if stored != PLAIN and (stored.made or config.descriptor != STREAMED):
-        return _by_steps(facts, operator, config, m=m, n=n, k=k, stored=stored)
+        return _by_steps(facts, operator, config, m=m, n=n, k=k, stored=stored, gap=gap)
     streamed = config.descriptor == STREAMED
     paired = operator in (*_GATED, "linear_rope")
     folded = streamed and not paired and config.split == 1
@@ -303,7 +315,9 @@ def estimate(
     return (max(memory, cache, unit) + starts + behind) * slower + _LAUNCH
 
 
-def _by_steps(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int, n: int, k: int, stored: Stored) -> float:
+def _by_steps(
+    facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int, n: int, k: int, stored: Stored, gap: float
+) -> float:
     """Seconds of a product whose weight isn't stored plain. Few bytes take so little time that what a program does between
     two tiles decides: as many programs as a multiprocessor has room for go through their tiles at a time, then the next ones.
     """
@@ -311,7 +325,7 @@ def _by_steps(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int
     if not resident:
         return float("inf")
     if config.descriptor == STREAMED:
-        return _by_units(facts, config, resident, m=m, n=n, k=k)
+        return _by_units(facts, config, resident, m=m, n=n, k=k, gap=gap)
     rows, width = min(config.each or config.block_n, n), stored.weight_bits / 8
     programs = -(-n // rows) * config.split * -(-m // config.block_m)
     steps = -(-k // (config.split * config.block_k))
@@ -334,7 +348,7 @@ def _by_steps(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int
     return passed + behind + _LAUNCH
 
 
-def _by_units(facts: DeviceFacts, config: MatmulConfig, resident: int, *, m: int, n: int, k: int) -> float:
+def _by_units(facts: DeviceFacts, config: MatmulConfig, resident: int, *, m: int, n: int, k: int, gap: float) -> float:
     """Seconds of a product whose four bits come through a ring: the busiest multiprocessor's bytes, or its instructions, or
     what a group of four warps takes for one unit after the other.
     """
@@ -343,6 +357,9 @@ def _by_units(facts: DeviceFacts, config: MatmulConfig, resident: int, *, m: int
     units = -(-config.each // _TALL) * (config.block_k // config.ahead)
     own = rounds * config.each * config.block_k / 2
     memory = max(n * k / 2 / facts.bytes_per_second, own * facts.processors / (_ALONE * facts.bytes_per_second))
+    # What rings hold comes while the small kernels ahead run: a tile that isn't full holds less of it.
+    held = min(rounds, resident) * config.stages * min(config.each, _TALL) * config.ahead / 2
+    memory -= min(held * facts.processors / facts.bytes_per_second, gap, memory)
     groups = config.warps // 4
     issue = rounds * units * config.ahead * _ISSUE_COLUMN
     alone = -(-rounds // resident) * -(-units // groups) * (_UNIT_BEGIN + config.ahead * _ALONE_COLUMN)

@@ -47,18 +47,24 @@ class TritonQuantized(KernelSet):
     def _uses(self, kernel: str, *operands: Tensor) -> bool:
         """Whether a kernel is Triton's for these operands."""
 
-    def quantized_config(self, x: Tensor, weight: QuantizedWeight, way: Plan) -> MatmulConfig | None:
-        """The configuration for ``x [..., K]`` and such a weight; None: the library's product."""
-        return self._derive(x.numel() // x.shape[-1], weight, way)
+    def quantized_config(self, x: Tensor, weight: QuantizedWeight, way: Plan, *, parts: bool = True) -> MatmulConfig | None:
+        """The configuration for ``x [..., K]`` and such a weight; None: the library's product. ``parts``: see
+        :meth:`_derive`.
+        """
+        return self._derive(x.numel() // x.shape[-1], weight, way, parts=parts)
 
-    def _derive(self, m: int, weight: QuantizedWeight, way: Plan, *, half: int = 0) -> MatmulConfig | None:
-        """Kept for each bucket of tokens. ``half``: of a head, for a product that turns its rows."""
+    def _derive(
+        self, m: int, weight: QuantizedWeight, way: Plan, *, half: int = 0, parts: bool = True
+    ) -> MatmulConfig | None:
+        """Kept for each bucket of tokens. ``half``: of a head, for a product that turns its rows. ``parts``: whether it may be
+        split; what comes behind it adds the parts up, or a kernel of its own.
+        """
         if not 0 < m <= MOST:
             return None
         stored, (n, k) = way.stored(weight.format), weight.shape
-        key = stored, n, k, size_of(m, stored), *([half] if half else [])
+        operator = "linear_rope" if half else "linear_parts" if parts else "linear"
+        key = operator, stored, n, k, size_of(m, stored), half
         if key not in self._derived_quantized:
-            operator = "linear_rope" if half else "linear_parts"
             self._derived_quantized[key] = choose(self.facts, operator, m=m, n=n, k=k, half=half, stored=stored)
         return self._derived_quantized[key]
 
@@ -121,7 +127,7 @@ class TritonQuantized(KernelSet):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Three kernels for few tokens: the norm adds parts of the first product up, and quantises what the second takes."""
-        normed = self._normed(added, residual, norm, eps, weight, bias)
+        normed = self._normed(added, residual, norm, eps, weight, bias, parts=False)
         if normed is None:
             return super().norm_linear_quantized(added, residual, norm, eps, weight, bias)
         return self._behind(normed, residual, weight, bias, parts=False)
@@ -145,7 +151,7 @@ class TritonQuantized(KernelSet):
         straight = straight and k_cache.dtype in (residual.dtype, torch.float8_e4m3fn)
         normed = None
         if straight and self._uses("rope_write_cache", residual):
-            normed = self._normed(added, residual, norm, eps, weight, bias)
+            normed = self._normed(added, residual, norm, eps, weight, bias, parts=True)
         if normed is None:
             return super().norm_linear_quantized_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
         way, kind = normed.way, residual.dtype
@@ -220,8 +226,12 @@ class TritonQuantized(KernelSet):
         eps: float,
         weight: QuantizedWeight,
         bias: Tensor | None,
+        *,
+        parts: bool,
     ) -> _Normed | None:
-        """:meth:`norm_linear_quantized` up to its second product; None, and nothing was done: not for these."""
+        """:meth:`norm_linear_quantized` up to its second product, which may be in ``parts``; None, and nothing was done: not
+        for these.
+        """
         width = added.x.shape[-1] // 2 if added.gated else added.x.shape[-1]
         narrow = added.x[..., :width]
         first, second = plan(self.facts, added.weight), plan(self.facts, weight)
@@ -230,7 +240,8 @@ class TritonQuantized(KernelSet):
         able = able and added.x.dtype is residual.dtype and max(width, residual.shape[1]) <= LONGEST
         if not able or first is None or second is None or not self._uses("add_rms_norm", residual):
             return None
-        one, two = self.quantized_config(narrow, added.weight, first), self.quantized_config(residual, weight, second)
+        one = self.quantized_config(narrow, added.weight, first)
+        two = self.quantized_config(residual, weight, second, parts=parts)
         self._prepare(narrow, added.weight, added.bias)
         self._prepare(residual, weight, bias)
         if one is None or two is None:
@@ -286,8 +297,11 @@ class TritonQuantized(KernelSet):
                     self._skinny(few, weight, bias, way, each)
 
     def _every(self, weight: QuantizedWeight, way: Plan) -> tuple[MatmulConfig, ...]:
-        n, k = weight.shape
-        return every(self.facts, "linear_parts", n=n, k=k, stored=way.stored(weight.format))
+        (n, k), stored = weight.shape, way.stored(weight.format)
+        found = (
+            each for operator in ("linear_parts", "linear") for each in every(self.facts, operator, n=n, k=k, stored=stored)
+        )
+        return tuple(dict.fromkeys(found))
 
     def _compile_norms(
         self,

@@ -72,7 +72,8 @@ def test_four_bits_come_through_a_ring_where_tokens_are_few(tokens, product):
 def test_of_the_rings_that_were_measured_a_fast_one_is_ranked_first(case):
     n, k = WEIGHTS[case.split(", ")[0]]
     first = min(
-        RINGS[case], key=lambda row: estimate(H200, "linear_parts", MatmulConfig(*row[:-1]), m=1, n=n, k=k, stored=RING)
+        RINGS[case],
+        key=lambda row: estimate(H200, "linear_parts", MatmulConfig(*row[:-1]), m=1, n=n, k=k, stored=RING, gap=0.0),
     )
     best = min(RINGS[case], key=lambda row: row[-1])
     assert first[-1] <= 1.08 * best[-1], (first, best)
