@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from outrider.device import (
-    AttentionMetadata,
     Group,
     KernelSet,
     Product,
@@ -19,17 +18,16 @@ from outrider.device import (
 from outrider_triton import fused_ops as _fused_ops  # noqa: F401  (these register the operators)
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
+from outrider_triton.attended import TritonAttention
 from outrider_triton.bookkeeping import TritonBookkeeping
 from outrider_triton.choices import TritonChoices
 from outrider_triton.derive import MOST, choose
-from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
 from outrider_triton.experts import TritonExperts
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
 from outrider_triton.peers import FUSED_BYTES, PeerExchange
-from outrider_triton.prompts import PromptAttention, Prompts
-from outrider_triton.quantized import TritonQuantized
-from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table, bucket
+from outrider_triton.prompts import PromptAttention
+from outrider_triton.table import STREAMED, MatmulConfig, Table, bucket
 from outrider_triton.tuning import Measured, TritonTuning
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ _TRITON = torch.ops.outrider
 _MOVES = 256
 
 
-class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExperts, TritonTuning, KernelSet):
+class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExperts, TritonTuning, KernelSet):
     """Kernels in Triton.
 
     ``facts``: the device. ``table``: what was measured on it; None: nothing. Whatever it has no entry for is derived from the
@@ -352,83 +350,6 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
         if tokens.dim() != 1 or not self._uses("gather_rows", weight) or not weight.is_contiguous():
             return super().embedding(tokens, weight)
         return _TRITON.gather_rows.triton(weight, tokens, self.pdl)  # type: ignore[no-any-return]
-
-    # -- attention -------------------------------------------------------------------------------------------------
-
-    def attention_config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
-        """See :class:`~outrider_triton.derive_attention.AttentionCut`: from what the host knows."""
-        return self._attention_config(q, k_cache, metadata.seq_lens.shape[0], metadata.max_query, metadata.max_kv)
-
-    def _attention_config(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
-        derived = self.cut_up(q, k_cache, batch, max_query, max_kv, None)
-        if self.table is None or q.dtype.itemsize != 2:
-            return derived.as_list()
-        heads = _heads(q, k_cache)
-        groups = programs(heads, derived.block_rows, batch, max_query)
-        tuned = self.table.attention_config(groups, heads.size, heads.group, layer=self._layer)
-        return self.cut_up(q, k_cache, batch, max_query, max_kv, tuned).as_list()
-
-    def cut_up(
-        self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int, tuned: AttentionConfig | None
-    ) -> AttentionCut:
-        """The launch for queries and a cache like these, with what was measured; None: derived."""
-        return cut(self.facts, _heads(q, k_cache), batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned)
-
-    def paged_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int = 0,
-    ) -> Tensor:
-        """Online softmax over the pages; few queries split the cached tokens among programs. Prompts go their own way."""
-        if not self._uses("paged_attention", q) or q.shape[-1] > 256:
-            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
-
-        def attend(config: list[int]) -> Tensor:
-            return _TRITON.paged_attention.triton(  # type: ignore[no-any-return]
-                q,
-                k_cache,
-                v_cache,
-                metadata.query_start,
-                metadata.seq_lens,
-                metadata.block_table,
-                metadata.tree_mask,
-                metadata.max_query,
-                metadata.max_kv,
-                scale,
-                window,
-                # What isn't split has many blocks, of which only the first would come earlier.
-                self.pdl and metadata.settled and config[2] > 1,
-                config,
-                self.pdl,
-            )
-
-        longest = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
-        variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, window
-        if self._scope.first(("attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._layer)):
-            for each in self._scope.attention_configs(
-                (q.dtype, *q.shape[1:], k_cache.shape[2], self._layer),
-                lambda *sizes: self._attention_config(q, k_cache, *sizes),
-                max_query=min(metadata.max_query, longest),
-                capacity=metadata.block_table.shape[1] * k_cache.shape[1],
-            ):
-                with ahead():
-                    attend(list(each))
-        if self._prompts.serves(q, metadata):
-            prompts = Prompts(q, k_cache, v_cache, metadata, scale, window)
-            if self._scope.depth:
-                self._prompts.measure(prompts)
-            return self._prompts.attend(prompts)
-        return attend(self.attention_config(q, k_cache, metadata))
-
-
-def _heads(q: Tensor, k_cache: Tensor) -> Heads:
-    kv_heads = k_cache.shape[2]
-    return Heads(group=q.shape[1] // kv_heads, kv_heads=kv_heads, size=q.shape[2], bytes=q.dtype.itemsize)
 
 
 def _few(x: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ An overload has the operands of the operator that it belongs to, under the same 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -370,7 +372,14 @@ define(
 # -- attention -----------------------------------------------------------------------------------------------------
 
 
-def _paged_attention(
+ATTENTION = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, Tensor block_table, Tensor? tree_mask, "
+    "int max_query, int max_kv, float scale, int window, bool settled, int[] config, bool pdl"
+)
+"""Operands of attention's operators."""
+
+
+def attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -385,7 +394,10 @@ def _paged_attention(
     settled: bool,
     config: list[int],
     pdl: bool,
-) -> Tensor:
+    *,
+    padding: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What attention gives, or with splits its parts and their maxima and sums: all three. ``padding``: whether that is zeros."""
     del max_kv  # lengths are read on the device
     block_rows, block_kv, split, warps, stages = config
     tokens, heads, size = q.shape
@@ -395,7 +407,7 @@ def _paged_attention(
         k_cache.is_contiguous() and v_cache.is_contiguous() and q.stride(-1) == 1 and block_table.stride(-1) == 1,
         lambda: "paged_attention: caches must be contiguous, and the last dimension of q and of the block table",
     )
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if padding or split == 1 else q
     parts = stats = out
     if split > 1:
         parts = torch.empty((tokens, heads, split, size), dtype=torch.float32, device=q.device)
@@ -407,7 +419,7 @@ def _paged_attention(
         attention.paged_attention,
         grid,
         *(q, k_cache, v_cache, query_start, seq_lens, block_table, mask, out, parts, stats),
-        *(tokens, batch, heads, scale, size, q.stride(0), q.stride(1), block_table.stride(0)),
+        *(tokens if padding else 0, batch, heads, scale, size, q.stride(0), q.stride(1), block_table.stride(0)),
         *(mask.stride(0), k_cache.stride(1), k_cache.stride(2)),
         PAGE=page,
         GROUP=group,
@@ -422,24 +434,56 @@ def _paged_attention(
         pdl=pdl,
         warps=warps,
     )
-    if split > 1:
-        launch(
-            attention.join_splits,
-            (tokens, heads),
-            *(parts, stats, query_start, out, batch, heads, size),
-            SPLITS=split,
-            BLOCK_SIZE=block_size,
-            pdl=pdl,
-            warps=min(max(split * block_size // 1024, 1), 4),
-        )
+    return out, parts, stats
+
+
+def _join(
+    parts: Tensor,
+    stats: Tensor,
+    query_start: Tensor,
+    like: Tensor,
+    out: Tensor,
+    pdl: bool,
+    *,
+    grains: Tensor | None = None,
+    planes: int = 0,
+) -> Tensor:
+    """``parts [T, Hq, split, D]`` to ``out``, [T, Hq, D] or rows in ``planes`` with their ``grains``; rounded as ``like`` is."""
+    tokens, heads, split, size = parts.shape
+    block_size = max(power_of_two(size), 16)
+    launch(
+        attention.join_splits,
+        (tokens, heads),
+        *(parts, stats, query_start, like, out, grains, query_start.shape[0] - 1, heads, size, stride_of(out, grains)),
+        SPLITS=split,
+        BLOCK_SIZE=block_size,
+        PLANES=planes > 0,
+        pdl=pdl,
+        warps=min(max(split * block_size // 1024, 1), 4),
+    )
     return out
 
 
+def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, *rest: Any) -> Tensor:
+    out, parts, stats = attend(q, k_cache, v_cache, query_start, *rest)
+    return _join(parts, stats, query_start, out, out, rest[-1]) if parts is not out else out
+
+
+def _paged_attention_planes(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, *rest: Any) -> Tensor:
+    *operands, planes = rest
+    _, parts, stats = attend(q, k_cache, v_cache, query_start, *operands, padding=False)
+    expect(parts is not q, lambda: "attention that isn't split leaves no rows in planes")
+    out, grains = room(q, (q.shape[0], q.shape[1] * q.shape[2]), planes)
+    return _join(parts, stats, query_start, q, out, operands[-1], grains=grains, planes=planes)
+
+
 define(
-    "paged_attention.triton(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, "
-    "Tensor block_table, Tensor? tree_mask, int max_query, int max_kv, float scale, int window, "
-    "bool settled, int[] config, bool pdl) "
-    "-> Tensor",
+    f"paged_attention.triton({ATTENTION}) -> Tensor",
     _paged_attention,
     lambda q, *rest: q.new_empty(q.shape),
+)
+define(
+    f"paged_attention.triton_planes({ATTENTION}, int planes) -> Tensor",
+    _paged_attention_planes,
+    lambda q, *rest: room(q, (q.shape[0], q.shape[1] * q.shape[2]), rest[-1])[0],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,14 @@ from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
 from outrider_triton.table import MatmulConfig
 
 _TRITON = torch.ops.outrider
+
+
+class Rows(NamedTuple):
+    """What a product takes: ``x`` as it was made, quantised by ``scales``, or ``laid`` out in planes."""
+
+    x: Tensor
+    scales: Tensor | None
+    laid: bool
 
 
 class _Normed(NamedTuple):
@@ -56,8 +65,8 @@ class TritonQuantized(KernelSet):
     def _derive(
         self, m: int, weight: QuantizedWeight, way: Plan, *, half: int = 0, parts: bool = True
     ) -> MatmulConfig | None:
-        """Kept for each bucket of tokens. ``half``: of a head, for a product that turns its rows. ``parts``: whether it may be
-        split; what comes behind it adds the parts up, or a kernel of its own.
+        """Kept for each bucket of tokens. ``half``: of a head, for a product that turns its rows. ``parts``: whether it may
+        be split; what comes behind it adds the parts up, or a kernel of its own.
         """
         if not 0 < m <= MOST:
             return None
@@ -228,9 +237,10 @@ class TritonQuantized(KernelSet):
         bias: Tensor | None,
         *,
         parts: bool,
+        taken: Callable[[Plan, MatmulConfig], Rows] | None = None,
     ) -> _Normed | None:
         """:meth:`norm_linear_quantized` up to its second product, which may be in ``parts``; None, and nothing was done: not
-        for these.
+        for these. ``taken`` makes what the first product takes, ``added.x`` having its shape and dtype alone.
         """
         width = added.x.shape[-1] // 2 if added.gated else added.x.shape[-1]
         narrow = added.x[..., :width]
@@ -248,27 +258,27 @@ class TritonQuantized(KernelSet):
             return None
         if self._scope.first(("norm_linear_quantized", residual.dtype, added.weight.shape, weight.shape, weight.label)):
             self._compile_norms(added, first, residual, norm, weight, second)
-        x, scales, laid = added.x, None, False
-        if added.gated and _dynamic(added.weight):
-            x, scales = self._gate(x, added.weight, first)
-        elif added.gated:
-            laid = first.planes and self._uses("silu_mul", x)
-            x = _TRITON.silu_mul.triton(x, self.pdl, laying(one)) if laid else self.silu_mul(x)
+        x, scales, laid = self._taken(added, first, one) if taken is None else taken(first, one)
         product = self._skinny(
             x, added.weight, added.bias, first, one, dtype=residual.dtype, scales=scales, parts=True, laid=laid
         )
         left = added.bias if one.split > 1 else None
-        if not _dynamic(weight):
+        if not dynamic(weight):
             laid_as = laying(two) if second.planes else 0
             normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl, laid_as)
             return _Normed(normed, None, second, two)
         normed, scales = self._norm(product, left, residual, norm, eps, weight, second)
         return _Normed(normed, scales, second, two)
 
-    def _gate(self, x: Tensor, weight: QuantizedWeight, way: Plan) -> tuple[Tensor, Tensor]:
-        kept = _group(weight), kept_dtype(weight.data, way.native)
-        rows, scales = _TRITON.silu_mul.triton_quantize(x, weight.activations, *kept, self.pdl)
-        return rows, scales
+    def _taken(self, added: QuantizedProduct, way: Plan, config: MatmulConfig) -> Rows:
+        x, weight = added.x, added.weight
+        if not added.gated:
+            return Rows(x, None, False)
+        if dynamic(weight):
+            rows, scales = _TRITON.silu_mul.triton_quantize(x, *kept_as(weight, way), self.pdl)
+            return Rows(rows, scales, False)
+        laid = way.planes and self._uses("silu_mul", x)
+        return Rows(_TRITON.silu_mul.triton(x, self.pdl, laying(config)) if laid else self.silu_mul(x), None, laid)
 
     def _norm(
         self,
@@ -280,7 +290,7 @@ class TritonQuantized(KernelSet):
         weight: QuantizedWeight,
         way: Plan,
     ) -> tuple[Tensor, Tensor]:
-        kept = weight.activations, _group(weight), kept_dtype(weight.data, way.native)
+        kept = kept_as(weight, way)
         rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *kept, self.pdl)
         return rows, scales
 
@@ -313,7 +323,7 @@ class TritonQuantized(KernelSet):
         second: Plan,
     ) -> None:
         """The norm behind as many parts as the first product may have, and rows laid out as either product may take them."""
-        if added.gated and first.planes and not _dynamic(added.weight) and self._uses("silu_mul", added.x):
+        if added.gated and first.planes and not dynamic(added.weight) and self._uses("silu_mul", added.x):
             for how in {laying(each) for each in self._every(added.weight, first)}:
                 with ahead():
                     _TRITON.silu_mul.triton(added.x[:4], self.pdl, how)
@@ -323,7 +333,7 @@ class TritonQuantized(KernelSet):
             parts = few.new_empty((split, *few.shape), dtype=torch.float32) if split > 1 else few
             left = added.bias if split > 1 else None
             with ahead():
-                if _dynamic(weight):
+                if dynamic(weight):
                     self._norm(parts, left, few, norm, 1e-5, weight, second)
                 else:
                     _TRITON.add_parts_rms_norm.triton(parts, left, few, norm, 1e-5, self.pdl, how)
@@ -339,7 +349,12 @@ def _group(weight: QuantizedWeight) -> int:
     return weight.activation_group if weight.activation_group < weight.shape[1] else 0
 
 
-def _dynamic(weight: QuantizedWeight) -> bool:
+def kept_as(weight: QuantizedWeight, way: Plan) -> tuple[str, int, torch.dtype]:
+    """As what rows are left for a product with ``dynamic`` activations: format, columns of a scale (0: all), dtype."""
+    return weight.activations or "", _group(weight), kept_dtype(weight.data, way.native)
+
+
+def dynamic(weight: QuantizedWeight) -> bool:
     """Whether its activations are quantised by scales that the kernel before can find: a power of two of columns each."""
     group = _group(weight)
     return weight.activations is not None and weight.input_scale is None and group & (group - 1) == 0

@@ -71,7 +71,10 @@ def split_in(kernels, split, *weights):
     for each in weights:
         stored = plan(kernels.facts, each).stored(each.format)
         for m in (1, 2, 4, 8):
-            kernels._derived_quantized[stored, *each.shape, m] = MatmulConfig(16, 16, 128, split, 1, 2, 0, 0, 16)
+            for operator in ("linear_parts", "linear"):
+                kernels._derived_quantized[operator, stored, *each.shape, m, 0] = MatmulConfig(
+                    16, 16, 128, split, 1, 2, 0, 0, 16
+                )
 
 
 @pytest.mark.parametrize("split", [1, 3])
@@ -109,6 +112,65 @@ def test_a_norm_and_queries_behind_it(format, split, kernels):
         same(mine, its)
 
 
+CONTEXT = 300
+
+
+def attention(batch, width, *, padding=0, seed=21):
+    """Queries of ``width`` tokens of each of ``batch`` sequences behind CONTEXT others, caches, and their metadata."""
+    dice = torch.Generator().manual_seed(seed)
+    pages, tokens = -(-(CONTEXT + width) // 16), batch * width
+    caches = [torch.randn(batch * pages + 1, 16, KV_HEADS, SIZE, generator=dice, device="cpu").half() for _ in range(2)]
+    metadata = AttentionMetadata(
+        query_start=torch.arange(0, tokens + 1, width, dtype=torch.int32),
+        seq_lens=torch.full((batch,), CONTEXT + width, dtype=torch.int32),
+        block_table=torch.arange(1, batch * pages + 1, dtype=torch.int32).view(batch, pages),
+        max_query=width,
+        max_kv=CONTEXT + width,
+    )
+    queries = torch.randn(tokens + padding, HEADS, SIZE, generator=dice, device="cpu").half()
+    there = torch.get_default_device()
+    return queries.to(there), *(cache.to(there) for cache in caches), metadata
+
+
+@pytest.mark.parametrize(("format", "batch", "padding"), [("int4", 1, 0), ("int4", 2, 3), ("fp8", 2, 0), ("fp8", 1, 1)])
+def test_a_norm_behind_attention(format, batch, padding, kernels):
+    """As attention, and what follows it, one after the other have it, where attention is shared out among programs."""
+    operands = attention(batch, 2, padding=padding)
+    assert kernels.attention_config(operands[0], operands[1], operands[3])[2] > 1
+    output, gates = weight(format, HIDDEN, HEADS * SIZE), weight(format, 2 * INNER, HIDDEN, seed=4)
+    split_in(kernels, 1, output, gates)
+    m, norm, bias = operands[0].shape[0], normal(HIDDEN, seed=13), normal(HIDDEN, seed=14)
+    kept, residual = normal(m, HIDDEN, seed=12), normal(m, HIDDEN, seed=12)
+    made = kernels.attention_norm_linear_quantized(*operands, output, bias, kept, norm, 1e-5, gates, scale=0.1)
+    right = KernelSet.attention_norm_linear_quantized(
+        kernels, *operands, output, bias, residual, norm, 1e-5, gates, scale=0.1
+    )
+    if format == "int4":
+        same(made, right)
+        same(kept, residual)
+    else:  # splits are added up in another order, so that a number near the border of two steps may go to either
+        torch.testing.assert_close(made, right, rtol=0.05, atol=0.05)
+        torch.testing.assert_close(kept, residual, rtol=0.02, atol=0.02)
+    assert made.isfinite().all()
+
+
+@pytest.mark.parametrize("planes", [planes_ops.PLAIN, planes_ops.DIGITS])
+def test_attention_leaves_rows_in_planes(planes, kernels):
+    """Bit for bit what laying out its result does; rows of padding are zeros."""
+    *operands, metadata = attention(3, 2, padding=2)
+    held = metadata.query_start, metadata.seq_lens, metadata.block_table, None, 2, CONTEXT + 2, 0.1, 0
+    call = *operands, *held, False, [16, 32, 4, 1, 2], kernels.pdl
+    made = torch.ops.outrider.paged_attention.triton_planes(*call, planes)
+    plain = torch.ops.outrider.paged_attention.triton(*call)
+    assert plain[-2:].eq(0).all()
+    laid = planes_ops.in_planes(plain.flatten(1), kernels.pdl, planes)
+    if planes == planes_ops.DIGITS:  # what lies behind the grains is nobody's
+        k, half = HEADS * SIZE, made.shape[1] // 2
+        used = [*range(k + 4 * (k // 128)), *range(half, half + k)]
+        made, laid = made[:, used], laid[:, used]
+    assert torch.equal(made, laid)
+
+
 def layer(format, kernels):
     config = ModelConfig(
         family="llama",
@@ -137,7 +199,9 @@ def layer(format, kernels):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_kernels_of_a_layer(format, kernels, monkeypatch):
-    """A few tokens behind another layer: four products, and between them what follows each in one kernel."""
+    """A few tokens behind another layer: four products, and between them what follows each in one kernel. What joins the
+    parts of attention leaves them as the next product takes them.
+    """
     own = layer(format, kernels)
     launched = []
     for module in (ops, planes_ops, quantized_ops):
@@ -149,28 +213,21 @@ def test_kernels_of_a_layer(format, kernels, monkeypatch):
 
         monkeypatch.setattr(module, "launch", counted)
     m, turn = 2, rotary(2)
-    metadata = AttentionMetadata(
-        query_start=torch.tensor([0, m], dtype=torch.int32),
-        seq_lens=torch.tensor([m], dtype=torch.int32),
-        block_table=torch.tensor([[1]], dtype=torch.int32),
-        max_query=m,
-        max_kv=m,
-    )
+    _, *caches, metadata = attention(1, m)
     inputs = ForwardInput(
         tokens=torch.zeros(m, dtype=torch.int64), positions=torch.arange(m), slots=torch.arange(m) + 4, attention=metadata
     )
     pending = OtherProduct(normal(m, 2 * INNER), weight(format, HIDDEN, INNER, seed=3), None, gated=True)
-    own.forward(pending, normal(m, HIDDEN, seed=9), inputs, (turn.cos, turn.sin), (turn.k_cache, turn.v_cache))
+    own.forward(pending, normal(m, HIDDEN, seed=9), inputs, (turn.cos, turn.sin), tuple(caches))
     found = Counter(launched)
-    found.pop("join_splits", None)  # where attention is shared out
     always = {"add_parts_rope_write_cache": 1, "paged_attention": 1}
     if format == "int4":
-        assert found == {**always, "linear_planes": 4, "add_rms_norm": 2, "silu_mul": 1, "lay_in_planes": 1}
+        assert found == {**always, "linear_planes": 4, "add_rms_norm": 2, "silu_mul": 1, "join_splits": 1}
     else:
         assert found == {
             **always,
             "linear_quantized": 4,
             "add_rms_norm_quantize": 2,
             "silu_mul_quantize": 1,
-            "quantize_rows": 1,
+            "join_splits_quantize": 1,
         }

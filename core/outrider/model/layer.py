@@ -13,8 +13,9 @@ from torch import Tensor
 from outrider.device import AttentionShape, KernelSet, Product, QuantizedWeight, RotaryArgs
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
-from outrider.model.pending import Partial, Pending, add, add_rms_norm
+from outrider.model.pending import Attended, Partial, Pending, add, add_rms_norm
 from outrider.model.products import (
+    Attending,
     OtherProduct,
     Weight,
     linear,
@@ -124,6 +125,9 @@ class DecoderLayer:
         self._after = None if weights.cache is None else weights.cache.after
         # Nothing comes between the product of queries, keys and values and their rotation: one kernel may do both.
         self._direct = self._before is None and (weights.q_norm is None or weights.k_norm is None)
+        # Nor between attention, the product of what it gives and the MLP's first.
+        quantized = isinstance(weights.output, QuantizedWeight) and isinstance(weights.gate_up, QuantizedWeight)
+        self._joined = quantized and self._after is None and ranks is None and weights.router is None
 
     def forward(
         self,
@@ -161,12 +165,27 @@ class DecoderLayer:
             normed = add_rms_norm(pending, residual, weights.attention_norm, eps, kernels)
         return self.mlp(self.attend(normed, inputs, cos_sin, cache), residual)
 
-    def mlp(self, attended: Product | OtherProduct | Partial, residual: Tensor) -> Pending:
+    def mlp(self, attended: Attended, residual: Tensor) -> Pending:
         """Add ``attended`` to ``residual`` [T, H] in place; returns what the MLP adds, pending."""
         weights = self._weights
         if isinstance(attended, Partial):
             return self._mlp_in_part(attended, residual)
         kernels, eps = self._kernels, self._config.rms_eps
+        if isinstance(attended, Attending):
+            assert isinstance(weights.gate_up, QuantizedWeight)  # else there is none
+            both = kernels.attention_norm_linear_quantized(
+                *attended.operands,
+                attended.output,
+                attended.bias,
+                residual,
+                weights.mlp_norm,
+                eps,
+                weights.gate_up,
+                weights.gate_up_bias,
+                scale=self._scale,
+                window=self._window,
+            )
+            return self._gated(both)
         if isinstance(attended, Product) and isinstance(weights.gate_up, Tensor):
             gated = kernels.norm_linear_silu_mul(
                 attended, residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias
@@ -177,17 +196,21 @@ class DecoderLayer:
             both = kernels.norm_linear_quantized(
                 added, residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias
             )
-            if isinstance(weights.down, QuantizedWeight):
-                return OtherProduct(both, weights.down, weights.down_bias, gated=True)
-            gated = kernels.silu_mul(both)
-        else:
-            normed = add_rms_norm(attended, residual, weights.mlp_norm, eps, kernels)
-            gated = linear_silu_mul(kernels, normed, weights.gate_up, weights.gate_up_bias)
+            return self._gated(both)
+        normed = add_rms_norm(attended, residual, weights.mlp_norm, eps, kernels)
+        gated = linear_silu_mul(kernels, normed, weights.gate_up, weights.gate_up_bias)
         return product(gated, weights.down, weights.down_bias)
+
+    def _gated(self, both: Tensor) -> Pending:
+        """What the MLP adds for ``both`` [T, 2 I], gate and up, pending."""
+        weights = self._weights
+        if isinstance(weights.down, QuantizedWeight):
+            return OtherProduct(both, weights.down, weights.down_bias, gated=True)
+        return product(self._kernels.silu_mul(both), weights.down, weights.down_bias)
 
     def attend(
         self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
-    ) -> Product | OtherProduct | Partial:
+    ) -> Attended:
         """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
         weights, kernels = self._weights, self._kernels
         made = product(normed, weights.qkv, weights.qkv_bias)
@@ -198,7 +221,7 @@ class DecoderLayer:
 
     def _attend(
         self, made: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
-    ) -> Product | OtherProduct | Partial:
+    ) -> Attended:
         """:meth:`attend` with queries, keys and values as the product made them, [T, (Hq + 2 Hkv) D]."""
         config, weights, kernels = self._config, self._weights, self._kernels
         rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
@@ -217,9 +240,11 @@ class DecoderLayer:
         kernels.rope_write_cache(q, k, v, *rotary)
         return self._look_back(q, inputs, cache)
 
-    def _look_back(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Product | OtherProduct | Partial:
+    def _look_back(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Attended:
         """Attention of ``q`` [T, Hq, D] over the cache; what it adds, pending."""
         weights = self._weights
+        if self._joined and isinstance(weights.output, QuantizedWeight):
+            return Attending((q, *cache, inputs.attention), weights.output, weights.output_bias)
         out = self._kernels.paged_attention(q, *cache, inputs.attention, scale=self._scale, window=self._window)
         if self._after is not None:
             out.mul_(self._after)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError, KernelSet, Product, QuantizedWeight
+from outrider.device import ConfigError, KernelSet, QuantizedWeight
 from outrider.model.config import ModelConfig
 from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.pending import Made, Partial, Pending, add_rms_norm
-from outrider.model.products import OtherProduct, SplitWeight, label, linear, linear_silu_mul, plain
+from outrider.model.pending import Attended, Made, Partial, Pending, add_rms_norm
+from outrider.model.products import Attending, SplitWeight, label, linear, linear_silu_mul, plain
 from outrider.model.ranks import ModelRanks
 
 
@@ -45,8 +45,9 @@ class MixtureLayer(DecoderLayer):
                 "plain weights (--quantized dequantize)"
             )
 
-    def mlp(self, attended: Product | OtherProduct | Partial, residual: Tensor) -> Pending:
+    def mlp(self, attended: Attended, residual: Tensor) -> Pending:
         """Add ``attended`` to ``residual`` [T, H] in place; returns what the experts add, pending."""
+        assert not isinstance(attended, Attending)  # a layer with a router leaves none
         normed = add_rms_norm(attended, residual, self._weights.mlp_norm, self._config.rms_eps, self._kernels)
         if not isinstance(attended, Partial):
             return Made(self._mixed(normed))

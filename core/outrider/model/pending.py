@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.device import KernelSet, Product
-from outrider.model.products import OtherProduct, multiply
+from outrider.model.products import Attending, OtherProduct, multiply
 from outrider.model.ranks import ModelRanks
 
 
@@ -25,6 +25,8 @@ class Made(NamedTuple):
 
 
 Pending = Product | OtherProduct | Partial | Made
+Attended = Product | OtherProduct | Partial | Attending
+"""What attention adds, pending."""
 
 
 def add(pending: Pending, residual: Tensor, kernels: KernelSet) -> Tensor:

@@ -12,7 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError, KernelSet, Product, QuantizedProduct, QuantizedWeight, RotaryArgs
+from outrider.device import (
+    AttentionMetadata,
+    ConfigError,
+    KernelSet,
+    Product,
+    QuantizedProduct,
+    QuantizedWeight,
+    RotaryArgs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,16 @@ class OtherProduct(NamedTuple):
     weight: QuantizedWeight | SplitWeight
     bias: Tensor | None
     gated: bool = False
+
+
+class Attending(NamedTuple):
+    """As :class:`OtherProduct` of what attention gives, before attention: ``operands`` of
+    :meth:`~outrider.device.KernelSet.paged_attention`, q [T, Hq, D], both caches, metadata.
+    """
+
+    operands: tuple[Tensor, Tensor, Tensor, AttentionMetadata]
+    output: QuantizedWeight
+    bias: Tensor | None
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Product | OtherProduct:

@@ -45,6 +45,47 @@ def _quantize_row(value, row, out, scales, size, FORMAT: tl.constexpr, GROUP: tl
     tl.store(scales + row * groups + place, tl.where(wrong > 0, float("nan"), scale), mask=place < groups)
 
 
+@triton.jit(do_not_specialize=["batch"])
+def join_splits_quantize(
+    parts,
+    stats,
+    query_start,
+    like,
+    out,
+    scales,
+    batch,
+    heads,
+    size,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (token): :func:`outrider_triton.jit.attention.join_splits` of all heads, rounded to the dtype of ``like``, and
+    the row as :func:`quantize_rows` leaves it; of padding zeros.
+    """
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    real = (token < tl.load(query_start + batch)) & (lane < heads * size)
+    place = (token * heads + lane // size) * SPLITS
+    highest = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        highest = tl.maximum(highest, tl.load(stats + (place + split) * 2, mask=real, other=-float("inf")))
+    floor = tl.where(highest == -float("inf"), 0.0, highest)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    made = tl.zeros([BLOCK], dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        best = tl.load(stats + (place + split) * 2, mask=real, other=-float("inf"))
+        some = best > -float("inf")  # nobody wrote the part of another
+        weight = tl.exp2(best - floor)
+        total += weight * tl.load(stats + (place + split) * 2 + 1, mask=real, other=0.0)
+        made += weight * tl.load(parts + (place + split) * size + lane % size, mask=some, other=0.0)
+    made = (made / tl.where(total == 0.0, 1.0, total)).to(like.dtype.element_ty).to(tl.float32)
+    _quantize_row(made, token, out, scales, heads * size, FORMAT, GROUP, BLOCK)
+
+
 @triton.jit
 def quantize_rows(
     x,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from outrider_triton.jit.dependent import begin, let_next_start, wait_for_last
+from outrider_triton.jit.planes import keep_in_planes
 
 
 @triton.jit
@@ -192,9 +193,25 @@ def paged_attention(
 
 @triton.jit(do_not_specialize=["batch"])
 def join_splits(
-    parts, stats, query_start, out, batch, heads, size, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr
+    parts,
+    stats,
+    query_start,
+    like,
+    out,
+    grains,
+    batch,
+    heads,
+    size,
+    stride,
+    SPLITS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PLANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (token, head): the splits' sums, weighed by their maxima. Padding is left as it is.
+
+    PLANES: rounded to the dtype of ``like``, heads of a token one behind the other, and kept as
+    :func:`outrider_triton.jit.planes.keep_in_planes` does, with ``grains`` or without; of padding zeros.
 
     Nobody wrote the part of a split whose maximum is -inf, and anything may lie there. Few parts are loaded together with the
     maxima, one way to memory and back; of many, those that are needed alone, one way later.
@@ -219,4 +236,8 @@ def join_splits(
     weight = tl.exp2(best - tl.where(highest == -float("inf"), 0.0, highest))
     total = tl.sum(weight * total, axis=0)
     made = tl.sum(made * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + place * size + lane, made.to(out.dtype.element_ty), mask=(lane < size) & real)
+    if PLANES:
+        made = made.to(like.dtype.element_ty)
+        keep_in_planes(out, grains, token, tl.program_id(1) * size, made, heads * size, stride, BLOCK_SIZE)
+    else:
+        tl.store(out + place * size + lane, made.to(out.dtype.element_ty), mask=(lane < size) & real)

@@ -22,6 +22,7 @@ _OVER_CACHES = frozenset(
         "norm_linear_rope_write_cache",
         "norm_linear_quantized_rope_write_cache",
         "paged_attention",
+        "attention_norm_linear_quantized",
         "plan_attention",
         "move_cache",
     }

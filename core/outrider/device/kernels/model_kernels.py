@@ -158,6 +158,32 @@ class ModelKernels:
         queries: Tensor = q
         return queries
 
+    def attention_norm_linear_quantized(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        output: QuantizedWeight,
+        output_bias: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """:meth:`norm_linear_quantized` of what attention adds: ``residual`` [T, H] grows in place by the product of
+        :meth:`paged_attention` with ``output`` [H, Hq D], and its norm is multiplied with ``weight`` → [T, out].
+
+        What attention gives needn't be rounded to q's dtype, nor lie in memory as anybody else would read it.
+        """
+        attended = self.paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+        added = QuantizedProduct(attended.reshape(q.shape[0], -1), output, output_bias)
+        return self.norm_linear_quantized(added, residual, norm, eps, weight, bias)
+
     # -- embeddings, norms, activation -----------------------------------------------------------------------------
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:

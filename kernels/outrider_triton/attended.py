@@ -1,0 +1,195 @@
+"""The part of the kernel set that attends over the cache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, QuantizedProduct, QuantizedWeight
+from outrider_triton import ops as _ops  # noqa: F401  (registers the operators)
+from outrider_triton import variants
+from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
+from outrider_triton.facts import DeviceFacts
+from outrider_triton.jit.planes import UNIT
+from outrider_triton.launch import ahead, power_of_two
+from outrider_triton.planes_ops import laying
+from outrider_triton.prompts import PromptAttention, Prompts
+from outrider_triton.quantized import Rows, TritonQuantized, dynamic, kept_as
+from outrider_triton.quantized_ops import Plan
+from outrider_triton.table import AttentionConfig, MatmulConfig, Table
+
+_TRITON = torch.ops.outrider
+
+
+_LONGEST = 1 << 13
+"""Numbers of a row that one program joins."""
+
+
+class _Call(NamedTuple):
+    """Operands of attention."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    metadata: AttentionMetadata
+    scale: float
+    window: int
+
+
+class _Kept(NamedTuple):
+    """How rows are left for a product: laid out in ``planes``, or else quantised."""
+
+    planes: int
+    format: str = ""
+    group: int = 0
+    dtype: torch.dtype | None = None
+
+
+class TritonAttention(TritonQuantized):
+    """Attention, by itself and with the product behind it."""
+
+    facts: DeviceFacts
+    pdl: bool
+    table: Table | None
+    _scope: variants.Scope
+    _prompts: PromptAttention
+    _layer: str
+
+    def attention_config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
+        """See :class:`~outrider_triton.derive_attention.AttentionCut`: from what the host knows."""
+        return self._attention_config(q, k_cache, metadata.seq_lens.shape[0], metadata.max_query, metadata.max_kv)
+
+    def _attention_config(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
+        derived = self.cut_up(q, k_cache, batch, max_query, max_kv, None)
+        if self.table is None or q.dtype.itemsize != 2:
+            return derived.as_list()
+        heads = _heads(q, k_cache)
+        groups = programs(heads, derived.block_rows, batch, max_query)
+        tuned = self.table.attention_config(groups, heads.size, heads.group, layer=self._layer)
+        return self.cut_up(q, k_cache, batch, max_query, max_kv, tuned).as_list()
+
+    def cut_up(
+        self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int, tuned: AttentionConfig | None
+    ) -> AttentionCut:
+        """The launch for queries and a cache like these, with what was measured; None: derived."""
+        return cut(self.facts, _heads(q, k_cache), batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned)
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """Online softmax over the pages; few queries split the cached tokens among programs. Prompts go their own way."""
+        if not self._attends(q):
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+        call = _Call(q, k_cache, v_cache, metadata, scale, window)
+        self._compile_attention(call, None)
+        if self._prompts.serves(q, metadata):
+            prompts = Prompts(q, k_cache, v_cache, metadata, scale, window)
+            if self._scope.depth:
+                self._prompts.measure(prompts)
+            return self._prompts.attend(prompts)
+        config = self.attention_config(q, k_cache, metadata)
+        return _TRITON.paged_attention.triton(*self._operands(call, config))  # type: ignore[no-any-return]
+
+    def attention_norm_linear_quantized(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        output: QuantizedWeight,
+        output_bias: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """What joins the splits of attention leaves rows as the product behind it takes them: a kernel less."""
+        call = _Call(q, k_cache, v_cache, metadata, scale, window)
+        whole = residual[:, :1].expand(-1, output.shape[1])  # for its shape and dtype
+
+        def attended(way: Plan, config: MatmulConfig) -> Rows:
+            return self._joined(call, _kept(call, output, way, config))
+
+        added = QuantizedProduct(whole, output, output_bias)
+        normed = self._normed(added, residual, norm, eps, weight, bias, parts=False, taken=attended)
+        if normed is None:
+            return super().attention_norm_linear_quantized(
+                *call[:4], output, output_bias, residual, norm, eps, weight, bias, scale=scale, window=window
+            )
+        return self._behind(normed, residual, weight, bias, parts=False)
+
+    def _joined(self, call: _Call, kept: _Kept | None) -> Rows:
+        """Rows [T, Hq D] of attention, ``kept`` so where it's split."""
+        if kept is not None and self._attends(call.q):
+            self._compile_attention(call, kept)
+            if self._scope.depth:
+                self._compile_attention(call, None)  # of more requests it isn't split
+            config = self.attention_config(call.q, call.k_cache, call.metadata)
+            if config[2] > 1 and not self._prompts.serves(call.q, call.metadata):
+                return self._keep(call, config, kept)
+        out = self.paged_attention(*call[:4], scale=call.scale, window=call.window)
+        return Rows(out.reshape(out.shape[0], -1), None, False)
+
+    def _keep(self, call: _Call, config: list[int], kept: _Kept) -> Rows:
+        operands = self._operands(call, config)
+        if kept.planes:
+            return Rows(_TRITON.paged_attention.triton_planes(*operands, kept.planes), None, True)
+        rows, scales = _TRITON.paged_attention.triton_quantize(*operands, *kept[1:])
+        return Rows(rows, scales, False)
+
+    def _attends(self, q: Tensor) -> bool:
+        return self._uses("paged_attention", q) and q.shape[-1] <= 256
+
+    def _operands(self, call: _Call, config: list[int]) -> tuple[Any, ...]:
+        metadata = call.metadata
+        held = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
+        sizes = metadata.max_query, metadata.max_kv, call.scale, call.window
+        # What isn't split has many blocks, of which only the first would come earlier.
+        settled = self.pdl and metadata.settled and config[2] > 1
+        return *call[:3], *held, *sizes, settled, config, self.pdl
+
+    def _compile_attention(self, call: _Call, kept: _Kept | None) -> None:
+        """Every way to cut it up; once, in the scope alone."""
+        q, k_cache, metadata = call.q, call.k_cache, call.metadata
+        longest = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
+        variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, call.window, kept
+        if self._scope.first(("attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._layer)):
+            for each in self._scope.attention_configs(
+                (q.dtype, *q.shape[1:], k_cache.shape[2], self._layer),
+                lambda *sizes: self._attention_config(q, k_cache, *sizes),
+                max_query=min(metadata.max_query, longest),
+                capacity=metadata.block_table.shape[1] * k_cache.shape[1],
+            ):
+                with ahead():
+                    if kept is None:
+                        _TRITON.paged_attention.triton(*self._operands(call, list(each)))
+                    elif each[2] > 1:
+                        self._keep(call, list(each), kept)
+
+
+def _kept(call: _Call, weight: QuantizedWeight, way: Plan, config: MatmulConfig) -> _Kept | None:
+    """How rows are left for such a product; None: plainly."""
+    size = call.q.shape[2]
+    if way.planes:
+        return _Kept(laying(config)) if size % UNIT.value == 0 and power_of_two(size) == size else None
+    if not dynamic(weight) or weight.shape[1] > _LONGEST:
+        return None
+    return _Kept(0, *kept_as(weight, way))
+
+
+def _heads(q: Tensor, k_cache: Tensor) -> Heads:
+    kv_heads = k_cache.shape[2]
+    return Heads(group=q.shape[1] // kv_heads, kv_heads=kv_heads, size=q.shape[2], bytes=q.dtype.itemsize)

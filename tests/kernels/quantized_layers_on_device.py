@@ -1,0 +1,176 @@
+"""Layers with quantised weights on a real device: ``python tests/kernels/quantized_layers_on_device.py [SECONDS]``.
+
+First attention and what follows it, in a graph, against the reference in float64. Then microseconds of a layer of Llama-3.1-8B's
+shape in a chain of layers, as its products are cut up by themselves, and with each of them cut in other ways while the others
+stay: what is fastest alone needn't be so there, since a ring fills while the small kernels ahead of it run. A line of JSON
+last; exits 1 where something is wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from functools import partial
+
+import torch
+from on_device import in_a_graph, wrong
+
+from outrider.device import AttentionMetadata, KernelSet, QuantizedProduct, RotaryArgs
+from outrider.model.shapes import decoder_shape, shape_config
+from outrider_triton import variants
+from outrider_triton.derive import rank
+from outrider_triton.facts import facts_of
+from outrider_triton.kernelset import TritonKernels
+from outrider_triton.launch import ahead
+from outrider_triton.table import load
+from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
+from outrider_tune.timing import microseconds
+
+HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
+CONTEXT, PAGE, LAYERS = 640, 16, 6
+ERROR = 8e-3
+"""Relative to the largest number of a row; the reference rounds nothing."""
+BF16 = torch.bfloat16
+FORMATS = ("int4", "fp8")
+
+
+class Layers:
+    """Layers with random weights; ``kernels`` compute them."""
+
+    def __init__(self, kernels, format, device, *, layers=LAYERS):
+        self.kernels, self.device = kernels, device
+        dice = torch.Generator(device).manual_seed(0)
+        shapes = ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN), (HIDDEN, HEADS * SIZE), (2 * INNER, HIDDEN), (HIDDEN, INNER)
+        way = RANDOM_FORMATS[format]
+        self.weights = [
+            [random_quantized(way, *shape, device=device, generator=dice) for shape in shapes] for _ in range(layers)
+        ]
+        self.norm = torch.ones(HIDDEN, dtype=BF16, device=device)
+
+    def prepare(self, batch, width):
+        device, rows, pages = self.device, batch * width, CONTEXT // PAGE
+        table = (torch.randperm(batch * pages, device=device) + 1).view(batch, pages).int()
+        lane = torch.arange(CONTEXT - width, CONTEXT, device=device)
+        self.slots = (table[:, lane // PAGE].long() * PAGE + lane % PAGE).flatten()
+        self.metadata = AttentionMetadata(
+            query_start=torch.arange(0, rows + 1, width, dtype=torch.int32, device=device),
+            seq_lens=torch.full((batch,), CONTEXT, dtype=torch.int32, device=device),
+            block_table=table,
+            max_query=width,
+            max_kv=CONTEXT,
+            settled=True,
+        )
+        size = 1 + batch * pages, PAGE, KV_HEADS, SIZE
+        self.caches = [[torch.randn(size, dtype=BF16, device=device) for _ in range(2)] for _ in self.weights]
+        self.residual = torch.randn(rows, HIDDEN, dtype=BF16, device=device)
+        self.both = torch.randn(rows, 2 * INNER, dtype=BF16, device=device) * 0.1
+        angle = torch.rand(rows, SIZE, device=device)
+        self.angles = angle.cos().to(BF16), angle.sin().to(BF16)
+
+    def run(self, _=0):
+        kernels, residual, both, down = self.kernels, self.residual.clone(), self.both, self.weights[-1][3]
+        for (qkv, output, gates, next_down), cache in zip(self.weights, self.caches, strict=True):
+            rotary = RotaryArgs(*self.angles, *cache, self.slots)
+            added = QuantizedProduct(both, down, None, gated=True)
+            q = kernels.norm_linear_quantized_rope_write_cache(added, residual, self.norm, 1e-5, qkv, None, rotary)
+            both = kernels.attention_norm_linear_quantized(
+                q, *cache, self.metadata, output, None, residual, self.norm, 1e-5, gates, scale=SIZE**-0.5
+            )
+            down = next_down
+        return both
+
+    def layer_us(self):
+        return microseconds(torch.cuda, self.run, calls=1, replays=7) / len(self.weights)
+
+
+def right(facts, device):
+    found = []
+    for format, (batch, width) in itertools.product(FORMATS, ((1, 1), (1, 4), (3, 4), (13, 1), (64, 1))):
+        layers = Layers(TritonKernels(facts, table=load(facts.name)), format, device, layers=1)
+        layers.prepare(batch, width)
+        _, output, gates, _ = layers.weights[0]
+        q = torch.randn(batch * width, HEADS, SIZE, device=device).to(BF16)
+
+        def behind(kernel_set, dtype, q=q, layers=layers, output=output, gates=gates):
+            wide = (each.to(dtype) for each in (q, *layers.caches[0]))
+            residual = layers.residual.to(dtype, copy=True)
+            norm = layers.norm.to(dtype)
+            return kernel_set.attention_norm_linear_quantized(
+                *wide, layers.metadata, output, None, residual, norm, 1e-5, gates, scale=SIZE**-0.5
+            )
+
+        wanted = behind(KernelSet(), torch.float64)
+        off, own = wrong(in_a_graph(partial(behind, layers.kernels, BF16)), wanted), wrong(behind(KernelSet(), BF16), wanted)
+        bad = off > max(ERROR, 1.5 * own)
+        found.append(bad)
+        print(
+            f"{format} {batch}x{width}: off {off:.1e}, the reference in bfloat16 {own:.1e}{' WRONG' if bad else ''}",
+            flush=True,
+        )
+    return sum(found)
+
+
+def candidates(kernels, key, *, most=12):
+    """The likeliest, no more than two of which differ in how much is on its way alone."""
+    operator, stored, n, k, m, half = key
+    found, alike = [], {}
+    for config in rank(kernels.facts, operator, m=m, n=n, k=k, half=half, stored=stored):
+        cut = config.split, config.warps, config.descriptor, config.each, config.ahead or config.block_n
+        alike[cut] = alike.get(cut, 0) + 1
+        if alike[cut] <= 2 and (config.descriptor or not half):
+            found.append(config)
+    return found[:most]
+
+
+def search(layers, chosen):
+    """Each product's cuts, the largest product first; ``chosen`` keeps the fastest."""
+    ways = {key: candidates(layers.kernels, key) for key in chosen}
+    with variants._compiling():
+        for key, config in ((key, config) for key, found in ways.items() for config in found):
+            old, chosen[key] = chosen[key], config
+            with ahead():
+                layers.run()
+            chosen[key] = old
+    measured = {}
+    for key in sorted(ways, key=lambda key: -key[2] * key[3]):
+        old, times = chosen[key], []
+        for config in ways[key]:
+            chosen[key] = config
+            times.append((layers.layer_us(), config))
+        times.sort(key=lambda pair: pair[0])
+        chosen[key] = times[0][1]
+        measured[f"{key[2]}x{key[3]}"] = [(round(us, 2), config.as_list()) for us, config in times]
+        print(f"  {key[0]} {key[2]}x{key[3]} was {old.as_list()}: {measured[f'{key[2]}x{key[3]}'][:3]}", flush=True)
+    return measured
+
+
+def main():
+    deadline = time.monotonic() + (float(sys.argv[1]) if len(sys.argv) > 1 else 120)
+    device = torch.device("cuda", 0)
+    facts = facts_of(torch.cuda.get_device_properties(device))
+    print(facts.name, flush=True)
+    bad, found = right(facts, device), {}
+    for format in FORMATS:
+        kernels = TritonKernels(facts, table=load(facts.name)).for_shape(decoder_shape(shape_config("llama-3.1-8b"), BF16))
+        layers = Layers(kernels, format, device)
+        for batch, width in ((1, 1), (1, 4), (2, 4), (4, 4)):
+            if time.monotonic() > deadline:
+                break
+            layers.prepare(batch, width)
+            kernels._derived_quantized.clear()
+            derived = layers.layer_us()
+            print(f"{format} {batch}x{width}: {derived:.1f} as derived", flush=True)
+            measured = search(layers, kernels._derived_quantized)
+            best = layers.layer_us()
+            print(f"{format} {batch}x{width}: {derived:.1f} as derived, {best:.1f} with the fastest of each", flush=True)
+            found[f"{format} {batch}x{width}"] = {"derived": derived, "fastest": best, "measured": measured}
+        del layers, kernels
+        torch.cuda.empty_cache()
+    print(json.dumps({"device": facts.name, "wrong": bad, "layers": found}))
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
