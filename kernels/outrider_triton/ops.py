@@ -397,7 +397,9 @@ def attend(
     *,
     padding: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What attention gives, or with splits its parts and their maxima and sums: all three. ``padding``: whether that is zeros."""
+    """What attention gives, or with splits its parts and their maxima and sums: all three. ``padding``: whether that is
+    zeros.
+    """
     del max_kv  # lengths are read on the device
     block_rows, block_kv, split, warps, stages = config
     tokens, heads, size = q.shape
@@ -448,7 +450,9 @@ def _join(
     grains: Tensor | None = None,
     planes: int = 0,
 ) -> Tensor:
-    """``parts [T, Hq, split, D]`` to ``out``, [T, Hq, D] or rows in ``planes`` with their ``grains``; rounded as ``like`` is."""
+    """``parts [T, Hq, split, D]`` to ``out``, [T, Hq, D] or rows in ``planes`` with their ``grains``; rounded as ``like``
+    is.
+    """
     tokens, heads, split, size = parts.shape
     block_size = max(power_of_two(size), 16)
     launch(

@@ -1,8 +1,8 @@
 """Layers with quantised weights on a real device: ``python tests/kernels/quantized_layers_on_device.py [SECONDS]``.
 
-First attention and what follows it, in a graph, against the reference in float64. Then microseconds of a layer of Llama-3.1-8B's
-shape in a chain of layers, as its products are cut up by themselves, and with each of them cut in other ways while the others
-stay: what is fastest alone needn't be so there, since a ring fills while the small kernels ahead of it run. A line of JSON
+First attention and what follows it, in a graph, against the reference in float64. Then microseconds of a layer in a chain of
+layers of the shape of Llama-3.1-8B, as its products are cut up by themselves, and with each of them cut in other ways while
+the others stay: what is fastest alone needn't be so there, since a ring fills while small kernels ahead of it run. A line of JSON
 last; exits 1 where something is wrong.
 """
 
