@@ -405,24 +405,21 @@ def main() -> int:
 
 
 def table(timing, sorting, kernels):
-    """Cuts are rows of the weight, columns, 1, warps, stages, columns asked for ahead."""
+    """Cuts are rows of the weight, columns, 1, warps, stages, columns asked for ahead. What decides comes last."""
     print(f"{kernels.facts.name}, {timing.rate:.0f} GB/s read; sorting alone, us: {sorting}")
-    for m in BLOCKS:
+    for m in reversed(BLOCKS):
         print(f"-- {m} tokens, {timing.used(m, 0.0):.0f} experts: {timing.limit(m):.1f} us at that rate; gates, outputs")
-        rows = sorted((row for row in timing.rows if row["tokens"] == m and row["us"]), key=lambda row: row["us"])
-        plain = [row for row in rows if row["what"] in ("gates", "outputs", "both")]
-        by_size = {size: [row for row in plain if row["size"] == size] for size in BLOCKS[m]}
-        shown = [
-            row for size in BLOCKS[m] for row in by_size[size][:4] + [r for r in by_size[size] if r["what"] != "both"][:3]
-        ]
-        shown = [row for number, row in enumerate(shown) if row not in shown[:number]]
-        for row in sorted(shown + [row for row in rows if row not in plain], key=lambda row: (row["spread"], row["us"])):
-            spread = (
-                f", {timing.used(m, row['spread']):.0f} experts, limit {timing.limit(m, row['spread']):.1f}"
-                if row["spread"]
-                else ""
-            )
-            print(f"{row['us']:7.1f} us, blocks of {row['size']:2}, {row['gates']}, {row['outputs']}, {row['what']}{spread}")
+        rows = sorted((row for row in timing.rows if row["tokens"] == m), key=lambda row: row["us"])
+        tried = [row for row in rows if row["what"] in ("gates", "outputs", "both")]
+        shown = [row for row in rows if row not in tried]
+        for size in BLOCKS[m]:
+            of_size = [row for row in tried if row["size"] == size]
+            shown += of_size[:4] + [row for row in of_size[4:] if row["what"] != "both"][:1]
+        for row in sorted(shown, key=lambda row: (row["spread"], row["us"])):
+            end = ""
+            if row["spread"]:
+                end = f" ({timing.used(m, row['spread']):.0f} experts, {timing.limit(m, row['spread']):.1f} us)"
+            print(f"{row['us']:7.1f} us, blocks of {row['size']:2}, {row['gates']}, {row['outputs']}, {row['what']}{end}")
     print(f"{timing.bad} WRONG among what was timed", flush=True)
 
 
