@@ -13,6 +13,12 @@ from outrider_triton.launch import launch, power_of_two, warps_for
 
 _COMPARED = 64
 """Of so many pairs a program finds the experts by itself; with more, most experts have a token anyway."""
+_LAID_OUT = 16384
+"""So many pairs are laid out by a kernel of ours: each of its programs looks at all of them, 1024 at a time."""
+_BINS = 1024
+"""The most experts, and one more, whose pairs it counts."""
+_BESIDE = 8
+"""So many blocks run beside each other, then have the next rows of their weights: an expert's blocks share what is read."""
 
 
 def _route(logits: Tensor, count: int, renormalize: bool, pdl: bool) -> tuple[Tensor, Tensor]:
@@ -48,12 +54,25 @@ define(
 )
 
 
+def block_count(pairs: int, experts: int, size: int) -> int:
+    """Blocks of ``size`` that pairs need at most, each with one expert: whole groups of those that run beside each other."""
+    blocks = (pairs + min(experts, pairs) * (size - 1)) // size
+    beside = min(_BESIDE, blocks)
+    return -(-blocks // beside) * beside
+
+
+def grid_of(blocks: int, tiles: int) -> tuple[int, int, int]:
+    """Programs for each block and each tile of a weight's rows: some blocks go through all tiles before the next ones do."""
+    beside = min(_BESIDE, blocks)
+    return beside, tiles, triton.cdiv(blocks, beside)
+
+
 def sorted_pairs(chosen: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
     """Pairs of token and expert in blocks of ``size`` with one expert each: pairs int64 [blocks * size], -1 where a place has
     none, and each block's expert int64 [blocks]. How many blocks there are depends on shapes alone.
     """
     pairs, flat = chosen.numel(), chosen.flatten()
-    blocks = (pairs + min(experts, pairs) * (size - 1)) // size  # there are never more
+    blocks = block_count(pairs, experts, size)
     counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
     ends = ((counts + (size - 1)) // size).cumsum(0)  # of each expert, in blocks
     names, order = flat.sort(stable=True)
@@ -64,8 +83,28 @@ def sorted_pairs(chosen: Tensor, experts: int, size: int) -> tuple[Tensor, Tenso
     return laid, torch.searchsorted(ends, numbers, right=True).clamp_(max=experts - 1)
 
 
+def laid_out_pairs(chosen: Tensor, experts: int, size: int, pdl: bool) -> tuple[Tensor, Tensor]:
+    """As :func:`sorted_pairs`, in one kernel instead of about twenty, unless there are very many pairs or experts."""
+    pairs = chosen.numel()
+    if pairs > _LAID_OUT or experts >= _BINS:
+        return sorted_pairs(chosen, experts, size)
+    blocks = block_count(pairs, experts, size)
+    order = chosen.new_empty(blocks * size)
+    expert_of = chosen.new_empty(blocks)
+    launch(
+        jit.lay_out_pairs,
+        (experts,),
+        *(chosen, order, expert_of, pairs, experts, size, blocks),
+        BINS=power_of_two(experts + 1),
+        BLOCK=1024,
+        pdl=pdl,
+        warps=8,
+    )
+    return order, expert_of
+
+
 def blocks_of(
-    chosen: Tensor, experts: int, size: int, most: int
+    chosen: Tensor, experts: int, size: int, most: int, pdl: bool
 ) -> tuple[Tensor | None, Tensor | None, int, dict[str, object]]:
     """Pairs and experts of sorted blocks, if they are (``size``), how many programs look for an expert, and what they know.
 
@@ -74,7 +113,7 @@ def blocks_of(
     m, count = chosen.shape
     own: dict[str, object] = {"SORTED": bool(size), "PAIRS": 0, "COUNT": power_of_two(count)}
     if size:
-        order, expert_of = sorted_pairs(chosen, experts, size)
+        order, expert_of = laid_out_pairs(chosen, experts, size, pdl)
         return order, expert_of, expert_of.shape[0], own
     expect(m <= most, lambda: f"{m} tokens in a block of {most}")
     pairs = m * count
@@ -114,19 +153,19 @@ def _experts(
     x, chosen, weights = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, chosen, weights))
     chosen, weights = chosen.contiguous(), weights.contiguous()
     pairs = m * count
-    order, expert_of, blocks, own = blocks_of(chosen, experts, size, min(gates[0], outputs[0]))
+    order, expert_of, blocks, own = blocks_of(chosen, experts, size, min(gates[0], outputs[0]), pdl)
     made = x.new_empty((pairs, inner))
     parts = x.new_empty((pairs, hidden))
     for kernel, config, operands, n, k in (
         (jit.expert_gates, gates, (x, chosen, order, expert_of, gate_up, made), inner, hidden),
         (jit.expert_outputs, outputs, (made, weights, chosen, order, expert_of, down, parts), hidden, inner),
     ):
-        block_m, block_n, block_k, _, warps, stages, *_rest = config
+        block_m, block_n, block_k, _, warps, stages, ahead, *_rest = config
         strides = (x.stride(0),) if kernel is jit.expert_gates else ()
         launch(
             kernel,
-            (blocks, triton.cdiv(n, block_n)),
-            *(*operands, m, count, n, k, *strides),
+            grid_of(blocks, triton.cdiv(n, block_n)),
+            *(*operands, m, count, n, k, *strides, min(ahead, k) if k % 8 == 0 else 0),
             **own,
             BLOCK_M=size or block_m,
             BLOCK_N=block_n,

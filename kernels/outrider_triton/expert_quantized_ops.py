@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from outrider_triton.define import define
-from outrider_triton.expert_ops import added, blocks_of
+from outrider_triton.expert_ops import added, blocks_of, grid_of
 from outrider_triton.jit import expert_quantized as jit
 from outrider_triton.launch import launch
 from outrider_triton.quantized_ops import kept_dtype, quantized_rows
@@ -49,7 +49,7 @@ def _experts_quantized(
     hidden, count = x.shape[1], chosen.shape[1]
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
     pairs = chosen.numel()
-    order, expert_of, blocks, own = blocks_of(chosen, experts, size, min(gates[0], outputs[0]))
+    order, expert_of, blocks, own = blocks_of(chosen, experts, size, min(gates[0], outputs[0]), pdl)
     both = x.new_empty((pairs, 2 * inner))
     parts = x.new_empty((pairs, hidden))
 
@@ -72,7 +72,7 @@ def _experts_quantized(
         block_m, block_n, block_k, _, warps, stages, *_rest = config
         launch(
             jit.expert_quantized,
-            (blocks, triton.cdiv(n, block_n)),
+            grid_of(blocks, triton.cdiv(n, block_n)),
             *(rows, x_scales, stack.view(torch.int8) if format == "fp8" and not native[place] else stack, scales, zeros),
             *(weights, chosen, order, expert_of, out, chosen.shape[0], count, n, k, rows.stride(0), groups, scales.shape[1]),
             BY_PAIR=bool(place),

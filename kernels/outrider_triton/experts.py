@@ -12,7 +12,7 @@ from outrider.device import KernelSet, QuantizedWeight
 from outrider_triton import expert_ops as _expert_ops  # noqa: F401  (these register the operators)
 from outrider_triton import expert_quantized_ops as _expert_quantized_ops  # noqa: F401
 from outrider_triton import variants
-from outrider_triton.derive import PLAIN, Stored, rank
+from outrider_triton.derive import PLAIN, Stored, begins_of_experts, estimate, rank, size_of
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.quantized_ops import Plan, plan
@@ -23,6 +23,14 @@ _FEW = 64
 """Tokens up to which each expert multiplies all of them: its weights are what takes the time."""
 _CHOICES = 1024
 """The most experts that a program holds at once."""
+
+
+def _block(tokens: int, chosen: int, experts: int) -> int:
+    """Tokens of a sorted block: half as many again as an expert has on average, so that most experts are one block.
+
+    A second block reads the weights again, though out of the cache; tokens that aren't there cost no bytes.
+    """
+    return bucket(-(-3 * tokens * chosen // (2 * experts)))
 
 
 class TritonExperts(KernelSet):
@@ -80,7 +88,7 @@ class TritonExperts(KernelSet):
         hidden, inner = x.shape[1], down.shape[1]
         experts = down.shape[0] // hidden
         few = x.shape[0] <= _FEW
-        rows = power_of_two(x.shape[0]) if few else bucket(-(-x.shape[0] * chosen.shape[1] // experts))
+        rows = power_of_two(x.shape[0]) if few else _block(x.shape[0], chosen.shape[1], experts)
         used = min(experts, rows * chosen.shape[1]) if few else experts
         key = few, rows, used, gate_up.label, gate_up.shape, down.shape
         if key not in self._derived_experts:
@@ -105,13 +113,13 @@ class TritonExperts(KernelSet):
     def _every_count(experts: int, count: int) -> tuple[int, ...]:
         """Numbers of tokens among which each configuration is."""
         few = [1 << power for power in range(power_of_two(_FEW).bit_length())]
-        return *few, *(max(_FEW + 1, experts * size // count) for size in BUCKETS)
+        return *few, *(max(_FEW + 1, 2 * experts * size // (3 * count)) for size in BUCKETS)
 
     def experts_config(self, tokens: int, chosen: int, gate_up: Tensor) -> tuple[int, MatmulConfig, MatmulConfig]:
         """Tokens of a sorted block (0: they aren't sorted), and how gates and outputs are cut up."""
         experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
         few = tokens <= _FEW
-        rows = power_of_two(tokens) if few else bucket(-(-tokens * chosen // experts))
+        rows = power_of_two(tokens) if few else _block(tokens, chosen, experts)
         key = few, rows, chosen, experts, inner, hidden
         if key not in self._derived_experts:
             used = min(experts, rows * chosen) if few else experts
@@ -123,10 +131,18 @@ class TritonExperts(KernelSet):
     def _cut(self, operator: str, m: int, n: int, k: int, stored: Stored = PLAIN) -> MatmulConfig:
         """The best whose programs have whole tiles: an expert's rows end with it."""
         ranked = rank(self.facts, operator, m=m, n=n, k=k, stored=stored)
-        return next(config for config in ranked if not config.each and not config.descriptor and config.split == 1)
+        able = [config for config in ranked if not config.each and not config.descriptor and config.split == 1]
+        if stored != PLAIN:
+            return able[0]
+
+        def seconds(config: MatmulConfig) -> float:
+            alone = estimate(self.facts, operator, config, m=size_of(m), n=n, k=k)
+            return alone + begins_of_experts(self.facts, operator, config, n=n)
+
+        return min(able, key=seconds)
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Three kernels, and behind 64 tokens a sort. In float32 and float64 the reference's."""
+        """Three kernels, and behind 64 tokens one ahead of them that sorts. In float32 and float64 the reference's."""
         halves = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
         if not halves or not x.numel() or not self._uses("experts", x, weights) or not gate_up.is_contiguous():
             return super().experts(x, weights, chosen, gate_up, down)

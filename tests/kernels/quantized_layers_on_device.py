@@ -2,8 +2,8 @@
 
 First attention and what follows it, in a graph, against the reference in float64. Then microseconds of a layer in a chain of
 layers of the shape of Llama-3.1-8B, as its products are cut up by themselves, and with each of them cut in other ways while
-the others stay: what is fastest alone needn't be so there, since a ring fills while small kernels ahead of it run. A line of JSON
-last; exits 1 where something is wrong.
+the others stay: what is fastest alone needn't be so there, since a ring fills while small kernels ahead of it run. A line of
+JSON last; exits 1 where something is wrong.
 """
 
 from __future__ import annotations

@@ -2,15 +2,18 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
+from drawing import some_and_many
 from kernels.devices import DEVICES
 from outrider.device import KernelSet
 from outrider.model.quantization.layouts import moved
 from outrider.model.shapes import SHAPES
 from outrider_triton.derive import shared_bytes
-from outrider_triton.expert_ops import sorted_pairs
+from outrider_triton.expert_ops import laid_out_pairs, sorted_pairs
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import MatmulConfig
 from outrider_tune.quantized import RandomFormat, random_quantized
@@ -84,6 +87,39 @@ def test_pairs_in_blocks():
         assert sorted(kept.tolist()) == list(range(99))
         blocks = torch.arange(laid.shape[0])[laid >= 0] // size
         assert torch.equal(names.flatten()[kept], expert_of[blocks])
+
+
+def laid_out_alike(tokens, count, experts, size, used, seed, device, pdl):
+    """The kernel's blocks are those of torch's sort, also where few of the experts are ``used``, or one alone."""
+    generator = torch.Generator().manual_seed(seed)
+    some = torch.randperm(experts, generator=generator)[:used]
+    names = some[torch.randint(0, some.shape[0], (tokens, count), generator=generator)].to(device)
+    for made, right in zip(laid_out_pairs(names, experts, size, pdl), sorted_pairs(names, experts, size), strict=True):
+        assert made.dtype is torch.int64
+        assert torch.equal(made, right)
+
+
+PAIRS = given(
+    tokens=st.one_of(st.integers(1, 140), st.integers(1, 512)),
+    count=st.sampled_from((1, 4, 8)),
+    experts=st.sampled_from((2, 8, 60, 128, 256)),
+    size=st.sampled_from((8, 16, 32, 64, 128)),
+    used=st.one_of(st.just(1), st.integers(1, 256)),
+    seed=st.integers(0, 99),
+)
+test_some_pairs_are_laid_out_alike, test_many_pairs_are_laid_out_alike = some_and_many(
+    laid_out_alike, PAIRS, some=5, many=100
+)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "mixtral-8x7b"])
+def test_every_configuration_of_experts_is_known_beforehand(shape):
+    kernels, config = TritonKernels(DEVICES["H200"]), SHAPES[shape]
+    experts = config.experts
+    stack = torch.empty(experts.count, 2 * experts.intermediate_size, config.hidden_size, dtype=torch.bfloat16, device="meta")
+    counts = kernels._every_count(experts.count, experts.per_token)
+    known = {kernels.experts_config(tokens, experts.per_token, stack) for tokens in counts}
+    assert {kernels.experts_config(tokens, experts.per_token, stack) for tokens in range(1, 5000)} == known
 
 
 @pytest.mark.parametrize("name", ["H100", "L4", "MI300X", "RTX 3090"])

@@ -1,7 +1,8 @@
 """Mixtures of experts: which experts a token goes to, and the products of those that some token goes to.
 
 Few tokens: a program finds on the device which expert is its own, and multiplies all tokens with it; what isn't the expert's
-is not stored. So each weight is read once, and nothing is sorted. Many tokens: pairs of token and expert are sorted.
+is not stored. So each weight is read once, and nothing is sorted. Many tokens: pairs of token and expert are laid out by
+expert first, by a program for each expert. Blocks of one expert run beside each other, so that its weights come once.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import begin
-from outrider_triton.jit.matmul import gated
+from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
+from outrider_triton.jit.matmul import ask_for_gates, gated
 
 
 @triton.jit
@@ -50,6 +51,53 @@ def route(
     tl.store(chosen + token * count + place, names, mask=kept)
 
 
+@triton.jit(do_not_specialize=["pairs", "experts", "size", "blocks"])
+def lay_out_pairs(
+    chosen,
+    order,
+    expert_of,
+    pairs,
+    experts,
+    size,
+    blocks,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One expert's pairs of token and expert, in their order, in ``order [blocks * size]``, and ``expert_of [blocks]``.
+
+    A block has one expert. Places without a pair are -1; of blocks that no expert has, each program fills a share, as if they
+    were the last expert's. BINS: more than ``experts``.
+    """
+    begin(PDL)
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    counts = tl.zeros([BINS], dtype=tl.int32)
+    for at in range(0, pairs, BLOCK):
+        name = tl.load(chosen + at + lane, mask=at + lane < pairs, other=experts)
+        counts += tl.histogram(name.to(tl.int32), BINS)
+    bins = tl.arange(0, BINS)
+    filled = tl.where(bins < experts, (counts + size - 1) // size, 0)  # blocks of each expert
+    used = tl.sum(filled, axis=0)
+    first = tl.sum(tl.where(bins < expert, filled, 0), axis=0)
+    behind = first + tl.sum(tl.where(bins == expert, filled, 0), axis=0)
+    place = first * size
+    for at in range(0, pairs, BLOCK):
+        name = tl.load(chosen + at + lane, mask=at + lane < pairs, other=experts)
+        mine = name == expert
+        tl.store(order + place + tl.cumsum(mine.to(tl.int32), axis=0) - 1, (at + lane).to(tl.int64), mask=mine)
+        place += tl.sum(mine.to(tl.int32), axis=0)
+    nothing = tl.full([BLOCK], -1, dtype=tl.int64)
+    for at in range(place, behind * size, BLOCK):
+        tl.store(order + at + lane, nothing, mask=at + lane < behind * size)
+    for at in range(first, behind, BLOCK):
+        tl.store(expert_of + at + lane, nothing + 1 + expert, mask=at + lane < behind)
+    for at in range(used * size + expert * BLOCK, blocks * size, experts * BLOCK):
+        tl.store(order + at + lane, nothing, mask=at + lane < blocks * size)
+    for at in range(used + expert * BLOCK, blocks, experts * BLOCK):
+        tl.store(expert_of + at + lane, nothing + experts, mask=at + lane < blocks)
+
+
 @triton.jit
 def _nth_expert(chosen, nth, pairs, PAIRS: tl.constexpr):
     """The ``nth`` of the experts that some token goes to, by the first pair; -1 where there are fewer."""
@@ -74,8 +122,11 @@ def own_pairs(
     COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """A program's expert (-1: none), and its pairs of token and expert, -1 where a place has none."""
-    block = tl.program_id(0)
+    """A program's expert (-1: none), and its pairs of token and expert, -1 where a place has none.
+
+    Its place in the grid says the block: :func:`outrider_triton.expert_ops.grid_of`.
+    """
+    block = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     lane = tl.arange(0, BLOCK_M)
     if SORTED:
         pairs = tl.load(order + block * BLOCK_M + lane)
@@ -92,7 +143,7 @@ def own_pairs(
     return expert, pairs
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=["m", "ahead"])
 def expert_gates(
     x,
     chosen,
@@ -105,6 +156,7 @@ def expert_gates(
     n,
     k,
     x_stride,
+    ahead,
     SORTED: tl.constexpr,
     PAIRS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -114,14 +166,20 @@ def expert_gates(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``out [pairs, n]``: silu of ``x [m, k]`` times an expert's gate, times x times its up; ``weight [experts, 2 n, k]``."""
-    begin(PDL)
+    """``out [pairs, n]``: silu of ``x [m, k]`` times an expert's gate, times x times its up; ``weight [experts, 2 n, k]``.
+
+    Which expert it is, is known behind the wait alone. ``ahead`` columns are asked for then, which is more than its stages
+    hold. It begins late, so that what starts behind it knows the experts at once.
+    """
+    begin_late(PDL)
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     if expert >= 0:
         hit = pairs >= 0
         known = hit[None, :]  # ahead of the loops: behind them, one release of the compiler looks for it inside
         rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         mine = rows < n
+        if PDL:
+            ask_for_gates(weight + expert * 2 * n * k, rows, n, k, ahead)
         lane = tl.arange(0, BLOCK_K)
         gates = weight + (expert * 2 * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
         ups = gates + tl.cast(n, tl.int64) * k
@@ -135,15 +193,15 @@ def expert_gates(
             else:
                 mask = mine[:, None] & (lane[None, :] + at < k)
                 t = tl.load(column + at, mask=known & (lane[:, None] + at < k), other=0.0)
-            g = tl.load(gates + at, mask=mask, other=0.0)
-            u = tl.load(ups + at, mask=mask, other=0.0)
+            g = tl.load(gates + at, mask=mask, other=0.0, eviction_policy="evict_first")
+            u = tl.load(ups + at, mask=mask, other=0.0, eviction_policy="evict_first")
             gate = tl.dot(g, t, gate)
             up = tl.dot(u, t, up)
         there = out + tl.where(hit, pairs, 0)[None, :] * n + rows[:, None]
         tl.store(there, gated(gate, up, out.dtype.element_ty), mask=known & mine[:, None])
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=["m", "ahead"])
 def expert_outputs(
     x,
     shares,
@@ -156,6 +214,7 @@ def expert_outputs(
     count,
     n,
     k,
+    ahead,
     SORTED: tl.constexpr,
     PAIRS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -165,13 +224,19 @@ def expert_outputs(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``out [pairs, n]``: a pair's ``x [pairs, k]`` times its expert's ``weight [experts, n, k]``, times its share."""
-    begin(PDL)
+    """``out [pairs, n]``: a pair's ``x [pairs, k]`` times its expert's ``weight [experts, n, k]``, times its share.
+
+    Behind :func:`expert_gates`, which begins late: the pairs' experts are read, and weights asked for, while that still runs.
+    """
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PDL:
+        if expert >= 0:
+            ask_for_rows(weight + (expert * n + tl.minimum(rows, n - 1)).to(tl.int64) * k, ahead)
+    begin(PDL)
     if expert >= 0:
         hit = pairs >= 0
         known = hit[None, :]  # ahead of the loops: behind them, one release of the compiler looks for it inside
-        rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         mine = rows < n
         lane = tl.arange(0, BLOCK_K)
         tile = weight + (expert * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
@@ -180,11 +245,11 @@ def expert_outputs(
         total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         for at in range(0, k, BLOCK_K):
             if EVEN:
-                w = tl.load(tile + at, mask=mine[:, None], other=0.0)
+                w = tl.load(tile + at, mask=mine[:, None], other=0.0, eviction_policy="evict_first")
                 t = tl.load(column + at, mask=known, other=0.0)
             else:
                 inside = lane + at < k
-                w = tl.load(tile + at, mask=mine[:, None] & inside[None, :], other=0.0)
+                w = tl.load(tile + at, mask=mine[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
                 t = tl.load(column + at, mask=known & inside[:, None], other=0.0)
             total = tl.dot(w, t, total)
         total *= share[None, :]
