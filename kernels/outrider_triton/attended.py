@@ -182,10 +182,12 @@ class TritonAttention(TritonQuantized):
 
 def _kept(call: _Call, weight: QuantizedWeight, way: Plan, config: MatmulConfig) -> _Kept | None:
     """How rows are left for such a product; None: plainly."""
-    size = call.q.shape[2]
+    heads, size = call.q.shape[1:]
+    if power_of_two(size) != size:
+        return None
     if way.planes:
-        return _Kept(laying(config)) if size % UNIT.value == 0 and power_of_two(size) == size else None
-    if not dynamic(weight) or weight.shape[1] > _LONGEST:
+        return _Kept(laying(config)) if size % UNIT.value == 0 else None
+    if not dynamic(weight) or power_of_two(heads) != heads or weight.shape[1] > _LONGEST:
         return None
     return _Kept(0, *kept_as(weight, way))
 

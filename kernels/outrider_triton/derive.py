@@ -35,9 +35,6 @@ _ALONE = 1.15  # how much more than its share of the bandwidth a multiprocessor 
 _CACHED = 2.2  # how much faster than memory the second-level cache is
 _REACHED = 0.52  # share of the matrix units' rate that products reach whose tile is large
 _THREADS = 1536
-_FOUND = (
-    1.5e-6  # seconds until a program knows its expert and that one's tokens: three reads that wait for each other; reasoned
-)
 _GAP = 5e-6  # seconds between two products in a layer, about
 _ROOMS = ((184 << 10, 208 << 10, 128 << 10), (112 << 10, 160 << 10, 208 << 10))
 """Bytes of a ring, the likeliest first. The second: beside the small ones that run before it, attention's."""
@@ -316,17 +313,6 @@ def estimate(
     plain = (1.03 if even else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
     slower = _BOXES[config.block_n] if streamed else plain * _TILES[config.block_n]
     return (max(memory, cache, unit) + starts + behind) * slower + _LAUNCH
-
-
-def begins_of_experts(facts: DeviceFacts, operator: str, config: MatmulConfig, *, n: int) -> float:
-    """Seconds that programs of experts cost more than those of a product: each begins with nothing on its way, since it finds
-    its expert first. Others on the same multiprocessor make up for it as far as what they have on their way suffices.
-    """
-    resident = _resident(facts, operator, config)
-    rows = config.block_n * (2 if operator in _GATED else 1)
-    flying = (resident - 1) * (config.stages - 1.5) * rows * config.block_k * 2
-    needed = 1.4 * _LATENCY * facts.bytes_per_second / facts.processors
-    return -(-n // (rows * facts.processors)) * _FOUND * max(0.0, 1 - flying / needed)
 
 
 def _by_steps(

@@ -17,8 +17,6 @@ _LAID_OUT = 16384
 """So many pairs are laid out by a kernel of ours: each of its programs looks at all of them, 1024 at a time."""
 _BINS = 1024
 """The most experts, and one more, whose pairs it counts."""
-_BESIDE = 8
-"""So many blocks run beside each other, then have the next rows of their weights: an expert's blocks share what is read."""
 
 
 def _route(logits: Tensor, count: int, renormalize: bool, pdl: bool) -> tuple[Tensor, Tensor]:
@@ -55,16 +53,8 @@ define(
 
 
 def block_count(pairs: int, experts: int, size: int) -> int:
-    """Blocks of ``size`` that pairs need at most, each with one expert: whole groups of those that run beside each other."""
-    blocks = (pairs + min(experts, pairs) * (size - 1)) // size
-    beside = min(_BESIDE, blocks)
-    return -(-blocks // beside) * beside
-
-
-def grid_of(blocks: int, tiles: int) -> tuple[int, int, int]:
-    """Programs for each block and each tile of a weight's rows: some blocks go through all tiles before the next ones do."""
-    beside = min(_BESIDE, blocks)
-    return beside, tiles, triton.cdiv(blocks, beside)
+    """Blocks of ``size`` that pairs need at most, each with one expert."""
+    return (pairs + min(experts, pairs) * (size - 1)) // size
 
 
 def sorted_pairs(chosen: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
@@ -160,12 +150,12 @@ def _experts(
         (jit.expert_gates, gates, (x, chosen, order, expert_of, gate_up, made), inner, hidden),
         (jit.expert_outputs, outputs, (made, weights, chosen, order, expert_of, down, parts), hidden, inner),
     ):
-        block_m, block_n, block_k, _, warps, stages, ahead, *_rest = config
+        block_m, block_n, block_k, _, warps, stages, *_rest = config
         strides = (x.stride(0),) if kernel is jit.expert_gates else ()
         launch(
             kernel,
-            grid_of(blocks, triton.cdiv(n, block_n)),
-            *(*operands, m, count, n, k, *strides, min(ahead, k) if k % 8 == 0 else 0),
+            (triton.cdiv(n, block_n), blocks),
+            *(*operands, m, count, n, k, *strides),
             **own,
             BLOCK_M=size or block_m,
             BLOCK_N=block_n,

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from outrider_triton.define import define
-from outrider_triton.expert_ops import added, blocks_of, grid_of
+from outrider_triton.expert_ops import added, blocks_of
 from outrider_triton.jit import expert_quantized as jit
 from outrider_triton.launch import launch
 from outrider_triton.quantized_ops import kept_dtype, quantized_rows
@@ -72,7 +72,7 @@ def _experts_quantized(
         block_m, block_n, block_k, _, warps, stages, *_rest = config
         launch(
             jit.expert_quantized,
-            grid_of(blocks, triton.cdiv(n, block_n)),
+            (triton.cdiv(n, block_n), blocks),
             *(rows, x_scales, stack.view(torch.int8) if format == "fp8" and not native[place] else stack, scales, zeros),
             *(weights, chosen, order, expert_of, out, chosen.shape[0], count, n, k, rows.stride(0), groups, scales.shape[1]),
             BY_PAIR=bool(place),

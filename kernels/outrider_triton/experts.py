@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from math import ceil, sqrt
 
 import torch
 import triton
@@ -12,25 +13,27 @@ from outrider.device import KernelSet, QuantizedWeight
 from outrider_triton import expert_ops as _expert_ops  # noqa: F401  (these register the operators)
 from outrider_triton import expert_quantized_ops as _expert_quantized_ops  # noqa: F401
 from outrider_triton import variants
-from outrider_triton.derive import PLAIN, Stored, begins_of_experts, estimate, rank, size_of
+from outrider_triton.derive import PLAIN, Stored, rank
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.quantized_ops import Plan, plan
 from outrider_triton.table import BUCKETS, MatmulConfig, bucket
 
 _TRITON = torch.ops.outrider
-_FEW = 64
+_FEW = 32
 """Tokens up to which each expert multiplies all of them: its weights are what takes the time."""
 _CHOICES = 1024
 """The most experts that a program holds at once."""
 
 
 def _block(tokens: int, chosen: int, experts: int) -> int:
-    """Tokens of a sorted block: half as many again as an expert has on average, so that most experts are one block.
+    """Tokens of a sorted block: what an expert has on average and three standard deviations of drawing evenly, so that most
+    experts are one block.
 
     A second block reads the weights again, though out of the cache; tokens that aren't there cost no bytes.
     """
-    return bucket(-(-3 * tokens * chosen // (2 * experts)))
+    mean = tokens * chosen / experts
+    return bucket(ceil(mean + 3 * sqrt(mean)))
 
 
 class TritonExperts(KernelSet):
@@ -113,7 +116,9 @@ class TritonExperts(KernelSet):
     def _every_count(experts: int, count: int) -> tuple[int, ...]:
         """Numbers of tokens among which each configuration is."""
         few = [1 << power for power in range(power_of_two(_FEW).bit_length())]
-        return *few, *(max(_FEW + 1, 2 * experts * size // (3 * count)) for size in BUCKETS)
+        # The most tokens of each block: mean + 3 sqrt(mean) is its size.
+        most = (int((sqrt(size + 2.25) - 1.5) ** 2 * experts / count) for size in BUCKETS)
+        return *few, *(max(_FEW + 1, tokens) for tokens in most)
 
     def experts_config(self, tokens: int, chosen: int, gate_up: Tensor) -> tuple[int, MatmulConfig, MatmulConfig]:
         """Tokens of a sorted block (0: they aren't sorted), and how gates and outputs are cut up."""
@@ -131,18 +136,10 @@ class TritonExperts(KernelSet):
     def _cut(self, operator: str, m: int, n: int, k: int, stored: Stored = PLAIN) -> MatmulConfig:
         """The best whose programs have whole tiles: an expert's rows end with it."""
         ranked = rank(self.facts, operator, m=m, n=n, k=k, stored=stored)
-        able = [config for config in ranked if not config.each and not config.descriptor and config.split == 1]
-        if stored != PLAIN:
-            return able[0]
-
-        def seconds(config: MatmulConfig) -> float:
-            alone = estimate(self.facts, operator, config, m=size_of(m), n=n, k=k)
-            return alone + begins_of_experts(self.facts, operator, config, n=n)
-
-        return min(able, key=seconds)
+        return next(config for config in ranked if not config.each and not config.descriptor and config.split == 1)
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Three kernels, and behind 64 tokens one ahead of them that sorts. In float32 and float64 the reference's."""
+        """Three kernels, and behind 32 tokens one ahead of them that sorts. In float32 and float64 the reference's."""
         halves = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
         if not halves or not x.numel() or not self._uses("experts", x, weights) or not gate_up.is_contiguous():
             return super().experts(x, weights, chosen, gate_up, down)

@@ -370,18 +370,22 @@ def _paged_attention_quantize(
     _, parts, stats = attend(q, k_cache, v_cache, query_start, *operands, padding=False)
     expect(parts is not q, lambda: "attention that isn't split leaves no quantised rows")
     tokens, heads, split, size = parts.shape
-    block = power_of_two(heads * size)
+    expect(
+        power_of_two(heads) == heads and power_of_two(size) == size,
+        lambda: f"{heads} heads of {size} numbers: expected powers of two, which a program holds as they are",
+    )
     out, scales = _quantized(q.flatten(1), heads * size, group, dtype)
     launch(
         jit_activations.join_splits_quantize,
         (tokens,),
-        *(parts, stats, query_start, q, out, scales, query_start.shape[0] - 1, heads, size),
+        *(parts, stats, query_start, q, out, scales, query_start.shape[0] - 1),
         FORMAT=format,
-        GROUP=min(group, block),
+        GROUP=min(group, heads * size),
         SPLITS=split,
-        BLOCK=block,
+        HEADS=heads,
+        SIZE=size,
         pdl=operands[-1],
-        warps=warps_for(block),
+        warps=warps_for(heads * size),
     )
     return out, scales
 

@@ -3,8 +3,8 @@
 First each case against the products in float64, in a graph, and how pairs are laid out against torch's sort: a line for each
 that is WRONG, and a count. Then microseconds of one layer's experts in Qwen3-30B-A3B's shape, weights out of memory, experts
 drawn uniformly: gates and outputs in several cuts with each block of tokens, then the best of either together, then what
-else differs (torch's sort; programs in another order; how much is asked for ahead; experts of which some are likelier). The
-last lines are a table, fastest first, beside the time that the bytes of the experts in use take. FILE gets all rows as JSON.
+else differs (torch's sort; experts of which some are likelier). The last lines are a table, fastest first, beside the time that
+the bytes of the experts in use take. FILE gets all rows as JSON.
 
 Cuts are compiled beforehand in processes of their own; one that can't be, or that fails, is a line. Nothing new for 30
 seconds: a line says where, and the exit code is 3. It is 1 where something is wrong or nothing ran.
@@ -314,11 +314,6 @@ def varied(timing, m, size, gates, outputs):
     if size:
         with instead("laid_out_pairs", torchs):
             run(gates, outputs, "torch's sort")
-    for beside in (1, 1 << 20):
-        with instead("_BESIDE", beside):
-            run(gates, outputs, f"{'all' if beside > 1 else 'no'} blocks beside each other")
-    for first, second in ((0, 0), (0, 256), (0, 768), (512, 768), (1024, 768)):
-        run([*gates[:6], first, 0, 0], [*outputs[:6], second, 0, 0], f"asked for ahead: {first}, {second}")
     real = expert_ops.launch
     rest = jit.expert_outputs, jit.add_experts
 
@@ -331,8 +326,8 @@ def varied(timing, m, size, gates, outputs):
 
 
 def before(timing, m):
-    """As it was: torch's sort, blocks of 16, all of them beside each other, and nothing asked for ahead."""
-    with instead("laid_out_pairs", torchs), instead("_BESIDE", 1 << 20):
+    """Nearly as it was: torch's sort, blocks of 16."""
+    with instead("laid_out_pairs", torchs):
         timing.time(m, 16, made_of((64, 128, 4, 2), 16, 0), made_of((64, 128, 4, 3), 16, 0), "as before")
 
 

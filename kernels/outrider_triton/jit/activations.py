@@ -54,36 +54,38 @@ def join_splits_quantize(
     out,
     scales,
     batch,
-    heads,
-    size,
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token): :func:`outrider_triton.jit.attention.join_splits` of all heads, rounded to the dtype of ``like``, and
-    the row as :func:`quantize_rows` leaves it; of padding zeros.
+    """Program (token): :func:`outrider_triton.jit.attention.join_splits` of all its HEADS heads of SIZE numbers, rounded to the
+    dtype of ``like``, and the row as :func:`quantize_rows` leaves it; of padding zeros.
     """
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    real = (token < tl.load(query_start + batch)) & (lane < heads * size)
-    place = (token * heads + lane // size) * SPLITS
-    highest = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+    head = tl.arange(0, HEADS)
+    place = (token * HEADS + head) * SPLITS
+    real = token < tl.load(query_start + batch)
+    highest = tl.full([HEADS], -float("inf"), dtype=tl.float32)
     for split in tl.static_range(SPLITS):
-        highest = tl.maximum(highest, tl.load(stats + (place + split) * 2, mask=real, other=-float("inf")))
+        highest = tl.maximum(highest, tl.load(stats + (place + split) * 2))
     floor = tl.where(highest == -float("inf"), 0.0, highest)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    made = tl.zeros([BLOCK], dtype=tl.float32)
+    total = tl.zeros([HEADS], dtype=tl.float32)
+    made = tl.zeros([HEADS, SIZE], dtype=tl.float32)
+    lane = tl.arange(0, SIZE)
     for split in tl.static_range(SPLITS):
-        best = tl.load(stats + (place + split) * 2, mask=real, other=-float("inf"))
-        some = best > -float("inf")  # nobody wrote the part of another
-        weight = tl.exp2(best - floor)
-        total += weight * tl.load(stats + (place + split) * 2 + 1, mask=real, other=0.0)
-        made += weight * tl.load(parts + (place + split) * size + lane % size, mask=some, other=0.0)
-    made = (made / tl.where(total == 0.0, 1.0, total)).to(like.dtype.element_ty).to(tl.float32)
-    _quantize_row(made, token, out, scales, heads * size, FORMAT, GROUP, BLOCK)
+        best = tl.load(stats + (place + split) * 2)
+        some = real & (best > -float("inf"))  # nobody wrote the part of another
+        weight = tl.where(some, tl.exp2(best - floor), 0.0)
+        total += weight * tl.where(some, tl.load(stats + (place + split) * 2 + 1), 0.0)
+        part = tl.load(parts + (place + split)[:, None] * SIZE + lane[None, :], mask=some[:, None], other=0.0)
+        made += weight[:, None] * part
+    made = (made / tl.where(total == 0.0, 1.0, total)[:, None]).to(like.dtype.element_ty).to(tl.float32)
+    size: tl.constexpr = HEADS * SIZE
+    _quantize_row(tl.reshape(made, [size]), token, out, scales, size, FORMAT, GROUP, size)
 
 
 @triton.jit

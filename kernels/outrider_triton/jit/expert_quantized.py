@@ -60,7 +60,7 @@ def expert_quantized(
         hit = pairs >= 0
         known = hit[None, :]
         source = tl.where(hit, pairs if BY_PAIR else pairs // count, 0)
-        row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         mine = row < n
         rows = expert * n + tl.minimum(row, n - 1)
         held = k // WIDE

@@ -2,7 +2,7 @@
 
 Few tokens: a program finds on the device which expert is its own, and multiplies all tokens with it; what isn't the expert's
 is not stored. So each weight is read once, and nothing is sorted. Many tokens: pairs of token and expert are laid out by
-expert first, by a program for each expert. Blocks of one expert run beside each other, so that its weights come once.
+expert first, by a program for each expert.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
-from outrider_triton.jit.matmul import ask_for_gates, gated
+from outrider_triton.jit.dependent import begin, begin_late
+from outrider_triton.jit.matmul import gated
 
 
 @triton.jit
@@ -122,11 +122,8 @@ def own_pairs(
     COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """A program's expert (-1: none), and its pairs of token and expert, -1 where a place has none.
-
-    Its place in the grid says the block: :func:`outrider_triton.expert_ops.grid_of`.
-    """
-    block = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    """The expert (-1: none) of a program (tile of rows, block), and its pairs of token and expert, -1 where there is none."""
+    block = tl.program_id(1)
     lane = tl.arange(0, BLOCK_M)
     if SORTED:
         pairs = tl.load(order + block * BLOCK_M + lane)
@@ -143,7 +140,7 @@ def own_pairs(
     return expert, pairs
 
 
-@triton.jit(do_not_specialize=["m", "ahead"])
+@triton.jit(do_not_specialize=["m"])
 def expert_gates(
     x,
     chosen,
@@ -156,7 +153,6 @@ def expert_gates(
     n,
     k,
     x_stride,
-    ahead,
     SORTED: tl.constexpr,
     PAIRS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -168,18 +164,15 @@ def expert_gates(
 ):
     """``out [pairs, n]``: silu of ``x [m, k]`` times an expert's gate, times x times its up; ``weight [experts, 2 n, k]``.
 
-    Which expert it is, is known behind the wait alone. ``ahead`` columns are asked for then, which is more than its stages
-    hold. It begins late, so that what starts behind it knows the experts at once.
+    It begins late, so that what starts behind it can read which experts there are at once.
     """
     begin_late(PDL)
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     if expert >= 0:
         hit = pairs >= 0
         known = hit[None, :]  # ahead of the loops: behind them, one release of the compiler looks for it inside
-        rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         mine = rows < n
-        if PDL:
-            ask_for_gates(weight + expert * 2 * n * k, rows, n, k, ahead)
         lane = tl.arange(0, BLOCK_K)
         gates = weight + (expert * 2 * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
         ups = gates + tl.cast(n, tl.int64) * k
@@ -201,7 +194,7 @@ def expert_gates(
         tl.store(there, gated(gate, up, out.dtype.element_ty), mask=known & mine[:, None])
 
 
-@triton.jit(do_not_specialize=["m", "ahead"])
+@triton.jit(do_not_specialize=["m"])
 def expert_outputs(
     x,
     shares,
@@ -214,7 +207,6 @@ def expert_outputs(
     count,
     n,
     k,
-    ahead,
     SORTED: tl.constexpr,
     PAIRS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -226,13 +218,10 @@ def expert_outputs(
 ):
     """``out [pairs, n]``: a pair's ``x [pairs, k]`` times its expert's ``weight [experts, n, k]``, times its share.
 
-    Behind :func:`expert_gates`, which begins late: the pairs' experts are read, and weights asked for, while that still runs.
+    Behind :func:`expert_gates`, which begins late: the pairs' experts are read while that still runs.
     """
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
-    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if PDL:
-        if expert >= 0:
-            ask_for_rows(weight + (expert * n + tl.minimum(rows, n - 1)).to(tl.int64) * k, ahead)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin(PDL)
     if expert >= 0:
         hit = pairs >= 0
