@@ -3,8 +3,8 @@
 First each case against the products in float64, in a graph, and how pairs are laid out against torch's sort: a line for each
 that is WRONG, and a count. Then microseconds of one layer's experts in Qwen3-30B-A3B's shape, weights out of memory, experts
 drawn uniformly: gates and outputs in several cuts with each block of tokens, then the best of either together, then what
-else differs (torch's sort; experts of which some are likelier). The last lines are a table, fastest first, beside the time that
-the bytes of the experts in use take. FILE gets all rows as JSON.
+else differs (torch's sort; experts of which some are likelier). The last lines are a table, fastest first, beside the time
+that the bytes of the experts in use take. FILE gets all rows as JSON.
 
 Cuts are compiled beforehand in processes of their own; one that can't be, or that fails, is a line. Nothing new for 30
 seconds: a line says where, and the exit code is 3. It is 1 where something is wrong or nothing ran.

@@ -3,7 +3,7 @@
 First attention and what follows it, in a graph, against the reference in float64. Then microseconds of a layer in a chain of
 layers of the shape of Llama-3.1-8B, as its products are cut up by themselves, and with each of them cut in other ways while
 the others stay: what is fastest alone needn't be so there, since a ring fills while small kernels ahead of it run. A line of
-JSON last; exits 1 where something is wrong.
+JSON last; exits 1 where something is wrong. In 60 seconds or fewer nothing else is tried.
 """
 
 from __future__ import annotations
@@ -69,20 +69,22 @@ class Layers:
         angle = torch.rand(rows, SIZE, device=device)
         self.angles = angle.cos().to(BF16), angle.sin().to(BF16)
 
-    def run(self, _=0):
+    def run(self, _=0, *, joined=True):
+        """``joined``: attention and what follows it in the one method; else one after the other."""
         kernels, residual, both, down = self.kernels, self.residual.clone(), self.both, self.weights[-1][3]
         for (qkv, output, gates, next_down), cache in zip(self.weights, self.caches, strict=True):
             rotary = RotaryArgs(*self.angles, *cache, self.slots)
             added = QuantizedProduct(both, down, None, gated=True)
             q = kernels.norm_linear_quantized_rope_write_cache(added, residual, self.norm, 1e-5, qkv, None, rotary)
-            both = kernels.attention_norm_linear_quantized(
-                q, *cache, self.metadata, output, None, residual, self.norm, 1e-5, gates, scale=SIZE**-0.5
-            )
+            behind = kernels.attention_norm_linear_quantized
+            if not joined:
+                behind = partial(KernelSet.attention_norm_linear_quantized, kernels)
+            both = behind(q, *cache, self.metadata, output, None, residual, self.norm, 1e-5, gates, scale=SIZE**-0.5)
             down = next_down
         return both
 
-    def layer_us(self):
-        return microseconds(torch.cuda, self.run, calls=1, replays=7) / len(self.weights)
+    def layer_us(self, *, joined=True):
+        return microseconds(torch.cuda, partial(self.run, joined=joined), calls=1, replays=7) / len(self.weights)
 
 
 def right(facts, device):
@@ -147,7 +149,8 @@ def search(layers, chosen):
 
 
 def main():
-    deadline = time.monotonic() + (float(sys.argv[1]) if len(sys.argv) > 1 else 120)
+    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 120
+    deadline, searching = time.monotonic() + seconds, seconds > 60
     device = torch.device("cuda", 0)
     facts = facts_of(torch.cuda.get_device_properties(device))
     print(facts.name, flush=True)
@@ -160,8 +163,10 @@ def main():
                 break
             layers.prepare(batch, width)
             kernels._derived_quantized.clear()
-            derived = layers.layer_us()
-            print(f"{format} {batch}x{width}: {derived:.1f} as derived", flush=True)
+            derived, apart = layers.layer_us(), layers.layer_us(joined=False)
+            print(f"{format} {batch}x{width}: {derived:.1f} as derived, {apart:.1f} with attention by itself", flush=True)
+            if not searching:
+                continue
             measured = search(layers, kernels._derived_quantized)
             best = layers.layer_us()
             print(f"{format} {batch}x{width}: {derived:.1f} as derived, {best:.1f} with the fastest of each", flush=True)

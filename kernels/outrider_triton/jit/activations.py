@@ -61,8 +61,8 @@ def join_splits_quantize(
     SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token): :func:`outrider_triton.jit.attention.join_splits` of all its HEADS heads of SIZE numbers, rounded to the
-    dtype of ``like``, and the row as :func:`quantize_rows` leaves it; of padding zeros.
+    """Program (token): :func:`outrider_triton.jit.attention.join_splits` of all its HEADS heads of SIZE numbers, rounded to
+    the dtype of ``like``, and the row as :func:`quantize_rows` leaves it; of padding zeros.
     """
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
