@@ -16,15 +16,11 @@ from outrider_triton.jit.planes import UNIT
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.planes_ops import laying
 from outrider_triton.prompts import PromptAttention, Prompts
-from outrider_triton.quantized import Rows, TritonQuantized, dynamic, kept_as
+from outrider_triton.quantized import Rows, TritonQuantized
 from outrider_triton.quantized_ops import Plan
 from outrider_triton.table import AttentionConfig, MatmulConfig, Table
 
 _TRITON = torch.ops.outrider
-
-
-_LONGEST = 1 << 13
-"""Numbers of a row that one program joins."""
 
 
 class _Call(NamedTuple):
@@ -36,15 +32,6 @@ class _Call(NamedTuple):
     metadata: AttentionMetadata
     scale: float
     window: int
-
-
-class _Kept(NamedTuple):
-    """How rows are left for a product: laid out in ``planes``, or else quantised."""
-
-    planes: int
-    format: str = ""
-    group: int = 0
-    dtype: torch.dtype | None = None
 
 
 class TritonAttention(TritonQuantized):
@@ -90,7 +77,7 @@ class TritonAttention(TritonQuantized):
         if not self._attends(q):
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
         call = _Call(q, k_cache, v_cache, metadata, scale, window)
-        self._compile_attention(call, None)
+        self._compile_attention(call, 0)
         if self._prompts.serves(q, metadata):
             prompts = Prompts(q, k_cache, v_cache, metadata, scale, window)
             if self._scope.depth:
@@ -121,7 +108,7 @@ class TritonAttention(TritonQuantized):
         whole = residual[:, :1].expand(-1, output.shape[1])  # for its shape and dtype
 
         def attended(way: Plan, config: MatmulConfig) -> Rows:
-            return self._joined(call, _kept(call, output, way, config))
+            return self._joined(call, _planes(call, way, config))
 
         added = QuantizedProduct(whole, output, output_bias)
         normed = self._normed(added, residual, norm, eps, weight, bias, parts=False, taken=attended)
@@ -131,24 +118,17 @@ class TritonAttention(TritonQuantized):
             )
         return self._behind(normed, residual, weight, bias, parts=False)
 
-    def _joined(self, call: _Call, kept: _Kept | None) -> Rows:
-        """Rows [T, Hq D] of attention, ``kept`` so where it's split."""
-        if kept is not None and self._attends(call.q):
-            self._compile_attention(call, kept)
+    def _joined(self, call: _Call, planes: int) -> Rows:
+        """Rows [T, Hq D] of attention, in ``planes`` where it's split."""
+        if planes and self._attends(call.q):
+            self._compile_attention(call, planes)
             if self._scope.depth:
-                self._compile_attention(call, None)  # of more requests it isn't split
+                self._compile_attention(call, 0)  # of more requests it isn't split
             config = self.attention_config(call.q, call.k_cache, call.metadata)
             if config[2] > 1 and not self._prompts.serves(call.q, call.metadata):
-                return self._keep(call, config, kept)
+                return Rows(_TRITON.paged_attention.triton_planes(*self._operands(call, config), planes), None, True)
         out = self.paged_attention(*call[:4], scale=call.scale, window=call.window)
         return Rows(out.reshape(out.shape[0], -1), None, False)
-
-    def _keep(self, call: _Call, config: list[int], kept: _Kept) -> Rows:
-        operands = self._operands(call, config)
-        if kept.planes:
-            return Rows(_TRITON.paged_attention.triton_planes(*operands, kept.planes), None, True)
-        rows, scales = _TRITON.paged_attention.triton_quantize(*operands, *kept[1:])
-        return Rows(rows, scales, False)
 
     def _attends(self, q: Tensor) -> bool:
         return self._uses("paged_attention", q) and q.shape[-1] <= 256
@@ -161,11 +141,11 @@ class TritonAttention(TritonQuantized):
         settled = self.pdl and metadata.settled and config[2] > 1
         return *call[:3], *held, *sizes, settled, config, self.pdl
 
-    def _compile_attention(self, call: _Call, kept: _Kept | None) -> None:
+    def _compile_attention(self, call: _Call, planes: int) -> None:
         """Every way to cut it up; once, in the scope alone."""
         q, k_cache, metadata = call.q, call.k_cache, call.metadata
         longest = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
-        variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, call.window, kept
+        variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, call.window, planes
         if self._scope.first(("attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._layer)):
             for each in self._scope.attention_configs(
                 (q.dtype, *q.shape[1:], k_cache.shape[2], self._layer),
@@ -174,22 +154,16 @@ class TritonAttention(TritonQuantized):
                 capacity=metadata.block_table.shape[1] * k_cache.shape[1],
             ):
                 with ahead():
-                    if kept is None:
+                    if not planes:
                         _TRITON.paged_attention.triton(*self._operands(call, list(each)))
                     elif each[2] > 1:
-                        self._keep(call, list(each), kept)
+                        _TRITON.paged_attention.triton_planes(*self._operands(call, list(each)), planes)
 
 
-def _kept(call: _Call, weight: QuantizedWeight, way: Plan, config: MatmulConfig) -> _Kept | None:
-    """How rows are left for such a product; None: plainly."""
-    heads, size = call.q.shape[1:]
-    if power_of_two(size) != size:
-        return None
-    if way.planes:
-        return _Kept(laying(config)) if size % UNIT.value == 0 else None
-    if not dynamic(weight) or power_of_two(heads) != heads or weight.shape[1] > _LONGEST:
-        return None
-    return _Kept(0, *kept_as(weight, way))
+def _planes(call: _Call, way: Plan, config: MatmulConfig) -> int:
+    """How rows are laid out for such a product; 0: plainly."""
+    size = call.q.shape[2]
+    return laying(config) if way.planes and size % UNIT.value == 0 and power_of_two(size) == size else 0
 
 
 def _heads(q: Tensor, k_cache: Tensor) -> Heads:

@@ -372,14 +372,14 @@ define(
 # -- attention -----------------------------------------------------------------------------------------------------
 
 
-ATTENTION = (
+_ATTENTION = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, Tensor block_table, Tensor? tree_mask, "
     "int max_query, int max_kv, float scale, int window, bool settled, int[] config, bool pdl"
 )
 """Operands of attention's operators."""
 
 
-def attend(
+def _attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -469,25 +469,25 @@ def _join(
 
 
 def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, *rest: Any) -> Tensor:
-    out, parts, stats = attend(q, k_cache, v_cache, query_start, *rest)
+    out, parts, stats = _attend(q, k_cache, v_cache, query_start, *rest)
     return _join(parts, stats, query_start, out, out, rest[-1]) if parts is not out else out
 
 
 def _paged_attention_planes(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, *rest: Any) -> Tensor:
     *operands, planes = rest
-    _, parts, stats = attend(q, k_cache, v_cache, query_start, *operands, padding=False)
+    _, parts, stats = _attend(q, k_cache, v_cache, query_start, *operands, padding=False)
     expect(parts is not q, lambda: "attention that isn't split leaves no rows in planes")
     out, grains = room(q, (q.shape[0], q.shape[1] * q.shape[2]), planes)
     return _join(parts, stats, query_start, q, out, operands[-1], grains=grains, planes=planes)
 
 
 define(
-    f"paged_attention.triton({ATTENTION}) -> Tensor",
+    f"paged_attention.triton({_ATTENTION}) -> Tensor",
     _paged_attention,
     lambda q, *rest: q.new_empty(q.shape),
 )
 define(
-    f"paged_attention.triton_planes({ATTENTION}, int planes) -> Tensor",
+    f"paged_attention.triton_planes({_ATTENTION}, int planes) -> Tensor",
     _paged_attention_planes,
     lambda q, *rest: room(q, (q.shape[0], q.shape[1] * q.shape[2]), rest[-1])[0],
 )

@@ -20,7 +20,6 @@ from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
 from outrider_triton.jit.planes import UNIT
 from outrider_triton.launch import launch, power_of_two, warps_for
-from outrider_triton.ops import ATTENTION, attend
 from outrider_triton.streamed import multiply_quantized
 from outrider_triton.table import STREAMED, MatmulConfig
 
@@ -360,40 +359,6 @@ define(
     "int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
     _add_rms_norm_quantize,
     lambda x, bias, residual, weight, eps, format, group, dtype, pdl: _quantized(residual, residual.shape[-1], group, dtype),
-)
-
-
-def _paged_attention_quantize(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    *operands, format, group, dtype = rest
-    _, parts, stats = attend(q, k_cache, v_cache, query_start, *operands, padding=False)
-    expect(parts is not q, lambda: "attention that isn't split leaves no quantised rows")
-    tokens, heads, split, size = parts.shape
-    expect(
-        power_of_two(heads) == heads and power_of_two(size) == size,
-        lambda: f"{heads} heads of {size} numbers: expected powers of two, which a program holds as they are",
-    )
-    out, scales = _quantized(q.flatten(1), heads * size, group, dtype)
-    launch(
-        jit_activations.join_splits_quantize,
-        (tokens,),
-        *(parts, stats, query_start, q, out, scales, query_start.shape[0] - 1),
-        FORMAT=format,
-        GROUP=min(group, heads * size),
-        SPLITS=split,
-        HEADS=heads,
-        SIZE=size,
-        pdl=operands[-1],
-        warps=warps_for(heads * size),
-    )
-    return out, scales
-
-
-define(
-    f"paged_attention.triton_quantize({ATTENTION}, str format, int group, ScalarType dtype) -> (Tensor, Tensor)",
-    _paged_attention_quantize,
-    lambda q, *rest: _quantized(q.flatten(1), q.shape[1] * q.shape[2], rest[-2], rest[-1]),
 )
 
 

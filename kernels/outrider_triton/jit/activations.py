@@ -45,49 +45,6 @@ def _quantize_row(value, row, out, scales, size, FORMAT: tl.constexpr, GROUP: tl
     tl.store(scales + row * groups + place, tl.where(wrong > 0, float("nan"), scale), mask=place < groups)
 
 
-@triton.jit(do_not_specialize=["batch"])
-def join_splits_quantize(
-    parts,
-    stats,
-    query_start,
-    like,
-    out,
-    scales,
-    batch,
-    FORMAT: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (token): :func:`outrider_triton.jit.attention.join_splits` of all its HEADS heads of SIZE numbers, rounded to
-    the dtype of ``like``, and the row as :func:`quantize_rows` leaves it; of padding zeros.
-    """
-    begin(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS)
-    place = (token * HEADS + head) * SPLITS
-    real = token < tl.load(query_start + batch)
-    highest = tl.full([HEADS], -float("inf"), dtype=tl.float32)
-    for split in tl.static_range(SPLITS):
-        highest = tl.maximum(highest, tl.load(stats + (place + split) * 2))
-    floor = tl.where(highest == -float("inf"), 0.0, highest)
-    total = tl.zeros([HEADS], dtype=tl.float32)
-    made = tl.zeros([HEADS, SIZE], dtype=tl.float32)
-    lane = tl.arange(0, SIZE)
-    for split in tl.static_range(SPLITS):
-        best = tl.load(stats + (place + split) * 2)
-        some = real & (best > -float("inf"))  # nobody wrote the part of another
-        weight = tl.where(some, tl.exp2(best - floor), 0.0)
-        total += weight * tl.where(some, tl.load(stats + (place + split) * 2 + 1), 0.0)
-        part = tl.load(parts + (place + split)[:, None] * SIZE + lane[None, :], mask=some[:, None], other=0.0)
-        made += weight[:, None] * part
-    made = (made / tl.where(total == 0.0, 1.0, total)[:, None]).to(like.dtype.element_ty).to(tl.float32)
-    size: tl.constexpr = HEADS * SIZE
-    _quantize_row(tl.reshape(made, [size]), token, out, scales, size, FORMAT, GROUP, size)
-
-
 @triton.jit
 def quantize_rows(
     x,
