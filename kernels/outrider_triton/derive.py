@@ -32,10 +32,11 @@ _OURS = 64
 _LATENCY = 1.0e-6  # seconds until a byte comes while memory is busy
 _LAUNCH = 2.0e-6  # seconds of a kernel beside its bytes
 _ALONE = 1.15  # how much more than its share of the bandwidth a multiprocessor can have while others have nothing to do
+_ALONE_NARROW = 1.4  # the same through rings of 8 bits: 96 programs were no slower than 128
 _CACHED = 2.2  # how much faster than memory the second-level cache is
 _REACHED = 0.52  # share of the matrix units' rate that products reach whose tile is large
 _THREADS = 1536
-_GAP = 5e-6  # seconds between two products in a layer, about
+_GAP = 4e-6  # seconds between two products in a layer, about
 _ROOMS = ((184 << 10, 208 << 10, 128 << 10), (112 << 10, 160 << 10, 208 << 10))
 """Bytes of a ring, the likeliest first. The second: beside the small ones that run before it, attention's."""
 # Of products whose weight isn't stored plain, seconds on an H200; docs/evidence/2026-11-23-quantized-kernels.md has what they
@@ -49,6 +50,7 @@ _ISSUE = 7e-12  # of a multiprocessor: for each number, whoever multiplies it
 _ISSUE_COLUMN = 0.6e-9  # of a multiprocessor, for 64 rows of a ring: about an instruction of each of four warps, counted
 _ALONE_COLUMN = 0.8e-9  # of a group of four warps for them, and until it begins with a unit: reasoned
 _UNIT_BEGIN = 0.1e-6
+_UNIT_TOKEN = 8e-9  # of a multiprocessor: for each unit and token, a grain, and digits that are added up
 _PARTS = 1.0e-6  # until parts are added up
 _TILES = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
 _BOXES = {8: 1.015, 16: 1.005, 32: 1.0}  # small ones are more requests of the copy engine
@@ -266,7 +268,7 @@ def estimate(
 ) -> float:
     """Seconds that a product is expected to take, for ranking: bytes of the busiest multiprocessor, and what is in flight.
 
-    ``gap``: seconds between the product before and this one, in which a ring of four bits fills; 0 where products are
+    ``gap``: seconds between the product before and this one, in which a ring of quantised weights fills; 0 where products are
     measured one behind the other.
     """
     if stored != PLAIN and (stored.made or config.descriptor != STREAMED):
@@ -295,7 +297,10 @@ def estimate(
         min(resident, rounds) * (config.stages - (0 if streamed else 1.5)) * min(loaded, 2 * each) * config.block_k * width
     )
     hidden = min(1.0, flying / (1.4 * _LATENCY * share))
-    memory = max(programs * own / facts.bytes_per_second, rounds * own / (_ALONE * share)) / hidden
+    alone = _ALONE if stored == PLAIN else _ALONE_NARROW
+    memory = max(programs * own / facts.bytes_per_second, rounds * own / (alone * share)) / hidden
+    if stored != PLAIN:  # small kernels run ahead of it, and its ring fills meanwhile
+        memory -= min(programs / rounds * flying / facts.bytes_per_second, gap, memory)
     tokens = programs * min(m, config.block_m) * columns * stored.token_bytes
     cache = (programs * own + tokens) / (_CACHED * facts.bytes_per_second)
     waste = max(1.0, loaded / (each * rows_of)) if not streamed else 2.0 if folded else 1.0
@@ -311,7 +316,8 @@ def estimate(
     even = k % (config.split * config.block_k) == 0
     # Pointers to 128 bytes of a row are more requests than those to 256.
     plain = (1.03 if even else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
-    slower = _BOXES[config.block_n] if streamed else plain * _TILES[config.block_n]
+    box = config.block_n if stored == PLAIN else max(config.block_n // 2, min(_BOXES))  # half the bytes of a request
+    slower = _BOXES[box] if streamed else plain * _TILES[config.block_n]
     return (max(memory, cache, unit) + starts + behind) * slower + _LAUNCH
 
 
@@ -361,7 +367,7 @@ def _by_units(facts: DeviceFacts, config: MatmulConfig, resident: int, *, m: int
     held = min(rounds, resident) * config.stages * min(config.each, _TALL) * config.ahead / 2
     memory -= min(held * facts.processors / facts.bytes_per_second, gap, memory)
     groups = config.warps // 4
-    issue = rounds * units * config.ahead * _ISSUE_COLUMN
+    issue = rounds * units * (config.ahead * _ISSUE_COLUMN + config.block_m * _UNIT_TOKEN)
     alone = -(-rounds // resident) * -(-units // groups) * (_UNIT_BEGIN + config.ahead * _ALONE_COLUMN)
     behind = 0.0
     if config.split > 1:  # parts are written, and read by the norm

@@ -143,8 +143,9 @@ def search(layers, chosen):
             times.append((layers.layer_us(), config))
         times.sort(key=lambda pair: pair[0])
         chosen[key] = times[0][1]
-        measured[f"{key[2]}x{key[3]}"] = [(round(us, 2), config.as_list()) for us, config in times]
-        print(f"  {key[0]} {key[2]}x{key[3]} was {old.as_list()}: {measured[f'{key[2]}x{key[3]}'][:3]}", flush=True)
+        name = f"{key[0]} {key[2]}x{key[3]}"
+        measured[name] = [[*config.as_list(), round(us, 2)] for us, config in times]
+        print(f"  {name} was {old.as_list()}: {measured[name][:3]}", flush=True)
     return measured
 
 

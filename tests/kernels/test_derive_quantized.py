@@ -1,12 +1,14 @@
 """How products with quantised weights are ranked, held against what was measured on an H200."""
 
 import json
+from math import prod
 from pathlib import Path
 
 import pytest
 
 from kernels.devices import DEVICES
-from outrider_triton.derive import candidates, choose, estimate, rank, shared_bytes
+from outrider_triton.derive import candidates, choose, estimate, rank, shared_bytes, size_of
+from outrider_triton.launch import power_of_two
 from outrider_triton.quantized_ops import Plan
 from outrider_triton.table import STREAMED, MatmulConfig
 
@@ -90,3 +92,28 @@ def test_a_ring_is_cut_so_that_a_launch_takes_it(n, k):
             assert (config.block_m, config.stages > 1) == (tokens, True)
             assert config.stages % (config.warps // 4) == 0  # a place belongs to one group of warps
             assert shared_bytes(H200, "linear_parts", config, RING) <= H200.shared_bytes
+
+
+IN_LAYERS = json.loads((Path(__file__).resolve().parents[1] / "data" / "quantized_layers_h200.json").read_text())
+"""Microseconds of a layer, by sequences x new tokens and product, behind that product's configuration; 2026-11-25."""
+
+
+def first_in_a_layer(case, **how):
+    """What is ranked first of what was measured, and the fastest."""
+    layer, product = case.split(", ")
+    (form, sequences), (operator, size) = layer.split(), product.split()
+    tokens, (n, k) = prod(map(int, sequences.split("x"))), map(int, size.split("x"))
+    fp8 = Plan("row", True, power_of_two(k), 0, ring=True).stored("fp8")
+    stored = RING if form == "int4" else fp8
+
+    def expected(row):
+        return estimate(H200, operator, MatmulConfig(*row[:-1]), m=size_of(tokens, stored), n=n, k=k, stored=stored, **how)
+
+    return min(IN_LAYERS[case], key=expected), min(IN_LAYERS[case], key=lambda row: row[-1])
+
+
+@pytest.mark.parametrize("case", IN_LAYERS)
+def test_in_a_layer_a_fast_one_is_ranked_first(case):
+    """A ring fills while the small kernels ahead of it run: what is fastest alone needn't be so there."""
+    first, best = first_in_a_layer(case)
+    assert first[-1] <= 1.04 * best[-1], (first, best)
