@@ -32,7 +32,6 @@ _OURS = 64
 _LATENCY = 1.0e-6  # seconds until a byte comes while memory is busy
 _LAUNCH = 2.0e-6  # seconds of a kernel beside its bytes
 _ALONE = 1.15  # how much more than its share of the bandwidth a multiprocessor can have while others have nothing to do
-_ALONE_NARROW = 1.4  # the same through rings of 8 bits: 96 programs were no slower than 128
 _CACHED = 2.2  # how much faster than memory the second-level cache is
 _REACHED = 0.52  # share of the matrix units' rate that products reach whose tile is large
 _THREADS = 1536
@@ -297,8 +296,7 @@ def estimate(
         min(resident, rounds) * (config.stages - (0 if streamed else 1.5)) * min(loaded, 2 * each) * config.block_k * width
     )
     hidden = min(1.0, flying / (1.4 * _LATENCY * share))
-    alone = _ALONE if stored == PLAIN else _ALONE_NARROW
-    memory = max(programs * own / facts.bytes_per_second, rounds * own / (alone * share)) / hidden
+    memory = max(programs * own / facts.bytes_per_second, rounds * own / (_ALONE * share)) / hidden
     if stored != PLAIN:  # small kernels run ahead of it, and its ring fills meanwhile
         memory -= min(programs / rounds * flying / facts.bytes_per_second, gap, memory)
     tokens = programs * min(m, config.block_m) * columns * stored.token_bytes
@@ -316,8 +314,7 @@ def estimate(
     even = k % (config.split * config.block_k) == 0
     # Pointers to 128 bytes of a row are more requests than those to 256.
     plain = (1.03 if even else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
-    box = config.block_n if stored == PLAIN else max(config.block_n // 2, min(_BOXES))  # half the bytes of a request
-    slower = _BOXES[box] if streamed else plain * _TILES[config.block_n]
+    slower = _BOXES[config.block_n] if streamed else plain * _TILES[config.block_n]
     return (max(memory, cache, unit) + starts + behind) * slower + _LAUNCH
 
 

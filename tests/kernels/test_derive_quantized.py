@@ -94,26 +94,24 @@ def test_a_ring_is_cut_so_that_a_launch_takes_it(n, k):
             assert shared_bytes(H200, "linear_parts", config, RING) <= H200.shared_bytes
 
 
-IN_LAYERS = json.loads((Path(__file__).resolve().parents[1] / "data" / "quantized_layers_h200.json").read_text())
-"""Microseconds of a layer, by sequences x new tokens and product, behind that product's configuration; 2026-11-25."""
+IN_LAYERS = json.loads((Path(__file__).resolve().parents[1] / "data" / "quantized_layers.json").read_text())
+"""Microseconds of a layer, by device, sequences x new tokens and product, behind that product's configuration; 2026-11-25. Of
+the H100 only what was fastest, and what had been derived until then, was written down.
+"""
 
 
-def first_in_a_layer(case, **how):
-    """What is ranked first of what was measured, and the fastest."""
+@pytest.mark.parametrize(("device", "case"), [(device, case) for device, cases in IN_LAYERS.items() for case in cases])
+def test_in_a_layer_a_fast_one_is_ranked_first(device, case):
+    """A ring fills while the small kernels ahead of it run: what is fastest alone needn't be so there."""
     layer, product = case.split(", ")
     (form, sequences), (operator, size) = layer.split(), product.split()
     tokens, (n, k) = prod(map(int, sequences.split("x"))), map(int, size.split("x"))
     fp8 = Plan("row", True, power_of_two(k), 0, ring=True).stored("fp8")
     stored = RING if form == "int4" else fp8
-
-    def expected(row):
-        return estimate(H200, operator, MatmulConfig(*row[:-1]), m=size_of(tokens, stored), n=n, k=k, stored=stored, **how)
-
-    return min(IN_LAYERS[case], key=expected), min(IN_LAYERS[case], key=lambda row: row[-1])
-
-
-@pytest.mark.parametrize("case", IN_LAYERS)
-def test_in_a_layer_a_fast_one_is_ranked_first(case):
-    """A ring fills while the small kernels ahead of it run: what is fastest alone needn't be so there."""
-    first, best = first_in_a_layer(case)
-    assert first[-1] <= 1.04 * best[-1], (first, best)
+    m, rows = size_of(tokens, stored), IN_LAYERS[device][case]
+    first = min(
+        rows,
+        key=lambda row: estimate(DEVICES[device], operator, MatmulConfig(*row[:-1]), m=m, n=n, k=k, stored=stored),
+    )
+    best = min(rows, key=lambda row: row[-1])
+    assert first[-1] <= (1.02 if tokens < 16 else 1.04) * best[-1], (first, best)
