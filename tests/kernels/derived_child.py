@@ -127,8 +127,8 @@ def chosen_quantized(facts, shapes):
     for name, shape in itertools.product(QUANTIZED_AS, shapes):
         way = way_of(facts, name)
         stored = way.stored(QUANTIZED_AS[name][0])
-        for (_, n, k), m in itertools.product(products(shape), BUCKETS):
-            config = choose(facts, "linear_parts", m=m, n=n, k=k, stored=stored)
+        for (_, n, k), m, operator in itertools.product(products(shape), BUCKETS, ("linear_parts", "linear")):
+            config = choose(facts, operator, m=m, n=n, k=k, stored=stored)
             if config is not None:
                 found.setdefault(("quantized", config, k % (config.split * config.block_k) == 0, name), (way, stored))
     return found

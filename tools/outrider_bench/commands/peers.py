@@ -326,12 +326,10 @@ class _Alternating:
         return opened
 
     def _once(self, each: Found, opened: Session, phase: str, case: Any) -> None:
-        if each.failed(phase):
-            return
         try:
             answer = opened.ask({"phase": phase, "case": case}, limit_s=self._limit_s)
         except ChildFailed as error:
-            each.failures[phase] = str(error)
+            each.failures[phase, case] = str(error)
             self._told(f"{each.engine}, {each.speculate}: {phase} {case} failed: {error}")
             return
         each.runs.setdefault((phase, case), []).append(answer)

@@ -20,28 +20,24 @@ _DECODE = ("iteration_ms", "tokens_per_s", "acceptance_length", "limit_ms")
 
 @dataclass(kw_only=True, slots=True)
 class Found:
-    """One engine with or without drafts: its runs by phase and case, and why some are missing."""
+    """One engine with or without drafts: its runs by phase and case, and why some of them failed."""
 
     engine: str
     speculate: str
     status: str = "not measured"
     about: Mapping[str, Any] = field(default_factory=dict)
     runs: dict[tuple[str, Any], list[dict[str, Any]]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[tuple[str, Any], str] = field(default_factory=dict)
 
     @property
     def settled(self) -> bool:
         """Whether there is anything to say about it."""
         return bool(self.runs or self.failures) or self.status not in ("not measured", "measured")
 
-    def failed(self, phase: str) -> bool:
-        """Whether a run of this phase failed: it has no figures then."""
-        return phase in self.failures
-
     def row(self, phase: str, case: Any, keys: Sequence[str]) -> dict[str, Any] | None:
         """Medians of the runs, and the runs themselves; None where there are none."""
         runs = self.runs.get((phase, case))
-        if not runs or self.failed(phase):
+        if not runs:
             return None
         return {key: statistics.median(run[key] for run in runs) for key in keys if key in runs[0]} | {"runs": runs}
 
@@ -63,7 +59,7 @@ def _engine(each: Found, work: Work) -> dict[str, Any]:
     status = each.status
     if status == "measured" and each.failures:
         told = "; ".join(dict.fromkeys(each.failures.values()))
-        status = f"failed: {told}" if len(each.failures) == len(work.phases) else f"measured in part: {told}"
+        status = f"measured in part: {told}" if each.runs else f"failed: {told}"
     decode = [(batch, each.row("decode", batch, _DECODE)) for batch in work.batches]
     results = []
     for batch, row in decode:
