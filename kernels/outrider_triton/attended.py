@@ -103,12 +103,13 @@ class TritonAttention(TritonQuantized):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """What joins the splits of attention leaves rows as the product behind it takes them: a kernel less."""
+        """What joins the splits of attention leaves rows as a product of four bits takes them: a kernel less."""
         call = _Call(q, k_cache, v_cache, metadata, scale, window)
         whole = residual[:, :1].expand(-1, output.shape[1])  # for its shape and dtype
 
         def attended(way: Plan, config: MatmulConfig) -> Rows:
-            return self._joined(call, _planes(call, way, config))
+            ways = {_planes(call, way, each) for each in self._every(output, way)} if self._scope.depth else set()
+            return self._joined(call, _planes(call, way, config), ways)
 
         added = QuantizedProduct(whole, output, output_bias)
         normed = self._normed(added, residual, norm, eps, weight, bias, parts=False, taken=attended)
@@ -118,12 +119,11 @@ class TritonAttention(TritonQuantized):
             )
         return self._behind(normed, residual, weight, bias, parts=False)
 
-    def _joined(self, call: _Call, planes: int) -> Rows:
-        """Rows [T, Hq D] of attention, in ``planes`` where it's split."""
+    def _joined(self, call: _Call, planes: int, ways: set[int]) -> Rows:
+        """Rows [T, Hq D] of attention, in ``planes`` where it's split. ``ways``: in which they may be for other batches."""
         if planes and self._attends(call.q):
-            self._compile_attention(call, planes)
-            if self._scope.depth:
-                self._compile_attention(call, 0)  # of more requests it isn't split
+            for each in sorted(ways | {0}) if ways else ():  # of more requests it isn't split
+                self._compile_attention(call, each)
             config = self.attention_config(call.q, call.k_cache, call.metadata)
             if config[2] > 1 and not self._prompts.serves(call.q, call.metadata):
                 return Rows(_TRITON.paged_attention.triton_planes(*self._operands(call, config), planes), None, True)

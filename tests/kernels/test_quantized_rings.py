@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from kernels.devices import DEVICES
-from outrider.device import QuantizedProduct, RotaryArgs
-from outrider_triton import fused_ops, ops, quantized_ops, streamed
+from outrider.device import AttentionMetadata, QuantizedProduct, RotaryArgs
+from outrider_triton import fused_ops, ops, planes_ops, quantized_ops, streamed
 from outrider_triton.derive import choose
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
@@ -40,7 +40,7 @@ def launched(monkeypatch):
         if kernel.__name__.startswith("streamed"):
             assert set(known) | set(settings) | {"PDL"} >= set(kernel.arg_names), "an operand is missing"
 
-    for module in (streamed, quantized_ops, fused_ops, ops):
+    for module in (streamed, planes_ops, quantized_ops, fused_ops, ops):
         monkeypatch.setattr(module, "launch", launch)
     return calls
 
@@ -98,6 +98,44 @@ def test_every_variant_is_compiled_beforehand(launched, kernels, weights):
     served = Counter((name, variant) for name, _, variant in launched if name.startswith("streamed"))
     assert set(served) <= known
     assert len(served) >= 8
+
+
+def attended(kernels, output, gates, batch, width):
+    rows, pages = batch * width, 40
+    metadata = AttentionMetadata(
+        query_start=torch.arange(0, rows + 1, width, dtype=torch.int32),
+        seq_lens=torch.full((batch,), 16 * pages, dtype=torch.int32),
+        block_table=torch.zeros(batch, pages, dtype=torch.int32),
+        max_query=width,
+        max_kv=16 * pages,
+        settled=True,
+    )
+    q, *caches = (
+        torch.zeros(rows, HEADS, SIZE, dtype=BF16),
+        *(torch.zeros(2, 16, KV_HEADS, SIZE, dtype=BF16) for _ in range(2)),
+    )
+    residual, norm = torch.zeros(rows, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16)
+    kernels.attention_norm_linear_quantized(q, *caches, metadata, output, None, residual, norm, 1e-5, gates, scale=0.1)
+
+
+def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched, kernels, monkeypatch):
+    """In digits for few tokens, in planes for more; by kernels of their own where attention isn't split."""
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)  # nothing runs, and the interpreter has no such product
+    four, there = RandomFormat(format="int4", columns=128), torch.device("cpu")
+    output, gates = (random_quantized(four, n, HEADS * SIZE, device=there) for n in (HIDDEN, 2 * INNER))
+    names = {"join_splits", "paged_attention", "lay_in_planes", "streamed_planes", "linear_planes", "add_rms_norm"}
+    with kernels.every_variant():
+        attended(kernels, output, gates, 1, 4)
+    known = {(name, variant) for name, _, variant in launched if name in names}
+    launched.clear()
+    for batch in (1, 2, 3, 8, 16, 64):
+        attended(kernels, output, gates, batch, 4)
+    served = Counter((name, variant) for name, _, variant in launched if name in names)
+    assert set(served) <= known
+    by_name = Counter(name for name, _ in served)
+    assert by_name["join_splits"] >= 3
+    assert by_name["streamed_planes"] >= 2
+    assert by_name["lay_in_planes"]
 
 
 @pytest.mark.parametrize("other", ["groups", "another device", "columns in no units"])
