@@ -123,7 +123,7 @@ def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)  # nothing runs, and the interpreter has no such product
     four, there = RandomFormat(format="int4", columns=128), torch.device("cpu")
     output, gates = (random_quantized(four, n, HEADS * SIZE, device=there) for n in (HIDDEN, 2 * INNER))
-    names = {"join_splits", "paged_attention", "lay_in_planes", "streamed_planes", "linear_planes", "add_rms_norm"}
+    names = {"join_splits", "paged_attention", "lay_in_planes", "streamed_planes", "linear_planes"}
     with kernels.every_variant():
         attended(kernels, output, gates, 1, 4)
     known = {(name, variant) for name, _, variant in launched if name in names}
