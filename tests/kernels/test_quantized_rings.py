@@ -35,7 +35,7 @@ def launched(monkeypatch):
     def launch(kernel, grid, *arguments, pdl, warps, **settings):
         known = dict(zip(kernel.arg_names, arguments, strict=False))
         blocks = tuple(tuple(known[each].block_shape) for each in ("x", "w") if hasattr(known.get(each), "block_shape"))
-        given = tuple(known[each] is None for each in ("bias", "squares", "x_scales") if each in known)
+        given = tuple(known[each] is None for each in ("bias", "squares", "x_scales", "grains") if each in known)
         calls.append((kernel.__name__, _ahead.get(), (blocks, given, tuple(sorted(settings.items())))))
         if kernel.__name__.startswith("streamed"):
             assert set(known) | set(settings) | {"PDL"} >= set(kernel.arg_names), "an operand is missing"
@@ -128,8 +128,8 @@ def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched
         attended(kernels, output, gates, 1, 4)
     known = {(name, variant) for name, _, variant in launched if name in names}
     launched.clear()
-    for batch in (1, 2, 3, 8, 16, 64):
-        attended(kernels, output, gates, batch, 4)
+    for batch, width in ((1, 1), (1, 4), (2, 4), (3, 4), (8, 4), (16, 4), (64, 1)):
+        attended(kernels, output, gates, batch, width)
     served = Counter((name, variant) for name, _, variant in launched if name in names)
     assert set(served) <= known
     by_name = Counter(name for name, _ in served)
