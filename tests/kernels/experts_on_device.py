@@ -17,14 +17,13 @@ import json
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
 import torch
-from on_device import in_a_graph, microseconds, wrong
+from on_device import going, in_a_graph, microseconds, waited, watched, wrong
 
 from outrider.device import KernelSet
 from outrider_triton import expert_ops
@@ -61,20 +60,6 @@ OUTPUTS = [
 LAID_OUT = ((8, 8), (130, 2), (1024, 8), (4096, 8), (9000, 4))
 """Pairs, and experts of a token."""
 REFERENCE = KernelSet()
-beat = [time.monotonic(), "the start"]
-
-
-def watch() -> None:
-    """Ends the process where nothing has gone on for long: a kernel that hangs would keep it for ever."""
-    while True:
-        time.sleep(1)
-        if time.monotonic() - beat[0] > 30:
-            print(f"HANGS in {beat[1]}", flush=True)
-            os._exit(3)
-
-
-def going(on: str) -> None:
-    beat[:] = [time.monotonic(), on]
 
 
 def made_of(cut, tokens, asked=256):
@@ -142,22 +127,6 @@ def compile_one(shape, tokens, size, gates, outputs):
     except Exception as error:  # whatever a compiler raises
         return f"{type(error).__name__}: {str(error)[:300]}"
     return None
-
-
-def waited(futures, end):
-    """Those of the jobs that are compiled; the others say why."""
-    done = set()
-    for job, future in futures.items():
-        going(f"compiling {job}")
-        try:
-            why = future.result(timeout=max(0.1, min(end - time.monotonic(), 25)))
-        except Exception as error:
-            why = f"{type(error).__name__} {error}"
-        if why is None:
-            done.add(job)
-        else:
-            print(f"NOT COMPILED {job}: {why}", flush=True)
-    return done
 
 
 # -- correctness ---------------------------------------------------------------------------------------------------
@@ -361,7 +330,7 @@ def main() -> int:
     workers = max(1, min((os.cpu_count() or 2) - 1, 15))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         first, second = ({job: pool.submit(compile_one, *given) for job, given in jobs.items()} for jobs in (checked, timed))
-        threading.Thread(target=watch, daemon=True).start()
+        watched()
         print(f"{len(waited(first, begun + 0.4 * seconds))} of {len(first)} to check compiled", flush=True)
         right, bad = check(kernels, device, begun + 0.5 * seconds)
         print(f"CHECKED {right + bad} cases: {bad} WRONG, after {time.monotonic() - begun:.0f} s", flush=True)

@@ -2,7 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+
 import torch
+
+_LONG = 30
+beat = [time.monotonic(), "the start"]
+
+
+def watched() -> None:
+    """From now on the process ends where nothing has gone on for long: a kernel that hangs would keep it for ever."""
+
+    def watch() -> None:
+        while True:
+            time.sleep(1)
+            if time.monotonic() - beat[0] > _LONG:
+                print(f"HANGS in {beat[1]}", flush=True)
+                os._exit(3)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def going(on: str) -> None:
+    """Something has gone on."""
+    beat[:] = [time.monotonic(), on]
+
+
+def waited(futures, end):
+    """Those of the jobs that are compiled in other processes; the others say why."""
+    done = set()
+    for job, future in futures.items():
+        going(f"compiling {job}")
+        try:
+            why = future.result(timeout=max(0.1, min(end - time.monotonic(), _LONG - 5)))
+        except Exception as error:
+            why = f"{type(error).__name__} {error}"
+        if why is None:
+            done.add(job)
+        else:
+            print(f"NOT COMPILED {job}: {why}", flush=True)
+    return done
 
 
 def wrong(made, right):

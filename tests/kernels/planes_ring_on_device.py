@@ -4,7 +4,7 @@ tests/kernels/planes_ring_on_device.py [SECONDS]``.
 First each case against the reference in float64, in a graph: a line for each that is WRONG, and a count. Then times of
 single products whose weights are in no cache, in several cuts, beside the fastest known cut without a ring: a table for each
 product, fastest first, and a JSON line. Cuts are compiled beforehand in processes of their own; one that can't be, or that
-fails, is a line. Nothing new for 25 seconds: a line says where, and the exit code is 3. It is 1 where a case is wrong or
+fails, is a line. Nothing new for 30 seconds: a line says where, and the exit code is 3. It is 1 where a case is wrong or
 nothing ran.
 """
 
@@ -14,14 +14,13 @@ import json
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 
 import torch
-from on_device import in_a_graph, microseconds, wrong
+from on_device import going, in_a_graph, microseconds, waited, watched, wrong
 
 from outrider.device import KernelSet
 from outrider_triton import planes_ops  # noqa: F401  (registers the operator)
@@ -46,20 +45,6 @@ KNOWN = {  # of tests/data/quantized_products_h200.json, at one token
     "gate and up": (30.7, [(8, 64, 1024, 1, 4, 2, 512, 0, 56), (8, 64, 1024, 1, 4, 2, 512, 0, 0)]),
     "down": (18.8, [(8, 32, 512, 4, 2, 4, 2560, 0, 0), (8, 16, 512, 4, 1, 4, 2560, 0, 0)]),
 }
-beat = [time.monotonic(), "the start"]
-
-
-def watch() -> None:
-    """Ends the process where nothing has gone on for long: a kernel that hangs would keep it for ever."""
-    while True:
-        time.sleep(1)
-        if time.monotonic() - beat[0] > 25:
-            print(f"HANGS in {beat[1]}", flush=True)
-            os._exit(3)
-
-
-def going(on: str) -> None:
-    beat[:] = [time.monotonic(), on]
 
 
 def product(x, weight, bias, config, pdl=True, laid=torch.bfloat16):
@@ -86,22 +71,6 @@ def compile_one(config, n, k, biased):
     except Exception as error:  # whatever a compiler raises
         return f"{type(error).__name__}: {str(error)[:300]}"
     return None
-
-
-def waited(futures, end):
-    """Those of the jobs that are compiled; the others say why."""
-    done = set()
-    for job, future in futures.items():
-        going(f"compiling {job}")
-        try:
-            why = future.result(timeout=max(0.1, min(end - time.monotonic(), 20)))
-        except Exception as error:
-            why = f"{type(error).__name__} {error}"
-        if why is None:
-            done.add(job)
-        else:
-            print(f"NOT COMPILED {job}: {why}", flush=True)
-    return done
 
 
 # -- correctness ---------------------------------------------------------------------------------------------------
@@ -227,7 +196,7 @@ def main() -> int:
     result = {"device": torch.cuda.get_device_name(device)}
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         jobs = {job: pool.submit(compile_one, *job) for job in dict.fromkeys(checks + measured)}
-        threading.Thread(target=watch, daemon=True).start()
+        watched()
         compiled = waited({job: jobs[job] for job in dict.fromkeys(checks)}, end)
         print(f"{len(compiled)} cuts to check compiled after {time.monotonic() - begun:.0f} s", flush=True)
         right, bad = check(facts, compiled, device, end)
