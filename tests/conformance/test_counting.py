@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from outrider.device import DecoderShape, KernelSet, SeamError, WrappedKernels
+from outrider.registry import get_backend
+from outrider_conformance import observed
 from outrider_conformance.counting import KERNELS, counting
+from outrider_conformance.lab import Lab
+from outrider_conformance.own_attention import SHAPES, check_joined
 
 
 class Halfway(KernelSet):
@@ -131,6 +135,64 @@ def test_an_override_that_raises_has_not_answered():
 def test_every_kernel_is_counted():
     assert {"paged_attention", "verify_tree", "move_cache", "plan_attention"} <= set(KERNELS)
     assert not {"every_variant", "compiled", "batch_invariant", "name"} & set(KERNELS)
+
+
+class Rare(KernelSet):
+    """What neither plain models nor the kit's fixed cases call."""
+
+    name = "rare"
+
+    def route(self, logits, count, *, renormalize):
+        return KernelSet().route(logits, count, renormalize=renormalize)
+
+    def attention_norm_linear_quantized(self, *operands, **options):
+        return KernelSet().attention_norm_linear_quantized(*operands, **options)
+
+
+def test_kernels_of_experts_and_of_quantised_layers_are_observed():
+    """An override of these isn't taken for one that never computed anything."""
+    backend = get_backend("cpu")
+    backend.use_kernels(Rare())
+    with counting(backend.kernels_in_use) as calls:
+        observed._drawn(backend, calls)
+    assert {call.kernel for call in calls.counts} == {"route", "attention_norm_linear_quantized"}
+    assert all(calls.count(kernel, own=True) for kernel in ("route", "attention_norm_linear_quantized"))
+
+
+class Own(KernelSet):
+    """Attention of its own."""
+
+    name = "own"
+
+    def paged_attention(self, *operands, **options):
+        return KernelSet().paged_attention(*operands, **options)
+
+
+class Wrapping(WrappedKernels):
+    name = "wrapping"
+
+    def paged_attention(self, *operands, **options):
+        return KernelSet().paged_attention(*operands, **options)
+
+
+def joined(kernels):
+    backend = get_backend("cpu")
+    backend.use_kernels(kernels)
+    with counting(kernels):
+        check_joined(Lab(backend), SHAPES["a chain"])
+
+
+@pytest.mark.parametrize("make", [Own, lambda: Wrapping(KernelSet()), lambda: WrappedKernels(Wrapping(KernelSet()))])
+def test_own_attention_serves_quantised_layers(make):
+    joined(make())
+
+
+def test_own_attention_that_quantised_layers_pass_by_is_found(monkeypatch):
+    """As where all of it went to the kernels beneath."""
+    kernels = Wrapping(KernelSet())
+    monkeypatch.setattr(kernels, "_attends", False)
+    with pytest.raises(AssertionError, match="'wrapping' has attention of its own, and wasn't asked"):
+        joined(kernels)
 
 
 class Passing(KernelSet):

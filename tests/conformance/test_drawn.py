@@ -1,5 +1,7 @@
 """What the kit draws for kernels: all of them, with the seam's own noise, and judged by tests that refuse what is wrong."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.kernels.devices import SMALL as SMALL_DEVICE
@@ -155,6 +157,96 @@ def test_wrong_kernels_over_a_narrow_cache_are_told(kernel, fault):
     judge_with(Narrow(None), made)
     with pytest.raises(AssertionError):
         judge_with(Narrow(fault), made)
+
+
+class Joined(KernelSet):
+    """Attention and what follows it as one, wrong in one way each. None: right, rounded nowhere between."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def attention_norm_linear_quantized(self, q, k_cache, v_cache, metadata, *behind, scale, window=0):
+        output, output_bias, residual, norm, eps, weight, bias = behind
+        real = int(metadata.query_start[-1])
+        if self.fault == "no window":
+            window = 0
+        if self.fault == "a scale of its own":
+            scale = q.shape[2] ** -0.5
+        if self.fault == "no tree":
+            metadata = replace(metadata, tree_mask=None)
+        if self.fault == "one token fewer":
+            metadata = replace(metadata, seq_lens=metadata.seq_lens - 1)
+        out = self.paged_attention(q.double(), k_cache, v_cache, metadata, scale=scale, window=window).flatten(1)
+        if self.fault == "the last head left out":
+            out = torch.cat((out[:, : -q.shape[2]], torch.zeros_like(out[:, -q.shape[2] :])), dim=1)
+        if self.fault == "rows of another sequence":
+            out = torch.cat((out[:real].roll(1, 0), out[real:]))
+        if self.fault == "NaN in padding":
+            out[real:] = torch.nan
+        if self.fault == "NaN of padding among the others":
+            out += 0 * out.mean() + torch.nan * (len(out) > real)
+        added = self.linear_quantized(out, output, None if output_bias is None else output_bias.double())
+        grown = added + (0 if self.fault == "no residual" else residual.double())
+        if self.fault != "a residual that doesn't grow":
+            residual.copy_(grown)
+        if self.fault == "the residual grows twice":
+            residual.add_(added)
+        normed = self.rms_norm(added if self.fault == "a norm of what was added" else grown, norm.double(), eps)
+        made = self.linear_quantized(normed, weight, None if self.fault == "no bias" or bias is None else bias.double())
+        return made.to(q.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("format", ["int4", "fp8"])
+@pytest.mark.parametrize(
+    ("fault", "more"),
+    [
+        ("no window", {"window": 1}),
+        ("a scale of its own", {}),  # ragged batches are drawn with another
+        ("no tree", {"tree": 1}),
+        ("one token fewer", {}),
+        ("the last head left out", {}),
+        ("rows of another sequence", {}),
+        ("NaN in padding", {}),
+        ("NaN of padding among the others", {}),
+        ("no residual", {}),
+        ("a residual that doesn't grow", {}),
+        ("the residual grows twice", {}),
+        ("a norm of what was added", {}),
+        ("no bias", {}),
+    ],
+)
+def test_wrong_products_behind_attention_are_told(fault, more, format, dtype):
+    drawn = KERNELS[f"attention_norm_linear_quantized, {format}"]
+    shape = {dimension: {**SMALL, "new": 5, **more}[dimension] for dimension in drawn.dimensions}
+    made = problem(drawn, shape, dtype, 0)
+    for right in (KernelSet(), Joined(None)):
+        judge_with(right, made)
+    with pytest.raises(AssertionError):
+        judge_with(Joined(fault), made)
+
+
+@pytest.mark.parametrize(("corner", "cache"), [(0, ("cache fp8",)), (2, ())])
+def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
+    """Triton's by its interpreter: the kit's corners reach them, and tell what is a little off there."""
+    from outrider_triton.kernelset import TritonKernels
+
+    kernels = TritonKernels(SMALL_DEVICE, everywhere=True)
+    drawn = KERNELS[", ".join(("attention_norm_linear_quantized, int4", *cache))]
+    made = problem(drawn, drawn.corners[corner], torch.float16, 0)
+    joined, laid, scale = kernels._joined, [], 1.0
+
+    def watched(call, planes):
+        rows = joined(call._replace(scale=call.scale * scale), planes)
+        laid.append(rows.laid)
+        return rows
+
+    monkeypatch.setattr(kernels, "_joined", watched)
+    judge_with(kernels, made)
+    scale = 1.2
+    with pytest.raises(AssertionError, match="further off than rounding allows"):
+        judge_with(kernels, made)
+    assert laid == [True, True]
 
 
 def test_what_a_cache_stores_is_bounded_by_what_is_stored():

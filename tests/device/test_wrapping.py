@@ -84,3 +84,22 @@ def test_batch_invariant_kernels_keep_what_a_wrapper_changes():
             return super().linear(x, weight, bias) * 0
 
     assert not Zeros(KernelSet()).batch_invariant().linear(torch.ones(3, 4), torch.ones(2, 4)).any()
+
+
+def test_attention_of_a_subclass_is_asked_in_one_call_with_what_follows():
+    """Of a set around it too; the rest is the inner kernels'."""
+
+    class Attending(WrappedKernels):
+        def paged_attention(self, q, *rest, **options):  # noqa: ARG002
+            return q * 2
+
+    inner = Mock(spec=KernelSet)
+    q, rest = torch.ones(3, 2, 4), ("residual", "norm", 1e-5, "weight", "bias")
+    for kernels in (Attending(inner), WrappedKernels(Attending(inner))):
+        inner.reset_mock()
+        made = kernels.attention_norm_linear_quantized(q, "k", "v", "metadata", "output", None, *rest, scale=0.5)
+        assert made is inner.norm_linear_quantized.return_value
+        (added, *others), _ = inner.norm_linear_quantized.call_args
+        assert (added.x.tolist(), added.weight, added.gated) == ([[2.0] * 8] * 3, "output", False)
+        assert tuple(others) == rest
+        inner.attention_norm_linear_quantized.assert_not_called()

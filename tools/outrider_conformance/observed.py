@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import torch
+
 from outrider.device import Backend, StepMode
 from outrider.engine.prefill import Prefill
 from outrider.engine.stages import DraftStage, Extend, Verify
 from outrider_conformance import engines
 from outrider_conformance.counting import KernelCalls, counting, layers_of
+from outrider_conformance.drawn.kernels import KERNELS as DRAWN
+from outrider_conformance.drawn.kernels import corners
 from outrider_conformance.kernel_cases import CASES
 
 if TYPE_CHECKING:
@@ -28,7 +32,7 @@ ALONE = "alone"
 @dataclass(frozen=True)
 class Observed:
     """``calls``: of engines in every declared mode, with the backend's page size and the dtype that it likes best, and of the
-    kit's cases, in each dtype that it prefers.
+    kit's cases, in each dtype that it prefers; of kernels that neither calls, those on drawn operands.
 
     ``layers``: the kernel sets that may answer, the outermost first, as (name, overrides, which of these are never used).
     ``plans_on_host``: the outermost one plans on the host, and passes of a draft aren't planned.
@@ -109,6 +113,7 @@ def observe(kit: Kit) -> Observed:
         with counting(backend.kernels_in_use) as calls:
             _engines(backend, calls)
             _cases(backend, calls)
+            _drawn(backend, calls)
         backend.synchronize()
         kit.observed = Observed(
             calls,
@@ -140,14 +145,36 @@ def _engines(backend: Backend, calls: KernelCalls) -> None:
 
 def _cases(backend: Backend, calls: KernelCalls) -> None:
     stream = backend.create_stream("cases")
-    known = set(engines.DTYPES.values())
-    preferred = [dtype for dtype in backend.capabilities.preferred_dtypes if dtype in known]
-    for dtype in preferred or [engines.DTYPES[engines.preferred(backend)]]:
+    for dtype in _dtypes(backend):
         for case in CASES.values():
             host = case.make(dtype)
             with backend.on(stream), calls.during(ALONE):
                 case.call(backend.kernels_in_use, {name: tensor.to(backend.device) for name, tensor in host.items()})
             stream.synchronize()
+
+
+def _drawn(backend: Backend, calls: KernelCalls) -> None:
+    """What is overridden, and neither an engine nor a case called: kernels of quantised layers and of experts."""
+    stream = backend.create_stream("drawn")
+    called = {call.kernel for call in calls.counts}
+    left_out = {name for names in calls.overridden.values() for name in names} - called
+    formats, caches = backend.capabilities.quantized_formats, backend.kernels_in_use.cache_formats
+    for drawn in DRAWN.values():
+        able = (drawn.format is None or drawn.format in formats) and (drawn.cache is None or drawn.cache in caches)
+        if drawn.kernel.partition(",")[0] not in left_out or not able:
+            continue
+        for dtype in _dtypes(backend):
+            for _, made in corners(drawn, dtype, 0):
+                with backend.on(stream), calls.during(ALONE):
+                    operands = {name: one.tensor.to(backend.device, copy=True) for name, one in made.operands.items()}
+                    made.call(backend.kernels_in_use, operands)
+                stream.synchronize()
+
+
+def _dtypes(backend: Backend) -> list[torch.dtype]:
+    known = set(engines.DTYPES.values())
+    preferred = [dtype for dtype in backend.capabilities.preferred_dtypes if dtype in known]
+    return preferred or [engines.DTYPES[engines.preferred(backend)]]
 
 
 @contextmanager

@@ -9,9 +9,19 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend, CaptureContext, HostParam, KernelSet, Stream
-from outrider_conformance.counting import calls_of, layers_of
+from outrider.device import (
+    QUANTIZED_FORMATS,
+    AttentionMetadata,
+    Backend,
+    CaptureContext,
+    HostParam,
+    KernelSet,
+    QuantizedWeight,
+    Stream,
+)
+from outrider_conformance.counting import KernelCalls, calls_of, layers_of
 from outrider_conformance.lab import Lab
+from outrider_conformance.verdict import not_applicable
 
 _HEADS, _KV_HEADS, _SIZE = 4, 2, 64
 _SCALE = 0.125
@@ -90,9 +100,9 @@ class OwnBatch:
         stream.synchronize()
         return made
 
-    def attend(self, kernels: KernelSet, o: Mapping[str, Tensor], exact: HostParam | None) -> Tensor:
-        """What the engine would call."""
-        metadata = AttentionMetadata(
+    def metadata(self, o: Mapping[str, Tensor], exact: HostParam | None) -> AttentionMetadata:
+        """Of this batch."""
+        return AttentionMetadata(
             query_start=o["query_start"],
             seq_lens=o["seq_lens"],
             block_table=o["block_table"],
@@ -102,7 +112,11 @@ class OwnBatch:
             uniform=self.shape.uniform,
             seq_lens_host=exact,
         )
-        out = kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], metadata, scale=_SCALE, window=self.shape.window)
+
+    def attend(self, kernels: KernelSet, o: Mapping[str, Tensor], exact: HostParam | None) -> Tensor:
+        """What the engine would call."""
+        operands = o["q"], o["k_cache"], o["v_cache"], self.metadata(o, exact)
+        out = kernels.paged_attention(*operands, scale=_SCALE, window=self.shape.window)
         return out[: sum(self.shape.new)]
 
     def check(self, found: Tensor, lengths: list[int], how: str) -> None:
@@ -166,6 +180,67 @@ def check_in_graph(lab: Lab, shape: Shape) -> None:
         stream.synchronize()
         batch.check(outputs["out"], now, f"in a graph, with {more} tokens more than at its capture")
     _check_own(backend)
+
+
+def check_joined(lab: Lab, shape: Shape) -> None:
+    """Asked for by a layer with quantised weights, in one call with what follows attention. Numbers are judged elsewhere."""
+    (stream,) = lab.streams("s")
+    backend = lab.backend
+    formats = sorted(backend.capabilities.quantized_formats)
+    if not formats:
+        not_applicable("no format of quantised weights is declared")
+    kernels = backend.kernels_in_use
+    calls = calls_of(kernels)
+    own = next((layer.name for layer in layers_of(kernels) if "paged_attention" in calls.overridden[layer.name]), None)
+    if own is None:
+        not_applicable("attention is the reference's")
+    dtype = dtypes_of(backend)[0]
+    batch = OwnBatch(backend, shape, dtype)
+    made = batch.upload(stream)
+    lengths = shape.lengths(batch.page_size)
+    exact = HostParam(_LENGTHS, lengths) if backend.speculative_sync.exact_host_lengths else None
+    hidden = _HEADS * _SIZE
+    before = _asked(calls, own)
+    with backend.on(stream):
+        weight = _ones(formats[0], hidden, backend.device)
+        residual = torch.zeros(made["q"].shape[0], hidden, dtype=dtype, device=backend.device)
+        norm = torch.ones(hidden, dtype=dtype, device=backend.device)
+        kernels.attention_norm_linear_quantized(
+            made["q"],
+            made["k_cache"],
+            made["v_cache"],
+            batch.metadata(made, exact),
+            weight,
+            None,
+            residual,
+            norm,
+            1e-5,
+            weight,
+            scale=_SCALE,
+            window=shape.window,
+        )
+    stream.synchronize()
+    assert _asked(calls, own) > before, (
+        f"{own!r} has attention of its own, and wasn't asked for that of a layer with quantised weights: "
+        "attention_norm_linear_quantized of the kernels around it, or beneath, attended instead"
+    )
+
+
+def _asked(calls: KernelCalls, kernels: str) -> int:
+    """Calls of attention that came to these kernels, by itself or in one with what follows, which they computed."""
+    joined = ("attention_norm_linear_quantized", True)
+    return sum(
+        count
+        for call, count in calls.counts.items()
+        if call.kernels == kernels and (call.kernel == "paged_attention" or (call.kernel, call.own) == joined)
+    )
+
+
+def _ones(format: str, size: int, device: torch.device) -> QuantizedWeight:
+    """A square weight of small numbers, a scale a row."""
+    data = torch.ones(size, size // (2 if format == "int4" else 1), device=device).to(QUANTIZED_FORMATS[format])
+    scales = torch.full((size, 1), 1 / size, device=device)
+    return QuantizedWeight(format=format, data=data, scales=scales, block=(1, size), shape=(size, size))
 
 
 def _check_own(backend: Backend) -> None:

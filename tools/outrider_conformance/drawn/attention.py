@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -49,7 +50,28 @@ def _tree(counts: list[int], padding: int, width: int, dice: Dice) -> Tensor:
     return mask
 
 
-def _attention(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
+class Sequence(NamedTuple):
+    """A sequence's ``q`` [n, Hq, D] and who of these sees whom, its ``keys`` and ``values`` [L, Hkv, D]; all float64."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    tree: Tensor | None
+
+
+class Batch(NamedTuple):
+    """Operands of attention, and what they mean. Rows of ``padding`` come behind those of all ``sequences``."""
+
+    operands: dict[str, Operand]
+    sequences: list[Sequence]
+    padding: int
+    window: int
+    scale: float
+    metadata: Callable[[Mapped], AttentionMetadata]
+
+
+def drawn_batch(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None) -> Batch:
+    """Queries over a cache in the format ``cache``. What no sequence has there is NaN."""
     heads, kv_heads = HEADS[shape["heads"]]
     size, page = SIZES[shape["size"]], _PAGES[shape["page"]]
     new, before = _lengths(shape, dice)
@@ -59,7 +81,7 @@ def _attention(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None =
     pages = 1 + sum(used) + 2
     table, free = torch.zeros(batch, width, dtype=torch.int32), (dice.order(pages - 1) + 1).tolist()
     caches = [torch.full((pages, page, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]
-    keys, values = [], []
+    kept = []
     for row, (count, context) in enumerate(zip(new, before, strict=True)):
         mine = [free.pop() for _ in range(used[row])]
         table[row, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
@@ -67,16 +89,13 @@ def _attention(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None =
         pair = (dice.normal(total, kv_heads, size, dtype=dtype), dice.normal(total, kv_heads, size, dtype=dtype))
         pair[0][total - 1] *= 2
         pair[1][0] += 3  # what a block left out would take along
-        kept = [_kept(part, cache) for part in pair]
-        for pages_of, part in zip(caches, kept, strict=True):
+        kept.append([_kept(part, cache) for part in pair])
+        for pages_of, part in zip(caches, kept[-1], strict=True):
             slot = torch.arange(total)
             pages_of[torch.tensor(mine)[slot // page], slot % page] = part.to(dtype)
-        keys.append(kept[0].double())
-        values.append(kept[1].double())
     q = dice.normal(tokens + padding, heads, size, dtype=dtype)
     mask = _tree(new, padding, max(new) + shape["padding"], dice) if shape["tree"] else None
     window = 0 if mask is not None or not shape["window"] else 1 + shape["window"] * 7
-    scale = size**-0.5 * (1.0 + shape["ragged"])
     starts = torch.tensor([sum(new[:row]) for row in range(batch + 1)], dtype=torch.int32)
     operands = {
         "q": Operand(q, "wide"),  # a part of the heads of one product
@@ -91,8 +110,8 @@ def _attention(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None =
     most = mask.shape[1] if mask is not None else max(new)
     longest = max(n + c for n, c in zip(new, before, strict=True)) + shape["padding"]
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        metadata = AttentionMetadata(
+    def metadata(o: Mapped) -> AttentionMetadata:
+        return AttentionMetadata(
             query_start=o["query_start"],
             seq_lens=o["seq_lens"],
             block_table=o["block_table"],
@@ -101,37 +120,77 @@ def _attention(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None =
             tree_mask=o.get("tree_mask"),
             uniform=not padding and len(set(new)) == 1 and most == new[0],
         )
-        return {"out": kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], metadata, scale=scale, window=window)}
 
-    parts, first = [], 0
-    for row, count in enumerate(new):
+    sequences, first = [], 0
+    for (keys, values), count in zip(kept, new, strict=True):
         own = None if mask is None else mask[first : first + count, :count]
-        queries = q[first : first + count].double()
-        parts.append(attend(queries, keys[row], values[row], own, window, scale, dtype))
+        sequences.append(Sequence(q[first : first + count].double(), keys.double(), values.double(), own))
         first += count
-    rest = torch.zeros(padding, heads, size, dtype=torch.float64)
+    return Batch(operands, sequences, padding, window, size**-0.5 * (1.0 + shape["ragged"]), metadata)
+
+
+def _attention(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
+    batch = drawn_batch(shape, dtype, dice, cache)
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        own = batch.metadata(o)
+        made = kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], own, scale=batch.scale, window=batch.window)
+        return {"out": made}
+
+    parts = [attend(sequence, batch.window, batch.scale, dtype) for sequence in batch.sequences]
+    return Problem(batch.operands, call, {"out": with_padding(parts, batch.padding)})
+
+
+def with_padding(parts: Iterable[bounds.Number], padding: int) -> bounds.Number:
+    """Rows of each sequence, and rows of padding, which may be anything finite."""
+    parts = list(parts)
+    rest = torch.zeros(padding, *parts[0].value.shape[1:], dtype=torch.float64)
     value = torch.cat([part.value for part in parts] + [rest])
-    error = torch.cat([part.error for part in parts] + [rest + NOWHERE])
-    return Problem(operands, call, {"out": bounds.Number(value, error)})
+    return bounds.Number(value, torch.cat([part.error for part in parts] + [rest + NOWHERE]))
 
 
-def attend(
-    q: Tensor, keys: Tensor, values: Tensor, tree: Tensor | None, window: int, scale: float, dtype: torch.dtype
-) -> bounds.Number:
-    """Attention of one sequence's ``q`` [n, Hq, D] over its ``keys`` and ``values`` [L, Hkv, D], all float64.
+def attend(sequence: Sequence, window: int, scale: float, dtype: torch.dtype) -> bounds.Number:
+    """Attention of one sequence, [n, Hq, D]."""
+    weights, relative = _weights(sequence, window, scale, dtype)
+    v = _of_queries(sequence.values, sequence)
+    relative = relative + bounds.growth(v.shape[1], bounds.wide(dtype))
+    error = (weights * relative) @ v.abs()
+    return bounds.rounded(bounds.Number((weights @ v).transpose(0, 1), error.transpose(0, 1)), dtype)
+
+
+def attend_into(
+    sequence: Sequence, window: int, scale: float, weight: Tensor, dtype: torch.dtype
+) -> tuple[bounds.Number, Tensor]:
+    """The same with the error that is each number's own; and how far its product with ``weight`` [H, Hq D] is off, [n, H],
+    since softmax is: by that all numbers of a cached value move together. Taken for one number at a time, it would hide most
+    of what is wrong in a half dtype.
+    """
+    weights, relative = _weights(sequence, window, scale, dtype)
+    v = _of_queries(sequence.values, sequence)
+    growth = bounds.growth(v.shape[1], bounds.wide(dtype))
+    own = bounds.Number((weights @ v).transpose(0, 1), growth * (weights @ v.abs()).transpose(0, 1))
+    made = v @ weight.view(weight.shape[0], v.shape[0], -1).permute(1, 2, 0)  # [Hq, L, H]
+    return bounds.rounded(own, dtype), ((weights * relative) @ made.abs()).sum(0)
+
+
+def _of_queries(x: Tensor, sequence: Sequence) -> Tensor:
+    """Keys or values for each head of the queries, [Hq, L, D]."""
+    return x.repeat_interleave(sequence.q.shape[1] // x.shape[1], dim=1).transpose(0, 1)
+
+
+def _weights(sequence: Sequence, window: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Softmax [Hq, n, L], and relative to it how far it may be off.
 
     Scores lose what their sum of D products loses, and a query may be scaled in its own dtype first. A weight is off by that
     of the scores, twice since all weights are divided by their sum, and may be rounded to the dtype before the last product.
     """
-    count, total, size = q.shape[0], keys.shape[0], q.shape[-1]
-    group = q.shape[1] // keys.shape[1]
-    k, v = (part.repeat_interleave(group, dim=1).transpose(0, 1) for part in (keys, values))  # [Hq, L, D]
-    queries = q.transpose(0, 1)
+    k, queries = _of_queries(sequence.keys, sequence), sequence.q.transpose(0, 1)
+    count, total, size = queries.shape[1], k.shape[1], k.shape[2]
     place, node = torch.arange(total), torch.arange(count)
     index = place - (total - count)
     visible = index <= node.unsqueeze(1)
-    if tree is not None:
-        visible = (index < 0) | tree[:, index.clamp(min=0)]
+    if sequence.tree is not None:
+        visible = (index < 0) | sequence.tree[:, index.clamp(min=0)]
     if window:
         visible = visible & (index > node.unsqueeze(1) - window)
     scores = (queries @ k.transpose(1, 2)) * scale
@@ -141,10 +200,7 @@ def attend(
     weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
     worst = slack.masked_fill(~visible, 0.0)
     mean = (weights * worst).sum(-1, keepdim=True)  # what the sum of all weights is off
-    relative = torch.expm1(worst + mean) + bounds.UNIT[dtype] + bounds.growth(total, unit)
-    value = weights @ v
-    error = (weights * relative) @ v.abs()
-    return bounds.rounded(bounds.Number(value.transpose(0, 1), error.transpose(0, 1)), dtype)
+    return weights, torch.expm1(worst + mean) + bounds.UNIT[dtype]
 
 
 def _kept(x: Tensor, cache: str | None) -> Tensor:
@@ -305,7 +361,7 @@ def _move(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None
 
 _HEAD, _SIZE, _PAGE = st.integers(0, len(HEADS) - 1), st.integers(0, len(SIZES) - 1), st.integers(0, len(_PAGES) - 1)
 _FLAG = st.integers(0, 1)
-_BATCHES = {
+BATCHES = {
     "batch": st.integers(1, 6),
     "new": st.one_of(st.integers(1, 9), st.sampled_from((33, 65))),
     "context": st.one_of(st.integers(0, 300), st.sampled_from((511, 512, 1023, 1025))),
@@ -325,7 +381,7 @@ _CASES = (
     (
         "paged_attention",
         _attention,
-        _BATCHES,
+        BATCHES,
         (
             {**_PLAIN, "batch": 2, "new": 1, "context": 4500},
             {**_PLAIN, "batch": 3, "new": 9, "context": 2100, "tree": 1, "ragged": 1, "size": 2, "heads": 3},

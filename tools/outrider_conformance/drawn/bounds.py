@@ -87,10 +87,13 @@ def rms_norm(x: Number, weight: Tensor, eps: float, dtype: torch.dtype) -> Numbe
     size = x.value.shape[-1]
     mean = x.value.square().mean(-1, keepdim=True) + eps
     factor = mean.rsqrt()
-    moved = (2 * x.value.abs() * x.error + x.error.square()).mean(-1, keepdim=True) / mean
-    relative = 0.5 * moved + growth(size, wide(dtype)) + 8 * wide(dtype)
+    low = (x.value.abs() - x.error).clamp(min=0).square().mean(-1, keepdim=True) + eps
+    high = (x.value.abs() + x.error).square().mean(-1, keepdim=True) + eps
+    moved = torch.maximum((mean / low).sqrt() - 1, 1 - (mean / high).sqrt())
+    relative = moved + growth(size, wide(dtype)) + 8 * wide(dtype)
     normed = x.value * factor
     error = x.error * factor * (1 + relative) + normed.abs() * relative
+    error = torch.minimum(error, normed.abs() + size**0.5 * (1 + relative - moved))  # a norm is no larger, whatever x is
     w = weight.double()
     return rounded(Number(normed * w, error * w.abs()), dtype, 2.0)
 

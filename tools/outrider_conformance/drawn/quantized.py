@@ -11,17 +11,29 @@ from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, QUANTIZED_FORMATS, KernelSet, QuantizedProduct, QuantizedWeight
 from outrider_conformance.drawn import bounds
-from outrider_conformance.drawn.attention import HEADS, ROTARY, SIZES, TURNED, rotary_of, rotary_operands, turned_queries
+from outrider_conformance.drawn.attention import (
+    BATCHES,
+    HEADS,
+    ROTARY,
+    SIZES,
+    TURNED,
+    attend_into,
+    drawn_batch,
+    rotary_of,
+    rotary_operands,
+    turned_queries,
+    with_padding,
+)
 from outrider_conformance.drawn.dense import EPS
 from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
 
-_BLOCKS = ("channel", "group", "block")
+_BLOCKS = ("channel", "group", "block", "wide group")
 _MAGNITUDES = {"fp8": 448.0, "int8": 127.5}
 
 
 def _block(shape: Shape) -> tuple[int, int]:
     kind = _BLOCKS[shape["blocks"]]
-    return {"channel": (1, shape["inner"]), "group": (1, 16), "block": (24, 40)}[kind]
+    return {"channel": (1, shape["inner"]), "group": (1, 16), "block": (24, 40), "wide group": (1, 128)}[kind]
 
 
 def _spread(grid: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
@@ -149,13 +161,17 @@ def _norm_linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: 
         number = bounds.silu_mul(gate, up, dtype)
     made = bounds.product(_once_more(number, dtype), into, given.get("first bias"), dtype)
     grown = bounds.add(bounds.exact(residual), made, dtype)
-    middle = bounds.rms_norm(grown, norm, EPS, dtype)
-    wanted = bounds.product(_once_more(middle, dtype), out_of, given.get("second bias"), dtype)
+    wanted = _behind(grown, norm, out_of, given.get("second bias"), dtype)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {"out": kernels.norm_linear_quantized(*_between(format, shape, o))}
 
     return Problem(operands, call, {"out": wanted, "residual": grown})
+
+
+def _behind(grown: bounds.Number, norm: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bounds.Number:
+    """The product of the norm of ``grown`` with ``weight``."""
+    return bounds.product(_once_more(bounds.rms_norm(grown, norm, EPS, dtype), dtype), weight, bias, dtype)
 
 
 def _between(
@@ -187,6 +203,57 @@ def _norm_linear_quantized_rope(
         return {"out": kernels.norm_linear_quantized_rope_write_cache(*_between(format, shape, o), rotary_of(o))}
 
     return Problem(operands, call, {**wanted, "residual": made.wanted["residual"]})
+
+
+def _attention_norm_linear_quantized(
+    format: str, shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None
+) -> Problem:
+    """Plain activations, as above. What attention gives may be rounded to the dtype, or never."""
+    batch = drawn_batch(shape, dtype, dice, cache)
+    tokens, inner = batch.operands["q"].tensor.shape[0], batch.operands["q"].tensor[0].numel()
+    sizes = {"first": (shape["hidden"], inner), "second": (shape["outer"], shape["hidden"])}
+    operands = dict(batch.operands)
+    exact: dict[str, Tensor] = {}
+    given: dict[str, Tensor] = {}
+    for name, (rows, columns) in sizes.items():
+        parts, exact[name] = _weight({**shape, "outer": rows, "inner": columns}, format, dice)
+        operands |= {f"{name} {key}": each for key, each in parts.items()}
+        if shape["bias"]:
+            given[name] = dice.normal(rows, dtype=dtype)
+            operands[f"{name} bias"] = Operand(given[name])
+    residual, norm = dice.normal(tokens, shape["hidden"], dtype=dtype), dice.normal(shape["hidden"], dtype=dtype)
+    operands |= {"residual": Operand(residual), "norm": Operand(norm)}
+    grown, outs = [], []
+    counts = [len(sequence.q) for sequence in batch.sequences]
+    for sequence, rows in zip(batch.sequences, residual[: sum(counts)].split(counts), strict=True):
+        attended, off = attend_into(sequence, batch.window, batch.scale, exact["first"], dtype)
+        x = bounds.Number(attended.value.flatten(1), attended.error.flatten(1))
+        made = bounds.product(_once_more(x, dtype), exact["first"], given.get("first"), dtype)
+        made = bounds.Number(made.value, made.error + off * (1 + 4 * bounds.UNIT[dtype]))
+        grown.append(bounds.add(bounds.exact(rows), made, dtype))
+        outs.append(_behind(grown[-1], norm, exact["second"], given.get("second"), dtype))
+
+    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        output, weight = (_record(format, shape, o, name, size) for name, size in sizes.items())
+        made = kernels.attention_norm_linear_quantized(
+            o["q"],
+            o["k_cache"],
+            o["v_cache"],
+            batch.metadata(o),
+            output,
+            o.get("first bias"),
+            o["residual"],
+            o["norm"],
+            EPS,
+            weight,
+            o.get("second bias"),
+            scale=batch.scale,
+            window=batch.window,
+        )
+        return {"out": made}
+
+    wanted = {"out": with_padding(outs, batch.padding), "residual": with_padding(grown, batch.padding)}
+    return Problem(operands, call, wanted)
 
 
 _INNER = 24
@@ -249,18 +316,28 @@ def _once_more(number: bounds.Number, dtype: torch.dtype) -> bounds.Number:
 
 _TURNS = {name: each for name, each in _DIMENSIONS.items() if name != "outer"} | ROTARY
 _TURNED = tuple({**corner, **TURNED, "tokens": corner["tokens"]} for corner in _CORNERS)
-_ROPE = "norm_linear_quantized_rope_write_cache"
-_TURNING = (
-    Drawn(
-        ", ".join((_ROPE, format, *(() if cache is None else (f"cache {cache}",)))),
-        partial(_norm_linear_quantized_rope, format, cache=cache),
-        _TURNS,
-        _TURNED,
-        format=format,
-        cache=cache,
-    )
-    for format in QUANTIZED_FORMATS
-    for cache in (None, *CACHE_FORMATS)
+_ATTENDED = {
+    **{name: each for name, each in BATCHES.items() if name not in ("new", "context")},
+    "new": st.one_of(st.integers(1, 9), st.just(33)),
+    "context": st.one_of(st.integers(0, 300), st.just(1023)),
+    "hidden": st.sampled_from((40, 128)),
+    "outer": st.sampled_from((1, 24, 80, 129)),
+    "blocks": st.integers(0, 3),
+    "zeros": st.integers(0, 1),
+    "bias": st.integers(0, 1),
+}
+_FEW = {"ragged": 0, "tree": 0, "window": 0, "padding": 0, "heads": 0, "size": 2, "page": 1}
+_FEW |= {"hidden": 40, "outer": 24, "blocks": 3, "zeros": 0, "bias": 0}
+_ATTENDING = (
+    {**_FEW, "batch": 3, "new": 1, "context": 600},
+    {**_FEW, "batch": 2, "new": 4, "context": 300, "ragged": 1, "padding": 3, "heads": 2, "blocks": 0, "zeros": 1, "bias": 1},
+    {**_FEW, "batch": 3, "new": 6, "context": 150, "ragged": 1, "tree": 1, "heads": 3, "hidden": 128, "outer": 80},
+    {**_FEW, "batch": 2, "new": 3, "context": 200, "window": 9, "heads": 1, "size": 0, "blocks": 1, "page": 3, "bias": 1},
+    {**_FEW, "batch": 2, "new": 33, "context": 70, "ragged": 1, "padding": 5, "size": 1, "blocks": 2},
+)
+_OVER_CACHES = (
+    ("norm_linear_quantized_rope_write_cache", _norm_linear_quantized_rope, _TURNS, _TURNED),
+    ("attention_norm_linear_quantized", _attention_norm_linear_quantized, _ATTENDED, _ATTENDING),
 )
 QUANTIZED = (
     *(
@@ -272,5 +349,17 @@ QUANTIZED = (
         )
         for format in QUANTIZED_FORMATS
     ),
-    *_TURNING,
+    *(
+        Drawn(
+            ", ".join((name, format, *(() if cache is None else (f"cache {cache}",)))),
+            partial(make, format, cache=cache),
+            dimensions,
+            corners,
+            format=format,
+            cache=cache,
+        )
+        for name, make, dimensions, corners in _OVER_CACHES
+        for format in QUANTIZED_FORMATS
+        for cache in (None, *CACHE_FORMATS)
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider_conformance.lab import Lab
-from outrider_conformance.own_attention import SHAPES, check_called, check_in_graph
+from outrider_conformance.own_attention import SHAPES, check_called, check_in_graph, check_joined
 from outrider_conformance.promises import promise
 
 
@@ -21,3 +21,10 @@ def test_preferred_pages_and_dtypes_are_attended_to(lab: Lab, shape: str) -> Non
 def test_attention_in_a_graph_follows_the_lengths(lab: Lab, shape: str) -> None:
     """Replayed with longer sequences than at the capture, whose lengths are on the device and, where need be, rebound."""
     check_in_graph(lab, SHAPES[shape])
+
+
+@promise("KernelSet", "An override computes a call, or leaves it to what it overrides")
+@pytest.mark.parametrize("shape", ["decoding", "a chain"])
+def test_layers_with_quantised_weights_get_it_too(lab: Lab, shape: str) -> None:
+    """In one call with what follows attention: kernels around the backend's own, or beneath, don't attend instead of it."""
+    check_joined(lab, SHAPES[shape])

@@ -8,6 +8,8 @@ from functools import wraps
 from inspect import isfunction
 from typing import Any, Self
 
+from torch import Tensor
+
 from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.kernelset import KernelSet, kernel_names
 from outrider.device.kernels.tuning import DecoderShape
@@ -22,6 +24,8 @@ class WrappedKernels(KernelSet):
     declares its own; one that overrides a kernel over caches declares their formats for itself.
 
     *Calls within* ``inner`` stay there: where its ``linear_add`` calls its ``linear``, an override of ``linear`` isn't asked.
+    One of ``paged_attention`` is, also by what is one call with attention: there the subclass attends, and ``inner`` does the
+    rest.
     :meth:`batch_invariant` isn't passed on: the default wraps these kernels, with what the subclass does otherwise. Of
     :meth:`for_shape` the result is wrapped.
     """
@@ -32,6 +36,7 @@ class WrappedKernels(KernelSet):
         for flag in _FLAGS:
             if not any(flag in vars(kind) for kind in own):
                 setattr(self, flag, getattr(inner, flag))
+        self._attends = any("paged_attention" in vars(kind) for kind in own)
 
     def batch_invariant(self) -> KernelSet:
         """These where they are ``row_invariant`` already, else the default."""
@@ -45,6 +50,14 @@ class WrappedKernels(KernelSet):
         made = copy(self)
         made.inner = inner
         return made
+
+    def attention_norm_linear_quantized(self, *operands: Any, **options: Any) -> Tensor:
+        """``inner``'s, or, of a subclass with attention of its own, that and what follows it: such attention may have been
+        planned, and may be why the subclass was chosen.
+        """
+        if self._attends:
+            return super().attention_norm_linear_quantized(*operands, **options)
+        return self.inner.attention_norm_linear_quantized(*operands, **options)
 
     def unused_overrides(self) -> Mapping[str, str]:
         """The subclass's own: none, unless it says so. Those of ``inner`` are its own matter."""
