@@ -1,90 +1,16 @@
 """The length by each request's acceptance and by observed times: never much slower than the best fixed length."""
 
 import random
-from dataclasses import dataclass
+import statistics
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.requests.adaptive_length import Adaptive, MeasuredCosts
-from outrider.engine.requests.draft_length import DraftCosts, FixedLength, adaptive_lengths
-
-SIZES = (1, 2, 4, 8, 16, 32, 64)
-
-
-@dataclass(frozen=True)
-class World:
-    """What iterations take and what passes; ``first`` is what was measured before requests were served, wrongly."""
-
-    seconds: dict
-    first: DraftCosts
-    shares: tuple
-    spread: float
-    seed: int
-    thinking: float = 0.0
-    """Seconds that the host takes longer in an iteration in which the policy thinks."""
-
-    @classmethod
-    def draw(cls, seed, wrong, *, host=0.0):
-        """An iteration's fixed part, what a drafted token costs, arithmetic from some number of tokens on.
-
-        ``host``: what the host takes for an iteration, relative to a device's plain one; no estimate knows of it.
-        """
-        rng = random.Random(seed)
-        most = rng.choice([4, 7])
-        fixed, drafting = rng.uniform(0.5, 4), rng.choice([0.01, 0.05, 0.12, 0.25, 0.5]) * rng.uniform(0.7, 1.3)
-        token, free = rng.choice([0.002, 0.01, 0.04]) * rng.uniform(0.5, 2), rng.choice([1, 8, 32, 128])
-        seconds = {
-            (length, size): 1e-3 * (fixed * (1 + drafting * length) + token * max(0, size * (length + 1) - free))
-            for size in SIZES
-            for length in adaptive_lengths(most)
-        }
-        first = DraftCosts({key: value * rng.uniform(1 / wrong, wrong) for key, value in seconds.items()})
-        slow = {(length, size): host * seconds[0, size] for length, size in seconds}
-        seconds = {key: max(value, slow[key]) for key, value in seconds.items()}
-        place, fall = rng.uniform(0.2, 0.95), rng.uniform(0.8, 1.02)
-        shares, spread = tuple(min(0.98, place * fall**i) for i in range(most)), rng.choice([0, 0.1, 0.25])
-        return cls(seconds, first, shares, spread, seed, 0.5 * min(seconds.values()) if host else 0.0)
-
-    def request(self, number):
-        rng = random.Random(self.seed * 1_000_003 + number)
-        return [number, rng.gauss(0, self.spread), rng.randint(64, 256), rng]
-
-    def rate(self, policy, batch, tokens, *, told=True):
-        """Tokens a second of a policy, requests following each other. Told times have noise; one in fifty is far too long."""
-        number, made, took = batch, 0, 0.0
-        live, noise = [self.request(each) for each in range(batch)], random.Random(self.seed + 5)
-        size = min(each for each in SIZES if each >= batch)
-        while made < tokens:
-            ids = [request[0] for request in live]
-            length = policy.without_asking(batch)
-            thinks = length is None
-            if thinks:
-                length = policy.choose_for(ids, 0)
-            accepted = []
-            for request in live:
-                count = 0
-                while count < length and request[3].random() < min(0.99, max(0.01, self.shares[count] + request[1])):
-                    count += 1
-                accepted.append(count)
-                request[2] -= count + 1
-            made += sum(accepted) + batch
-            seconds = self.seconds[length, size]
-            took += seconds  # but for thinking, whose share is what it is
-            seconds += self.thinking * thinks
-            if told and policy.takes_times:
-                policy.observe_time(length, batch, 0, seconds * noise.gauss(1, 0.02) * (5 if noise.random() < 0.02 else 1))
-            policy.observe_each(length, ids, accepted)
-            for index, request in enumerate(live):
-                if request[2] <= 0:
-                    live[index], number = self.request(number), number + 1
-        return made / took
-
-    def gap(self, batch, tokens, **options):
-        """How much slower the policy is than the best fixed length."""
-        best = max(self.rate(FixedLength(length), batch, tokens) for length in adaptive_lengths(len(self.shares)))
-        return 1 - self.rate(Adaptive(self.first), batch, tokens, **options) / best
+from engine.draft_worlds import HostWorld, World
+from outrider.engine.requests.adaptive_length import Adaptive
+from outrider.engine.requests.draft_length import DraftCosts
+from outrider.engine.requests.relative_times import RelativeTimes
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -107,11 +33,79 @@ def test_costs_that_are_never_put_right_are_what_the_times_are_for():
     assert max(gaps) > 0.05
 
 
+@pytest.mark.parametrize("groups", [False, True], ids=["serving", "groups"])
+@pytest.mark.parametrize(("batch", "iterations", "worlds"), [(1, 4000, 10), (8, 3000, 8), (64, 1500, 4)])
+def test_a_noisy_host_that_is_slower_than_the_device(batch, iterations, worlds, groups):
+    """What a policy of medians of single iterations loses here is 5 % in the mean at batch 1 and 8, and 8 % at 64."""
+    found = [HostWorld(seed).gaps(batch, iterations, groups=groups) for seed in range(worlds)]
+    at_first, later = ([each[turn] for each in found] for turn in (0, 1))
+    assert statistics.mean(at_first) < 0.03, at_first
+    assert statistics.mean(later) < (0.02 if groups else 0.015), later
+    assert max(later) < 0.05, later
+
+
+def length_of(policy, requests):
+    """As a scheduler asks."""
+    length = policy.without_asking(len(requests))
+    return policy.choose_for(requests, 0) if length is None else length
+
+
+def test_in_between_nothing_is_looked_at():
+    """Most iterations are as those of a fixed length: one question, and nobody listens to what became of them."""
+    policy, requests = Adaptive(DraftCosts({(length, 64): 1.0 + 0.1 * length for length in range(4)})), list(range(64))
+    silent = thoughts = 0
+    for iteration in range(4000):
+        thought = policy.without_asking(64) is None
+        if thought:
+            policy.choose_for(requests, 0)
+        if policy.listens:
+            policy.observe_each(policy._drafted, requests, [min(1, policy._drafted)] * 64)
+            if policy.takes_times:
+                policy.observe_time(policy._drafted, 64, 0, 1.0 + 0.1 * policy._drafted)
+        if iteration >= 1000:
+            silent, thoughts = silent + (not policy.listens), thoughts + thought
+    assert silent > 0.85 * 3000
+    assert thoughts <= 3000 / 40
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_tries_take_their_share_at_most(batch):
+    """By what is known, 1 % of all iterations and what was saved up before."""
+    world, lost, iterations = HostWorld(3), 0.0, 4000
+
+    class Counting(Adaptive):
+        def _worth_trying(self, load, rates, seconds):
+            nonlocal lost
+            before = self._saved
+            found = super()._worth_trying(load, rates, seconds)
+            lost += before - self._saved
+            return found
+
+    world.rate(Counting(world.first), batch, iterations)
+    assert 0 < lost <= 6 + 0.01 * iterations
+
+
+def test_acceptance_that_comes_back_is_found_out():
+    rng = random.Random(1)
+    policy = Adaptive(DraftCosts({(length, 8): 1.0 + 0.15 * length for length in (0, 1, 2, 4)}))
+    for share, length in ((0.02, 0), (0.95, 4), (0.02, 0)):
+        chosen = []
+        for _ in range(6000):
+            drafted = length_of(policy, range(8))
+            accepted = [next((i for i in range(drafted) if rng.random() > share), drafted) for _ in range(8)]
+            if policy.listens:
+                policy.observe_each(drafted, range(8), accepted)
+                if policy.takes_times:
+                    policy.observe_time(drafted, 8, 0, (1.0 + 0.15 * drafted) * rng.gauss(1, 0.05))
+            chosen.append(drafted)
+        assert chosen[3000:].count(length) > 0.9 * 3000, share
+
+
 def run_alone(policy, request, share, iterations=60):
     """The lengths of iterations of one request, of whose drafted tokens so many pass in the mean."""
     chosen = []
     for index in range(iterations):
-        length = policy.choose_for([request], 0)
+        length = length_of(policy, [request])
         passed = length if (index * share) % 1 < share else 0
         policy.observe_each(length, [request], [passed])
         chosen.append(length)
@@ -122,18 +116,18 @@ def test_each_request_has_its_own_acceptance():
     """A request whose drafts pass keeps the long ones; another one, beside which it runs, goes without when it's alone."""
     policy = Adaptive(DraftCosts({(length, 1): 1.0 + 0.3 * length for length in range(4)}))
     for _ in range(200):
-        drafted = policy.choose_for([1, 2], 0)
+        drafted = length_of(policy, [1, 2])
         policy.observe_each(drafted, [1, 2], [drafted, 0])
     for request, share, length in ((1, 1.0, 3), (2, 0.0, 0)):
-        chosen = run_alone(policy, request, share, 40)
+        chosen = run_alone(policy, request, share, 120)
         assert max(set(chosen), key=chosen.count) == length, chosen
 
 
 def test_requests_that_are_over_are_forgotten():
     policy = Adaptive(DraftCosts({(length, 2): 1.0 + 0.1 * length for length in range(4)}))
     for request in range(500):
-        policy.observe_each(policy.choose_for([request, request + 1], 0), [request, request + 1], [0, 0])
-    assert len(policy._own) <= 2 + 64
+        policy.observe_each(length_of(policy, [request, request + 1]), [request, request + 1], [0, 0])
+    assert len(policy.tokens.own) <= 2 + 64
 
 
 def test_the_same_calls_give_the_same_lengths():
@@ -141,15 +135,27 @@ def test_the_same_calls_give_the_same_lengths():
     assert run_alone(first, 7, 0.6) == run_alone(second, 7, 0.6)
 
 
-def test_few_times_that_are_too_long_hide_no_length():
-    costs = MeasuredCosts(DraftCosts({(length, 1): 1.0 for length in range(3)}))
-    costs.observe(1, 1, 0, 9.0)
-    assert costs.seconds(1, 1, 0) == 1.0
-    for seconds in (1.5, 1.4, 1.6):
-        costs.observe(2, 1, 0, seconds)
-    assert costs.seconds(2, 1, 0) == pytest.approx(1.5)
-    assert costs.seconds(0, 1, 0) == costs.seconds(1, 1, 0) == 1.0
-    for _ in range(3):
-        costs.observe(2, 1, 0, 0.5)
-        costs.observe(2, 1, 0, 0.5)
-    assert costs.seconds(0, 1, 0) == pytest.approx(0.5)  # all others were twice as fast
+def test_times_are_compared_with_their_neighbours_alone():
+    """A host that is twice as slow for a while says nothing of a length; and what interrupts one iteration doesn't either."""
+    times = RelativeTimes(3)
+    for level in (1.0, 2.0, 0.7, 1.5):
+        times.observe(1, [1.2 * level, 1.21 * level, 9.0], 0, [level, 1.01 * level, 0.99 * level, 7.0])
+        times.observe(0, [level, level], 2, [0.9 * level, 0.9 * level, 0.9 * level])
+    assert times.factors[1] / times.factors[0] == pytest.approx(1.2, rel=0.03)
+    assert times.factors[2] / times.factors[0] == pytest.approx(0.9, rel=0.03)
+    assert times.factors[2] / times.factors[1] == pytest.approx(0.75, rel=0.05), "never beside each other, and yet known"
+
+
+def test_what_differs_little_is_known_soon():
+    """How sure a quotient is follows from how far iterations of one length lie apart."""
+    steady, noisy = RelativeTimes(2), RelativeTimes(2)
+    rng = random.Random(2)
+    for _ in range(10):
+        for times, noise in ((steady, 0.01), (noisy, 0.2)):
+            used = [rng.gauss(1, noise) for _ in range(8)]
+            times.observe_noise(used)
+            times.observe(1, [rng.gauss(1, noise) for _ in range(4)], 0, used)
+    assert steady.spread(0, 1) < 0.01 < 0.02 < noisy.spread(0, 1) < 0.1
+    before = noisy.spread(0, 1)
+    noisy.age(100_000)
+    assert noisy.spread(0, 1) > before

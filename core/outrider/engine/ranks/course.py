@@ -138,12 +138,18 @@ def decisions_of(batch: Batch | None) -> Decisions:
 class ToldLength(DraftLengthPolicy):
     """The length that the first rank decided, on the ranks that follow it."""
 
+    listens = False
+
     def __init__(self, lengths: tuple[int, ...], course: Course) -> None:
         super().__init__(lengths)
         self._course = course
 
-    def choose(self, requests: int, cached: int) -> int:
+    def without_asking(self, requests: int) -> int | None:
         """That of the record."""
+        return self.choose(requests, 0)
+
+    def choose(self, requests: int, cached: int) -> int:
+        """The same."""
         del requests, cached
         drafted = self._course.drafted
         return self.lengths[-1] if drafted is None else drafted

@@ -2,239 +2,234 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Sequence
+from itertools import groupby
+from math import erfc, exp, hypot, log, pi, sqrt
 
-from outrider.engine.requests.draft_length import Acceptance, DraftCosts, DraftLengthPolicy
+from outrider.engine.requests.draft_length import DraftCosts, DraftLengthPolicy
+from outrider.engine.requests.expected_tokens import ExpectedTokens
+from outrider.engine.requests.relative_times import RelativeTimes
 
-_GAIN = 1.005  # how much faster another length must be: a change costs nothing, and what is known of times is measured
-_KEPT = 9  # times of a length that are kept
-_ENOUGH = 3  # of them, to rely on their median: one may have been interrupted
-_SHARE_NEW = 0.01  # of the time that finding out may cost, while a length was observed too little with a size of batch
-_SHARE = 0.004  # the same once all were observed
-_ALLOWANCE = 4.0  # iterations' worth of it that may be saved up
-_FIRST = 3.0  # of them there are at first
-_LEAST = 0.02  # iterations that a probe is taken to cost at least
-_OWN_WEIGHT = 24.0  # trials that all requests' acceptance counts for in that of one, always
-_OWN_TRIALS = 100.0  # trials after which what is known of one request is forgotten by two thirds
-_ALL_TRIALS = 600.0  # the same of all requests together
-_THINKS_EVERY = 8  # iterations, while the batch has the same size
-_TIMED = 4  # iterations, behind one in which it thinks
-_THINKS_EVERY_NEW = 4  # while too few with the length in use were observed
-_FORGOTTEN = 64  # requests beyond those of the batch that are remembered at most
+_GAIN = 0.01  # how much faster another length must be, for a change
+_HORIZON = 2000.0  # iterations for which what is found out is taken to be of use
+_STALE = 2500.0  # iterations after which a length may be as much again off what's known: one bad try mustn't count for ever
+_TOLD = 0.7  # of the doubt about tokens, what a try takes away
+_SHARE = 0.01  # of all iterations, which trying lengths may cost
+_SAVED = 6.0  # iterations' worth of it that may be saved up, and that there are at first
+_CHANGE = 1.0  # iterations that a try costs, whatever the length: two changes, and a host that looks at it
+_SHORTEST, _LONGEST = 3, 15  # iterations of a try that are counted; the one behind a change isn't
+_FEW, _REST = 8, 48  # iterations between two thoughts: at first, and later
+_ENTERED = 8  # times that a batch gets a size, one of which it thinks at once
+_TRIALS = 32  # of all requests of a batch, which are listened to between two thoughts
 
 
-class MeasuredCosts:
-    """Times of iterations: first estimates, put right by those that were observed.
+class _Load:
+    """What is known of batches of one size.
 
-    What is kept of an observed iteration is how much longer it took than estimated. The median of the last few counts for its
-    length and size of batch. Where too few were observed, that of the nearest size counts, since a slow host is as slow
-    there; and where there is none, the least that may be: that of the other lengths, what was seen, or the estimate.
+    ``estimates``: seconds by length, with hardly a token cached. ``used``: the index of the length in use. ``rest``:
+    iterations until the next thought, where nothing is tried. ``thought``: the iteration of the last one, 0 before;
+    ``until``: that of the next one. ``tried``: that in which a try of each length began. ``entered``: how often a batch
+    got this size.
     """
 
-    def __init__(self, first: DraftCosts) -> None:
-        self.first = first
-        self._ratios: dict[tuple[int, int], deque[float]] = {}
-        self._medians: dict[tuple[int, int], float] = {}  # of those that are enough, until there is another time
-
-    def observe(self, length: int, requests: int, cached: int, seconds: float) -> None:
-        """An iteration took so many ``seconds``."""
-        key = length, self.first.size(length, requests)
-        kept = self._ratios.get(key)
-        if kept is None:
-            kept = self._ratios[key] = deque(maxlen=_KEPT)
-        kept.append(seconds / self.first.seconds(length, requests, cached))
-        self._medians.pop(key, None)
-
-    def known(self, length: int, requests: int) -> int:
-        """How many iterations of the kind are kept."""
-        return len(self._ratios.get((length, self.first.size(length, requests)), ()))
-
-    def seconds(self, length: int, requests: int, cached: int) -> float:
-        """What an iteration is expected to take."""
-        return self.first.seconds(length, requests, cached) * self._ratio(length, requests)
-
-    def _ratio(self, length: int, requests: int) -> float:
-        size = self.first.size(length, requests)
-        own = self._median(length, size)
-        if own is not None:
-            return own
-        found = [(of, self._median(length, of)) for what, of in self._ratios if what == length]
-        near = [(max(of, size) / min(of, size), ratio) for of, ratio in found if ratio is not None]
-        if near:
-            return min(near)[1]
-        others = [self._median(what, of) for what, of in self._ratios if of == size]
-        measured = [ratio for ratio in others if ratio is not None]
-        # What interrupts an iteration makes it longer: few that took long are no reason to look no further.
-        least: float = median(measured) if measured else 1.0
-        return min(1.0, least, *self._ratios.get((length, size), ()))
-
-    def _median(self, length: int, size: int) -> float | None:
-        """None where too few were observed."""
-        key = length, size
-        known = self._medians.get(key)
-        if known is None and len(self._ratios.get(key, ())) >= _ENOUGH:
-            known = self._medians[key] = median(self._ratios[key])
-        return known
-
-
-class _Pending:
-    """What iterations of one length accepted since it was last taken in: how many there were, and by request how often so
-    many tokens passed.
-    """
-
-    def __init__(self) -> None:
-        self.iterations = 0
-        self.counts: dict[int, list[int]] = {}
+    def __init__(self, now: int, estimates: Sequence[float], times: RelativeTimes, used: int) -> None:
+        self.estimates = estimates
+        self.times = times
+        self.used = used
+        self.rest = _FEW
+        self.thought = 0
+        self.until = 0
+        self.entered = 0
+        self.tried = [now] * len(estimates)
 
 
 class Adaptive(DraftLengthPolicy):
     """The length with the most expected tokens a second, by each request's acceptance and by observed times.
 
-    Expected tokens are the sum over the batch's requests, each by its own acceptance so far beside that of all. Times are
-    first estimates until iterations of a length and size were observed (:class:`MeasuredCosts`). What other lengths take, and
-    what they accept, is found out by single iterations; by what is known, these cost 1 % of all at most, and 0.4 % once every
-    length was observed with a size of batch. All requests of an iteration have one length.
+    Expected tokens: :class:`ExpectedTokens`. Times are first estimates, put right by :class:`RelativeTimes`, of each size of
+    batch. All requests of an iteration have one length.
 
-    It thinks once in eight iterations, in four while the length in use is new, and when the batch has another size; in
-    between it only notes what it is told, since a host that thinks longer than an iteration takes slows it down. For the same
-    reason a single iteration of another length isn't the one in which it thinks: that one takes longer, whatever its length.
+    It thinks rarely, once in 48 iterations, since a host that thinks longer than an iteration takes slows it down. In between
+    it gives the same length without looking at anything, and soon doesn't even listen. Where another length may be faster, a
+    stretch of iterations with it is run between two of the length in use, and only then are times taken. By what is known,
+    tries cost 1 % of all iterations at most, and much less once none seems worth it.
     """
 
     def __init__(self, costs: DraftCosts) -> None:
         super().__init__([length for length, _ in costs.base])
-        self.costs = MeasuredCosts(costs)
-        self.acceptance = Acceptance(self.lengths[-1], trials=_ALL_TRIALS)
-        self._own: dict[int, Acceptance] = {}
-        self._pending: dict[int, _Pending] = {}
-        self._length = self.lengths[-1]
+        self.costs = costs
+        self.tokens = ExpectedTokens(self.lengths)
+        self._per_token = [costs.per_token.get(length, 0.0) for length in self.lengths]
+        self.listens = True
+        self._loads: dict[int, _Load] = {}
+        self._load: _Load | None = None
+        self._low = self._high = 0  # of the load
         self._iterations = 0
-        self._counted = False  # the iteration that is asked about
-        self._thought = 0  # the iteration in which it last thought
-        self._size = 0  # of the batch then
-        self._single: int | None = None  # the length of the next iteration alone
-        self._allowance = _FIRST
-        self._seen: dict[tuple[int, int], int] = {}
+        self._thought = 0  # the iteration of the last thought, of any size
+        self._saved = _SAVED
+        self._drafted = self.lengths[-1]
+        self._until = 0  # the iteration in which something else begins
+        self._next: list[tuple[int, int, bool]] = []  # the last one next: length, iterations, whether they're looked at
+        self._times_from: int | None = None  # the first iteration at whose end times are taken
+        self._times: list[tuple[int, float]] = []
 
     @property
     def takes_times(self) -> bool:
-        """Of the first iterations behind one in which it thought, which is over by then."""
-        return 0 < self._iterations - self._thought <= _TIMED
+        """While a length is tried. The time in which it thought isn't one of an iteration."""
+        return self._times_from is not None and self._iterations >= self._times_from
 
     def without_asking(self, requests: int) -> int | None:
         """None where it's to think."""
-        self._iterations, self._counted = self._iterations + 1, True
-        size = self.costs.first.size(self._length, requests)
-        if not self._thought or size != self._size:
-            return None
-        new = self.costs.known(self._length, requests) < _ENOUGH
-        if self._iterations - self._thought >= (_THINKS_EVERY_NEW if new else _THINKS_EVERY):
-            return None
-        single, self._single = self._single, None
-        return self._length if single is None else single
+        self._iterations += 1
+        if self._iterations < self._until and self._low < requests <= self._high:
+            return self._drafted
+        return self._turn(requests)
 
     def choose(self, requests: int, cached: int) -> int:
         """As :meth:`choose_for`, of requests of which nothing is known."""
-        self._take_in()
-        return self._choose([self.acceptance.expected(length) * requests for length in self.lengths], requests, cached)
+        return self._choose(self.tokens.of_any(requests), requests, cached)
 
     def choose_for(self, requests: Sequence[int], cached: int) -> int:
-        """The fastest, or now and then one to find out about."""
-        self._take_in()
-        if len(self._own) > len(requests) + _FORGOTTEN:
-            self._own = {request: self._own[request] for request in requests if request in self._own}
-        return self._choose(self._expected(requests), len(requests), cached)
+        """The fastest, by what is known; plans what is tried, and when it thinks again."""
+        return self._choose(self.tokens.of(requests), len(requests), cached)
 
     def observe_each(self, drafted: int, requests: Sequence[int], accepted: Sequence[int]) -> None:
         """Noted, of each request."""
-        if not drafted:
-            return
-        pending = self._pending.get(drafted)
-        if pending is None:
-            pending = self._pending[drafted] = _Pending()
-        pending.iterations += 1
-        counts = pending.counts
-        for request, count in zip(requests, accepted, strict=True):
-            if request not in counts:
-                counts[request] = [0] * (drafted + 1)
-            counts[request][count] += 1
+        self.tokens.note(drafted, requests, accepted)
 
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:
         """Into the acceptance of all."""
-        self.acceptance.observe(drafted, accepted)
+        self.tokens.all.observe(drafted, accepted)
 
     def observe_time(self, drafted: int, requests: int, cached: int, seconds: float) -> None:
-        """Into the costs."""
-        self.costs.observe(drafted, requests, cached, seconds)
+        """Noted, as a multiple of what was estimated."""
+        self._times.append((drafted, seconds / self.costs.seconds(drafted, requests, cached)))
 
-    def _take_in(self) -> None:
-        """What was noted, into the acceptance of all and of each request."""
-        for pending in self._pending.values():
-            each = pending.counts
-            self.acceptance.observe_counts([sum(counts) for counts in zip(*each.values(), strict=True)], pending.iterations)
-            for request, counts in each.items():
-                own = self._own.get(request)
-                if own is None:
-                    most = self.lengths[-1]
-                    own = self._own[request] = Acceptance(most, [0.0] * most, 0.0, trials=_OWN_TRIALS)
-                own.observe_counts(counts, pending.iterations)
-        self._pending.clear()
+    # -- from one thought to the next ------------------------------------------------------------------------------
 
-    def _expected(self, requests: Sequence[int]) -> list[float]:
-        """Tokens that an iteration of each length yields for these requests, each by its own trials beside those of all."""
-        shares = [share * _OWN_WEIGHT for share in self.acceptance.shares]
-        known = [self._own[request] for request in requests if request in self._own]
-        new = len(requests) - len(known)
-        expected = [float(len(known))] * (len(shares) + 1)
-        for own in known:
-            total, reached = 0.0, 1.0
-            for place, (share, (passed, tried)) in enumerate(zip(shares, own.counts, strict=True), start=1):
-                reached *= (passed + share) / (tried + _OWN_WEIGHT)
-                total += reached
-                expected[place] += total
-        return [expected[length] + new * self.acceptance.expected(length) for length in self.lengths]
-
-    def _choose(self, expected: Sequence[float], requests: int, cached: int) -> int:
-        self._iterations += not self._counted
-        self._counted = False
-        seconds = {length: self.costs.seconds(length, requests, cached) for length in self.lengths}
-        rates = {length: tokens / seconds[length] for length, tokens in zip(self.lengths, expected, strict=True)}
-        self._seen[self._length, self.costs.first.size(self._length, requests)] = self._iterations
-        best = max(self.lengths, key=rates.__getitem__)
-        if rates[best] > _GAIN * rates[self._length]:
-            self._length = best
-        lost = {
-            length: _LEAST + seconds[length] / seconds[best] * max(0.0, 1.0 - rates[length] / rates[best])
-            for length in self.lengths
-            if length != self._length
-        }
-        self._single = self._probe(lost, requests, self._iterations - self._thought)
-        self._thought, self._size = self._iterations, self.costs.first.size(self._length, requests)
-        if self._single is not None:
-            self._seen[self._single, self.costs.first.size(self._single, requests)] = self._iterations
-        return self._length
-
-    def _probe(self, lost: Mapping[int, float], requests: int, passed: int) -> int | None:
-        """Another length that is worth finding out about and affordable now, or None.
-
-        ``lost``: of each other length, iterations of the fastest one that fit into the time that an iteration with it loses.
-        ``passed``: iterations since the last time.
-        """
-        new = [length for length in lost if self.costs.known(length, requests) < _ENOUGH]
-        self._allowance = min(self._allowance + passed * (_SHARE_NEW if new else _SHARE), _ALLOWANCE)
-        if new:
-            wanted = min(new, key=lambda length: (self.costs.known(length, requests), lost[length]))
-        elif lost:
-            # The longer ago, and the less it costs, the sooner.
-            wanted = max(lost, key=lambda length: self._age(length, requests) / lost[length])
+    def _turn(self, requests: int) -> int | None:
+        """A stretch is over, or the batch has another size. None where it's to think."""
+        if not self._low < requests <= self._high:
+            load = self._enter(requests)
+            load.entered += 1
+            if self._iterations >= load.until:
+                if load.entered % _ENTERED == 0 or not load.thought:
+                    return None
+                load.until = self._iterations + _FEW  # a size that is gone soon isn't worth a thought
+            self._go_on(self.lengths[load.used], load.until - self._iterations, requests)
+        elif self._next:
+            self._begin(*self._next.pop())
         else:
             return None
-        if lost[wanted] > self._allowance:
-            return None
-        self._allowance -= lost[wanted]
-        return wanted
+        return self._drafted
 
-    def _age(self, length: int, requests: int) -> int:
-        """Iterations since the last one of the length with a batch of the size."""
-        return self._iterations - self._seen.get((length, self.costs.first.size(length, requests)), 0)
+    def _begin(self, length: int, iterations: int, looked_at: bool) -> None:
+        self._drafted, self._until = length, self._iterations + iterations
+        self.listens = looked_at
+
+    def _go_on(self, length: int, iterations: int, requests: int) -> None:
+        """With one length. The first iterations say enough of what passes, the fewer the more requests there are."""
+        heard = min(iterations, -(-_TRIALS // requests))
+        self._times_from = None
+        self._next = [(length, iterations - heard, False)] if heard < iterations else []
+        self._begin(length, heard, True)
+
+    def _try(self, length: int, used: int, stretch: int) -> None:
+        """A stretch of the length between two of the one in use."""
+        self._times_from = self._iterations + 1
+        self._next = [(used, stretch, True), (length, stretch, True)]
+        self._begin(used, stretch, True)
+
+    def _enter(self, requests: int) -> _Load:
+        """The batch has another size. What was known of the nearest one is where that begins."""
+        self._weigh()
+        low, high = self.costs.span(self.lengths[-1], requests)
+        load = self._loads.get(high)
+        if load is None:
+            near = min(self._loads, key=lambda size: max(size, high) / min(size, high), default=None)
+            times = RelativeTimes(len(self.lengths), None if near is None else self._loads[near].times)
+            used = len(self.lengths) - 1 if self._load is None else self._load.used
+            estimates = [self.costs.seconds(length, requests, 0) for length in self.lengths]
+            load = self._loads[high] = _Load(self._iterations, estimates, times, used)
+        self._load, self._low, self._high = load, low, high
+        return load
+
+    # -- thinking --------------------------------------------------------------------------------------------------
+
+    def _choose(self, expected: Sequence[float], requests: int, cached: int) -> int:
+        load = self._load
+        if load is None or not self._low < requests <= self._high:
+            load = self._enter(requests)
+        self._weigh()
+        now = self._iterations
+        self._saved = min(_SAVED, self._saved + _SHARE * (now - self._thought))
+        load.times.age(now - load.thought)
+        self._thought = load.thought = now
+        seconds = [
+            (estimate + per_token * cached) * factor
+            for estimate, per_token, factor in zip(load.estimates, self._per_token, load.times.factors, strict=True)
+        ]
+        rates = [tokens / each for tokens, each in zip(expected, seconds, strict=True)]
+        best = max(rates)
+        if best > (1 + _GAIN) * rates[load.used]:
+            load.used, load.rest = rates.index(best), _FEW
+        tried = self._worth_trying(load, rates, seconds)
+        if tried is None:
+            iterations = load.rest
+            load.rest = min(2 * load.rest, _REST)
+            self._go_on(self.lengths[load.used], iterations, requests)
+        else:
+            length, iterations = tried
+            self._try(self.lengths[length], self.lengths[load.used], iterations)
+            iterations *= 3
+        load.until = now + iterations
+        return self._drafted
+
+    def _worth_trying(self, load: _Load, rates: Sequence[float], seconds: Sequence[float]) -> tuple[int, int] | None:
+        """The index of the length whose try brings most beyond what it costs, and the iterations of a stretch; or None."""
+        used, times, most, found = load.used, load.times, 0.0, None
+        for length, rate in enumerate(rates):
+            if length == used:
+                continue
+            # As many as halve what isn't known.
+            counted = min(_LONGEST, max(_SHORTEST, round(4 * times.noise / times.spread(length, used) ** 2)))
+            doubt = self.tokens.doubt(self.lengths[length], self.lengths[used])
+            told = hypot(times.would_tell(length, used, counted), _TOLD * doubt)
+            told *= 1 + (self._iterations - load.tried[length]) / _STALE
+            lost = _CHANGE + (1 + counted) * seconds[length] / seconds[used] * max(0.0, 1 - rate / rates[used])
+            worth = _HORIZON * _hoped(log(rate / rates[used]), told) - lost
+            if worth > most and lost <= self._saved:
+                most, found = worth, (length, 1 + counted, lost)
+        if found is None:
+            return None
+        self._saved -= found[2]
+        load.tried[found[0]] = self._iterations
+        return found[:2]
+
+    def _weigh(self) -> None:
+        """Take in what neighbouring stretches of different lengths took."""
+        self._times_from, self._next = None, []
+        times, self._times = self._times, []
+        if self._load is None or not times:
+            return
+        runs = [(length, [seconds for _, seconds in run]) for length, run in groupby(times, key=lambda each: each[0])]
+        # What a change costs lies in the first iteration behind it.
+        runs = [(length, run[1:] if index else run) for index, (length, run) in enumerate(runs)]
+        runs = [(self.lengths.index(length), run) for length, run in runs if run]
+        known = self._load.times
+        if len(runs) == 3 and runs[0][0] == runs[2][0]:
+            (used, before), (length, between), (_, behind) = runs
+            known.observe_noise([*before, *behind])
+            known.observe(length, between, used, [*before, *behind])
+        elif len(runs) == 2 and runs[0][0] != runs[1][0]:
+            known.observe(*runs[1], *runs[0])
+
+
+def _hoped(gain: float, told: float) -> float:
+    """What finding out about something may bring in the mean: as far as is known it's ``gain`` better than what there is, and
+    it will turn out to be more or less by a standard deviation of ``told``. It's only taken if it's better.
+    """
+    if told <= 0:
+        return 0.0
+    off = abs(gain) / told
+    return told * exp(-off * off / 2) / sqrt(2 * pi) - abs(gain) * erfc(off / sqrt(2)) / 2

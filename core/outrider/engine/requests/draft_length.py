@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import maxsize
 
 PRIOR = 0.7
 """How likely a drafted token passes, of which nothing is known yet."""
@@ -26,9 +27,12 @@ class DraftLengthPolicy(ABC):
     throughout are asked about; for the others it's the longest.
     """
 
+    listens: bool = True
+    """Whether it's of any use now to tell what became of an iteration. So a host needn't gather what nobody looks at."""
+
     @property
     def takes_times(self) -> bool:
-        """Whether :meth:`observe_time` is of any use now."""
+        """Whether :meth:`observe_time` is of any use now; asked where it ``listens``."""
         return False
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -66,8 +70,15 @@ class DraftLengthPolicy(ABC):
 class FixedLength(DraftLengthPolicy):
     """Always the same length. All of a tree's nodes count: trees have one shape."""
 
+    listens = False
+
     def __init__(self, length: int) -> None:
         super().__init__((length,))
+
+    def without_asking(self, requests: int) -> int | None:
+        """The length."""
+        del requests
+        return self.lengths[0]
 
     def choose(self, requests: int, cached: int) -> int:
         """The length."""
@@ -111,6 +122,12 @@ class DraftCosts:
         sizes = self._sizes[length]
         return sizes[min(bisect_left(sizes, requests), len(sizes) - 1)]
 
+    def span(self, length: int, requests: int) -> tuple[int, int]:
+        """Numbers of requests that have the same :meth:`size`: more than the first, up to the second."""
+        sizes = self._sizes[length]
+        at = min(bisect_left(sizes, requests), len(sizes) - 1)
+        return sizes[at - 1] if at else 0, sizes[at] if at < len(sizes) - 1 else max(sizes[at], maxsize)
+
     def seconds(self, length: int, requests: int, cached: int) -> float:
         """An iteration of ``requests`` requests: that of the least measured number that holds them, or of the largest."""
         return self.base[length, self.size(length, requests)] + self.per_token.get(length, 0.0) * cached
@@ -152,6 +169,15 @@ class Acceptance:
             self._tried[place] = left * self._tried[place] + tried
             tried -= stopped
             self._passed[place] = left * self._passed[place] + tried
+
+    def fade(self, place: int, left: float, least: float) -> None:
+        """From ``place`` on nothing was drafted for a while: trials there count for so much of what they did, and for
+        ``least`` ones at least. What is likely stays.
+        """
+        for index in range(place, len(self._tried)):
+            kept = left * self._tried[index]
+            if kept >= least:
+                self._tried[index], self._passed[index] = kept, left * self._passed[index]
 
     @property
     def counts(self) -> tuple[tuple[float, float], ...]:

@@ -22,12 +22,19 @@ PromptPasses = Callable[[int, int, int], tuple[int, ...]]
 class AgreedLength(DraftLengthPolicy):
     """The length that was chosen once for all groups."""
 
+    listens = False
+
     def __init__(self, length: int) -> None:
         super().__init__((length,))
 
     def agree(self, length: int) -> None:
         """From now on it's this one."""
         self.lengths = (length,)
+
+    def without_asking(self, requests: int) -> int | None:
+        """The length."""
+        del requests
+        return self.lengths[0]
 
     def choose(self, requests: int, cached: int) -> int:
         """The length."""
@@ -132,10 +139,10 @@ class GroupScheduler:
         """The results of an iteration are on the host, see :meth:`Scheduler.landed`."""
         for scheduler, each in zip(self._schedulers, batch.everyone, strict=True):
             scheduler.landed(each, ())
-        if batch.drafted is not None and accepted:
+        if self._draft_length.listens and batch.drafted is not None and accepted:
             going = [request.id for each in batch.everyone for request in each.decode if not request.finished]
             self._draft_length.observe_each(batch.drafted, going, accepted)
-            if seconds is not None:
+            if seconds is not None and self._draft_length.takes_times:
                 tell_time(self._draft_length, batch, seconds)
 
     def register(self, request: Request, filled: int) -> None:

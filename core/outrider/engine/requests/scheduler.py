@@ -12,6 +12,8 @@ from outrider.engine.requests.features import Features
 from outrider.engine.requests.pages import FreeList, PageKey, PagePool
 from outrider.engine.requests.request import Request
 
+_GREEDY = Features()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:
@@ -100,7 +102,7 @@ class Scheduler:
         if decode and self._draft_length is not None:
             # A draw depends on what was drafted: requests that draw are drafted for in full, whatever else runs.
             drafted = self._draft_length.lengths[-1]
-            if needed == Features():
+            if needed == _GREEDY:
                 drafted = length_for(self._draft_length, decode)
         prefill = self._chunks(len(decode), self._limits.growth if drafted is None else drafted + 1)
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
@@ -127,11 +129,11 @@ class Scheduler:
         tokens that passed, of each request that decoded and goes on. ``seconds``: that the iteration took, where it's known.
         """
         self._count(batch, -1)
-        if self._draft_length is not None and batch.drafted is not None and accepted:
-            going = [request.id for request in batch.decode if not request.finished]
-            self._draft_length.observe_each(batch.drafted, going, accepted)
-            if seconds is not None:
-                tell_time(self._draft_length, batch, seconds)
+        policy = self._draft_length
+        if policy is not None and policy.listens and batch.drafted is not None and accepted:
+            policy.observe_each(batch.drafted, [request.id for request in batch.decode if not request.finished], accepted)
+            if seconds is not None and policy.takes_times:
+                tell_time(policy, batch, seconds)
 
     def proposed(self, batch: Batch) -> int:
         """Drafted tokens of a request of ``batch`` that could be accepted at most."""
@@ -342,10 +344,9 @@ def length_for(policy: DraftLengthPolicy, decode: Sequence[Request]) -> int:
 
 def tell_time(policy: DraftLengthPolicy, batch: Batch, seconds: float) -> None:
     """Tell ``policy`` of an iteration that it was asked about and that did nothing but decode."""
-    if not policy.takes_times or batch.drafted is None or batch.features != Features():
+    if batch.drafted is None or batch.features != _GREEDY:
         return
     batches = batch.everyone
-    decode = [request for each in batches for request in each.decode]
-    if not any(each.prefill or each.arrivals or each.guided for each in batches):
-        cached = sum(request.known_length for request in decode)
-        policy.observe_time(batch.drafted, len(decode), cached, seconds)
+    if not any(each.prefill or each.arrivals for each in batches):
+        decode = [request for each in batches for request in each.decode]
+        policy.observe_time(batch.drafted, len(decode), sum(request.known_length for request in decode), seconds)
