@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.devices import DEVICES, SMALL
 from outrider.device import AttentionMetadata, DecoderShape, KernelSet
-from outrider_triton import choices, kernelset
+from outrider_triton import attended, choices, kernelset
 from outrider_triton.derive import OPERATORS, choose
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import ahead, launch, shares
@@ -133,7 +133,7 @@ def launched(monkeypatch):
         def __getattr__(self, name):
             return Packet(name)
 
-    for module in (kernelset, choices):
+    for module in (attended, kernelset, choices):
         monkeypatch.setattr(module, "_TRITON", Namespace())
     return calls
 
