@@ -236,8 +236,8 @@ def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
     made = problem(drawn, drawn.corners[corner], torch.float16, 0)
     joined, laid, scale = kernels._joined, [], 1.0
 
-    def watched(call, planes):
-        rows = joined(call._replace(scale=call.scale * scale), planes)
+    def watched(call, planes, *ways):
+        rows = joined(call._replace(scale=call.scale * scale), planes, *ways)
         laid.append(rows.laid)
         return rows
 
