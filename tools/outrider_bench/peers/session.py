@@ -37,6 +37,8 @@ class Session:
     def ask(self, request: Mapping[str, object], *, limit_s: float) -> dict[str, Any]:
         """One run's result. Raises :class:`ChildFailed` where it failed, or the child with it."""
         assert self._child.stdin is not None
+        if self._child.poll() is not None:
+            self._fail()
         try:
             self._child.stdin.write(json.dumps(request).encode() + b"\n")
             self._child.stdin.flush()
@@ -52,7 +54,10 @@ class Session:
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([file], [], [], left)[0]:
-                raise ChildFailed(f"{self.module} didn't answer within {limit_s:g} s; its processes were ended")
+                # A late answer must not be taken for the next run's.
+                self._child.kill()
+                self._child.wait()
+                raise ChildFailed(f"{self.module} didn't answer within {limit_s:g} s; it was ended")
             more = os.read(file, 1 << 16)
             if not more:
                 self._fail()
