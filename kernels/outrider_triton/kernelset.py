@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.device import (
     Group,
+    HeadNorms,
     KernelSet,
     Product,
     RotaryArgs,
@@ -319,6 +320,18 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
             super().rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
             return
         _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self.pdl)
+
+    def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
+        """One kernel instead of three, a program a token and head."""
+        ours = self._uses("rope_write_cache", made) and self._uses("rms_norm", made) and _rotates(rotary, made)
+        if (
+            not ours
+            or not made.is_contiguous()
+            or norms.queries.dtype is not made.dtype
+            or norms.keys.dtype is not made.dtype
+        ):
+            return super().head_norm_rope_write_cache(made, norms, rotary)
+        return _TRITON.rope_write_cache.triton_parts(made, None, *rotary, made.dtype, self.pdl, *norms)  # type: ignore[no-any-return]
 
     def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Up to 256 rows at once."""

@@ -179,6 +179,9 @@ def _add_parts_rope_write_cache(
     slots: Tensor,
     dtype: torch.dtype,
     pdl: bool,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """``parts`` is [T, (Hq + 2 Hkv) D], or [parts, T, ...] of a product that was split. Returns queries [T, Hq, D]."""
     expect(
@@ -190,10 +193,12 @@ def _add_parts_rope_write_cache(
     launch(
         rows.add_parts_rope_write_cache,
         (tokens, heads + 2 * kv_heads),
-        *(parts, bias, cos, sin, q, k_cache, v_cache, slots, heads, kv_heads, size // 2, tokens * parts.shape[-1]),
+        *(parts, bias, q_norm, k_norm, eps, cos, sin, q, k_cache, v_cache, slots, heads, kv_heads, size // 2),
+        tokens * parts.shape[-1],
         *(cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
         PARTS=1 if parts.dim() == 2 else parts.shape[0],
         HAS_BIAS=bias is not None,
+        NORMED=q_norm is not None,
         BLOCK_HALF=power_of_two(size // 2),
         pdl=pdl,
         warps=1,
@@ -204,9 +209,10 @@ def _add_parts_rope_write_cache(
 # An overload of the operator whose rows it touches, so that they are known.
 define(
     "rope_write_cache.triton_parts(Tensor parts, Tensor? bias, Tensor cos, Tensor sin, Tensor(a!) k_cache, "
-    "Tensor(b!) v_cache, Tensor slots, ScalarType dtype, bool pdl) -> Tensor",
+    "Tensor(b!) v_cache, Tensor slots, ScalarType dtype, bool pdl, Tensor? q_norm=None, Tensor? k_norm=None, "
+    "float eps=0.0) -> Tensor",
     _add_parts_rope_write_cache,
-    lambda parts, bias, cos, sin, k_cache, v_cache, slots, dtype, pdl: _queries(parts, k_cache, dtype),
+    lambda parts, bias, cos, sin, k_cache, v_cache, slots, dtype, *rest: _queries(parts, k_cache, dtype),
 )
 
 

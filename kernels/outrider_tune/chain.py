@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, DecoderShape, KernelSet, Product, RotaryArgs
+from outrider.device import AttentionMetadata, DecoderShape, HeadNorms, KernelSet, Product, RotaryArgs
 from outrider_tune.timing import microseconds
 
 LAYERS = 8
@@ -112,12 +112,8 @@ class LayerChain:
             normed = kernels.linear_add_rms_norm(*pending, residual, norm, eps)
         if not shape.qk_norm:
             return kernels.linear_rope_write_cache(Product(normed, layer.qkv, self._bias), rotary)
-        heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_size
-        qkv = kernels.linear(normed, layer.qkv, self._bias).view(-1, heads + 2 * kv_heads, size)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        q, k = kernels.rms_norm(q, self._head_norm, eps), kernels.rms_norm(k, self._head_norm, eps)
-        kernels.rope_write_cache(q, k, v, *rotary)
-        return q
+        made = kernels.linear(normed, layer.qkv, self._bias)
+        return kernels.head_norm_rope_write_cache(made, HeadNorms(self._head_norm, self._head_norm, eps), rotary)
 
     def layer_us(self) -> float:
         """Microseconds of a layer, with the kernels as they are now."""

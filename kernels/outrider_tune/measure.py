@@ -17,6 +17,7 @@ from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
     AttentionShape,
+    HeadNorms,
     Product,
     RequestInputs,
     RequestRows,
@@ -210,6 +211,15 @@ class _Maker:
             self._label,
             token * (2 * shape.heads + 5 * shape.kv_heads) + 2 * token,
             lambda k, i: k.rope_write_cache(q, key, value, cos, sin, *caches[i % _CACHES], slots),
+        )
+        made, norms = self._normal(self._count, shape.heads + 2 * shape.kv_heads, size).flatten(1), self._normal(2, size)
+        yield KernelCase(
+            "head_norm_rope_write_cache",
+            self._label,
+            token * (2 * shape.heads + 4 * shape.kv_heads) + 2 * token + norms.nbytes,
+            lambda k, i: k.head_norm_rope_write_cache(
+                made, HeadNorms(norms[0], norms[1], 1e-5), RotaryArgs(cos, sin, *caches[i % _CACHES], slots)
+            ),
         )
         cached = 2 * batch * _CONTEXT * shape.kv_heads * size * item
         for tree in (False, True)[: 1 + (width > 1)]:

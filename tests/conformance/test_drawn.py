@@ -226,6 +226,63 @@ def test_wrong_products_behind_attention_are_told(fault, more, format, dtype):
         judge_with(Joined(fault), made)
 
 
+class NormedHeads(KernelSet):
+    """Heads that are normed before they're rotated, wrong in one way each. None: right, rounded nowhere between."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def head_norm_rope_write_cache(self, made, norms, rotary):
+        kv_heads, size = rotary.k_cache.shape[2:]
+        heads, eps = made.shape[1] // size - 2 * kv_heads, 0.0 if self.fault == "no eps" else norms.eps
+        q, k, v = made.double().view(-1, heads + 2 * kv_heads, size).split((heads, kv_heads, kv_heads), 1)
+        norm_of = {"q": norms.queries, "k": norms.queries if self.fault == "one norm for both" else norms.keys}
+        turned = {}
+        for name, each in (("q", q), ("k", k)):
+            if self.fault == "rotated first":
+                each = bounds.rotate(bounds.exact(each), rotary.cos, rotary.sin, made.dtype).value
+            squares = each.square()
+            if self.fault == "all heads as one":
+                mean = squares.mean((1, 2), keepdim=True)
+            elif self.fault == "the lower half alone":
+                mean = squares[..., : size // 2].mean(-1, keepdim=True)
+            else:
+                mean = squares.mean(-1, keepdim=True)
+            each = each * (mean + eps).rsqrt() * norm_of[name].double()
+            if self.fault != "rotated first":
+                each = bounds.rotate(bounds.exact(each), rotary.cos, rotary.sin, made.dtype).value
+            turned[name] = each
+        if self.fault == "keys aren't normed":
+            turned["k"] = bounds.rotate(bounds.exact(k), rotary.cos, rotary.sin, made.dtype).value
+        if self.fault == "values are normed":
+            v = self.rms_norm(v, norms.keys.double(), eps)
+        at = rotary.slots // rotary.k_cache.shape[1], rotary.slots % rotary.k_cache.shape[1]
+        rotary.k_cache[at], rotary.v_cache[at] = turned["k"].to(made.dtype), v.to(made.dtype)
+        return turned["q"].to(made.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "no eps",
+        "one norm for both",
+        "rotated first",
+        "all heads as one",
+        "the lower half alone",
+        "keys aren't normed",
+        "values are normed",
+    ],
+)
+def test_wrong_norms_of_heads_are_told(fault, dtype):
+    drawn = KERNELS["head_norm_rope_write_cache"]
+    made = problem(drawn, {dimension: SMALL[dimension] for dimension in drawn.dimensions}, dtype, 0)
+    for right in (KernelSet(), NormedHeads(None)):
+        judge_with(right, made)
+    with pytest.raises(AssertionError):
+        judge_with(NormedHeads(fault), made)
+
+
 @pytest.mark.parametrize(("corner", "cache"), [(0, ("cache fp8",)), (2, ())])
 def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
     """Triton's by its interpreter: the kit's corners reach them, and tell what is a little off there."""

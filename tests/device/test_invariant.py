@@ -32,6 +32,7 @@ COMPOSED = {
     "linear_rope_write_cache",
     "norm_linear_silu_mul",
     "norm_linear_rope_write_cache",
+    "head_norm_rope_write_cache",
     "norm_linear_quantized",
     "norm_linear_quantized_rope_write_cache",
     "attention_norm_linear_quantized",

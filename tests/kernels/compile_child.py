@@ -100,6 +100,7 @@ QUANTIZED = {
     "SPLIT": 1,
 }
 PLAINLY = {"COLUMNS": 128, "BLOCK_N": 16, "BLOCK_K": 256}
+UNNORMED = {"q_norm": None, "k_norm": None, "NORMED": False}
 SCALES = {"k": "i32", "scales": HALF, "x_scales": WIDE, "zeros": "*i8"}
 CHOSEN = {"k": "i32", "chosen": LONG, "order": LONG, "expert_of": LONG, "shares": WIDE}
 FEW = {"order": None, "expert_of": None, "SORTED": False, "PAIRS": 32, "COUNT": 8}
@@ -165,7 +166,16 @@ KERNELS = [
     (rows.silu_mul, {"grains": WIDE}, {"PLANES": True, "BLOCK": 1024}),
     (rows.silu_mul, {}, {"grains": None, "PLANES": False, "BLOCK": 1024}),
     (rows.rope_write_cache, {}, {"BLOCK_Q": 32, "BLOCK_KV": 8, "BLOCK_HALF": 64}),
-    (rows.add_parts_rope_write_cache, {"parts": WIDE, "bias": HALF}, {"PARTS": 4, "HAS_BIAS": True, "BLOCK_HALF": 64}),
+    (
+        rows.add_parts_rope_write_cache,
+        {"parts": WIDE, "bias": HALF},
+        {**UNNORMED, "PARTS": 4, "HAS_BIAS": True, "BLOCK_HALF": 64},
+    ),
+    (
+        rows.add_parts_rope_write_cache,
+        {"parts": HALF, "q_norm": HALF, "k_norm": HALF},
+        {"bias": None, "PARTS": 1, "HAS_BIAS": False, "NORMED": True, "BLOCK_HALF": 64},
+    ),
     (rows.move_cache, {}, {"MOVES": 4, "BLOCK": 64}),
     (rows.gather_rows, {}, {"BLOCK": 1024}),
     (rows.scatter_rows, {}, {"BLOCK": 1024}),
@@ -243,7 +253,7 @@ IN_E4M3 = [
     (
         rows.add_parts_rope_write_cache,
         {**NARROW, "parts": WIDE, "bias": HALF},
-        {"PARTS": 4, "HAS_BIAS": True, "BLOCK_HALF": 64},
+        {**UNNORMED, "PARTS": 4, "HAS_BIAS": True, "BLOCK_HALF": 64},
     ),
     (rows.move_cache, NARROW, {"MOVES": 4, "BLOCK": 64}),
     (
@@ -292,6 +302,7 @@ LATE |= {"streamed_planes", "expert_gates"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
 READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized", "linear_planes", "streamed_planes"}
+READS_WEIGHTS |= {"add_parts_rope_write_cache"}
 """Before the wait: weights, which no kernel writes."""
 READS_SETTLED = {"expert_outputs"}
 """Before the wait: what was written ahead of a kernel that begins late and that it always follows."""

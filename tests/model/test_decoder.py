@@ -7,6 +7,7 @@ from model.harness import Driver
 from outrider.device import ConfigError, KernelSet
 from outrider.model import EagleHead, RopeConfig, load_decoder
 from outrider.model.shapes import decoder_shape
+from outrider.registry import get_backend
 from outrider_proof import tiny
 from outrider_proof.checkpoints import FAMILIES, ROPES, write_checkpoint
 
@@ -168,3 +169,25 @@ def test_layers_and_heads_compute_with_kernels_for_their_shape():
     head = EagleHead(tiny.eagle_head().config, tiny.eagle_head().weights, model)
     assert head.kernels is model.kernels
     assert Driver(model).greedy([1, 2, 3], 4)[0] == Driver(tiny.decoder()).greedy([1, 2, 3], 4)[0]
+
+
+class NormedHeads(KernelSet):
+    """Counts its calls; the kernels that the reference calls inside aren't asked for the heads by anybody else."""
+
+    calls = 0
+
+    def head_norm_rope_write_cache(self, made, norms, rotary):
+        self.calls += 1
+        return super().head_norm_rope_write_cache(made, norms, rotary)
+
+
+@pytest.mark.parametrize(("family", "normed"), [("qwen3", True), ("llama", False)])
+def test_heads_that_are_normed_are_one_call_of_a_layer(tmp_path, family, normed):
+    """A kernel set can do the norms, the rotation and the write in one kernel."""
+    write_checkpoint(tmp_path, family)
+    backend = get_backend("cpu")
+    kernels = NormedHeads()
+    backend.use_kernels(kernels)
+    driver = Driver(load_decoder(tmp_path, backend=backend, dtype=torch.float32))
+    driver.logits([(driver.sequence(), PROMPT)])
+    assert kernels.calls == (driver.model.config.num_layers if normed else 0)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
+from outrider.device import AttentionMetadata, HeadNorms, KernelSet, Product, RotaryArgs
 from outrider_conformance.bookkeeping_cases import BOOKKEEPING
 from outrider_conformance.case import Call, Case, Operands
 
@@ -99,6 +99,15 @@ def _pair(dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
+def _heads(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        **{name: each for name, each in _pair(dtype).items() if name in ("cos", "sin", "k_cache", "v_cache", "slots")},
+        "made": _normal(5, 8 * 16, dtype=dtype, seed=13),
+        "q_norm": _normal(16, dtype=dtype, seed=14),
+        "k_norm": _normal(16, dtype=dtype, seed=15),
+    }
+
+
 def _rotary(o: Operands) -> RotaryArgs:
     return RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
 
@@ -114,6 +123,12 @@ def _normed_queries(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
     weights = (o["qkv"], o["qkv_bias"])
     q = kernels.norm_linear_rope_write_cache(added, o["residual"], o["norm"], 1e-5, *weights, _rotary(o))
     return q, o["residual"], o["k_cache"], o["v_cache"]
+
+
+def _normed_heads(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    norms = HeadNorms(o["q_norm"], o["k_norm"], 1e-5)
+    q = kernels.head_norm_rope_write_cache(o["made"], norms, _rotary(o))
+    return q, o["k_cache"], o["v_cache"]
 
 
 def _queries(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
@@ -341,6 +356,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
             Case("linear_rope_write_cache", _pair, _queries, changed=("k_cache", "v_cache")),
             Case("norm_linear_silu_mul", _pair, _normed_gates, changed=("residual",)),
             Case("norm_linear_rope_write_cache", _pair, _normed_queries, changed=("residual", "k_cache", "v_cache")),
+            Case("head_norm_rope_write_cache", _heads, _normed_heads, changed=("k_cache", "v_cache")),
             Case("gather_rows", _state, lambda k, o: (k.gather_rows(o["state"], o["rows"]),)),
             Case("scatter_rows", _state, _scattered, changed=("state",)),
             Case("embedding", _embedding, lambda k, o: (k.embedding(o["tokens"], o["weight"]),)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionShape, KernelSet, Product, QuantizedWeight, RotaryArgs
+from outrider.device import AttentionShape, HeadNorms, KernelSet, Product, QuantizedWeight, RotaryArgs
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.pending import Attended, Partial, Pending, add, add_rms_norm
@@ -124,7 +124,10 @@ class DecoderLayer:
         self._before = None if weights.cache is None else weights.cache.before
         self._after = None if weights.cache is None else weights.cache.after
         # Nothing comes between the product of queries, keys and values and their rotation: one kernel may do both.
-        self._direct = self._before is None and (weights.q_norm is None or weights.k_norm is None)
+        self._head_norms: HeadNorms | None = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            self._head_norms = HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
+        self._direct = self._before is None and self._head_norms is None
         # Nor between attention, the product of what it gives and the MLP's first.
         quantized = isinstance(weights.output, QuantizedWeight) and isinstance(weights.gate_up, QuantizedWeight)
         self._joined = quantized and self._after is None and ranks is None and weights.router is None
@@ -223,20 +226,21 @@ class DecoderLayer:
         self, made: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
     ) -> Attended:
         """:meth:`attend` with queries, keys and values as the product made them, [T, (Hq + 2 Hkv) D]."""
-        config, weights, kernels = self._config, self._weights, self._kernels
+        config, kernels = self._config, self._kernels
         rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         qkv = made.view(-1, heads + 2 * kv_heads, size)
-        if weights.q_norm is None or weights.k_norm is None:
+        if self._head_norms is None:
             if self._before is not None:
                 qkv.mul_(self._before)
             return self._look_back(rope_write_cache(kernels, made, rotary), inputs, cache)
+        if self._before is None:
+            return self._look_back(kernels.head_norm_rope_write_cache(made, self._head_norms, rotary), inputs, cache)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
-        q = kernels.rms_norm(q, weights.q_norm, config.rms_eps)
-        k = kernels.rms_norm(k, weights.k_norm, config.rms_eps)
-        if self._before is not None:
-            for each, factor in zip((q, k, v), self._before.split((heads, kv_heads, kv_heads)), strict=True):
-                each.mul_(factor)
+        of_queries, of_keys, eps = self._head_norms
+        q, k = kernels.rms_norm(q, of_queries, eps), kernels.rms_norm(k, of_keys, eps)
+        for each, factor in zip((q, k, v), self._before.split((heads, kv_heads, kv_heads)), strict=True):
+            each.mul_(factor)
         kernels.rope_write_cache(q, k, v, *rotary)
         return self._look_back(q, inputs, cache)
 

@@ -199,6 +199,9 @@ def rope_write_cache(
 def add_parts_rope_write_cache(
     parts,
     bias,
+    q_norm,
+    k_norm,
+    eps,
     cos,
     sin,
     q,
@@ -214,18 +217,26 @@ def add_parts_rope_write_cache(
     cache_head,
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    NORMED: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """:func:`rope_write_cache` of the sum of ``parts [PARTS, m, (heads + 2 kv_heads) 2 half]`` (+ bias), rounded to q's dtype
-    before it's turned; queries go to ``q [m, heads, 2 half]``. Program (token, head).
+    before it's turned; queries go to ``q [m, heads, 2 half]``. Program (token, head). NORMED: queries and keys are normed
+    head by head in between, with ``q_norm`` and ``k_norm [2 half]``.
     """
-    begin(PDL)
-    token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     lane = tl.arange(0, BLOCK_HALF)
     inside = lane < half
     turns = inside & (head < heads + kv_heads)
+    if NORMED:  # weights, on their way while the kernel before still runs
+        norm = k_norm
+        if head < heads:
+            norm = q_norm
+        low_factor = tl.load(norm + lane, mask=inside, other=0.0).to(tl.float32)
+        high_factor = tl.load(norm + half + lane, mask=inside, other=0.0).to(tl.float32)
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     angle = token * angles_token + lane
     cos_low = tl.load(cos + angle, mask=turns, other=0.0).to(tl.float32)
@@ -246,6 +257,10 @@ def add_parts_rope_write_cache(
     kept_high = high.to(q.dtype.element_ty)
     low = kept_low.to(tl.float32)
     high = kept_high.to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt((tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / (2 * half) + eps)
+        low = ((low * scale).to(q.dtype.element_ty).to(tl.float32) * low_factor).to(q.dtype.element_ty).to(tl.float32)
+        high = ((high * scale).to(q.dtype.element_ty).to(tl.float32) * high_factor).to(q.dtype.element_ty).to(tl.float32)
     turned_low = (low * cos_low - high * sin_low).to(q.dtype.element_ty)
     turned_high = (high * cos_high + low * sin_high).to(q.dtype.element_ty)
 

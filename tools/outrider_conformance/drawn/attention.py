@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.device import CACHE_FORMATS, AttentionMetadata, KernelSet, Product, RotaryArgs
+from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, Product, RotaryArgs
 from outrider_conformance.drawn import bounds
 from outrider_conformance.drawn.dense import EPS, TOKENS, normed, taken
 from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
@@ -329,6 +329,34 @@ def _norm_linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str |
     return Problem(operands, call, {**wanted, "residual": grown})
 
 
+def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
+    heads, kv_heads = HEADS[shape["heads"]]
+    tokens, size = shape["tokens"], SIZES[shape["size"]]
+    operands, real = rotary_operands(shape, dtype, dice, tokens, kv_heads, size, cache)
+    made = dice.normal(tokens, heads + 2 * kv_heads, size, dtype=dtype)
+    # Heads differ in size, so that a norm of all of them is told from one of each.
+    made[:, : heads + kv_heads] *= 4.0 ** dice.whole(-3, 4, heads + kv_heads)[:, None]
+    made[:, heads + kv_heads :] *= _SPREAD[cache]
+    norms = {name: dice.factors(size, dtype=dtype) * factor for name, factor in (("q_norm", 1.0), ("k_norm", _SPREAD[cache]))}
+    cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
+    q, k, v = made.split((heads, kv_heads, kv_heads), dim=1)
+    turned = {}
+    for name, each in (("q", q), ("k", k)):
+        normed = bounds.rms_norm(bounds.exact(each), norms[f"{name}_norm"], EPS, dtype)
+        turned[name] = bounds.rotate(normed, cos, sin, dtype)
+    wanted = {
+        "out": _of_real(turned["q"], real),
+        "k_cache": _written(operands["k_cache"].tensor, slots, turned["k"], real),
+        "v_cache": _written(operands["v_cache"].tensor, slots, bounds.exact(v), real),
+    }
+    operands |= {"made": Operand(made.flatten(1))} | {name: Operand(norm) for name, norm in norms.items()}
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        return {"out": kernels.head_norm_rope_write_cache(o["made"], HeadNorms(o["q_norm"], o["k_norm"], EPS), rotary_of(o))}
+
+    return Problem(operands, call, wanted)
+
+
 def _move(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
     """Moves that overlap, some onto themselves, some of padding within page 0."""
     page, size, moves = _PAGES[shape["page"]], SIZES[shape["size"]], shape["moves"]
@@ -407,6 +435,12 @@ _CASES = (
         _norm_linear_rope,
         {**ROTARY, "inner": _INNER, "outer": _INNER, "bias": _FLAG},
         ({**TURNED, "inner": 520, "outer": 96, "bias": 1}, {**TURNED, "tokens": 130, "inner": 40, "outer": 264, "bias": 0}),
+    ),
+    (
+        "head_norm_rope_write_cache",
+        _head_norm_rope,
+        ROTARY,
+        (TURNED, {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0}, {**TURNED, "tokens": 1, "size": 1, "heads": 1}),
     ),
     (
         "move_cache",

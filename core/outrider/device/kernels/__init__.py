@@ -8,6 +8,7 @@ from outrider.device.kernels.kernelset import KernelSet, kernel_names
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
     AttentionShape,
+    HeadNorms,
     Product,
     RequestInputs,
     RequestRows,
@@ -33,6 +34,7 @@ __all__ = [
     "AttentionShape",
     "BookkeepingKernels",
     "DecoderShape",
+    "HeadNorms",
     "KernelSet",
     "ModelKernels",
     "Product",

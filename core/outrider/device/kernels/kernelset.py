@@ -18,6 +18,7 @@ from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningR
 _OVER_CACHES = frozenset(
     {
         "rope_write_cache",
+        "head_norm_rope_write_cache",
         "linear_rope_write_cache",
         "norm_linear_rope_write_cache",
         "norm_linear_quantized_rope_write_cache",

@@ -115,6 +115,16 @@ class RotaryArgs(NamedTuple):
     slots: Tensor
 
 
+class HeadNorms(NamedTuple):
+    """How queries and keys are normed head by head, before they're rotated: ``queries`` and ``keys`` [D], as the weights of
+    :meth:`KernelSet.rms_norm`, and its ``eps``.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    eps: float
+
+
 class RequestRows(NamedTuple):
     """State of all requests of an engine, one of R rows each; row 0 is reserved for padding.
 

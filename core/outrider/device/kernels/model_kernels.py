@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.device.errors import ConfigError
 from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
-from outrider.device.kernels.metadata import AttentionMetadata, Product, RotaryArgs
+from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, Product, RotaryArgs
 from outrider.device.kernels.quantized import QuantizedProduct, QuantizedWeight
 
 if TYPE_CHECKING:
@@ -278,6 +278,17 @@ class ModelKernels:
         the reserved page 0; other slots are distinct.
         """
         torch.ops.outrider.rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
+
+    def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
+        """:meth:`rms_norm` of each head of queries and of keys, then :meth:`rope_write_cache` → queries [T, Hq, D]. ``made``
+        [T, (Hq + 2 Hkv) D] is contiguous, has queries, keys and values side by side, and stays as it is.
+        """
+        kv_heads, size = rotary.k_cache.shape[2:]
+        heads = made.shape[1] // size - 2 * kv_heads
+        q, k, v = made.view(-1, heads + 2 * kv_heads, size).split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
+        q, k = self.rms_norm(q, norms.queries, norms.eps), self.rms_norm(k, norms.keys, norms.eps)
+        self.rope_write_cache(q, k, v, *rotary)
+        return q
 
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
         """Let a library that plans on the host prepare for this batch; returns the metadata with its plan.
