@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.registry import Registry
-from outrider_bench.child import ChildFailed, run_child
+from outrider_bench.child import ChildFailed, how_it_ended, run_child
 from outrider_bench.commands import sanitizer as bench_sanitizer
 
 SMALL = ("--shape", "tiny", "--dtype", "float32")
@@ -180,3 +180,15 @@ def test_a_finding_in_the_engine_fails_the_command(outrider, monkeypatch):
     assert shown.code == 1
     assert "staged: a race" in shown.out
     assert "none for this backend" in shown.out
+
+
+def test_the_first_error_of_a_child_is_said_besides_its_last_words():
+    """An engine's process says that another one failed; why, only that one said."""
+    last = ["Traceback", "  File a", "  File b", "  File c", "  raise", "RuntimeError: Engine failed. See root cause above."]
+    told = ["loading", "(core pid=7) ERROR 11-25 torch.OutOfMemoryError: no room for 2 GiB", "ValueError: another", *last]
+    said = how_it_ended("engine", 1, told)
+    assert said.startswith("engine ended with exit code 1: torch.OutOfMemoryError: no room for 2 GiB | ... | Traceback")
+    assert said.endswith("RuntimeError: Engine failed. See root cause above.")
+    assert "another" not in said
+    assert how_it_ended("engine", 1, last) == "engine ended with exit code 1: " + " | ".join(line.strip() for line in last)
+    assert how_it_ended("engine", -9, []) == "engine ended with exit code -9: it said nothing"

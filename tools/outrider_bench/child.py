@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from outrider.device.errors import OutriderError
@@ -15,10 +16,24 @@ from outrider.registry.children import end_with_parent, started
 from outrider_bench.environment import with_variables
 
 _LINES = 6
+_LONGEST = 400
+_ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): ?\S.*")
 
 
 class ChildFailed(OutriderError):
     """A child process ended without a result; the message says how."""
+
+
+def how_it_ended(name: str, code: int | None, told: Sequence[str]) -> str:
+    """That ``name`` ended with ``code``, and what it said last, of the lines ``told``.
+
+    The first error that it named earlier goes before that: an engine's process often says of another one that it failed,
+    and only that one said why.
+    """
+    last = " | ".join(line.strip() for line in told[-_LINES:])
+    first = next(filter(None, map(_ERROR.search, told[:-_LINES])), None)
+    why = "" if first is None or first[0].strip() in last else f"{first[0].strip()[:_LONGEST]} | ... | "
+    return f"{name} ended with exit code {code}: {why}{last or 'it said nothing'}"
 
 
 def run_child(module: str, work: Mapping[str, object], *, variables: Mapping[str, str], limit_s: float) -> dict[str, Any]:
@@ -44,8 +59,7 @@ def run_child(module: str, work: Mapping[str, object], *, variables: Mapping[str
     if isinstance(found, dict) and "failed" in found:
         raise ChildFailed(str(found["failed"]))
     if child.returncode or not isinstance(found, dict):
-        last = " | ".join(line.strip() for line in told[-_LINES:])
-        raise ChildFailed(f"{module} ended with exit code {child.returncode}: {last or 'it said nothing'}")
+        raise ChildFailed(how_it_ended(module, child.returncode, told))
     return found
 
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.registry.children import started
-from outrider_bench.child import ChildFailed
+from outrider_bench.child import ChildFailed, how_it_ended
 from outrider_bench.environment import with_variables
 from outrider_bench.http_load import HttpLoad, ServerFailed
 
 _PERCENTILES = (50, 95, 99)
-_LINES = 6
 
 
 def run_vllm_bench(load: HttpLoad, tokenizer: Path, *, limit_s: float) -> dict[str, Any]:
@@ -39,8 +38,8 @@ def run_vllm_bench(load: HttpLoad, tokenizer: Path, *, limit_s: float) -> dict[s
                 raise ChildFailed(f"vLLM's load generator wasn't done within {limit_s:g} s") from None
         if code or not result.exists():
             said.seek(0)
-            last = " | ".join(said.read().decode(errors="replace").strip().splitlines()[-_LINES:])
-            raise ChildFailed(f"vLLM's load generator ended with exit code {code}: {last or 'it said nothing'}")
+            told = said.read().decode(errors="replace").strip().splitlines()
+            raise ChildFailed(how_it_ended("vLLM's load generator", code, told))
         return figures(json.loads(result.read_text(encoding="utf-8")))
 
 

@@ -16,12 +16,10 @@ from typing import IO, Any
 
 from outrider.device.errors import OutriderError
 from outrider.registry.children import end_with_parent, started
-from outrider_bench.child import ChildFailed
+from outrider_bench.child import ChildFailed, how_it_ended
 from outrider_bench.environment import with_variables
 from outrider_bench.peers.measuring import Peer, Runs
 from outrider_bench.peers.work import Work
-
-_LINES = 6
 
 
 class Session:
@@ -72,8 +70,7 @@ class Session:
         code = self._child.wait()
         self._errors.seek(0)
         told = self._errors.read().decode(errors="replace").strip().splitlines()
-        last = " | ".join(line.strip() for line in told[-_LINES:])
-        raise ChildFailed(f"{self.module} ended with exit code {code}: {last or 'it said nothing'}")
+        raise ChildFailed(how_it_ended(self.module, code, told))
 
 
 @contextmanager
