@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -96,7 +97,8 @@ class TritonAttention(TritonQuantized):
         whole = residual[:, :1].expand(-1, output.shape[1])  # for its shape and dtype
 
         def attended(way: Plan, config: MatmulConfig) -> Rows:
-            ways = {_planes(call, way, each) for each in self._every(output, way)} if self._scope.depth else set()
+            # Of more requests it isn't split: rows lie plainly then.
+            ways = {0, *(_planes(call, way, each) for each in self._every(output, way))} if self._scope.depth else ()
             return self._joined(call, _planes(call, way, config), ways)
 
         added = QuantizedProduct(whole, output, output_bias)
@@ -106,10 +108,10 @@ class TritonAttention(TritonQuantized):
             return super().attention_norm_linear_quantized(*operands, scale=scale, window=window)
         return self._behind(normed, residual, weight, bias, parts=False)
 
-    def _joined(self, call: Prompts, planes: int, ways: set[int]) -> Rows:
+    def _joined(self, call: Prompts, planes: int, ways: Iterable[int]) -> Rows:
         """Rows [T, Hq D] of attention, in ``planes`` where it's split. ``ways``: in which they may be for other batches."""
         if planes and self._attends(call.q):
-            for each in sorted(ways | {0}) if ways else ():  # of more requests it isn't split
+            for each in sorted(ways):  # in the same order each time
                 self._compile_attention(call, each)
             config = self.attention_config(call.q, call.k_cache, call.metadata)
             if config[2] > 1 and not self._prompts.serves(call.q, call.metadata):
