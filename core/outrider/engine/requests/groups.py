@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from outrider.engine.requests.batch import Batch, PrefillChunk, Together
-from outrider.engine.requests.draft_length import DraftLengthPolicy
+from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
 from outrider.engine.requests.features import Features
 from outrider.engine.requests.pages import PagePool, PageWatcher
 from outrider.engine.requests.request import Request
@@ -19,27 +19,12 @@ PromptPasses = Callable[[int, int, int], tuple[int, ...]]
 """Tokens of each pass over prompts, from how many tokens and sequences there are, and the longest of these."""
 
 
-class AgreedLength(DraftLengthPolicy):
+class AgreedLength(FixedLength):
     """The length that was chosen once for all groups."""
-
-    listens = False
-
-    def __init__(self, length: int) -> None:
-        super().__init__((length,))
 
     def agree(self, length: int) -> None:
         """From now on it's this one."""
         self.lengths = (length,)
-
-    def without_asking(self, requests: int) -> int | None:
-        """The length."""
-        del requests
-        return self.lengths[0]
-
-    def choose(self, requests: int, cached: int) -> int:
-        """The length."""
-        del requests, cached
-        return self.lengths[0]
 
 
 class GroupScheduler:
