@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import time
 from types import SimpleNamespace
 
@@ -234,6 +235,17 @@ def test_a_session_that_dies_says_how_and_one_that_is_silent_is_ended(tmp_path):
     with pytest.raises(ChildFailed, match="silent didn't answer within"), session("silent", {}, variables=path, limit_s=0.2):
         pass
     assert time.monotonic() - began < 30
+
+
+def test_a_session_that_is_late_with_an_answer_is_ended_and_not_waited_for_again(tmp_path):
+    (tmp_path / "late.py").write_text("import os, time; print(f'{{\"pid\": {os.getpid()}}}', flush=True); time.sleep(60)")
+    with session("late", {}, variables={"PYTHONPATH": str(tmp_path)}, limit_s=30) as opened:
+        with pytest.raises(ChildFailed, match=r"late didn't answer within 0\.1 s; it was ended"):
+            opened.ask({}, limit_s=0.1)
+        with pytest.raises(ProcessLookupError):
+            os.kill(opened.about["pid"], 0)
+        with pytest.raises(ChildFailed, match="late ended with exit code -9"):
+            opened.ask({}, limit_s=60)
 
 
 WORKED = Work(
