@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +22,6 @@ from outrider_triton.quantized_ops import Plan
 from outrider_triton.table import AttentionConfig, MatmulConfig, Table
 
 _TRITON = torch.ops.outrider
-
-
-class _Call(NamedTuple):
-    """Operands of attention."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    metadata: AttentionMetadata
-    scale: float
-    window: int
 
 
 class TritonAttention(TritonQuantized):
@@ -76,13 +66,12 @@ class TritonAttention(TritonQuantized):
         """Online softmax over the pages; few queries split the cached tokens among programs. Prompts go their own way."""
         if not self._attends(q):
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
-        call = _Call(q, k_cache, v_cache, metadata, scale, window)
+        call = Prompts(q, k_cache, v_cache, metadata, scale, window)
         self._compile_attention(call, 0)
         if self._prompts.serves(q, metadata):
-            prompts = Prompts(q, k_cache, v_cache, metadata, scale, window)
             if self._scope.depth:
-                self._prompts.measure(prompts)
-            return self._prompts.attend(prompts)
+                self._prompts.measure(call)
+            return self._prompts.attend(call)
         config = self.attention_config(q, k_cache, metadata)
         return _TRITON.paged_attention.triton(*self._operands(call, config))  # type: ignore[no-any-return]
 
@@ -104,44 +93,45 @@ class TritonAttention(TritonQuantized):
         window: int = 0,
     ) -> Tensor:
         """What joins the splits of attention leaves rows as a product of four bits takes them: a kernel less."""
-        call = _Call(q, k_cache, v_cache, metadata, scale, window)
+        call = Prompts(q, k_cache, v_cache, metadata, scale, window)
         whole = residual[:, :1].expand(-1, output.shape[1])  # for its shape and dtype
 
         def attended(way: Plan, config: MatmulConfig) -> Rows:
-            ways = {_planes(call, way, each) for each in self._every(output, way)} if self._scope.depth else set()
+            # Of more requests it isn't split: rows lie plainly then.
+            ways = {0, *(_planes(call, way, each) for each in self._every(output, way))} if self._scope.depth else ()
             return self._joined(call, _planes(call, way, config), ways)
 
         added = QuantizedProduct(whole, output, output_bias)
         normed = self._normed(added, residual, norm, eps, weight, bias, parts=False, taken=attended)
         if normed is None:
-            return super().attention_norm_linear_quantized(
-                *call[:4], output, output_bias, residual, norm, eps, weight, bias, scale=scale, window=window
-            )
+            operands = q, k_cache, v_cache, metadata, output, output_bias, residual, norm, eps, weight, bias
+            return super().attention_norm_linear_quantized(*operands, scale=scale, window=window)
         return self._behind(normed, residual, weight, bias, parts=False)
 
-    def _joined(self, call: _Call, planes: int, ways: set[int]) -> Rows:
+    def _joined(self, call: Prompts, planes: int, ways: Iterable[int]) -> Rows:
         """Rows [T, Hq D] of attention, in ``planes`` where it's split. ``ways``: in which they may be for other batches."""
         if planes and self._attends(call.q):
-            for each in sorted(ways | {0}) if ways else ():  # of more requests it isn't split
+            for each in sorted(ways):  # in the same order each time
                 self._compile_attention(call, each)
             config = self.attention_config(call.q, call.k_cache, call.metadata)
             if config[2] > 1 and not self._prompts.serves(call.q, call.metadata):
                 return Rows(_TRITON.paged_attention.triton_planes(*self._operands(call, config), planes), None, True)
-        out = self.paged_attention(*call[:4], scale=call.scale, window=call.window)
+        operands = call.q, call.k_cache, call.v_cache, call.metadata
+        out = self.paged_attention(*operands, scale=call.scale, window=call.window)
         return Rows(out.reshape(out.shape[0], -1), None, False)
 
     def _attends(self, q: Tensor) -> bool:
         return self._uses("paged_attention", q) and q.shape[-1] <= 256
 
-    def _operands(self, call: _Call, config: list[int]) -> tuple[Any, ...]:
+    def _operands(self, call: Prompts, config: list[int]) -> tuple[Any, ...]:
         metadata = call.metadata
         held = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         sizes = metadata.max_query, metadata.max_kv, call.scale, call.window
         # What isn't split has many blocks, of which only the first would come earlier.
         settled = self.pdl and metadata.settled and config[2] > 1
-        return *call[:3], *held, *sizes, settled, config, self.pdl
+        return call.q, call.k_cache, call.v_cache, *held, *sizes, settled, config, self.pdl
 
-    def _compile_attention(self, call: _Call, planes: int) -> None:
+    def _compile_attention(self, call: Prompts, planes: int) -> None:
         """Every way to cut it up; once, in the scope alone."""
         q, k_cache, metadata = call.q, call.k_cache, call.metadata
         longest = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
@@ -160,7 +150,7 @@ class TritonAttention(TritonQuantized):
                         _TRITON.paged_attention.triton_planes(*self._operands(call, list(each)), planes)
 
 
-def _planes(call: _Call, way: Plan, config: MatmulConfig) -> int:
+def _planes(call: Prompts, way: Plan, config: MatmulConfig) -> int:
     """How rows are laid out for such a product; 0: plainly."""
     size = call.q.shape[2]
     return laying(config) if way.planes and size % UNIT.value == 0 and power_of_two(size) == size else 0

@@ -39,7 +39,7 @@ _CONFIGS = ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The operands of one attention over prompts."""
+    """The operands of one attention, over prompts or not."""
 
     q: Tensor
     k_cache: Tensor

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import time
 from types import SimpleNamespace
 
@@ -146,8 +147,11 @@ def test_other_engines_get_the_same_work(child, tmp_path):
     """Stand-ins with the parts of the real ones that are used; they check what they're given."""
     installed(tmp_path, "vllm", VLLM)
     installed(tmp_path, "sglang", SGLANG.replace("SHORT", "0"))
-    arguments = ("--engines", "vllm,sglang", *WORK, *MIXED, "--repeat", "1")
+    kept = tmp_path / "kept"
+    arguments = ("--engines", "vllm,sglang", *WORK, *MIXED, "--repeat", "1", "--keep", str(kept))
     result = child("bench", "peers", "--backend", "cpu", *arguments, path=(tmp_path,)).json
+    assert {"tiny-float32", "vllm-eagle.log", "sglang-none.log"} <= {each.name for each in kept.iterdir()}
+    assert (kept / "tiny-float32" / "target" / "config.json").is_file()
     found = {(each["engine"], each["speculate"]): each for each in result["engines"]}
     untimed = "measured in part: times between tokens aren't measured with SGLang"
     assert {(each["engine"], each["status"]) for each in found.values()} == {("vllm", "measured"), ("sglang", untimed)}
@@ -177,9 +181,13 @@ def test_other_engines_get_the_same_work(child, tmp_path):
 def test_an_engine_that_does_less_work_has_no_figures(child, tmp_path):
     installed(tmp_path, "sglang", SGLANG.replace("SHORT", "1"))
     arguments = ("--engines", "sglang", "--speculate", "none", "--repeat", "1", *WORK)
-    (found,) = child("bench", "peers", "--backend", "cpu", *arguments, path=(tmp_path,)).json["engines"]
+    place = tmp_path / "temporary"
+    place.mkdir()
+    given = {"path": (tmp_path,), "TMPDIR": str(place)}
+    (found,) = child("bench", "peers", "--backend", "cpu", *arguments, **given).json["engines"]
     assert found["results"] == []
     assert found["status"] == "failed: asked for 11 new tokens, a request got 10: that isn't the same work"
+    assert list(place.glob("outrider-*")) == []
 
 
 def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider):
@@ -234,6 +242,54 @@ def test_a_session_that_dies_says_how_and_one_that_is_silent_is_ended(tmp_path):
     with pytest.raises(ChildFailed, match="silent didn't answer within"), session("silent", {}, variables=path, limit_s=0.2):
         pass
     assert time.monotonic() - began < 30
+
+
+def test_a_session_that_is_late_with_an_answer_is_ended_and_not_waited_for_again(tmp_path):
+    (tmp_path / "late.py").write_text("import os, time; print(f'{{\"pid\": {os.getpid()}}}', flush=True); time.sleep(60)")
+    with session("late", {}, variables={"PYTHONPATH": str(tmp_path)}, limit_s=30) as opened:
+        with pytest.raises(ChildFailed, match=r"late didn't answer within 0\.1 s; it was ended"):
+            opened.ask({}, limit_s=0.1)
+        with pytest.raises(ProcessLookupError):
+            os.kill(opened.about["pid"], 0)
+        with pytest.raises(ChildFailed, match="late ended with exit code -9"):
+            opened.ask({}, limit_s=60)
+
+
+SCRATCH = """
+import json, pathlib, sys, time
+given = json.loads(sys.argv[1])
+pathlib.Path(given["scratch"], "target").mkdir()
+if given["dies"]:
+    sys.exit("no such device")
+print(json.dumps({"scratch": given["scratch"]}), flush=True)
+time.sleep(60)
+"""
+
+
+ENDS = {
+    "as it should": contextlib.nullcontext,
+    "it's interrupted": lambda: pytest.raises(KeyboardInterrupt),
+    "it's late": lambda: pytest.raises(ChildFailed, match="didn't answer within"),
+    "it dies": lambda: pytest.raises(ChildFailed, match="no such device"),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_a_session_leaves_no_directory_behind_however_it_ends(ends, tmp_path, monkeypatch):
+    (tmp_path / "writing.py").write_text(SCRATCH)
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    path, work = {"PYTHONPATH": str(tmp_path)}, {"dies": ends == "it dies"}
+    with ENDS[ends](), session("writing", work, variables=path, limit_s=30) as opened:
+        (scratch,) = place.iterdir()
+        assert str(scratch) == opened.about["scratch"]
+        assert [each.name for each in scratch.iterdir()] == ["target"]
+        if ends == "it's interrupted":
+            raise KeyboardInterrupt
+        if ends == "it's late":
+            opened.ask({}, limit_s=0.1)
+    assert list(place.iterdir()) == []
 
 
 WORKED = Work(

@@ -40,15 +40,15 @@ def test_an_output_head_is_named_where_it_is_quantised_and_left_out_otherwise():
 def test_target_and_draft_have_the_same_config_and_a_directory_of_their_own(tmp_path):
     names = set()
     for quantize, head in ((None, False), ("fp8", False), ("fp8", True)):
-        with checkpoints(work(str(tmp_path), quantize, head)) as directories:
-            found = [json.loads((each / "config.json").read_text()).get("quantization_config") for each in directories]
+        directories = checkpoints(work(quantize, head), tmp_path)
+        found = [json.loads((each / "config.json").read_text()).get("quantization_config") for each in directories]
         assert found == [quantize and compressed_tensors(quantize, head=head)] * 2
         names.add(directories[0].parent.name)
     assert names == {"tiny-float32", "tiny-float32-fp8", "tiny-float32-fp8-head"}
 
 
-def work(keep, quantize, head):
-    return replace(WORKED, keep=keep, quantize=quantize, quantize_head=head)
+def work(quantize, head):
+    return replace(WORKED, quantize=quantize, quantize_head=head)
 
 
 QUANTIZED = ("--engines", "outrider", "--quantize", "fp8", "--lm-head", "--speculate", "eagle", "--repeat", "1")
@@ -64,7 +64,7 @@ def test_the_record_says_what_is_quantised(outrider):
 @pytest.mark.parametrize("head", [True, False])
 def test_this_engine_quantises_target_draft_and_head(head):
     options = {"mode": None, "prefill_chunk": None, "tune_seconds": 0.0}
-    with opened(work(None, "fp8", head), "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
+    with opened(work("fp8", head), "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
         target, draft = engine.model.weights, engine.proposer.head.weights
         products = (target.layers[1].qkv, target.layers[1].down, draft.fusion, draft.layers[0].gate_up)
         assert all(isinstance(each, QuantizedWeight) for each in products)

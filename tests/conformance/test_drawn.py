@@ -294,7 +294,7 @@ def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
     joined, laid, scale = kernels._joined, [], 1.0
 
     def watched(call, planes, *ways):
-        rows = joined(call._replace(scale=call.scale * scale), planes, *ways)
+        rows = joined(replace(call, scale=call.scale * scale), planes, *ways)
         laid.append(rows.laid)
         return rows
 

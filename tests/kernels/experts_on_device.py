@@ -62,10 +62,10 @@ LAID_OUT = ((8, 8), (130, 2), (1024, 8), (4096, 8), (9000, 4))
 REFERENCE = KernelSet()
 
 
-def made_of(cut, tokens, asked=256):
+def made_of(cut, tokens):
     """A configuration as the operator takes it."""
     block_n, block_k, warps, stages = cut
-    return [tokens, block_n, block_k, 1, warps, stages, asked, 0, 0]
+    return [tokens, block_n, block_k, 1, warps, stages, 0, 0, 0]
 
 
 def cuts(size, tokens):
@@ -229,8 +229,8 @@ class Timing:
         row = {
             "tokens": m,
             "size": size,
-            "gates": gates[1:7],
-            "outputs": outputs[1:7],
+            "gates": gates[1:6],
+            "outputs": outputs[1:6],
             "what": what,
             "spread": spread,
             "us": us,
@@ -297,7 +297,7 @@ def varied(timing, m, size, gates, outputs):
 def before(timing, m):
     """Nearly as it was: torch's sort, blocks of 16."""
     with instead("laid_out_pairs", torchs):
-        timing.time(m, 16, made_of((64, 128, 4, 2), 16, 0), made_of((64, 128, 4, 3), 16, 0), "as before")
+        timing.time(m, 16, made_of((64, 128, 4, 2), 16), made_of((64, 128, 4, 3), 16), "as before")
 
 
 def jobs_of(kernels):
@@ -369,7 +369,7 @@ def main() -> int:
 
 
 def table(timing, sorting, kernels):
-    """Cuts are rows of the weight, columns, 1, warps, stages, columns asked for ahead. What decides comes last."""
+    """Cuts are rows of the weight, columns, 1, warps, stages. What decides comes last."""
     print(f"{kernels.facts.name}, {timing.rate:.0f} GB/s read; sorting alone, us: {sorting}")
     for m in reversed(BLOCKS):
         print(f"-- {m} tokens, {timing.used(m, 0.0):.0f} experts: {timing.limit(m):.1f} us at that rate; gates, outputs")

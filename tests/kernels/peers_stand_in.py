@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -46,10 +45,9 @@ class StandIn(CpuBackend):
         return CudaGroup(self, name, ranks, rank, store, timeout_s, peers=True)
 
 
-def stood_in(place):
-    """Patches for what a GPU would answer, and the backend."""
-    folder = Path(tempfile.gettempdir()) / f"outrider-peers-{place.store.get('folder').decode()}"
-    folder.mkdir(exist_ok=True)
+def stood_in(place, folder):
+    """The backend, and patches for what a GPU would answer. ``folder``: where the peers' memory lies, of all ranks."""
+    folder = Path(folder)
     made = []
 
     def empty(shape, strides, dtype, device, group_name):
@@ -77,7 +75,6 @@ def stood_in(place):
         mock.patch(f"{SYMMETRIC}.rendezvous", rendezvous),
         mock.patch(f"{SYMMETRIC}.set_group_info"),
         mock.patch("outrider_cuda.collectives.CudaGroup._sum_in_one_shot", one_shot),
-        folder,
     )
 
 
@@ -86,9 +83,7 @@ def fall_back(place, *, folder):
     import warnings
     from contextlib import ExitStack
 
-    if place.rank == 0:
-        place.store.set("folder", folder)
-    backend, *patches, _ = stood_in(place)
+    backend, *patches = stood_in(place, folder)
 
     def broken(memory, name):
         raise RuntimeError("no such thing")
@@ -123,9 +118,7 @@ def told(place, *, folder):
     """What a tool is told of the fused norm, whose operands no operator of torch shows: (kind, all reads, all writes)."""
     from contextlib import ExitStack
 
-    if place.rank == 0:
-        place.store.set("folder", folder)
-    backend, *patches, _ = stood_in(place)
+    backend, *patches = stood_in(place, folder)
     observer = _Told()
     with ExitStack() as stack:
         for patch in patches:
@@ -155,24 +148,16 @@ class _Own:
 
 def check(place, *, folder):
     """What ``peers_on_devices`` checks, with few replays, and that small tensors went by the peers' memory."""
-    import shutil
     from contextlib import ExitStack
     from dataclasses import replace
 
     from kernels import peers_on_devices as on_devices
 
-    if place.rank == 0:
-        place.store.set("folder", folder)
-    backend, *patches, where = stood_in(place)
+    backend, *patches = stood_in(place, folder)
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
         stack.enter_context(mock.patch.object(on_devices, "REPLAYS", 2))
         stack.enter_context(mock.patch.object(on_devices, "SHAPES", ((1, 64), (3, 130), (2, 1100))))
         stack.enter_context(mock.patch.object(on_devices, "late"))
-        said = on_devices.check(replace(place, backend=backend))
-    place.store.set(f"done/{place.rank}", "1")
-    place.store.wait([f"done/{rank}" for rank in range(place.size)])
-    if place.rank == 0:
-        shutil.rmtree(where)
-    return said
+        return on_devices.check(replace(place, backend=backend))

@@ -1,7 +1,7 @@
 """Kernels that write into the peers' memory: two processes that share files, in Triton's interpreter."""
 
 import os
-import uuid
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -21,23 +21,30 @@ def two(monkeypatch):
         yield ranks
 
 
+@pytest.fixture
+def folder():
+    """Where the ranks' memory lies; asked for ahead of ``two``, so that it's removed behind the ranks' end."""
+    with tempfile.TemporaryDirectory(prefix="outrider-peers-") as made:
+        yield made
+
+
 @pytest.mark.slow
-def test_groups_of_gpus_exchange_small_tensors_by_the_peers_memory(two):
-    said, same = two.run("kernels.peers_stand_in:check", {"folder": str(uuid.uuid4())}, limit_s=100)
+def test_groups_of_gpus_exchange_small_tensors_by_the_peers_memory(folder, two):
+    said, same = two.run("kernels.peers_stand_in:check", {"folder": folder}, limit_s=100)
     assert said == same
     assert said[0] == "ways ('nccl', 'one shot', 'exchange'), peer memory True"
     assert len(said) == 4
 
 
-def test_a_tool_is_told_of_all_that_the_fused_norm_reads_and_writes(two):
-    for rank in two.run("kernels.peers_stand_in:told", {"folder": str(uuid.uuid4())}, limit_s=60):
+def test_a_tool_is_told_of_all_that_the_fused_norm_reads_and_writes(folder, two):
+    for rank in two.run("kernels.peers_stand_in:told", {"folder": folder}, limit_s=60):
         assert rank[:3] == ("all_reduce", True, True)
         assert rank[3] == pytest.approx([1.0, 1.0])
 
 
 @pytest.mark.slow
-def test_where_memory_of_the_peers_fails_the_library_carries_everything(two):
-    for rank, found in enumerate(two.run("kernels.peers_stand_in:fall_back", {"folder": str(uuid.uuid4())}, limit_s=60)):
+def test_where_memory_of_the_peers_fails_the_library_carries_everything(folder, two):
+    for rank, found in enumerate(two.run("kernels.peers_stand_in:fall_back", {"folder": folder}, limit_s=60)):
         ways, reached, values, said = found
         assert (ways, reached, values) == (("nccl",), False, [3.0] * 4)
         assert len(said) == 1

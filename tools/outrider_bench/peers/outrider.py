@@ -106,4 +106,4 @@ if __name__ == "__main__":
     import sys
 
     given = json.loads(sys.argv[1])
-    serve(lambda work, speculate: opened(work, speculate, given["backend"], given["options"]))
+    serve(lambda work, speculate, _: opened(work, speculate, given["backend"], given["options"]))

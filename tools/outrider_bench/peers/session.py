@@ -20,6 +20,7 @@ from outrider_bench.child import ChildFailed, how_it_ended
 from outrider_bench.environment import with_variables
 from outrider_bench.peers.measuring import Peer, Runs
 from outrider_bench.peers.work import Work
+from outrider_sanitizer.files import scratch_directory
 
 
 class Session:
@@ -79,23 +80,30 @@ def session(
 ) -> Generator[Session]:
     """Start ``python -m module`` and wait until its engine is ready. Leaving the scope ends it and what it has started.
 
-    ``log``: a file for what it prints. Raises :class:`ChildFailed`.
+    Beside ``work`` it's given ``scratch``: a directory that is removed behind the scope. It couldn't remove one itself: it's
+    killed. ``log``: a file for what it prints. Raises :class:`ChildFailed`.
     """
-    command = [sys.executable, "-m", module, json.dumps(work)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with (
+        scratch_directory("outrider-peers-") as scratch,
         tempfile.TemporaryFile() if log is None else log.open("w+b") as errors,
-        started(command, environment=with_variables(variables), stderr=errors, **pipes) as child,
+        started(
+            [sys.executable, "-m", module, json.dumps({**work, "scratch": str(scratch)})],
+            environment=with_variables(variables),
+            stderr=errors,
+            **pipes,
+        ) as child,
     ):
         found = Session(module, child, errors)
         found.about = found.answer(limit_s=limit_s)
         yield found
 
 
-def serve(opened: Callable[[Work, str], AbstractContextManager[Peer]]) -> None:
+def serve(opened: Callable[[Work, str, Path], AbstractContextManager[Peer]]) -> None:
     """What such a child calls: open the engine, then answer each line of standard input with one line on standard output.
 
-    Whatever the engine itself prints goes to standard error.
+    ``opened`` gets the work, what it speculates with, and a directory for checkpoints. Whatever the engine itself prints
+    goes to standard error.
     """
     end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
@@ -108,7 +116,7 @@ def serve(opened: Callable[[Work, str], AbstractContextManager[Peer]]) -> None:
     began = time.perf_counter()
     try:
         work = Work.of(given)
-        with opened(work, given["speculate"]) as peer:
+        with opened(work, given["speculate"], Path(work.keep or given["scratch"])) as peer:
             runs = Runs(peer, work)
             began += peer.tuned_s
             taken = {"start_s": time.perf_counter() - began, "tuned_s": peer.tuned_s}

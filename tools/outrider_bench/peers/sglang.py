@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from outrider_bench.child import ChildFailed
@@ -52,34 +53,34 @@ class SGLang(Peer):
 
 
 @contextmanager
-def opened(work: Work, speculate: str) -> Generator[SGLang]:
+def opened(work: Work, speculate: str, place: Path) -> Generator[SGLang]:
     """Its defaults, attention included."""
     sglang = import_module("sglang")
     drafts = speculate != "none"
-    with checkpoints(work) as (target, draft):
-        options: dict[str, object] = {
-            "model_path": str(target),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "dtype": work.dtype,
-            "context_length": work.context,
-            "max_running_requests": work.max_requests,
-            "mem_fraction_static": work.memory,
-            "disable_radix_cache": True,
+    target, draft = checkpoints(work, place)
+    options: dict[str, object] = {
+        "model_path": str(target),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": work.dtype,
+        "context_length": work.context,
+        "max_running_requests": work.max_requests,
+        "mem_fraction_static": work.memory,
+        "disable_radix_cache": True,
+    }
+    if drafts:
+        options |= {
+            "speculative_algorithm": "EAGLE",
+            "speculative_draft_model_path": str(draft),
+            "speculative_num_steps": work.draft_tokens,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": work.draft_tokens + 1,
         }
-        if drafts:
-            options |= {
-                "speculative_algorithm": "EAGLE",
-                "speculative_draft_model_path": str(draft),
-                "speculative_num_steps": work.draft_tokens,
-                "speculative_eagle_topk": 1,
-                "speculative_num_draft_tokens": work.draft_tokens + 1,
-            }
-        engine = sglang.Engine(**options)
-        try:
-            yield SGLang(engine, drafts=drafts)
-        finally:
-            engine.shutdown()
+    engine = sglang.Engine(**options)
+    try:
+        yield SGLang(engine, drafts=drafts)
+    finally:
+        engine.shutdown()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from outrider_bench.child import ChildFailed
@@ -43,7 +44,7 @@ class Transformers(Peer):
 
 
 @contextmanager
-def opened(work: Work, speculate: str) -> Generator[Transformers]:
+def opened(work: Work, speculate: str, place: Path) -> Generator[Transformers]:
     """``generate`` as it comes: it compiles the model's forward pass itself where it does that on such a device."""
     import torch
 
@@ -51,10 +52,10 @@ def opened(work: Work, speculate: str) -> Generator[Transformers]:
 
     del speculate
     transformers = import_module("transformers")
-    with checkpoints(work) as (target, _):
-        config = transformers.AutoConfig.from_pretrained(str(target), trust_remote_code=False)
-        with torch.device(work.device):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[work.dtype]).eval()
+    target, _ = checkpoints(work, place)
+    config = transformers.AutoConfig.from_pretrained(str(target), trust_remote_code=False)
+    with torch.device(work.device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[work.dtype]).eval()
     yield Transformers(model, version=transformers.__version__, device=work.device)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from outrider_bench.child import ChildFailed
@@ -63,32 +64,32 @@ class VLLM(Peer):
 
 
 @contextmanager
-def opened(work: Work, speculate: str) -> Generator[VLLM]:
+def opened(work: Work, speculate: str, place: Path) -> Generator[VLLM]:
     """Its defaults: compiled, in its graphs. The cache is as large as the work needs, since others use the device too."""
     vllm = import_module("vllm")
     drafts = speculate != "none"
-    with checkpoints(work) as (target, draft):
-        options: dict[str, object] = {
-            "model": str(target),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "dtype": work.dtype,
-            "max_model_len": work.context,
-            "max_num_seqs": work.max_requests,
-            "gpu_memory_utilization": work.memory,
-            "kv_cache_memory_bytes": cache_bytes(work, drafts=drafts),
-            "enable_prefix_caching": False,
+    target, draft = checkpoints(work, place)
+    options: dict[str, object] = {
+        "model": str(target),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": work.dtype,
+        "max_model_len": work.context,
+        "max_num_seqs": work.max_requests,
+        "gpu_memory_utilization": work.memory,
+        "kv_cache_memory_bytes": cache_bytes(work, drafts=drafts),
+        "enable_prefix_caching": False,
+    }
+    if drafts:
+        options["disable_log_stats"] = False  # they say what was accepted
+        options["speculative_config"] = {
+            "method": "eagle",
+            "model": str(draft),
+            "num_speculative_tokens": work.draft_tokens,
+            "rejection_sample_method": "synthetic",
+            **_acceptance(work),
         }
-        if drafts:
-            options["disable_log_stats"] = False  # they say what was accepted
-            options["speculative_config"] = {
-                "method": "eagle",
-                "model": str(draft),
-                "num_speculative_tokens": work.draft_tokens,
-                "rejection_sample_method": "synthetic",
-                **_acceptance(work),
-            }
-        yield VLLM(vllm, vllm.LLM(**options), drafts=drafts, quantized=work.quantized)
+    yield VLLM(vllm, vllm.LLM(**options), drafts=drafts, quantized=work.quantized)
 
 
 def _acceptance(work: Work) -> dict[str, object]:

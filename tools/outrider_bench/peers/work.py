@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from outrider_bench.mixed_load import MixedLoad, token_ids
@@ -171,11 +169,10 @@ def _experts(config: ModelConfig) -> dict[str, object]:
     }
 
 
-@contextmanager
-def checkpoints(work: Work) -> Iterator[tuple[Path, Path]]:
+def checkpoints(work: Work, place: Path) -> tuple[Path, Path]:
     """Directories of a target and of a draft that hold a config each and no weights: engines fill those in at random.
 
-    They are always the same under ``work.keep``: an engine that keeps what it compiled finds it by the directory's name.
+    They are always the same in a ``place``: an engine that keeps what it compiled finds it by the directory's name.
     """
     from dataclasses import replace
 
@@ -185,17 +182,15 @@ def checkpoints(work: Work) -> Iterator[tuple[Path, Path]]:
     # The draft is a Llama layer, whatever the target is: that is what published EAGLE heads are.
     draft_shape = replace(shape, family="llama", qk_norm=False, attention_bias=False, tie_embeddings=False, experts=None)
     quantized = [] if work.quantize is None else [work.quantize, *(["head"] if work.quantize_head else [])]
-    name = "-".join([*Path(work.shape).parts[-2:], work.dtype, *quantized]).replace("/", "")
-    kept = None if work.keep is None else Path(work.keep, name)
-    with TemporaryDirectory(prefix="outrider-peers-") if kept is None else nullcontext(str(kept)) as root:
-        target, draft = Path(root, "target"), Path(root, "draft")
-        for directory, config, layers in ((target, shape, None), (draft, draft_shape, 1)):
-            directory.mkdir(parents=True, exist_ok=True)
-            content = checkpoint_config(config, dtype=work.dtype, layers=layers)
-            if work.quantize is not None:
-                content["quantization_config"] = compressed_tensors(work.quantize, head=work.quantize_head)
-            (directory / "config.json").write_text(json.dumps(content), encoding="utf-8")
-        yield target, draft
+    root = place / "-".join([*Path(work.shape).parts[-2:], work.dtype, *quantized]).replace("/", "")
+    target, draft = root / "target", root / "draft"
+    for directory, config, layers in ((target, shape, None), (draft, draft_shape, 1)):
+        directory.mkdir(parents=True, exist_ok=True)
+        content = checkpoint_config(config, dtype=work.dtype, layers=layers)
+        if work.quantize is not None:
+            content["quantization_config"] = compressed_tensors(work.quantize, head=work.quantize_head)
+        (directory / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return target, draft
 
 
 def cache_bytes(work: Work, *, drafts: bool) -> int:

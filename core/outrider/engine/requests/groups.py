@@ -8,38 +8,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from outrider.engine.requests.batch import Batch, PrefillChunk, Together
-from outrider.engine.requests.draft_length import DraftLengthPolicy
+from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
 from outrider.engine.requests.features import Features
 from outrider.engine.requests.pages import PagePool, PageWatcher
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.scheduler import Scheduler, length_for, tell_time
+from outrider.engine.requests.scheduler import Scheduler, length_for, tell
 
 PromptPasses = Callable[[int, int, int], tuple[int, ...]]
 """Tokens of each pass over prompts, from how many tokens and sequences there are, and the longest of these."""
 
 
-class AgreedLength(DraftLengthPolicy):
+class AgreedLength(FixedLength):
     """The length that was chosen once for all groups."""
-
-    listens = False
-
-    def __init__(self, length: int) -> None:
-        super().__init__((length,))
 
     def agree(self, length: int) -> None:
         """From now on it's this one."""
         self.lengths = (length,)
-
-    def without_asking(self, requests: int) -> int | None:
-        """The length."""
-        del requests
-        return self.lengths[0]
-
-    def choose(self, requests: int, cached: int) -> int:
-        """The length."""
-        del requests, cached
-        return self.lengths[0]
 
 
 class GroupScheduler:
@@ -139,11 +124,7 @@ class GroupScheduler:
         """The results of an iteration are on the host, see :meth:`Scheduler.landed`."""
         for scheduler, each in zip(self._schedulers, batch.everyone, strict=True):
             scheduler.landed(each, ())
-        if self._draft_length.listens and batch.drafted is not None and accepted:
-            going = [request.id for each in batch.everyone for request in each.decode if not request.finished]
-            self._draft_length.observe_each(batch.drafted, going, accepted)
-            if seconds is not None and self._draft_length.takes_times:
-                tell_time(self._draft_length, batch, seconds)
+        tell(self._draft_length, batch, accepted, seconds)
 
     def register(self, request: Request, filled: int) -> None:
         """See :meth:`Scheduler.register`."""

@@ -129,11 +129,8 @@ class Scheduler:
         tokens that passed, of each request that decoded and goes on. ``seconds``: that the iteration took, where it's known.
         """
         self._count(batch, -1)
-        policy = self._draft_length
-        if policy is not None and policy.listens and batch.drafted is not None and accepted:
-            policy.observe_each(batch.drafted, [request.id for request in batch.decode if not request.finished], accepted)
-            if seconds is not None and policy.takes_times:
-                tell_time(policy, batch, seconds)
+        if self._draft_length is not None:
+            tell(self._draft_length, batch, accepted, seconds)
 
     def proposed(self, batch: Batch) -> int:
         """Drafted tokens of a request of ``batch`` that could be accepted at most."""
@@ -342,7 +339,16 @@ def length_for(policy: DraftLengthPolicy, decode: Sequence[Request]) -> int:
     return length
 
 
-def tell_time(policy: DraftLengthPolicy, batch: Batch, seconds: float) -> None:
+def tell(policy: DraftLengthPolicy, batch: Batch, accepted: Sequence[int], seconds: float | None) -> None:
+    """Tell ``policy``, where it listens, what became of ``batch`` in all groups, see :meth:`Scheduler.landed`."""
+    if policy.listens and batch.drafted is not None and accepted:
+        going = [request.id for each in batch.everyone for request in each.decode if not request.finished]
+        policy.observe_each(batch.drafted, going, accepted)
+        if seconds is not None and policy.takes_times:
+            _tell_time(policy, batch, seconds)
+
+
+def _tell_time(policy: DraftLengthPolicy, batch: Batch, seconds: float) -> None:
     """Tell ``policy`` of an iteration that it was asked about and that did nothing but decode."""
     if batch.drafted is None or batch.features != _GREEDY:
         return
