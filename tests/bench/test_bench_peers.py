@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -244,13 +245,34 @@ def test_a_session_that_dies_says_how_and_one_that_is_silent_is_ended(tmp_path):
     assert time.monotonic() - began < 30
 
 
+LATE = """
+import json, os, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(json.dumps({"pid": os.getpid(), "worker": worker.pid}), flush=True)
+time.sleep(60)
+"""
+
+
+def ended(pid):
+    """Whether the process is gone, or is soon: whoever takes over orphans waits for them."""
+    for _ in range(200):
+        try:
+            if (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def test_a_session_that_is_late_with_an_answer_is_ended_and_not_waited_for_again(tmp_path):
-    (tmp_path / "late.py").write_text("import os, time; print(f'{{\"pid\": {os.getpid()}}}', flush=True); time.sleep(60)")
+    (tmp_path / "late.py").write_text(LATE)
     with session("late", {}, variables={"PYTHONPATH": str(tmp_path)}, limit_s=30) as opened:
         with pytest.raises(ChildFailed, match=r"late didn't answer within 0\.1 s; it was ended"):
             opened.ask({}, limit_s=0.1)
         with pytest.raises(ProcessLookupError):
             os.kill(opened.about["pid"], 0)
+        assert ended(opened.about["worker"])
         with pytest.raises(ChildFailed, match="late ended with exit code -9"):
             opened.ask({}, limit_s=60)
 

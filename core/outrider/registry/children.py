@@ -27,14 +27,15 @@ def started(
     with ExitStack() as stack:
         with interruptions_held():
             child = stack.enter_context(subprocess.Popen(command, env=environment, start_new_session=True, **options))
-            stack.callback(_kill_session, child.pid)
+            stack.callback(kill_session, child)
         yield child
 
 
-def _kill_session(leader: int) -> None:
+def kill_session(child: subprocess.Popen[bytes]) -> None:
+    """End a child of :func:`started` and what it has started, now."""
     # The process group has the child's id until the child is waited for, and for as long as it has members.
     with interruptions_held(), suppress(ProcessLookupError, PermissionError):  # macOS: "not permitted" for zombies
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def end_with_parent() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from outrider.device.errors import OutriderError
-from outrider.registry.children import end_with_parent, started
+from outrider.registry.children import end_with_parent, kill_session, started
 from outrider_bench.child import ChildFailed, how_it_ended
 from outrider_bench.environment import with_variables
 from outrider_bench.peers.measuring import Peer, Runs
@@ -53,8 +53,8 @@ class Session:
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([file], [], [], left)[0]:
-                # A late answer must not be taken for the next run's.
-                self._child.kill()
+                # A late answer must not be taken for the next run's, and the device is for the other engines.
+                kill_session(self._child)
                 self._child.wait()
                 raise ChildFailed(f"{self.module} didn't answer within {limit_s:g} s; it was ended")
             more = os.read(file, 1 << 16)
