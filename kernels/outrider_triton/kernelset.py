@@ -82,9 +82,10 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 
     def unused_overrides(self) -> Mapping[str, str]:
         """Those that lost against the reference when this device was measured."""
-        also = {"gather_rows": ["embedding"], "add_rms_norm": ["linear_add_rms_norm"]}  # decided together
+        also = {"gather_rows": "embedding", "add_rms_norm": "linear_add_rms_norm"}  # decided together
+        also |= {"rms_norm": "head_norm_rope_write_cache", "rope_write_cache": "head_norm_rope_write_cache"}
         lost = [name for name in (self.table.kernels if self.table else ()) if not self._uses(name)]
-        return dict.fromkeys([each for name in lost for each in (name, *also.get(name, []))], "the reference was faster")
+        return dict.fromkeys([each for name in lost for each in (name, also.get(name, name))], "the reference was faster")
 
     def every_variant(self) -> AbstractContextManager[None] | None:
         """Every configuration of the table for a weight, and every way to share out cached tokens and vocabulary."""
@@ -324,12 +325,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
         """One kernel instead of three, a program a token and head."""
         ours = self._uses("rope_write_cache", made) and self._uses("rms_norm", made) and _rotates(rotary, made)
-        if (
-            not ours
-            or not made.is_contiguous()
-            or norms.queries.dtype is not made.dtype
-            or norms.keys.dtype is not made.dtype
-        ):
+        if not ours or not made.is_contiguous() or {norms.queries.dtype, norms.keys.dtype} != {made.dtype}:
             return super().head_norm_rope_write_cache(made, norms, rotary)
         return _TRITON.rope_write_cache.triton_parts(made, None, *rotary, made.dtype, self.pdl, *norms)  # type: ignore[no-any-return]
 

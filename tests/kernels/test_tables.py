@@ -3,15 +3,19 @@
 import json
 from dataclasses import replace
 from importlib import resources
+from unittest.mock import patch
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
-from outrider.device import BackendLoadError
+from kernels.devices import SMALL
+from outrider.device import BackendLoadError, HeadNorms, KernelSet, RotaryArgs
 from outrider_triton import shipping
 from outrider_triton import table as tables
-from outrider_triton.table import AttentionConfig, load, parse, slug
+from outrider_triton.kernelset import TritonKernels
+from outrider_triton.table import AttentionConfig, Table, load, parse, slug
 
 SHIPPED = sorted(path.name for path in resources.files("outrider_triton").joinpath("tuned").iterdir())
 
@@ -131,3 +135,25 @@ def test_a_choice_that_cant_be_read_leaves_the_table_alone(tmp_path):
     with pytest.raises(KeyError):
         shipping.main([str(file), *_kept(tmp_path, {key: value for key, value in ROW.items() if key != "us"}), *said])
     assert file.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("lost", "left"),
+    [
+        ("silu_mul", set()),
+        ("gather_rows", {"embedding"}),
+        ("rms_norm", {"head_norm_rope_write_cache"}),
+        ("rope_write_cache", {"head_norm_rope_write_cache"}),
+    ],
+)
+def test_what_is_decided_with_a_kernel_that_lost_is_said_to_be_unused(lost, left):
+    """Else the kit takes it for an override that never computes anything."""
+    table = Table(device="made up", software={}, entries={}, kernels={lost: False, "add_rms_norm": True})
+    kernels = TritonKernels(SMALL, table=table)
+    assert set(kernels.unused_overrides()) == {lost, *left}
+    kept, size, made = [torch.ones(2, 4, 1, 8) for _ in range(2)], 8, torch.ones(3, 32)
+    rotary = RotaryArgs(torch.ones(3, size), torch.zeros(3, size), *kept, torch.arange(3))
+    norms = HeadNorms(torch.ones(size), torch.ones(size), 1e-5)
+    with patch.object(KernelSet, "head_norm_rope_write_cache", return_value="the reference's") as reference:
+        kernels.head_norm_rope_write_cache(made, norms, rotary)
+        assert reference.called == ("head_norm_rope_write_cache" in left)

@@ -123,10 +123,10 @@ class DecoderLayer:
         self._scale = attention_scale(config)
         self._before = None if weights.cache is None else weights.cache.before
         self._after = None if weights.cache is None else weights.cache.after
-        # Nothing comes between the product of queries, keys and values and their rotation: one kernel may do both.
         self._head_norms: HeadNorms | None = None
         if weights.q_norm is not None and weights.k_norm is not None:
             self._head_norms = HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
+        # Nothing comes between the product of queries, keys and values and their rotation: one kernel may do both.
         self._direct = self._before is None and self._head_norms is None
         # Nor between attention, the product of what it gives and the MLP's first.
         quantized = isinstance(weights.output, QuantizedWeight) and isinstance(weights.gate_up, QuantizedWeight)

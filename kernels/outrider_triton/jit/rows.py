@@ -230,11 +230,11 @@ def add_parts_rope_write_cache(
     inside = lane < half
     turns = inside & (head < heads + kv_heads)
     if NORMED:  # weights, on their way while the kernel before still runs
-        norm = k_norm
+        factors = k_norm
         if head < heads:
-            norm = q_norm
-        low_factor = tl.load(norm + lane, mask=inside, other=0.0).to(tl.float32)
-        high_factor = tl.load(norm + half + lane, mask=inside, other=0.0).to(tl.float32)
+            factors = q_norm
+        low_factor = tl.load(factors + lane, mask=inside, other=0.0).to(tl.float32)
+        high_factor = tl.load(factors + half + lane, mask=inside, other=0.0).to(tl.float32)
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
