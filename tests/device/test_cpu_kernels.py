@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
-from outrider_cpu import backend
+from outrider_cpu import backend, operators
 from outrider_cpu.kernels import CpuKernels
-from outrider_cpu.operators import _ALONE
 
 OURS, REFERENCE = CpuKernels(), KernelSet()
 HEADS, KV_HEADS, SIZE, PAGE = 4, 2, 8, 4
@@ -74,7 +73,7 @@ def batch(draw, requests, capacity):
     return draw(requests, HEADS, SIZE), *cache, told
 
 
-@pytest.mark.parametrize("requests", [1, 3, _ALONE + 1])
+@pytest.mark.parametrize("requests", [1, 3, 17])
 def test_attention_works_on_what_is_cached_and_not_on_the_capacity(draw, monkeypatch, requests):
     operands = batch(draw, requests, capacity=4096)
     seen = []
@@ -91,6 +90,70 @@ def test_attention_works_on_what_is_cached_and_not_on_the_capacity(draw, monkeyp
     q, k, v, told = operands
     padded = replace(told, seq_lens=told.seq_lens * 0)  # padding of a bucket: a row that has no token of its own
     assert torch.isfinite(OURS.paged_attention(q, k, v, padded, scale=0.3)).all()
+
+
+def mixed(draw, counts, lens, *, nobodys, tree=False, beyond=0):
+    """Requests with so many new tokens each, of so many in all; ``nobodys``: what the rest holds. ``beyond``: padding."""
+    width = -(-max(lens) // PAGE) + 1
+    order = torch.randperm(len(lens) * width, generator=torch.Generator().manual_seed(5)) + 1
+    table = order.view(len(lens), width).to(torch.int32)
+    caches = torch.full((2, len(lens) * width + 1, PAGE, KV_HEADS, SIZE), nobodys, dtype=torch.float64)
+    for cache in caches:
+        for pages, length in zip(table.tolist(), lens, strict=True):
+            for position in range(length):
+                cache[pages[position // PAGE], position % PAGE] = draw(KV_HEADS, SIZE)
+    told = AttentionMetadata(
+        torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        torch.tensor(lens, dtype=torch.int32),
+        table,
+        max_query=max(counts),
+        max_kv=width * PAGE,
+    )
+    if tree:
+        seen = torch.rand(sum(counts) + beyond, max(counts), generator=torch.Generator().manual_seed(6)) < 0.5
+        own = torch.cat([torch.arange(count) for count in (*counts, beyond)])
+        told = replace(
+            told, tree_mask=seen & (torch.arange(max(counts)) < own[:, None]) | (own[:, None] == torch.arange(max(counts)))
+        )
+    return draw(sum(counts) + beyond, HEADS, SIZE), *caches, told
+
+
+LENS = (5, 19, 8, 33, 12)
+
+
+@pytest.mark.parametrize(("window", "nobodys"), [(0, 3.0), (0, torch.nan), (0, torch.inf), (6, 3.0), (6, torch.nan)])
+@pytest.mark.parametrize(
+    ("counts", "lens", "tree", "beyond", "few", "calls"),
+    [
+        ((1,) * 5, LENS, False, 0, True, 1),  # decoding: together
+        ((4,) * 5, LENS, False, 3, True, 1),
+        ((4,) * 5, LENS, True, 2, True, 1),
+        ((1,) * 5, (8,) * 5, False, 0, True, 1),  # nothing lies behind anybody's tokens
+        ((1,) * 18, LENS * 3 + LENS[:3], False, 0, True, 1),
+        ((1,) * 5, LENS, False, 1, False, 5),  # many keys: a call each
+        ((4,) * 18, LENS * 3 + LENS[:3], True, 1, False, 18),
+        ((1, 4, 2, 7, 1), LENS, False, 2, True, 5),  # ragged
+        ((1, 4, 2, 7, 1) * 4, LENS * 4, False, 2, True, 1),  # ragged, and many: the reference
+        ((1, 4, 2, 7, 1) * 4, LENS * 4, True, 0, False, 20),
+    ],
+)
+def test_requests_attend_together_where_their_keys_are_few(
+    draw, monkeypatch, counts, lens, tree, beyond, few, calls, window, nobodys
+):
+    monkeypatch.setattr(operators, "_TOGETHER", (max(lens) if few else max(lens) - 1) * KV_HEADS * SIZE)
+    operands = mixed(draw, counts, lens, tree=tree, beyond=beyond, nobodys=nobodys)
+    expected = REFERENCE.paged_attention(*operands, scale=0.3, window=window)
+    called = []
+    original = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *given, **more: called.append(1) or original(*given, **more)
+    )
+    made = OURS.paged_attention(*operands, scale=0.3, window=window)
+    torch.testing.assert_close(made, expected)
+    assert made.isfinite().all()
+    together = few and len(set(counts)) == 1
+    spoilt = nobodys != 3.0 and any(length % PAGE or length < max(lens) for length in lens)
+    assert len(called) == calls + (together and spoilt)
 
 
 @pytest.mark.parametrize(("supported", "first"), [(True, torch.bfloat16), (False, torch.float32)])

@@ -5,7 +5,8 @@ Each runs at once, so it may read a value for the price of reading it. Inside an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from outrider.device.kernels.reference import as_cached
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
-_ALONE = 16
-"""Requests of a batch up to which each has an attention call of its own, without a mask where it sees everything."""
+_TOGETHER = 1 << 17
+"""Numbers of the longest request's keys in a layer up to which requests share one attention call: a copy of all keys and
+values costs less than a call each. Of longer ones, each has its own, over its pages where they lie in a row."""
+_RAGGED = 16
+"""Requests with different numbers of new tokens up to which each has a call of its own, also where keys are few."""
 
 
 def _define(schema: str, implementation: Callable[..., Any]) -> None:
@@ -61,15 +65,25 @@ def _paged_attention(
 ) -> Tensor:
     """Over as many cached tokens as there are."""
     lens: list[int] = seq_lens.tolist()
-    if len(lens) > _ALONE:
-        bound = min(max_kv, max(1, *lens))
-        whole: Tensor = torch.ops.outrider.paged_attention.default(
-            q, k_cache, v_cache, query_start, seq_lens, block_table, tree_mask, max_query, bound, scale, window
-        )
-        return whole
-    starts: list[int] = query_start.tolist()
+    starts: list[int] = query_start[: len(lens) + 1].tolist()
+    longest = max(lens, default=0)
+    beyond = q.shape[0] - starts[-1]
     parts: list[Tensor] = []
-    for index, (start, end, length) in enumerate(zip(starts, starts[1:], lens, strict=False)):
+    if len(lens) > 1 and longest * k_cache.shape[2] * k_cache.shape[3] <= _TOGETHER:
+        counts = {end - start for start, end in pairwise(starts)}
+        (count, *others) = sorted(counts)
+        if not others and 0 < count <= min(lens):
+            keys, values = (_all_cached(cache, block_table, lens).to(q.dtype) for cache in (k_cache, v_cache))
+            tree = None if tree_mask is None else tree_mask[: starts[-1], :count].view(-1, count, count)
+            made = _attend_together(q[: starts[-1]].unflatten(0, (-1, count)), keys, values, seq_lens, tree, scale, window)
+            return torch.cat((made, q.new_zeros(beyond, *q.shape[1:]))) if beyond else made
+        if len(lens) > _RAGGED:
+            whole: Tensor = torch.ops.outrider.paged_attention.default(
+                *(q, k_cache, v_cache, query_start, seq_lens, block_table, tree_mask),
+                *(max_query, min(max_kv, max(1, longest)), scale, window),
+            )
+            return whole
+    for index, ((start, end), length) in enumerate(zip(pairwise(starts), lens, strict=True)):
         count = end - start
         if not count:
             continue
@@ -80,7 +94,6 @@ def _paged_attention(
         keys, values = (_cached(cache, block_table[index], length).to(q.dtype) for cache in (k_cache, v_cache))
         tree = None if tree_mask is None else tree_mask[start:end, :count]
         parts.append(_attend(queries, keys, values, tree, scale, window))
-    beyond = q.shape[0] - starts[len(lens)]
     if beyond:
         parts.append(q.new_zeros(beyond, *q.shape[1:]))
     return torch.cat(parts)  # also of one part: a result shares no memory with an operand
@@ -95,6 +108,52 @@ def _cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
     in_a_row = pages == list(range(first, first + count))
     found = cache[first : first + count] if in_a_row else cache.index_select(0, table[:count])
     return found.flatten(0, 1)[:length]
+
+
+def _all_cached(cache: Tensor, tables: Tensor, lens: Sequence[int]) -> Tensor:
+    """Keys or values of several requests [B, S, Hkv, D]: S is the longest one's tokens, in whole pages."""
+    pages = -(-max(lens) // cache.shape[1])
+    return cache.index_select(0, tables[:, :pages].flatten()).view(len(lens), -1, *cache.shape[2:])
+
+
+def _attend_together(
+    q: Tensor, keys: Tensor, values: Tensor, lens: Tensor, tree: Tensor | None, scale: float, window: int
+) -> Tensor:
+    """Several requests: q [B, N, Hq, D] are their last N tokens, keys and values [B, S, Hkv, D] copies of all of them and
+    of what lies behind. Returns [B N, Hq, D].
+    """
+    batch, count, heads, size = q.shape
+    kv_heads = keys.shape[2]
+    position = torch.arange(keys.shape[1])
+    new = position - (lens.unsqueeze(1) - count)  # [B, S]: index among the new tokens; negative in the context
+    outside = new >= count
+    lane = torch.arange(count).unsqueeze(1)
+    visible = new.unsqueeze(1) <= lane  # [B, N, S]
+    if tree is not None:
+        among = tree.gather(2, new.clamp(0, count - 1).unsqueeze(1).expand(batch, count, -1))
+        visible = (new < 0).unsqueeze(1) | (among & ~outside.unsqueeze(1))
+    if window > 0:
+        visible &= new.unsqueeze(1) > lane - window
+    # Of one token, the heads that share keys are rows of one product.
+    own = q.reshape(batch, kv_heads, heads // kv_heads, size) if count == 1 else q.transpose(1, 2)
+
+    def attended() -> Tensor:
+        return F.scaled_dot_product_attention(
+            own,
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=visible.unsqueeze(1),
+            scale=scale,
+            enable_gqa=own.shape[1] != kv_heads,
+        )
+
+    out = attended()
+    if not bool(out.isfinite().all()):
+        # A weight of zero doesn't hide a NaN that somebody else left behind a request.
+        for each in (keys, values):
+            each.masked_fill_(outside[:, :, None, None], 0)
+        out = attended()
+    return (out if count == 1 else out.transpose(1, 2)).reshape(batch * count, heads, size)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tensor | None, scale: float, window: int) -> Tensor:
