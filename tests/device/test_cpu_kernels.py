@@ -110,11 +110,10 @@ def mixed(draw, counts, lens, *, nobodys, tree=False, beyond=0):
         max_kv=width * PAGE,
     )
     if tree:
-        seen = torch.rand(sum(counts) + beyond, max(counts), generator=torch.Generator().manual_seed(6)) < 0.5
-        own = torch.cat([torch.arange(count) for count in (*counts, beyond)])
-        told = replace(
-            told, tree_mask=seen & (torch.arange(max(counts)) < own[:, None]) | (own[:, None] == torch.arange(max(counts)))
-        )
+        node = torch.arange(max(counts) + 2)  # a mask may be wider than what is new
+        own = torch.cat([torch.arange(count) for count in (*counts, beyond)]).unsqueeze(1)
+        seen = torch.rand(len(own), len(node), generator=torch.Generator().manual_seed(6)) < 0.5
+        told = replace(told, tree_mask=seen & (node < own) | (node == own))
     return draw(sum(counts) + beyond, HEADS, SIZE), *caches, told
 
 

@@ -70,11 +70,10 @@ def _paged_attention(
     beyond = q.shape[0] - starts[-1]
     parts: list[Tensor] = []
     if len(lens) > 1 and longest * k_cache.shape[2] * k_cache.shape[3] <= _TOGETHER:
-        counts = {end - start for start, end in pairwise(starts)}
-        (count, *others) = sorted(counts)
-        if not others and 0 < count <= min(lens):
+        count = starts[1]
+        if 0 < count <= min(lens) and starts == list(range(0, count * len(lens) + 1, count)):
             keys, values = (_all_cached(cache, block_table, lens).to(q.dtype) for cache in (k_cache, v_cache))
-            tree = None if tree_mask is None else tree_mask[: starts[-1], :count].view(-1, count, count)
+            tree = None if tree_mask is None else tree_mask[: starts[-1], :count].reshape(-1, count, count)
             made = _attend_together(q[: starts[-1]].unflatten(0, (-1, count)), keys, values, seq_lens, tree, scale, window)
             return torch.cat((made, q.new_zeros(beyond, *q.shape[1:]))) if beyond else made
         if len(lens) > _RAGGED:
