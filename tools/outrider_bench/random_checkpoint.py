@@ -8,12 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from outrider_bench.peers.work import checkpoint_config
-
-if TYPE_CHECKING:
-    pass
 
 _SHARD = 4 << 30
 _BLOCK = 16 << 20  # values that are drawn; larger tensors repeat them
