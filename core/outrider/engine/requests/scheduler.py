@@ -341,18 +341,14 @@ def length_for(policy: DraftLengthPolicy, decode: Sequence[Request]) -> int:
 
 def tell(policy: DraftLengthPolicy, batch: Batch, accepted: Sequence[int], seconds: float | None) -> None:
     """Tell ``policy``, where it listens, what became of ``batch`` in all groups, see :meth:`Scheduler.landed`."""
-    if policy.listens and batch.drafted is not None and accepted:
-        going = [request.id for each in batch.everyone for request in each.decode if not request.finished]
-        policy.observe_each(batch.drafted, going, accepted)
-        if seconds is not None and policy.takes_times:
-            _tell_time(policy, batch, seconds)
-
-
-def _tell_time(policy: DraftLengthPolicy, batch: Batch, seconds: float) -> None:
-    """Tell ``policy`` of an iteration that it was asked about and that did nothing but decode."""
-    if batch.drafted is None or batch.features != _GREEDY:
+    drafted = batch.drafted
+    if not policy.listens or drafted is None or not accepted:
         return
     batches = batch.everyone
+    decode = [request for each in batches for request in each.decode]
+    policy.observe_each(drafted, [request.id for request in decode if not request.finished], accepted)
+    # The time is one of decoding alone, of an iteration that the policy was asked about.
+    if seconds is None or not policy.takes_times or batch.features != _GREEDY:
+        return
     if not any(each.prefill or each.arrivals for each in batches):
-        decode = [request for each in batches for request in each.decode]
-        policy.observe_time(batch.drafted, len(decode), sum(request.known_length for request in decode), seconds)
+        policy.observe_time(drafted, len(decode), sum(request.known_length for request in decode), seconds)
