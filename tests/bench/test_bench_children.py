@@ -2,15 +2,14 @@
 
 import os
 import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from outrider.registry import Registry
 from outrider_bench.child import ChildFailed, how_it_ended, run_child
 from outrider_bench.commands import sanitizer as bench_sanitizer
+from processes import gone
 
 SMALL = ("--shape", "tiny", "--dtype", "float32")
 
@@ -127,10 +126,8 @@ def test_what_a_child_has_started_ends_with_it(tmp_path):
                 run_child("lingering", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
         else:
             run_child("lingering", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
-        pid, patience = int((tmp_path / "pid").read_text()), time.monotonic() + 10
-        while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
-            assert time.monotonic() < patience, "a process of the child's still runs"
-            time.sleep(0.05)
+        pid = int((tmp_path / "pid").read_text())
+        assert gone(pid, seconds=10), "a process of the child's still runs"
 
 
 SIZE = {"batch": 1, "new_tokens": 10, "prompt_tokens": 8, "draft_tokens": 2, "backend": "cpu"}

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +16,7 @@ from outrider_bench.peers.session import session
 from outrider_bench.peers.work import Work
 from outrider_bench.plot import series_svg
 from outrider_bench.synthetic import rates_of_length
+from processes import gone
 
 SMALL = ("--shape", "tiny", "--dtype", "float32")
 VLLM = """
@@ -253,18 +253,6 @@ time.sleep(60)
 """
 
 
-def ended(pid):
-    """Whether the process is gone, or is soon: whoever takes over orphans waits for them."""
-    for _ in range(200):
-        try:
-            if (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_a_session_that_is_late_with_an_answer_is_ended_and_not_waited_for_again(tmp_path):
     (tmp_path / "late.py").write_text(LATE)
     with session("late", {}, variables={"PYTHONPATH": str(tmp_path)}, limit_s=30) as opened:
@@ -272,7 +260,7 @@ def test_a_session_that_is_late_with_an_answer_is_ended_and_not_waited_for_again
             opened.ask({}, limit_s=0.1)
         with pytest.raises(ProcessLookupError):
             os.kill(opened.about["pid"], 0)
-        assert ended(opened.about["worker"])
+        assert gone(opened.about["worker"], seconds=10)
         with pytest.raises(ChildFailed, match="late ended with exit code -9"):
             opened.ask({}, limit_s=60)
 

@@ -3,29 +3,11 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from outrider.registry.children import started
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def gone(pid):
-    """Whether the process is gone, or is so soon: a kill isn't carried out at once."""
-    for _ in range(200):
-        if not alive(pid):
-            return True
-        time.sleep(0.01)
-    return False
-
+from processes import alive, gone
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks processes up in /proc")
 
@@ -43,7 +25,7 @@ def test_leaving_the_scope_ends_children_of_the_child_too():
         interrupted()
     child, inner = found
     assert child.returncode is not None
-    assert gone(inner)
+    assert gone(inner, seconds=2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a call of Linux")
@@ -59,4 +41,4 @@ def test_a_parent_that_is_killed_takes_its_child_along():
         pid = int(parent.stdout.readline())
         assert alive(pid)
         parent.kill()
-    assert gone(pid)
+    assert gone(pid, seconds=2)
