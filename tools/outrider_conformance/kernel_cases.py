@@ -101,7 +101,7 @@ def _pair(dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _heads(dtype: torch.dtype) -> dict[str, Tensor]:
     return {
-        **{name: each for name, each in _pair(dtype).items() if name in ("cos", "sin", "k_cache", "v_cache", "slots")},
+        **_pair(dtype),
         "made": _normal(5, 8 * 16, dtype=dtype, seed=13),
         "q_norm": _normal(16, dtype=dtype, seed=14),
         "k_norm": _normal(16, dtype=dtype, seed=15),
