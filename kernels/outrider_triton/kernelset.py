@@ -327,7 +327,8 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         ours = self._uses("rope_write_cache", made) and self._uses("rms_norm", made) and _rotates(rotary, made)
         if not ours or not made.is_contiguous() or {norms.queries.dtype, norms.keys.dtype} != {made.dtype}:
             return super().head_norm_rope_write_cache(made, norms, rotary)
-        return _TRITON.rope_write_cache.triton_parts(made, None, *rotary, made.dtype, self.pdl, *norms)  # type: ignore[no-any-return]
+        queries: Tensor = _TRITON.rope_write_cache.triton_parts(made, None, *rotary, made.dtype, self.pdl, *norms)
+        return queries
 
     def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Up to 256 rows at once."""

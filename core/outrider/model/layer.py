@@ -226,20 +226,17 @@ class DecoderLayer:
         self, made: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
     ) -> Attended:
         """:meth:`attend` with queries, keys and values as the product made them, [T, (Hq + 2 Hkv) D]."""
-        config, kernels = self._config, self._kernels
-        rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
-        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-        qkv = made.view(-1, heads + 2 * kv_heads, size)
+        kernels, rotary = self._kernels, RotaryArgs(*cos_sin, *cache, inputs.slots)
         if self._head_norms is None:
             if self._before is not None:
-                qkv.mul_(self._before)
+                made.view(made.shape[0], -1, self._config.head_size).mul_(self._before)
             return self._look_back(rope_write_cache(kernels, made, rotary), inputs, cache)
         if self._before is None:
             return self._look_back(kernels.head_norm_rope_write_cache(made, self._head_norms, rotary), inputs, cache)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
+        q, k, v = rotary.split(made)
         of_queries, of_keys, eps = self._head_norms
         q, k = kernels.rms_norm(q, of_queries, eps), kernels.rms_norm(k, of_keys, eps)
-        for each, factor in zip((q, k, v), self._before.split((heads, kv_heads, kv_heads)), strict=True):
+        for each, factor in zip((q, k, v), self._before.split([each.shape[1] for each in (q, k, v)]), strict=True):
             each.mul_(factor)
         kernels.rope_write_cache(q, k, v, *rotary)
         return self._look_back(q, inputs, cache)

@@ -124,12 +124,9 @@ def linear_rope_write_cache(kernels: KernelSet, made: Product | OtherProduct, ro
 
 def rope_write_cache(kernels: KernelSet, made: Tensor, rotary: RotaryArgs) -> Tensor:
     """Rotate and cache what a product made of queries, keys and values, [T, (Hq + 2 Hkv) D] → queries [T, Hq, D]."""
-    kv_heads, size = rotary.k_cache.shape[2:]
-    qkv = made.view(made.shape[0], -1, size)
-    q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
+    q, k, v = rotary.split(made)
     kernels.rope_write_cache(q, k, v, *rotary)
-    queries: Tensor = q
-    return queries
+    return q
 
 
 def quantized_products(record: object) -> Counter[str]:

@@ -114,6 +114,13 @@ class RotaryArgs(NamedTuple):
     v_cache: Tensor
     slots: Tensor
 
+    def split(self, made: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, Hq, D], keys and values [T, Hkv, D]: views of ``made`` [T, (Hq + 2 Hkv) D], which has all."""
+        kv_heads, size = self.k_cache.shape[2:]
+        heads = made.shape[-1] // size - 2 * kv_heads
+        q, k, v = made.view(-1, heads + 2 * kv_heads, size).split((heads, kv_heads, kv_heads), dim=1)
+        return q, k, v
+
 
 class HeadNorms(NamedTuple):
     """How queries and keys are normed head by head, before they're rotated: ``queries`` and ``keys`` [D], as the weights of

@@ -57,13 +57,9 @@ class ModelKernels:
         """Queries, keys and values as one ``product`` with weights [(Hq + 2 Hkv) D, H], then :meth:`rope_write_cache` of
         them → queries [T, Hq, D].
         """
-        kv_heads, size = rotary.k_cache.shape[2:]
-        heads = product.weight.shape[0] // size - 2 * kv_heads
-        made = self.linear(*product).view(-1, heads + 2 * kv_heads, size)
-        q, k, v = made.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
+        q, k, v = rotary.split(self.linear(*product))
         self.rope_write_cache(q, k, v, *rotary)
-        queries: Tensor = q
-        return queries
+        return q
 
     def norm_linear_silu_mul(
         self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
@@ -150,13 +146,9 @@ class ModelKernels:
         """Queries, keys and values as one :meth:`norm_linear_quantized`, then :meth:`rope_write_cache` of them → queries
         [T, Hq, D].
         """
-        kv_heads, size = rotary.k_cache.shape[2:]
-        heads = weight.shape[0] // size - 2 * kv_heads
-        made = self.norm_linear_quantized(added, residual, norm, eps, weight, bias).view(-1, heads + 2 * kv_heads, size)
-        q, k, v = made.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
+        q, k, v = rotary.split(self.norm_linear_quantized(added, residual, norm, eps, weight, bias))
         self.rope_write_cache(q, k, v, *rotary)
-        queries: Tensor = q
-        return queries
+        return q
 
     def attention_norm_linear_quantized(
         self,
@@ -283,9 +275,7 @@ class ModelKernels:
         """:meth:`rms_norm` of each head of queries and of keys, then :meth:`rope_write_cache` → queries [T, Hq, D]. ``made``
         [T, (Hq + 2 Hkv) D] is contiguous, has queries, keys and values side by side, and stays as it is.
         """
-        kv_heads, size = rotary.k_cache.shape[2:]
-        heads = made.shape[1] // size - 2 * kv_heads
-        q, k, v = made.view(-1, heads + 2 * kv_heads, size).split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
+        q, k, v = rotary.split(made)
         q, k = self.rms_norm(q, norms.queries, norms.eps), self.rms_norm(k, norms.keys, norms.eps)
         self.rope_write_cache(q, k, v, *rotary)
         return q
