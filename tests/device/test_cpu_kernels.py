@@ -1,13 +1,19 @@
 """The host's kernels against the references, and what they don't do."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 
-from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
-from outrider_cpu import backend, operators
+from outrider.device import AttentionMetadata, CapabilityError, KernelSet, Product, RotaryArgs
+from outrider.registry import get_backend
+from outrider_cpu import backend, memory, operators
+from outrider_cpu import kernels as cpu_kernels
 from outrider_cpu.kernels import CpuKernels
 
 OURS, REFERENCE = CpuKernels(), KernelSet()
@@ -139,7 +145,7 @@ LENS = (5, 19, 8, 33, 12)
 def test_requests_attend_together_where_their_keys_are_few(
     draw, monkeypatch, counts, lens, tree, beyond, few, calls, window, nobodys
 ):
-    monkeypatch.setattr(operators, "_TOGETHER", (max(lens) if few else max(lens) - 1) * KV_HEADS * SIZE)
+    monkeypatch.setattr(operators, "_TOGETHER", (max(lens) if few else min(lens) - 1) * KV_HEADS * SIZE)
     operands = mixed(draw, counts, lens, tree=tree, beyond=beyond, nobodys=nobodys)
     expected = REFERENCE.paged_attention(*operands, scale=0.3, window=window)
     called = []
@@ -153,6 +159,84 @@ def test_requests_attend_together_where_their_keys_are_few(
     together = few and len(set(counts)) == 1
     spoilt = nobodys != 3.0 and any(length % PAGE or length < max(lens) for length in lens)
     assert len(called) == calls + (together and spoilt)
+
+
+@pytest.mark.parametrize(("window", "nobodys"), [(0, 3.0), (0, torch.nan), (6, torch.inf)])
+@pytest.mark.parametrize(("count", "tree", "beyond"), [(1, False, 0), (1, False, 3), (4, False, 2), (4, True, 0)])
+def test_requests_share_a_call_with_those_of_similar_lengths(draw, monkeypatch, count, tree, beyond, window, nobodys):
+    lens = (33, 8, 31, 5, 12, 9, 32, 7)
+    monkeypatch.setattr(operators, "_PADDING", 10 * KV_HEADS * SIZE)
+    groups = operators._groups(lens, KV_HEADS * SIZE)
+    assert groups == [[0, 6, 2], [4, 5, 1], [7, 3]]
+    operands = mixed(draw, (count,) * len(lens), lens, tree=tree, beyond=beyond, nobodys=nobodys)
+    expected = REFERENCE.paged_attention(*operands, scale=0.3, window=window)
+    called, original = [], operators._attend_together
+    monkeypatch.setattr(operators, "_attend_together", lambda *given: called.append(1) or original(*given))
+    torch.testing.assert_close(OURS.paged_attention(*operands, scale=0.3, window=window), expected)
+    assert len(called) == len(groups)
+
+
+@given(st.lists(st.integers(1, 3000), max_size=40), st.sampled_from([16, 128, 1024]))
+def test_who_shares_a_call_copies_little_for_nothing(lens, numbers):
+    groups = operators._groups(lens, numbers)
+    assert sorted(index for group in groups for index in group) == list(range(len(lens)))
+    for group in groups:
+        most = max(lens[index] for index in group)
+        assert len(group) == 1 or most * numbers <= operators._TOGETHER
+        assert sum(most - lens[index] for index in group) * numbers <= operators._PADDING
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_with_a_large_weight_is_the_references(draw, monkeypatch, dtype, bias):
+    """By either way, and with as many tokens as lie on both sides of where it changes."""
+    monkeypatch.setattr(cpu_kernels, "_LARGE", 24 * 16)
+    ways = []
+    for name in ("mm", "addmm"):
+        way = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *given, way=way: ways.append(1) or way(*given))
+    for shape in ((0, 16), (1, 16), (2, 16), (5, 16), (6, 16), (3, 2, 16), (16, 2, 16), (48, 16), (49, 16)):
+        x, weight = draw(*shape).to(dtype), draw(24, 16).to(dtype)
+        added = draw(24).to(dtype) if bias else None
+        ways.clear()
+        made, expected = OURS.linear(x, weight, added), REFERENCE.linear(x, weight, added)
+        exact = {"rtol": 0.01, "atol": 0.02} if dtype is torch.bfloat16 else {}
+        torch.testing.assert_close(made, expected, **exact)
+        assert made.is_contiguous()
+        assert bool(ways) == (x.numel() // 16 in cpu_kernels._FEW.get(dtype, ()))
+    monkeypatch.setattr(cpu_kernels, "_LARGE", 24 * 16 + 1)
+    ways.clear()
+    OURS.linear(draw(8, 16).to(dtype), draw(24, 16).to(dtype))
+    assert not ways
+
+
+def test_freed_memory_stays_with_the_process():
+    """Eight blocks of 1 MiB, over and over: given back to the system they cost 2,048 page faults, or half of them."""
+    program = """
+import resource, sys, torch
+from outrider.registry import get_backend
+get_backend(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(64):
+    held = [torch.ones(1 << 18) for _ in range(8)]
+    del held
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 64)
+"""
+    faults = {
+        how: int(subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("cpu", "cpu:freed=kept", "cpu:freed=returned")
+    }
+    if not memory.keep_freed():
+        pytest.skip("this C library has no setting for it")
+    assert max(faults["cpu"], faults["cpu:freed=kept"]) < 200 < 500 < faults["cpu:freed=returned"]
+
+
+def test_a_c_library_without_the_setting(monkeypatch):
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
+    assert not memory.keep_freed()
+    assert get_backend("cpu").name == "cpu"
+    with pytest.raises(CapabilityError, match="no setting for freed=kept"):
+        get_backend("cpu:freed=kept")
 
 
 @pytest.mark.parametrize(("supported", "first"), [(True, torch.bfloat16), (False, torch.float32)])

@@ -81,8 +81,10 @@ def test_named_but_failing_to_open(install):
 
 
 def test_the_plugins_own_error_passes_unchanged():
-    with pytest.raises(ConfigError, match="takes no options"):
+    with pytest.raises(ConfigError, match="has no option seed; expected freed"):
         get_backend("cpu:seed=1")
+    with pytest.raises(ConfigError, match="freed is 'mine'; expected kept or returned"):
+        get_backend("cpu:freed=mine")
 
 
 def test_two_distributions_of_one_name(install):

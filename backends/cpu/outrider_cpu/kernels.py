@@ -15,6 +15,11 @@ from outrider_cpu import operators as _operators  # noqa: F401  (registers them)
 
 _TARGET, _DRAFT = 0, 2
 """The lanes that draws of the target and of the draft take."""
+_LARGE = 1 << 22
+"""Numbers of a weight from which on no cache of a core holds it."""
+_FEW = {torch.float32: range(6, 49), torch.bfloat16: range(2, 33)}
+"""Tokens for which a product with a large weight is faster with the weight as its first operand
+(docs/evidence/2026-11-26-host-batches.md)."""
 
 
 class CpuKernels(KernelSet):
@@ -26,6 +31,15 @@ class CpuKernels(KernelSet):
     def batch_invariant(self) -> KernelSet:
         """Over the references: here the length of a call depends on the batch."""
         return KernelSet().batch_invariant()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Of few tokens with the large weight first: the library copies its second operand before it multiplies."""
+        tokens = x.numel() // weight.shape[1]
+        if weight.numel() < _LARGE or weight.dtype is not x.dtype or tokens not in _FEW.get(x.dtype, ()):
+            return super().linear(x, weight, bias)
+        turned = x.reshape(tokens, -1).t()
+        made = torch.mm(weight, turned) if bias is None else torch.addmm(bias.unsqueeze(1), weight, turned)
+        return made.t().contiguous().view(*x.shape[:-1], -1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Torch's own where it's as exact: in float32 and wider."""

@@ -5,6 +5,7 @@ Each runs at once, so it may read a value for the price of reading it. Inside an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -18,8 +19,11 @@ from outrider.device.kernels.reference import as_cached
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 _TOGETHER = 1 << 17
-"""Numbers of the longest request's keys in a layer up to which requests share one attention call: a copy of all keys and
-values costs less than a call each. Of longer ones, each has its own, over its pages where they lie in a row."""
+"""Numbers of a request's keys in a layer up to which it shares its attention call with others: a copy of all keys and values
+costs less than a call each. Of longer ones, each has its own, over its pages where they lie in a row."""
+_PADDING = 1 << 17
+"""Numbers of keys that are copied for nothing in a call, since a request there is longer, at most: they cost as much as
+another call."""
 _RAGGED = 16
 """Requests with different numbers of new tokens up to which each has a call of its own, also where keys are few."""
 
@@ -69,19 +73,30 @@ def _paged_attention(
     longest = max(lens, default=0)
     beyond = q.shape[0] - starts[-1]
     parts: list[Tensor] = []
-    if len(lens) > 1 and longest * k_cache.shape[2] * k_cache.shape[3] <= _TOGETHER:
-        count = starts[1]
-        if 0 < count <= min(lens) and starts == list(range(0, count * len(lens) + 1, count)):
-            keys, values = (_all_cached(cache, block_table, lens).to(q.dtype) for cache in (k_cache, v_cache))
-            tree = None if tree_mask is None else tree_mask[: starts[-1], :count].reshape(-1, count, count)
-            made = _attend_together(q[: starts[-1]].unflatten(0, (-1, count)), keys, values, seq_lens, tree, scale, window)
+    count, numbers = starts[1] if lens else 0, k_cache.shape[2] * k_cache.shape[3]
+    alike = 0 < count <= min(lens, default=0) and starts == list(range(0, count * len(lens) + 1, count))
+    groups = _groups(lens, numbers) if alike and len(lens) > 1 else []
+    if groups and len(groups) < len(lens):
+        operands = [q[: starts[-1]].unflatten(0, (-1, count)), seq_lens, block_table]
+        if tree_mask is not None:
+            operands.append(tree_mask[: starts[-1], :count].reshape(-1, count, count))
+        if len(groups) == 1:
+            made = _attend_together(k_cache, v_cache, longest, scale, window, *operands)
             return torch.cat((made, q.new_zeros(beyond, *q.shape[1:]))) if beyond else made
-        if len(lens) > _RAGGED:
-            whole: Tensor = torch.ops.outrider.paged_attention.default(
-                *(q, k_cache, v_cache, query_start, seq_lens, block_table, tree_mask),
-                *(max_query, min(max_kv, max(1, longest)), scale, window),
-            )
-            return whole
+        made = torch.zeros_like(q)
+        rows = made[: starts[-1]].unflatten(0, (-1, count))
+        for group in groups:
+            which = torch.tensor(group)
+            own = [each.index_select(0, which) for each in operands]
+            attended = _attend_together(k_cache, v_cache, lens[group[0]], scale, window, *own)
+            rows.index_copy_(0, which, attended.unflatten(0, (-1, count)))
+        return made
+    if not alike and len(lens) > _RAGGED and longest * numbers <= _TOGETHER:
+        whole: Tensor = torch.ops.outrider.paged_attention.default(
+            *(q, k_cache, v_cache, query_start, seq_lens, block_table, tree_mask),
+            *(max_query, min(max_kv, max(1, longest)), scale, window),
+        )
+        return whole
     for index, ((start, end), length) in enumerate(zip(pairwise(starts), lens, strict=True)):
         count = end - start
         if not count:
@@ -98,6 +113,19 @@ def _paged_attention(
     return torch.cat(parts)  # also of one part: a result shares no memory with an operand
 
 
+def _groups(lens: Sequence[int], numbers: int) -> list[list[int]]:
+    """Requests that share a call, those of similar lengths; ``numbers``: of a token's keys."""
+    groups: list[list[int]] = []
+    padding = most = 0
+    for index in sorted(range(len(lens)), key=lens.__getitem__, reverse=True):
+        padding += (most - lens[index]) * numbers
+        if not groups or most * numbers > _TOGETHER or padding > _PADDING:
+            groups.append([])
+            padding, most = 0, lens[index]
+        groups[-1].append(index)
+    return groups
+
+
 def _cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
     """Keys or values of the first ``length`` tokens of a request [length, Hkv, D]; a view where its pages lie in a row."""
     page_size = cache.shape[1]
@@ -109,30 +137,36 @@ def _cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
     return found.flatten(0, 1)[:length]
 
 
-def _all_cached(cache: Tensor, tables: Tensor, lens: Sequence[int]) -> Tensor:
-    """Keys or values of several requests [B, S, Hkv, D]: S is the longest one's tokens, in whole pages."""
-    pages = -(-max(lens) // cache.shape[1])
-    return cache.index_select(0, tables[:, :pages].flatten()).view(len(lens), -1, *cache.shape[2:])
+def _all_cached(cache: Tensor, pages: Tensor, batch: int) -> Tensor:
+    """Keys or values of ``batch`` requests [B, S, Hkv, D]: S is the longest one's tokens, in whole ``pages``."""
+    return cache.index_select(0, pages).view(batch, -1, *cache.shape[2:])
 
 
 def _attend_together(
-    q: Tensor, keys: Tensor, values: Tensor, lens: Tensor, tree: Tensor | None, scale: float, window: int
+    k_cache: Tensor,
+    v_cache: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+    q: Tensor,
+    lens: Tensor,
+    tables: Tensor,
+    tree: Tensor | None = None,
 ) -> Tensor:
-    """Several requests: q [B, N, Hq, D] are their last N tokens, keys and values [B, S, Hkv, D] copies of all of them and
-    of what lies behind. Returns [B N, Hq, D].
-    """
+    """Several requests, whose last N tokens are q [B, N, Hq, D], over copies of their keys and values; → [B N, Hq, D]."""
     batch, count, heads, size = q.shape
-    kv_heads = keys.shape[2]
+    kv_heads = k_cache.shape[2]
+    pages = tables[:, : -(-longest // k_cache.shape[1])].flatten()
+    keys, values = (_all_cached(cache, pages, batch).to(q.dtype) for cache in (k_cache, v_cache))
     position = torch.arange(keys.shape[1])
-    new = position - (lens.unsqueeze(1) - count)  # [B, S]: index among the new tokens; negative in the context
-    outside = new >= count
-    lane = torch.arange(count).unsqueeze(1)
-    visible = new.unsqueeze(1) <= lane  # [B, N, S]
+    last = (lens - count).view(batch, 1, 1) + torch.arange(count).unsqueeze(1)  # that a query sees, of [B, N, S]
+    visible = position <= last
     if tree is not None:
+        new = position - (lens - count).unsqueeze(1)  # [B, S]: index among the new tokens; negative in the context
         among = tree.gather(2, new.clamp(0, count - 1).unsqueeze(1).expand(batch, count, -1))
-        visible = (new < 0).unsqueeze(1) | (among & ~outside.unsqueeze(1))
+        visible = (new < 0).unsqueeze(1) | (among & (new < count).unsqueeze(1))
     if window > 0:
-        visible &= new.unsqueeze(1) > lane - window
+        visible &= position > last - window
     # Of one token, the heads that share keys are rows of one product.
     own = q.reshape(batch, kv_heads, heads // kv_heads, size) if count == 1 else q.transpose(1, 2)
 
@@ -147,8 +181,9 @@ def _attend_together(
         )
 
     out = attended()
-    if not bool(out.isfinite().all()):
+    if not math.isfinite(out.sum()):  # where anything isn't; a sum that is too large costs no more than time
         # A weight of zero doesn't hide a NaN that somebody else left behind a request.
+        outside = position >= lens.unsqueeze(1)
         for each in (keys, values):
             each.masked_fill_(outside[:, :, None, None], 0)
         out = attended()

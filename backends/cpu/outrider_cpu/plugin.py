@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from outrider.device.errors import BackendLoadError, ConfigError
+from outrider.device.errors import BackendLoadError, CapabilityError, ConfigError
 from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
 
 if TYPE_CHECKING:
@@ -26,11 +26,20 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """The one host processor, without options."""
+    """The one host processor. ``freed``: ``kept``, the default where the C library can, or ``returned``: whether memory that
+    is freed stays with the process (:func:`outrider_cpu.memory.keep_freed`).
+    """
     if ordinal != 0:
         raise BackendLoadError(f"backend 'cpu': device {ordinal} was asked for, there is only device 0")
-    if options:
-        raise ConfigError(f"backend 'cpu' takes no options, got {sorted(options)}")
+    unknown = sorted(options.keys() - {"freed"})
+    if unknown:
+        raise ConfigError(f"backend 'cpu' has no option {', '.join(unknown)}; expected freed")
+    freed = options.get("freed")
+    if freed not in (None, "kept", "returned"):
+        raise ConfigError(f"backend 'cpu': freed is {freed!r}; expected kept or returned")
     from outrider_cpu.backend import CpuBackend
+    from outrider_cpu.memory import keep_freed
 
+    if freed != "returned" and not keep_freed() and freed == "kept":
+        raise CapabilityError("backend 'cpu': this C library has no setting for freed=kept (glibc's mallopt); leave it out")
     return CpuBackend()
