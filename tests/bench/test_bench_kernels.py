@@ -110,7 +110,7 @@ def test_random_weights(outrider):
     assert result["model"] == "random weights of tiny"
     assert result["acceptance"] == "synthetic, mean 3"
     assert "synthetic acceptance of 3" in result["kernels"]
-    assert result["results"][0]["acceptance_length"] == pytest.approx(3.0)
+    assert result["results"][0]["acceptance_length"] == pytest.approx(3.0, abs=0.3)  # of 13 iterations
 
 
 def test_random_block_drafter(outrider, tmp_path):
@@ -119,11 +119,11 @@ def test_random_block_drafter(outrider, tmp_path):
     file.write_text(json.dumps(checkpoint_config(config, dtype="float32")))
     result = outrider(
         *("bench", "decode", "--backend", "sim", "--shape", str(file), "--dtype", "float32", "--mode", "fused", "--overlap"),
-        *("--speculate", "dflash", "--draft-tokens", "7", "--accept-length", "4.5", "--new-tokens", "40", "--json"),
+        *("--speculate", "dflash", "--draft-tokens", "7", "--accept-length", "4.5", "--new-tokens", "120", "--json"),
     ).json
     assert (result["draft"], result["draft_tokens"]) == ("random weights, 5 layers", 7)
     assert (result["mode"], result["overlap"]) == ("fused", True)
-    assert result["results"][0]["acceptance_length"] == pytest.approx(4.5, abs=0.3)
+    assert result["results"][0]["acceptance_length"] == pytest.approx(4.5, abs=1)  # of some 30
 
 
 def test_bytes_of_a_block_drafter_counted_by_hand():
@@ -176,15 +176,19 @@ def test_bad_input(outrider, arguments, message):
     assert message in result.err
 
 
-@pytest.mark.parametrize(("length", "drafted"), [(1.0, 3), (2.4, 3), (2.98, 3), (9.0, 2)])
-def test_lengths_by_decree(length, drafted):
-    kernels = with_synthetic_acceptance(KernelSet(), length)
+@pytest.mark.parametrize(
+    ("length", "whole", "drafted", "expected"),
+    [(1.0, 3, 3, 1.0), (2.4, 3, 3, 2.4), (2.98, 3, 3, 2.98), (2.98, 3, 2, 2.456), (2.98, 3, 1, 1.806), (3.0, 2, 2, 3.0)],
+)
+def test_lengths_by_decree(length, whole, drafted, expected):
+    """A chain that is cut short yields less: else a policy of draft lengths would find its last tokens to be for nothing."""
+    kernels = with_synthetic_acceptance(KernelSet(), length, whole)
     batch = 4000
     logits = torch.randn(batch, drafted + 1, 16)
     drafts = torch.randint(0, 16, (batch, drafted))
     positions, seeds = torch.arange(batch) % 700, torch.arange(batch) // 700
     tokens, accepted = kernels.verify_chain(logits, drafts, None, torch.zeros(batch), seeds, positions)
-    assert float(accepted.double().mean()) + 1 == pytest.approx(min(length, drafted + 1), abs=0.03)
+    assert float(accepted.double().mean()) + 1 == pytest.approx(expected, abs=0.03)
     for row in range(0, batch, 97):
         count = int(accepted[row])
         assert tokens[row, :count].tolist() == drafts[row, :count].tolist()

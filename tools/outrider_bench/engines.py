@@ -111,8 +111,7 @@ class Asked:
                 shape=self.shape,
                 speculate=self.speculate or "eagle",
                 draft_tokens=self.draft_tokens,
-                accept_length=None,
-                accept_rates=_rates(self.accept_length, self.draft_tokens),
+                accept_length=self.accept_length,
             )
             engine = random.load(
                 self.backend,
@@ -136,11 +135,3 @@ class Asked:
             "max_requests": engine.config.max_requests,
             "max_context": engine.max_context,
         }
-
-
-def _rates(accept_length: float | None, draft_tokens: int) -> tuple[float, ...] | None:
-    if accept_length is None:
-        return None
-    from outrider_bench.synthetic import rates_of_length
-
-    return rates_of_length(accept_length, draft_tokens)

@@ -37,8 +37,8 @@ def check_acceptance(accept_length: float | None, shape: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomModel:
-    """A shape, its proposer (of :data:`RANDOM_PROPOSERS`), and the synthetic acceptance, if any: a mean length, or each
-    place's chance. ``draft_layers``: of a block drafter.
+    """A shape, its proposer (of :data:`RANDOM_PROPOSERS`), and the mean length of synthetic acceptance, if any, with equal
+    chances for each drafted token. ``draft_layers``: of a block drafter.
 
     ``quantize``: the format of the layers' weights, also the draft's; ``quantize_head``: of the output head too.
     """
@@ -47,7 +47,6 @@ class RandomModel:
     speculate: str
     draft_tokens: int
     accept_length: float | None
-    accept_rates: tuple[float, ...] | None = None
     quantize: str | None = None
     quantize_head: bool = False
     draft_layers: int = DRAFT_LAYERS
@@ -68,13 +67,12 @@ class RandomModel:
     @property
     def described(self) -> Mapping[str, object]:
         """What a report says about it."""
-        length = self.accept_length if self.accept_rates is None else 1 + sum(self.accept_rates)
         return {
             "model": f"random weights of {self.shape}",
             "quantized": self.quantize and f"{self.quantize}, output head {'too' if self.quantize_head else 'plain'}",
             "draft": self._draft,
             "speculate": self.speculate,
-            "acceptance": "real" if length is None else f"synthetic, mean {length:g}",
+            "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
         }
 
     @property
@@ -114,15 +112,14 @@ class RandomModel:
             random_eagle,
             shape_config,
         )
-        from outrider_bench.synthetic import with_acceptance_rates, with_synthetic_acceptance
+        from outrider_bench.synthetic import with_synthetic_acceptance
 
         whole = shape_config(self.shape)
         way = None if self.quantize is None else RandomQuantization(name=self.quantize, head=self.quantize_head)
         model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks, quantization=way, kv_dtype=kv_dtype)
         if self.accept_length is not None:
-            model = Decoder(model.config, model.weights, with_synthetic_acceptance(model.kernels, self.accept_length), ranks)
-        elif self.accept_rates is not None and self.speculate != "none":
-            model = Decoder(model.config, model.weights, with_acceptance_rates(model.kernels, self.accept_rates), ranks)
+            kernels = with_synthetic_acceptance(model.kernels, self.accept_length, self.draft_tokens)
+            model = Decoder(model.config, model.weights, kernels, ranks)
         if self.speculate == "none":
             return model, None
         if self.speculate == "dflash":

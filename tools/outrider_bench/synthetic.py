@@ -5,7 +5,6 @@ Nothing that serves requests knows of it: a model is made with such kernels by h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,24 +93,12 @@ def _powers(chance: float, count: int) -> tuple[float, ...]:
     return tuple(chance**number for number in range(1, count + 1))
 
 
-def with_synthetic_acceptance(kernels: KernelSet, accept_length: float) -> KernelSet:
-    """``kernels`` whose ``verify_chain`` accepts ``accept_length`` tokens on average, the target's own included.
+def with_synthetic_acceptance(kernels: KernelSet, accept_length: float, draft_tokens: int) -> KernelSet:
+    """``kernels`` whose ``verify_chain`` accepts ``accept_length`` tokens of ``draft_tokens`` drafted ones on average, the
+    target's own included, by the chances of :func:`rates_of_length` and a hash of request and position.
 
-    The lengths are the two whole numbers around it, by a hash of request and position; more than a chain has is cut off.
-    Trees are verified as ever. Raises :class:`ConfigError` for less than 1.
+    A shorter chain passes as far as those of the whole one do, so that it yields fewer. Trees are verified as ever. Raises
+    :class:`ConfigError` as :func:`rates_of_length` does.
     """
-    if not accept_length >= 1:
-        raise ConfigError(f"an acceptance length of {accept_length} can't be: an iteration yields at least 1 token")
-    whole, rest = divmod(accept_length - 1, 1)
-    return _Synthetic(kernels, (1.0,) * int(whole) + (rest,), f"{accept_length:g}")
-
-
-def with_acceptance_rates(kernels: KernelSet, rates: Sequence[float]) -> KernelSet:
-    """The same by the chance of each place of a chain that it and all before it pass; a longer chain stops there.
-
-    Raises :class:`ConfigError` for chances that aren't between 0 and 1, or that rise.
-    """
-    given = tuple(rates)
-    if not given or not all(0 <= rate <= 1 for rate in given) or list(given) != sorted(given, reverse=True):
-        raise ConfigError(f"acceptance rates of {given}; expected chances from 1 to 0, none above the one before it")
-    return _Synthetic(kernels, given, "/".join(f"{rate:.3g}" for rate in given))
+    rates = rates_of_length(accept_length, draft_tokens)
+    return _Synthetic(kernels, rates, f"{accept_length:g} ({'/'.join(f'{rate:.3g}' for rate in rates)})")

@@ -77,8 +77,7 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
         shape=work.shape,
         speculate=speculate,
         draft_tokens=work.draft_tokens,
-        accept_length=None,
-        accept_rates=work.rates if drafts else None,
+        accept_length=work.accept_length if drafts else None,
         quantize=work.quantize,
         quantize_head=work.quantize_head,
     )
