@@ -29,20 +29,24 @@ def quantised_cache(plain, *, strategy="tensor", seed=0):
     return model, json.loads(config.model_dump_json(exclude_none=True))
 
 
-def write_cached(out, family="llama", *, strategy="tensor", older=False, **shape):
+OLDER, MODELOPT = "{}_proj.output_scale", "{}_proj.{}_scale"
+"""How scales are named by older writers of compressed-tensors, and by ModelOpt."""
+
+
+def write_cached(out, family="llama", *, strategy="tensor", names=None, **shape):
     """A checkpoint of a family, its cache quantised; returns transformers' model with the same cache."""
-    return write_scales(out, write_checkpoint(out, family, **shape), strategy=strategy, older=older)
+    return write_scales(out, write_checkpoint(out, family, **shape), strategy=strategy, names=names)
 
 
-def write_scales(out, plain, *, strategy="tensor", older=False):
+def write_scales(out, plain, *, strategy="tensor", names=None):
     """Quantise the cache of a checkpoint where it lies, which is that of transformers' ``plain``, its weights quantised or
-    not; returns transformers' model with the same cache.
+    not; returns transformers' model with the same cache. ``names``: other ones of the scales.
     """
     model, config = quantised_cache(plain, strategy=strategy)
     scales = {name: value.clone() for name, value in model.state_dict().items() if name.endswith(("k_scale", "v_scale"))}
-    if older:
-        scales = {name.replace("k_scale", "k_proj.output_scale"): value for name, value in scales.items()}
-        scales = {name.replace("v_scale", "v_proj.output_scale"): value for name, value in scales.items()}
+    if names is not None:
+        for each in "kv":
+            scales = {name.replace(f"{each}_scale", names.format(each, each)): value for name, value in scales.items()}
     rewrite(out, lambda state, raw: (state | scales, raw | {"quantization_config": merged(raw, config)}))
     return model
 

@@ -159,6 +159,30 @@ def write_fp8(directory, out, *, block=(128, 128), skip=("lm_head",), e8m0=False
     return rewrite(directory, Path(out), convert, config, skip=skip)
 
 
+MODELOPT = {"FP8": "fp8-tensor-static", "FP8_PER_CHANNEL_PER_TOKEN": "fp8-channel-dynamic"}
+"""ModelOpt's names of what compressed-tensors stores in the same tensors."""
+
+
+def write_modelopt(directory, out, algorithm, *, plain=("lm_head",), beside=True, cache=None):
+    """ModelOpt's ``FP8`` and its like. ``plain``: modules that aren't quantised, with wildcards. ``beside``: in a file of its
+    own, as older writers left it. ``cache``: what it says of the KV cache.
+    """
+    skip = [name.strip("*").rstrip(".") for name in plain]
+    state = rewrite(directory, Path(out), compressor(MODELOPT[algorithm]), {}, head="lm_head" not in plain, skip=skip)
+    raw = json.loads((out / "config.json").read_text())
+    raw.pop("quantization_config")
+    producer = {"producer": {"name": "modelopt", "version": "0.33.0"}}
+    if beside:
+        said = {"quant_algo": algorithm, "kv_cache_quant_algo": cache, "exclude_modules": list(plain)}
+        (out / "hf_quant_config.json").write_text(json.dumps(producer | {"quantization": said}))
+    else:
+        kept = {} if cache is None else {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
+        said = {"quant_algo": algorithm, "ignore": list(plain), "quant_method": "modelopt", **kept}
+        raw["quantization_config"] = producer | said
+    (out / "config.json").write_text(json.dumps(raw))
+    return state
+
+
 def grouped(weight, group, *, symmetric, bits=4):
     """Unsigned values [out, in], zero points and scales [out, groups], and what they stand for."""
     size = weight.shape[1] if group == -1 else group

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from model.cached_checkpoints import rewrite, write_cached, write_scales
+from model.cached_checkpoints import MODELOPT, OLDER, rewrite, write_cached, write_scales
 from model.harness import Driver
-from model.quantized_checkpoints import write_compressed
+from model.quantized_checkpoints import write_compressed, write_modelopt
 from outrider.device import CapabilityError, KernelSet
 from outrider.errors import CheckpointError
 from outrider.model import QuantizedMode, load_decoder
@@ -28,7 +28,8 @@ def logits_of(model, tokens):
         ("llama", {"strategy": "tensor"}),
         ("llama-biases", {"strategy": "attn_head"}),
         ("qwen3", {"strategy": "attn_head"}),
-        ("mistral-window", {"strategy": "tensor", "older": True}),
+        ("mistral-window", {"strategy": "tensor", "names": OLDER}),
+        ("llama", {"strategy": "tensor", "names": MODELOPT}),
         ("mixtral", {"strategy": "attn_head"}),
     ],
 )
@@ -65,6 +66,29 @@ def test_quantised_weights_beside_it(tmp_path, backend, name):
         assert (
             driver.logits([(driver.sequence(), PROMPT)]) - wanted
         ).abs().max() < 1e-4  # weights made plain in float32 and float64 round some keys to neighbours
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_modelopt_says_so_in_words_of_its_own(tmp_path, backend, beside):
+    write_checkpoint(tmp_path / "plain", "llama", hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+    write_modelopt(tmp_path / "plain", tmp_path / "made", "FP8", beside=beside, cache="FP8")
+    scales = {
+        f"model.layers.{layer}.self_attn.{each}_proj.{each}_scale": torch.tensor(0.125 + layer)
+        for layer in range(2)
+        for each in "kv"
+    }
+    rewrite(tmp_path / "made", lambda state, raw: (state | scales, raw))
+    kept = load_decoder(tmp_path / "made", backend=backend, dtype=torch.float32)
+    assert kept.cache_dtype is torch.float8_e4m3fn
+    assert [float(layer.cache.after[0]) for layer in kept.weights.layers] == [0.125, 1.125]
+    plain = load_decoder(tmp_path / "made", backend=backend, dtype=torch.float32, kv_dtype="plain")
+    assert plain.cache_dtype is torch.float32
+    rewrite(
+        tmp_path / "made",
+        lambda state, raw: ({k: v for k, v in state.items() if not k.endswith("1.self_attn.v_proj.v_scale")}, raw),
+    )
+    with pytest.raises(CheckpointError, match=r"layers.1.self_attn.v_proj.v_scale.* is missing"):
+        load_decoder(tmp_path / "made", backend=backend, dtype=torch.float32)
 
 
 def test_without_a_scheme_the_scales_are_one(tmp_path, backend):

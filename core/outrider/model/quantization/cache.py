@@ -24,8 +24,12 @@ _EXPECTED: Mapping[str, tuple[object, ...]] = {
 }
 STRATEGIES = ("tensor", "attn_head")
 """Whose scale it is: all heads' of a layer, or a key head's."""
-_NAMES = (("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale"))
-"""Ends of the scales' names, of today's writers and of older ones."""
+_NAMES = (
+    ("k_scale", "v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
+)
+"""Ends of the scales' names, of compressed-tensors, of ModelOpt, and of older writers."""
 
 
 @dataclass(frozen=True, slots=True)

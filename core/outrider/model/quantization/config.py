@@ -1,12 +1,14 @@
 """What a checkpoint's config says of its quantised weights, in the words of each method.
 
-compressed-tensors' own library reads its configs. The others are read here: ``fp8`` of Hugging Face, ``awq``, ``gptq``.
+compressed-tensors' own library reads its configs. The others are read here: ``fp8`` of Hugging Face, ``awq``, ``gptq``,
+``modelopt``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 
 from outrider.device import ConfigError
-from outrider.errors import CheckpointError, shown
+from outrider.errors import shown
 from outrider.model.config_fields import is_whole
 from outrider.model.quantization.cache import KEY
 from outrider.model.quantization.loading import Quantization, QuantizedMode
@@ -27,6 +29,7 @@ _KEY = "quantization_config"
 _BESIDE = ("quantize_config.json", "quant_config.json")
 """Files that older writers of GPTQ and of AWQ left beside config.json."""
 _MODELOPT = "hf_quant_config.json"
+"""What ModelOpt leaves beside config.json, whether that says the same or nothing."""
 _MAX_GROUP = 1 << 20
 _INSTEAD = "take the checkpoint in another of these formats, or the plain one (outrider quantize makes quantised ones of it)"
 
@@ -49,7 +52,7 @@ def read_quantization(
             raise ConfigError(
                 f"quant_method is {shown(method)}, which isn't supported; supported are {', '.join(_METHODS)}; {_INSTEAD}"
             )
-        cache = given.get(KEY)
+        cache = _modelopt_cache(given) if method == "modelopt" else given.get(KEY)
         return Quantization(
             path=path,
             method=method,
@@ -72,10 +75,7 @@ def _given(directory: Path, name: str) -> tuple[Path, Any]:
         if present(directory / other):
             return directory / other, read_json(directory / other)
     if present(directory / _MODELOPT):
-        raise CheckpointError(
-            f"{directory / _MODELOPT}: weights are quantised as ModelOpt writes them, which isn't supported; "
-            f"supported are {', '.join(_METHODS)}; {_INSTEAD}"
-        )
+        return directory / _MODELOPT, {"quant_method": "modelopt", **read_json(directory / _MODELOPT)}
     return path, None
 
 
@@ -185,7 +185,7 @@ def _input_activations(source: str, args: Any) -> Activations | None:
     )
 
 
-# -- fp8 of Hugging Face, awq, gptq --------------------------------------------------------------------------------
+# -- fp8 of Hugging Face, awq, gptq, modelopt ----------------------------------------------------------------------
 
 
 def _fp8(given: Mapping[str, Any]) -> Find:
@@ -270,6 +270,46 @@ def _gptq_scheme(given: Mapping[str, Any]) -> Scheme:
     )
 
 
+def _modelopt(given: Mapping[str, Any]) -> Find:
+    """``hf_quant_config.json``, or what config.json says in its place: one level less, and another name for what is plain."""
+    said = _modelopt_part(given)
+    algorithm = said.get("quant_algo")
+    known = {"FP8": ((0, 0), Activations("fp8", static=True)), "FP8_PER_CHANNEL_PER_TOKEN": ((1, 0), Activations("fp8"))}
+    found = known.get(algorithm.upper()) if isinstance(algorithm, str) else None
+    if found is None:
+        raise ConfigError(
+            f"quant_algo is {shown(algorithm)}, which isn't supported; of ModelOpt's supported are {', '.join(known)}; "
+            f"{_INSTEAD}"
+        )
+    block, activations = found
+    scheme = Scheme(storage="values", block=block, source="quant_algo", dtype=torch.float8_e4m3fn, activations=activations)
+    names = _modules(said, "exclude_modules") + _modules(said, "ignore")
+    parts = _except(scheme, [name for name in names if "*" not in name])
+    wild = [name for name in names if "*" in name]
+
+    def find(module: str) -> Scheme | None:
+        return None if any(fnmatchcase(module, name) for name in wild) else parts(module)
+
+    return find
+
+
+def _modelopt_part(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    said = given.get("quantization", given)
+    if not isinstance(said, dict):
+        raise ConfigError(f"quantization is {shown(said)}, expected a JSON object")
+    return said
+
+
+def _modelopt_cache(given: Mapping[str, Any]) -> object:
+    """What it says of the KV cache, in compressed-tensors' words."""
+    if given.get(KEY) is not None:
+        return given[KEY]
+    algorithm = _modelopt_part(given).get("kv_cache_quant_algo")
+    if algorithm is None:
+        return None
+    return {"num_bits": 8, "type": "float"} if algorithm == "FP8" else {"num_bits": algorithm}
+
+
 def _group_size(value: object) -> int:
     """Columns of a group; 0 for all of them."""
     if value == -1 and not isinstance(value, bool):
@@ -308,5 +348,5 @@ def _except(scheme: Scheme, names: Sequence[str]) -> Find:
 
 
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Find]] = MappingProxyType(
-    {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "awq": _awq, "gptq": _gptq}
+    {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "awq": _awq, "gptq": _gptq, "modelopt": _modelopt}
 )
