@@ -6,6 +6,8 @@ requests that don't sample.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +19,7 @@ _TARGET, _DRAFT = 0, 2
 """The lanes that draws of the target and of the draft take."""
 _LARGE = 1 << 22
 """Numbers of a weight from which on no cache of a core holds it."""
-_FEW = {torch.float32: range(6, 49), torch.bfloat16: range(2, 33)}
+_FEW = MappingProxyType({torch.float32: range(6, 49), torch.bfloat16: range(2, 33)})
 """Tokens for which a product with a large weight is faster with the weight as its first operand
 (docs/evidence/2026-11-26-host-batches.md)."""
 
