@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.device import AttentionMetadata, CapabilityError, KernelSet, Product, RotaryArgs
+from outrider.device import AttentionMetadata, CapabilityError, KernelSet, Product, QuantizedWeight, RotaryArgs
 from outrider.registry import get_backend
 from outrider_cpu import backend, memory, operators
 from outrider_cpu import kernels as cpu_kernels
@@ -208,6 +208,24 @@ def test_a_product_with_a_large_weight_is_the_references(draw, monkeypatch, dtyp
     ways.clear()
     OURS.linear(draw(8, 16).to(dtype), draw(24, 16).to(dtype))
     assert not ways
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 63, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("set_", [OURS, REFERENCE], ids=["ours", "reference"])
+def test_what_lies_behind_a_strided_row_is_nobodys(draw, monkeypatch, set_, dtype, tokens):
+    """In bfloat16, on processors with AMX, torch 2.13 reads past the end of a row, and a NaN there comes out."""
+    monkeypatch.setattr(cpu_kernels, "_LARGE", 1)
+    wide = torch.full((tokens, 528), torch.nan, dtype=dtype)
+    x, weight = wide[:, :520], draw(64, 520).to(dtype)
+    x.copy_(draw(tokens, 520))
+    scales, zeros = torch.ones(64, 1), torch.zeros(64, 520, dtype=torch.int8)
+    quantized = QuantizedWeight(format="int8", data=zeros + 1, scales=scales, block=(1, 520), shape=(64, 520))
+    for made, expected in (
+        (set_.linear(x, weight), x.double() @ weight.double().T),
+        (set_.linear_quantized(x, quantized), x.double().sum(1, keepdim=True).expand(-1, 64)),
+    ):
+        torch.testing.assert_close(made.double(), expected, rtol=0.02, atol=0.6 if dtype.itemsize == 2 else 1e-3)
 
 
 def test_freed_memory_stays_with_the_process():

@@ -37,9 +37,10 @@ class CpuKernels(KernelSet):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Of few tokens with the large weight first: the library copies its second operand before it multiplies."""
         tokens = x.numel() // weight.shape[1]
-        if weight.numel() < _LARGE or weight.dtype is not x.dtype or tokens not in _FEW.get(x.dtype, ()):
+        large = weight.numel() >= _LARGE and weight.is_contiguous() and weight.dtype is x.dtype
+        if not large or tokens not in _FEW.get(x.dtype, ()):
             return super().linear(x, weight, bias)
-        turned = x.reshape(tokens, -1).t()
+        turned = x.contiguous().view(tokens, -1).t()
         made = torch.mm(weight, turned) if bias is None else torch.addmm(bias.unsqueeze(1), weight, turned)
         return made.t().contiguous().view(*x.shape[:-1], -1)
 

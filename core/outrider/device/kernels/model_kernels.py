@@ -29,7 +29,8 @@ class ModelKernels:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., in] @ weight[out, in].T + bias`` → [..., out]."""
-        return F.linear(x, weight, bias)
+        # Some libraries read a strided row of 16 bits past its end, where a NaN counts although it's multiplied by zero.
+        return F.linear(x.contiguous(), weight, bias)
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """:meth:`silu_mul` of :meth:`linear`: ``weight`` [2*I, in] holds the gate's rows, then those of up → [..., I]."""

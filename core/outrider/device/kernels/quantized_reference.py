@@ -87,4 +87,5 @@ def linear_quantized(
     """The product with the whole weight made plain; ``activations`` is empty where they stay as they are."""
     if activations:
         x = quantize_activations(x, activations, activation_group, input_scale)
-    return F.linear(x, dequantize(data, scales, zero_points, format, block, shape, x.dtype), bias)
+    # Contiguous as in ``ModelKernels.linear``: a library may read a strided row past its end.
+    return F.linear(x.contiguous(), dequantize(data, scales, zero_points, format, block, shape, x.dtype), bias)
