@@ -126,9 +126,9 @@ class Table:
     attention: tuple[AttentionEntry, ...] = ()
 
     def attention_config(self, groups: int, head_size: int, group: int, *, layer: str = ANY) -> AttentionConfig | None:
-        """That of the nearest measurement with such heads, half as many to twice as many programs away, and the largest one's
-        for all that are more; None where there is none, or the derived one won. ``layer``'s measurements go first, then those
-        of every layer, then other layers' in the order of their names.
+        """That of the nearest measurement with such heads, half as many to twice as many programs away; None where there is
+        none, or the derived one won. ``layer``'s measurements go first, then those of every layer, then other layers' in the
+        order of their names.
 
         How many tokens are cached isn't asked: a capture knows what fits at most, and a program takes its share of what is
         there.
@@ -176,8 +176,7 @@ def _nearest(alike: Sequence[AttentionEntry], groups: int) -> AttentionEntry | N
         return None
     # Of two that are as near the smaller one, in whatever order they were read.
     near = min(alike, key=lambda entry: (abs(log2(entry.groups / groups)), entry.groups))
-    within = near.groups <= 2 * groups and (groups <= 2 * near.groups or near.groups == max(e.groups for e in alike))
-    return near if within else None
+    return near if near.groups <= 2 * groups and groups <= 2 * near.groups else None
 
 
 def slug(device: str) -> str:

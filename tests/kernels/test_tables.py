@@ -62,7 +62,8 @@ def test_attention_takes_the_nearest_measurement():
         }
     )
     assert table.attention_config(8, 128, 4) == AttentionConfig(64, 8, 4, 2)
-    assert table.attention_config(200, 128, 4) == table.attention_config(4096, 128, 4) == AttentionConfig(128, 1, 8, 2)
+    assert table.attention_config(200, 128, 4) == table.attention_config(512, 128, 4) == AttentionConfig(128, 1, 8, 2)
+    assert table.attention_config(4096, 128, 4) is None  # so many were not measured
     assert table.attention_config(40, 128, 4) is None  # too far from both
     assert table.attention_config(8, 64, 4) is table.attention_config(8, 128, 7) is None  # other heads were not measured
     rows = [{"groups": groups, "max_kv": 640, "config": [64, groups, 4, 2]} for groups in (8, 32)]
