@@ -147,7 +147,7 @@ def test_the_environment_names_the_backend(outrider, monkeypatch):
         ),
         (["--prompt", "a", "--compare", "--temperature", "1"], "ConfigError", "--compare compares greedy decoding"),
         (["--prompt", "a", "--backend", "no-such-chip"], "BackendNotFound", "no backend named 'no-such-chip'"),
-        (["--prompt", "a", "--backend", "cpu:seed=1"], "ConfigError", "has no option seed"),
+        (["--prompt", "a", "--backend", "cpu:seed=1"], "ConfigError", "has no option 'seed'"),
         (["--prompt", "a", "--backend", "cpu:1"], "BackendLoadError", "there is only device 0"),
         (["--prompt", "a", "--backend", ":"], "ConfigError", "isn't a name"),
         (["--prompt", "a", "--model", "/no/such/model"], "CheckpointError", "/no/such/model"),

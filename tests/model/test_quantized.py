@@ -98,6 +98,8 @@ def test_activations_are_quantised_as_compressed_tensors_does(tmp_path, backend,
         assert off < noise
         new = [int(best.indices[0])]
         assert int(made.argmax()) == new[0] or best.values[0] - best.values[1] < 2 * off
+    if noise == TOLERANCE:
+        assert Driver(model).greedy(PROMPT, 6)[0] == tokens[len(PROMPT) :]
     dequantized = ours(tmp_path, backend, DEQUANTIZE)[1]
     assert (logits - dequantized).abs().max() > 100 * TOLERANCE  # they are quantised
 
@@ -135,11 +137,7 @@ def test_modelopt(tmp_path, backend, plain, algorithm, name, beside):
     ],
 )
 def test_modelopt_leaves_out_what_its_wildcards_name(tmp_path, backend, plain, left, products):
-    skip = {"*.mlp.*": (".mlp.", "lm_head")}.get(left[0], left)
-    state = write_modelopt(plain.directory, tmp_path, "FP8", plain=skip)
-    said = json.loads((tmp_path / "hf_quant_config.json").read_text())
-    said["quantization"]["exclude_modules"] = list(left)
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    state = write_modelopt(plain.directory, tmp_path, "FP8", plain=left)
     agree(plain, state, tmp_path, backend, products=products, activations=True)
 
 

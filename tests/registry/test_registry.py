@@ -81,9 +81,9 @@ def test_named_but_failing_to_open(install):
 
 
 def test_the_plugins_own_error_passes_unchanged():
-    with pytest.raises(ConfigError, match="has no option seed; expected freed"):
+    with pytest.raises(ConfigError, match="backend 'cpu' has no option 'seed'; known: freed"):
         get_backend("cpu:seed=1")
-    with pytest.raises(ConfigError, match="freed is 'mine'; expected kept or returned"):
+    with pytest.raises(ConfigError, match="option freed='mine': expected one of kept, returned"):
         get_backend("cpu:freed=mine")
 
 

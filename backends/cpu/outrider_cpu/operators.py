@@ -75,8 +75,7 @@ def _paged_attention(
     parts: list[Tensor] = []
     count, numbers = starts[1] if lens else 0, k_cache.shape[2] * k_cache.shape[3]
     alike = 0 < count <= min(lens, default=0) and starts == list(range(0, count * len(lens) + 1, count))
-    groups = _groups(lens, numbers) if alike and len(lens) > 1 else []
-    if groups and len(groups) < len(lens):
+    if alike and len(groups := _groups(lens, numbers)) < len(lens):
         operands = [q[: starts[-1]].unflatten(0, (-1, count)), seq_lens, block_table]
         if tree_mask is not None:
             operands.append(tree_mask[: starts[-1], :count].reshape(-1, count, count))

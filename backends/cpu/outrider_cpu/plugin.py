@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from outrider.device.errors import BackendLoadError, CapabilityError, ConfigError
@@ -10,6 +11,11 @@ from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
+
+OPTIONS = MappingProxyType(
+    {"freed": "kept or returned: whether freed memory stays with the process; without it kept where the C library can"}
+)
+_FREED = ("kept", "returned")
 
 
 @hookimpl
@@ -20,26 +26,28 @@ def backend_info() -> BackendInfo:
         description="reference: the same contract, executed at once on the host",
         priority=1,
         device_count=1,
+        options=OPTIONS,
         ci=CiDeclaration(markers=("reference",), level="L6"),
     )
 
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """The one host processor. ``freed``: ``kept``, the default where the C library can, or ``returned``: whether memory that
-    is freed stays with the process (:func:`outrider_cpu.memory.keep_freed`).
-    """
+    """The one host processor; options in :data:`OPTIONS`."""
     if ordinal != 0:
         raise BackendLoadError(f"backend 'cpu': device {ordinal} was asked for, there is only device 0")
-    unknown = sorted(options.keys() - {"freed"})
-    if unknown:
-        raise ConfigError(f"backend 'cpu' has no option {', '.join(unknown)}; expected freed")
-    freed = options.get("freed")
-    if freed not in (None, "kept", "returned"):
-        raise ConfigError(f"backend 'cpu': freed is {freed!r}; expected kept or returned")
+    for key, value in options.items():
+        if key not in OPTIONS:
+            raise ConfigError(f"backend 'cpu' has no option {key!r}; known: {', '.join(OPTIONS)}")
+        if value not in _FREED:
+            raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(_FREED)}")
     from outrider_cpu.backend import CpuBackend
     from outrider_cpu.memory import keep_freed
 
-    if freed != "returned" and not keep_freed() and freed == "kept":
-        raise CapabilityError("backend 'cpu': this C library has no setting for freed=kept (glibc's mallopt); leave it out")
+    if options.get("freed") != "returned":
+        kept = keep_freed()
+        if "freed" in options and not kept:
+            raise CapabilityError(
+                "backend 'cpu': this C library has no setting for freed=kept (glibc's mallopt); leave it out"
+            )
     return CpuBackend()
