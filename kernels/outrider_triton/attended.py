@@ -17,7 +17,7 @@ from outrider_triton.jit.planes import UNIT
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.planes_ops import laying
 from outrider_triton.prompts import PromptAttention, Prompts
-from outrider_triton.quantized import Rows, TritonQuantized
+from outrider_triton.quantized import Normed, Rows, TritonQuantized
 from outrider_triton.quantized_ops import Plan
 from outrider_triton.table import AttentionConfig, MatmulConfig, Table
 
@@ -94,6 +94,59 @@ class TritonAttention(TritonQuantized):
     ) -> Tensor:
         """What joins the splits of attention leaves rows as a product of four bits takes them: a kernel less."""
         call = Prompts(q, k_cache, v_cache, metadata, scale, window)
+        behind = residual, norm, eps, weight, bias
+        normed = self._attention_normed(call, output, output_bias, *behind)
+        if normed is None:
+            operands = q, k_cache, v_cache, metadata, output, output_bias, *behind
+            return super().attention_norm_linear_quantized(*operands, scale=scale, window=window)
+        return self._behind(normed, residual, weight, bias, parts=False)
+
+    def attention_norm_linear_silu_mul_quantized(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        output: QuantizedWeight,
+        output_bias: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        down: QuantizedWeight,
+        down_bias: Tensor | None,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> QuantizedProduct:
+        """A product through a ring ends in the activation, and leaves the maxima of its rows: several programs a row quantise
+        them for the next product, where one had to see the whole row.
+        """
+        call = Prompts(q, k_cache, v_cache, metadata, scale, window)
+        behind = residual, norm, eps, weight, bias
+        normed = self._attention_normed(call, output, output_bias, *behind)
+        if normed is None:
+            operands = q, k_cache, v_cache, metadata, output, output_bias, *behind, down, down_bias
+            return super().attention_norm_linear_silu_mul_quantized(*operands, scale=scale, window=window)
+        activated = self._activated(normed, residual, weight, bias)
+        if activated is not None:
+            made, maxima = activated
+            return QuantizedProduct(made, down, down_bias, maxima=maxima)
+        return QuantizedProduct(self._behind(normed, residual, weight, bias, parts=False), down, down_bias, gated=True)
+
+    def _attention_normed(
+        self,
+        call: Prompts,
+        output: QuantizedWeight,
+        output_bias: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+    ) -> Normed | None:
+        """Attention, its product, and the norm behind it; None, and nothing was done: not for these."""
         whole = residual[:, :1].expand(-1, output.shape[1])  # for its shape and dtype
 
         def attended(way: Plan, config: MatmulConfig) -> Rows:
@@ -102,11 +155,7 @@ class TritonAttention(TritonQuantized):
             return self._joined(call, _planes(call, way, config), ways)
 
         added = QuantizedProduct(whole, output, output_bias)
-        normed = self._normed(added, residual, norm, eps, weight, bias, parts=False, taken=attended)
-        if normed is None:
-            operands = q, k_cache, v_cache, metadata, output, output_bias, residual, norm, eps, weight, bias
-            return super().attention_norm_linear_quantized(*operands, scale=scale, window=window)
-        return self._behind(normed, residual, weight, bias, parts=False)
+        return self._normed(added, residual, norm, eps, weight, bias, parts=False, taken=attended)
 
     def _joined(self, call: Prompts, planes: int, ways: Iterable[int]) -> Rows:
         """Rows [T, Hq D] of attention, in ``planes`` where it's split. ``ways``: in which they may be for other batches."""

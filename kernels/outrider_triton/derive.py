@@ -86,7 +86,7 @@ def choose(
     """The configuration for ``m`` tokens and a weight [n, k]; None where the library is the better choice.
 
     ``operator`` is one of :data:`OPERATORS`; ``half``: half a head's size, for ``linear_rope`` alone. Operands that aren't
-    ``stored`` plain: ``linear`` alone.
+    ``stored`` plain: ``linear`` and ``linear_parts``, and through rings alone ``linear_rope`` and ``linear_silu_mul``.
     """
     ranked = rank(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
     return ranked[0] if ranked and _wins(operator, m=m, n=n, k=k) else None
@@ -122,7 +122,7 @@ def candidates(
     facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: Stored = PLAIN
 ) -> list[MatmulConfig]:
     """Configurations that are worth a try and fit; ``m`` is one of :func:`size_of`."""
-    made = list(_plain(facts, operator, m, n, stored))
+    made = [] if stored != PLAIN and operator in _GATED else list(_plain(facts, operator, m, n, stored))
     if facts.rings and m <= _OURS and (stored == PLAIN or (stored.ring and not stored.made)):
         made += _rings(facts, operator, m, n, k, half, stored)
     elif facts.rings and m <= _FEW and stored.ring:

@@ -32,7 +32,7 @@ class Rows(NamedTuple):
     laid: bool
 
 
-class _Normed(NamedTuple):
+class Normed(NamedTuple):
     """What a norm leaves for the product behind it: rows, quantised where there are scales, and how they're multiplied."""
 
     rows: Tensor
@@ -63,15 +63,15 @@ class TritonQuantized(KernelSet):
         return self._derive(x.numel() // x.shape[-1], weight, way, parts=parts)
 
     def _derive(
-        self, m: int, weight: QuantizedWeight, way: Plan, *, half: int = 0, parts: bool = True
+        self, m: int, weight: QuantizedWeight, way: Plan, *, half: int = 0, gated: bool = False, parts: bool = True
     ) -> MatmulConfig | None:
-        """Kept for each bucket of tokens. ``half``: of a head, for a product that turns its rows. ``parts``: whether it may
-        be split; what comes behind it adds the parts up, or a kernel of its own.
+        """Kept for each bucket of tokens. ``half``: of a head, for a product that turns its rows; ``gated``: one of gate and
+        up. ``parts``: whether it may be split; what comes behind it adds the parts up, or a kernel of its own.
         """
         if not 0 < m <= MOST:
             return None
         stored, (n, k) = way.stored(weight.format), weight.shape
-        operator = "linear_rope" if half else "linear_parts" if parts else "linear"
+        operator = "linear_rope" if half else "linear_silu_mul" if gated else "linear_parts" if parts else "linear"
         key = operator, stored, n, k, size_of(m, stored), half
         if key not in self._derived_quantized:
             self._derived_quantized[key] = choose(self.facts, operator, m=m, n=n, k=k, half=half, stored=stored)
@@ -186,7 +186,7 @@ class TritonQuantized(KernelSet):
 
     def _turned(
         self,
-        normed: _Normed,
+        normed: Normed,
         scales: Tensor,
         residual: Tensor,
         weight: QuantizedWeight,
@@ -211,7 +211,7 @@ class TritonQuantized(KernelSet):
         )
 
     def _behind(
-        self, normed: _Normed, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool
+        self, normed: Normed, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool
     ) -> Tensor:
         """The second product; ``parts`` as in :meth:`_skinny`."""
         laid = normed.scales is None and normed.way.planes
@@ -238,7 +238,7 @@ class TritonQuantized(KernelSet):
         *,
         parts: bool,
         taken: Callable[[Plan, MatmulConfig], Rows] | None = None,
-    ) -> _Normed | None:
+    ) -> Normed | None:
         """:meth:`norm_linear_quantized` up to its second product, which may be in ``parts``; None, and nothing was done: not
         for these. ``taken`` makes what the first product takes, ``added.x`` having its shape and dtype alone.
         """
@@ -266,12 +266,40 @@ class TritonQuantized(KernelSet):
         if not _dynamic(weight):
             laid_as = laying(two) if second.planes else 0
             normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl, laid_as)
-            return _Normed(normed, None, second, two)
+            return Normed(normed, None, second, two)
         normed, scales = self._norm(product, left, residual, norm, eps, weight, second)
-        return _Normed(normed, scales, second, two)
+        return Normed(normed, scales, second, two)
+
+    def _activated(
+        self, normed: Normed, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """:meth:`silu_mul` of the second product, gate and up, by the product itself, with the maxima of its rows; None, and
+        nothing was done: not for these.
+        """
+        way = normed.way
+        config = self._derive(residual.shape[0], weight, way, gated=True) if way.ring and not way.planes else None
+        if config is None or normed.scales is None or not self._uses("silu_mul", residual):
+            return None
+        own = weight.data, weight.scales, weight.block[0], bias, residual.dtype
+        if self._scope.first(("linear_quantized_silu_mul", residual.dtype, weight.shape, weight.label)):
+            (n, k), stored = weight.shape, way.stored(weight.format)
+            for each in every(self.facts, "linear_silu_mul", n=n, k=k, stored=stored):
+                with ahead():
+                    few = _TRITON.linear_silu_mul.triton_quantized(
+                        normed.rows[:4], normed.scales[:4], *own, each.as_list(), self.pdl
+                    )
+                    _TRITON.quantize_by_maxima.triton(*few, weight.activations or "", weight.data.dtype, self.pdl)
+        made: tuple[Tensor, Tensor] = _TRITON.linear_silu_mul.triton_quantized(
+            normed.rows, normed.scales, *own, config.as_list(), self.pdl
+        )
+        return made
 
     def _taken(self, added: QuantizedProduct, way: Plan, config: MatmulConfig) -> Rows:
         x, weight = added.x, added.weight
+        if added.maxima is not None and not added.gated and _dynamic(weight) and not _group(weight):
+            format, _, kept = _kept_as(weight, way)
+            rows, scales = _TRITON.quantize_by_maxima.triton(x, added.maxima, format, kept, self.pdl)
+            return Rows(rows, scales, False)
         if not added.gated:
             return Rows(x, None, False)
         if _dynamic(weight):

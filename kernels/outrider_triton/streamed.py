@@ -74,11 +74,20 @@ def silu_mul(
     eps: float,
     config: MatmulConfig,
     pdl: bool,
+    *,
+    quantized: tuple[Tensor, Tensor, int] | None = None,
+    maxima: Tensor | None = None,
 ) -> None:
-    """``out [m, n]`` of the gate's n rows and up's n rows; with ``squares``, of ``x`` divided by its root mean square."""
+    """``out [m, n]`` of the gate's n rows and up's n rows; with ``squares``, of ``x`` divided by its root mean square.
+
+    ``quantized``: as in :func:`multiply_quantized`, scales of x, of the weight, and the rows of one; ``maxima``, float32
+    [programs, m], then gets the largest magnitudes of what each program makes of a row.
+    """
     (m, k), n = x.shape, weight.shape[0] // 2
     shares, flags = _scaled(squares, bias)
-    own = squares, bias, out, eps, m, n, k, shares, config.each
+    x_scales, scales, rows = quantized or (None, None, 0)
+    own = squares, bias, out, eps, m, n, k, shares, config.each, x_scales, scales, maxima
+    flags |= {"ROWS": rows}
     _launch(streamed.streamed_silu_mul, x, weight, config, own, pairs=n, half=n, pdl=pdl, **flags)
 
 

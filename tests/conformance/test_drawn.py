@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.kernels.devices import SMALL as SMALL_DEVICE
 
-from outrider.device import KernelSet
+from outrider.device import KernelSet, QuantizedProduct
 from outrider.device.kernels import kernel_names
 from outrider.device.kernels.philox import uniforms
 from outrider_conformance.drawn import bounds, laws, noise
@@ -224,6 +224,56 @@ def test_wrong_products_behind_attention_are_told(fault, more, format, dtype):
         judge_with(right, made)
     with pytest.raises(AssertionError):
         judge_with(Joined(fault), made)
+
+
+class Activated(Joined):
+    """The same, up to what the product behind gate and up takes."""
+
+    def attention_norm_linear_silu_mul_quantized(self, *operands, scale, window=0):
+        *joined, down, bias = operands
+        both = self.attention_norm_linear_quantized(*joined, scale=scale, window=window)
+        if self.fault == "gated once more":
+            return QuantizedProduct(self.silu_mul(both).repeat(1, 2), down, bias, gated=True)
+        if self.fault == "up is activated":
+            both = both.roll(both.shape[1] // 2, 1)
+        made = self.silu_mul(both.double()).to(both.dtype)
+        if self.fault == "no activation":
+            made = both[:, : both.shape[1] // 2]
+        largest = made.abs().amax(1).float()[None]
+        if self.fault == "maxima of the other rows":
+            largest = largest.roll(1, 1)
+        if self.fault == "maxima that are signed":
+            largest = made.amax(1).float()[None]
+        if self.fault == "maxima of one dtype":
+            largest = largest.double()
+        down = joined[4] if self.fault == "another weight" else down
+        return QuantizedProduct(made, down, made if self.fault == "another bias" else bias, maxima=largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("format", ["int4", "fp8"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "gated once more",
+        "up is activated",
+        "no activation",
+        "maxima of the other rows",
+        "maxima that are signed",
+        "maxima of one dtype",
+        "another weight",
+        "another bias",
+        "no residual",
+    ],
+)
+def test_wrong_activations_behind_attention_are_told(fault, format, dtype):
+    drawn = KERNELS[f"attention_norm_linear_silu_mul_quantized, {format}"]
+    shape = {dimension: {**SMALL, "new": 5}[dimension] for dimension in drawn.dimensions}
+    made = problem(drawn, shape, dtype, 0)
+    for right in (KernelSet(), Activated(None)):
+        judge_with(right, made)
+    with pytest.raises(AssertionError):
+        judge_with(Activated(fault), made)
 
 
 class NormedHeads(KernelSet):

@@ -1,5 +1,6 @@
 """The host's kernels against the references, and what they don't do."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -229,7 +230,10 @@ def test_what_lies_behind_a_strided_row_is_nobodys(draw, monkeypatch, set_, dtyp
 
 
 def test_freed_memory_stays_with_the_process():
-    """Eight blocks of 1 MiB, over and over: given back to the system they cost 2,048 page faults, or half of them."""
+    """Eight blocks of 1 MiB, over and over: given back to the system they cost 2,048 page faults.
+
+    By itself glibc raises the size from which it gives a block back, and then it hangs on what lies behind them: so that is set.
+    """
     if not memory.keep_freed():
         pytest.skip("the C library of this system has no mallopt, which the option sets")
     program = """
@@ -242,11 +246,13 @@ for _ in range(64):
     del held
 print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 64)
 """
+    where = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}
+    how = {"capture_output": True, "text": True, "check": True, "env": where}
     faults = {
-        how: int(subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True).stdout)
-        for how in ("cpu", "cpu:freed=kept", "cpu:freed=returned")
+        name: int(subprocess.run([sys.executable, "-c", program, name], **how).stdout)
+        for name in ("cpu", "cpu:freed=kept", "cpu:freed=returned")
     }
-    assert max(faults["cpu"], faults["cpu:freed=kept"]) < 200 < 500 < faults["cpu:freed=returned"]
+    assert max(faults["cpu"], faults["cpu:freed=kept"]) < 200 < 2000 < faults["cpu:freed=returned"]
 
 
 def test_a_c_library_without_the_setting(monkeypatch):

@@ -36,6 +36,7 @@ COMPOSED = {
     "norm_linear_quantized",
     "norm_linear_quantized_rope_write_cache",
     "attention_norm_linear_quantized",
+    "attention_norm_linear_silu_mul_quantized",
     "embed_beside",
 }
 """By default these call other methods, which are wrapped."""

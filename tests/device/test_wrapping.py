@@ -103,3 +103,10 @@ def test_attention_of_a_subclass_is_asked_in_one_call_with_what_follows():
         assert (added.x.tolist(), added.weight, added.gated) == ([[2.0] * 8] * 3, "output", False)
         assert tuple(others) == rest
         inner.attention_norm_linear_quantized.assert_not_called()
+        operands = q, "k", "v", "metadata", "output", None, *rest, "down", "its bias"
+        pending = kernels.attention_norm_linear_silu_mul_quantized(*operands, scale=0.5)
+        assert pending == (inner.norm_linear_quantized.return_value, "down", "its bias", True, None)
+        inner.attention_norm_linear_silu_mul_quantized.assert_not_called()
+    assert WrappedKernels(inner).attention_norm_linear_silu_mul_quantized(*operands, scale=0.5) is (
+        inner.attention_norm_linear_silu_mul_quantized.return_value
+    )

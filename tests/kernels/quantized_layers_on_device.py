@@ -36,6 +36,12 @@ BF16 = torch.bfloat16
 FORMATS = ("int4", "fp8")
 
 
+def apart(kernels, *operands, **options):
+    """Attention by itself, and activations quantised by kernels of their own."""
+    both = KernelSet.attention_norm_linear_quantized(kernels, *operands[:-2], **options)
+    return QuantizedProduct(both, *operands[-2:], gated=True)
+
+
 class Layers:
     """Layers with random weights; ``kernels`` compute them."""
 
@@ -71,17 +77,17 @@ class Layers:
 
     def run(self, _=0, *, joined=True):
         """``joined``: attention and what follows it in the one method; else one after the other."""
-        kernels, residual, both, down = self.kernels, self.residual.clone(), self.both, self.weights[-1][3]
-        for (qkv, output, gates, next_down), cache in zip(self.weights, self.caches, strict=True):
+        kernels, residual = self.kernels, self.residual.clone()
+        added = QuantizedProduct(self.both, self.weights[-1][3], None, gated=True)
+        behind = kernels.attention_norm_linear_silu_mul_quantized
+        if not joined:
+            behind = partial(apart, kernels)
+        for (qkv, output, gates, down), cache in zip(self.weights, self.caches, strict=True):
             rotary = RotaryArgs(*self.angles, *cache, self.slots)
-            added = QuantizedProduct(both, down, None, gated=True)
             q = kernels.norm_linear_quantized_rope_write_cache(added, residual, self.norm, 1e-5, qkv, None, rotary)
-            behind = kernels.attention_norm_linear_quantized
-            if not joined:
-                behind = partial(KernelSet.attention_norm_linear_quantized, kernels)
-            both = behind(q, *cache, self.metadata, output, None, residual, self.norm, 1e-5, gates, scale=SIZE**-0.5)
-            down = next_down
-        return both
+            operands = q, *cache, self.metadata, output, None, residual, self.norm, 1e-5, gates, None, down, None
+            added = behind(*operands, scale=SIZE**-0.5)
+        return added.x
 
     def layer_us(self, *, joined=True):
         return microseconds(torch.cuda, partial(self.run, joined=joined), calls=1, replays=7) / len(self.weights)
@@ -92,16 +98,18 @@ def right(facts, device):
     for format, (batch, width) in itertools.product(FORMATS, ((1, 1), (1, 4), (3, 4), (13, 1), (64, 1))):
         layers = Layers(TritonKernels(facts, table=load(facts.name)), format, device, layers=1)
         layers.prepare(batch, width)
-        _, output, gates, _ = layers.weights[0]
+        qkv, output, gates, down = layers.weights[0]
         q = torch.randn(batch * width, HEADS, SIZE, device=device).to(BF16)
 
-        def behind(kernel_set, dtype, q=q, layers=layers, output=output, gates=gates):
-            wide = (each.to(dtype) for each in (q, *layers.caches[0]))
-            residual = layers.residual.to(dtype, copy=True)
-            norm = layers.norm.to(dtype)
-            return kernel_set.attention_norm_linear_quantized(
-                *wide, layers.metadata, output, None, residual, norm, 1e-5, gates, scale=SIZE**-0.5
-            )
+        def behind(kernel_set, dtype, q=q, layers=layers, weights=(output, None), others=(gates, None, down, None), qkv=qkv):
+            wide = [each.to(dtype, copy=True) for each in (q, *layers.caches[0])]
+            residual, norm = layers.residual.to(dtype, copy=True), layers.norm.to(dtype)
+            own = layers.metadata, *weights, residual, norm, 1e-5, *others
+            made = kernel_set.attention_norm_linear_silu_mul_quantized(*wide, *own, scale=SIZE**-0.5)
+            rotary = RotaryArgs(*(each.to(dtype) for each in layers.angles), *wide[1:], layers.slots)
+            turned = kernel_set.norm_linear_quantized_rope_write_cache(made, residual, norm, 1e-5, qkv, None, rotary)
+            written = (each.flatten(0, 1)[layers.slots] for each in wide[1:])
+            return torch.cat([each.flatten(1) for each in (turned, *written)], dim=1)
 
         wanted = behind(KernelSet(), torch.float64)
         off, own = wrong(in_a_graph(partial(behind, layers.kernels, BF16)), wanted), wrong(behind(KernelSet(), BF16), wanted)

@@ -167,6 +167,26 @@ def test_attention_leaves_rows_in_planes(planes, kernels):
     assert torch.equal(made, laid)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # infinity by itself, in numpy
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+@pytest.mark.parametrize("shares", [1, 3, 130])
+@pytest.mark.parametrize("width", [384, 1024, 2500])
+def test_rows_are_quantised_by_what_was_left_of_them(width, shares, format, kernels):
+    """Bit for bit as by a program that sees the whole row; zeros, infinity and NaN included."""
+    x = normal(6, width) * 3
+    x[1], x[2, 7], x[3, 5], x[4, 3] = 0, float("inf"), float("nan"), 1000.0
+    largest = x.float().abs().nan_to_num(float("inf"), float("inf"))
+    maxima = torch.zeros(shares, 6, dtype=torch.float32)
+    maxima.scatter_reduce_(0, (torch.arange(width) % shares)[:, None].expand(-1, 6), largest.T, "amax")
+    dtype = torch.float8_e4m3fn if format == "fp8" else torch.int8
+    made, scales = torch.ops.outrider.quantize_by_maxima.triton(x, maxima, format, dtype, kernels.pdl)
+    right, wanted = quantized_ops.quantized_rows(x, format, 0, None, dtype, kernels.pdl)
+    torch.testing.assert_close(scales, wanted, rtol=0, atol=0, equal_nan=True)
+    assert scales.isnan().flatten().tolist() == [False, False, True, True, False, False]
+    real = [0, 1, 4, 5]  # the scale says it of the others
+    assert torch.equal(made[real].float(), right[real].float())
+
+
 def layer(format, kernels):
     config = ModelConfig(
         family="llama",

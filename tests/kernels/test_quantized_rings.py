@@ -100,7 +100,57 @@ def test_every_variant_is_compiled_beforehand(launched, kernels, weights):
     assert len(served) >= 8
 
 
-def attended(kernels, output, gates, batch, width):
+def activated(kernels, weights, batch, width):
+    """A layer from attention on, and the next one up to its queries."""
+    q, caches, metadata = attending(batch, width)
+    m, norm = batch * width, torch.ones(HIDDEN, dtype=BF16)
+    residual = torch.zeros(m, HIDDEN, dtype=BF16)
+    operands = q, *caches, metadata, weights["output"], None, residual, norm, 1e-5, weights["gates"], None
+    made = kernels.attention_norm_linear_silu_mul_quantized(*operands, weights["down"], None, scale=0.1)
+    angles = torch.zeros(m, SIZE, dtype=BF16)
+    rotary = RotaryArgs(angles, angles, *caches, torch.arange(m))
+    kernels.norm_linear_quantized_rope_write_cache(made, residual, norm, 1e-5, weights["turned"], None, rotary)
+    return made
+
+
+@pytest.mark.parametrize("m", [1, 4, 16, 32])
+def test_gate_and_up_end_in_their_activation(m, launched, kernels, weights):
+    made = activated(kernels, weights, m, 1)
+    assert (made.x.shape, made.gated, made.weight is weights["down"]) == ((m, INNER), False, True)
+    assert made.maxima.shape[1] == m
+    names = [name for name, _, _ in launched if name not in ("paged_attention", "join_splits")]
+    between = ["streamed_linear", "add_rms_norm_quantize"]
+    rest = ["quantize_by_maxima", *between, "streamed_rope_write_cache"]
+    assert names == ["quantize_rows", *between, "streamed_silu_mul", *rest]
+
+
+def test_what_leaves_its_activation_to_others(launched, kernels, weights):
+    """More tokens than a ring takes, and weights that aren't by row."""
+    made = activated(kernels, weights, 65, 1)
+    assert (made.x.shape, made.gated, made.maxima) == ((65, 2 * INNER), True, None)
+    way = RandomFormat(format="fp8", columns=128, rows=128, activations="fp8", activation_group=128)
+    blocks = random_quantized(way, 2 * INNER, HIDDEN, device=torch.device("cpu"))
+    assert activated(kernels, {**weights, "gates": blocks}, 4, 1).gated
+    assert "streamed_silu_mul" not in {name for name, _, _ in launched}
+
+
+def test_every_variant_of_a_layer_is_compiled_beforehand(launched, kernels, weights):
+    with kernels.every_variant():
+        activated(kernels, weights, 4, 1)
+        activated(kernels, weights, 80, 1)
+    names = {"quantize_by_maxima", "silu_mul_quantize", "streamed_silu_mul", "streamed_linear", "streamed_rope_write_cache"}
+    known = {(name, variant) for name, _, variant in launched if name in names}
+    assert any(ahead for _, ahead, _ in launched)
+    launched.clear()
+    for batch in range(1, 65):
+        activated(kernels, weights, batch, 1)
+    served = Counter((name, variant) for name, _, variant in launched if name in names)
+    assert set(served) <= known
+    assert {name for name, _ in served} == names - {"silu_mul_quantize"}
+
+
+def attending(batch, width):
+    """Queries, caches, and their metadata."""
     rows, pages = batch * width, 40
     metadata = AttentionMetadata(
         query_start=torch.arange(0, rows + 1, width, dtype=torch.int32),
@@ -114,7 +164,12 @@ def attended(kernels, output, gates, batch, width):
         torch.zeros(rows, HEADS, SIZE, dtype=BF16),
         *(torch.zeros(2, 16, KV_HEADS, SIZE, dtype=BF16) for _ in range(2)),
     )
-    residual, norm = torch.zeros(rows, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16)
+    return q, caches, metadata
+
+
+def attended(kernels, output, gates, batch, width):
+    q, caches, metadata = attending(batch, width)
+    residual, norm = torch.zeros(batch * width, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16)
     kernels.attention_norm_linear_quantized(q, *caches, metadata, output, None, residual, norm, 1e-5, gates, scale=0.1)
 
 

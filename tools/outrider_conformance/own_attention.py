@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -27,6 +28,8 @@ _HEADS, _KV_HEADS, _SIZE = 4, 2, 64
 _SCALE = 0.125
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _LENGTHS = "lengths"
+_JOINED = ("attention_norm_linear_quantized", "attention_norm_linear_silu_mul_quantized")
+"""Kernels that are one call with attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,9 @@ def check_in_graph(lab: Lab, shape: Shape) -> None:
 
 
 def check_joined(lab: Lab, shape: Shape) -> None:
-    """Asked for by a layer with quantised weights, in one call with what follows attention. Numbers are judged elsewhere."""
+    """Asked for by a layer with quantised weights, in one call with what follows attention, up to gate and up or with their
+    activation. Numbers are judged elsewhere.
+    """
     (stream,) = lab.streams("s")
     backend = lab.backend
     formats = sorted(backend.capabilities.quantized_formats)
@@ -200,47 +205,42 @@ def check_joined(lab: Lab, shape: Shape) -> None:
     lengths = shape.lengths(batch.page_size)
     exact = HostParam(_LENGTHS, lengths) if backend.speculative_sync.exact_host_lengths else None
     hidden = _HEADS * _SIZE
-    before = _asked(calls, own)
     with backend.on(stream):
         weight = _ones(formats[0], hidden, backend.device)
         residual = torch.zeros(made["q"].shape[0], hidden, dtype=dtype, device=backend.device)
         norm = torch.ones(hidden, dtype=dtype, device=backend.device)
-        kernels.attention_norm_linear_quantized(
-            made["q"],
-            made["k_cache"],
-            made["v_cache"],
-            batch.metadata(made, exact),
-            weight,
-            None,
-            residual,
-            norm,
-            1e-5,
-            weight,
-            scale=_SCALE,
-            window=shape.window,
-        )
+        both = _ones(formats[0], hidden, backend.device, rows=2 * hidden)
+        attended = made["q"], made["k_cache"], made["v_cache"], batch.metadata(made, exact), weight, None
+        behind = residual, norm, 1e-5, both, None
+        ways: dict[str, Callable[[], object]] = {
+            name: partial(getattr(kernels, name), *attended, *behind, *more, scale=_SCALE, window=shape.window)
+            for name, more in zip(_JOINED, ((), (weight, None)), strict=True)
+        }
+        for name, call in ways.items():
+            before = _asked(calls, own)
+            call()
+            assert _asked(calls, own) > before, (
+                f"{own!r} has attention of its own, and wasn't asked for that of a layer with quantised weights: "
+                f"{name} of the kernels around it, or beneath, attended instead"
+            )
     stream.synchronize()
-    assert _asked(calls, own) > before, (
-        f"{own!r} has attention of its own, and wasn't asked for that of a layer with quantised weights: "
-        "attention_norm_linear_quantized of the kernels around it, or beneath, attended instead"
-    )
 
 
 def _asked(calls: KernelCalls, kernels: str) -> int:
     """Calls of attention that came to these kernels, by itself or in one with what follows, which they computed."""
-    joined = ("attention_norm_linear_quantized", True)
     return sum(
         count
         for call, count in calls.counts.items()
-        if call.kernels == kernels and (call.kernel == "paged_attention" or (call.kernel, call.own) == joined)
+        if call.kernels == kernels and (call.kernel == "paged_attention" or (call.own and call.kernel in _JOINED))
     )
 
 
-def _ones(format: str, size: int, device: torch.device) -> QuantizedWeight:
-    """A square weight of small numbers, a scale a row."""
-    data = torch.ones(size, size // (2 if format == "int4" else 1), device=device).to(QUANTIZED_FORMATS[format])
-    scales = torch.full((size, 1), 1 / size, device=device)
-    return QuantizedWeight(format=format, data=data, scales=scales, block=(1, size), shape=(size, size))
+def _ones(format: str, size: int, device: torch.device, *, rows: int = 0) -> QuantizedWeight:
+    """A weight of small numbers, a scale a row; square where no ``rows`` are given."""
+    rows = rows or size
+    data = torch.ones(rows, size // (2 if format == "int4" else 1), device=device).to(QUANTIZED_FORMATS[format])
+    scales = torch.full((rows, 1), 1 / size, device=device)
+    return QuantizedWeight(format=format, data=data, scales=scales, block=(1, size), shape=(rows, size))
 
 
 def _check_own(backend: Backend) -> None:

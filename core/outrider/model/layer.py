@@ -176,19 +176,14 @@ class DecoderLayer:
         kernels, eps = self._kernels, self._config.rms_eps
         if isinstance(attended, Attending):
             assert isinstance(weights.gate_up, QuantizedWeight)  # else there is none
-            both = kernels.attention_norm_linear_quantized(
-                *attended.operands,
-                attended.output,
-                attended.bias,
-                residual,
-                weights.mlp_norm,
-                eps,
-                weights.gate_up,
-                weights.gate_up_bias,
-                scale=self._scale,
-                window=self._window,
-            )
-            return self._gated(both)
+            own = residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias
+            operands = *attended.operands, attended.output, attended.bias, *own
+            scale, window = self._scale, self._window
+            if not isinstance(weights.down, QuantizedWeight):
+                return self._gated(kernels.attention_norm_linear_quantized(*operands, scale=scale, window=window))
+            down = weights.down, weights.down_bias
+            joined = kernels.attention_norm_linear_silu_mul_quantized(*operands, *down, scale=scale, window=window)
+            return OtherProduct(*joined)
         if isinstance(attended, Product) and isinstance(weights.gate_up, Tensor):
             gated = kernels.norm_linear_silu_mul(
                 attended, residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias

@@ -47,13 +47,14 @@ Weight = Tensor | QuantizedWeight | SplitWeight
 class OtherProduct(NamedTuple):
     """As :class:`~outrider.device.Product`, for a weight that is no tensor.
 
-    ``gated``: ``x`` [T, 2 in] goes through :meth:`~outrider.device.KernelSet.silu_mul` before.
+    ``gated``, ``maxima``: see :class:`~outrider.device.QuantizedProduct`.
     """
 
     x: Tensor
     weight: QuantizedWeight | SplitWeight
     bias: Tensor | None
     gated: bool = False
+    maxima: Tensor | None = None
 
 
 class Attending(NamedTuple):
@@ -97,14 +98,14 @@ def linear(kernels: KernelSet, x: Tensor, weight: Weight, bias: Tensor | None = 
 
 def multiply(kernels: KernelSet, made: Product | OtherProduct) -> Tensor:
     """A product that was still to be made."""
-    x, weight, bias, *gated = made
-    return linear(kernels, kernels.silu_mul(x) if any(gated) else x, weight, bias)
+    gated = isinstance(made, OtherProduct) and made.gated
+    return linear(kernels, kernels.silu_mul(made.x) if gated else made.x, made.weight, made.bias)
 
 
 def quantized_product(made: object) -> QuantizedProduct | None:
     """The product as one with a quantised weight; None for any other, and for what is no product."""
     if isinstance(made, OtherProduct) and isinstance(made.weight, QuantizedWeight):
-        return QuantizedProduct(made.x, made.weight, made.bias, made.gated)
+        return QuantizedProduct(made.x, made.weight, made.bias, made.gated, made.maxima)
     return None
 
 

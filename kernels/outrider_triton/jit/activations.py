@@ -87,6 +87,37 @@ def quantize_rows(
     tl.store(scales + row * groups + part, scale)
 
 
+@triton.jit(do_not_specialize=["shares"])
+def quantize_by_maxima(
+    x,
+    maxima,
+    out,
+    scales,
+    size,
+    shares,
+    FORMAT: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK numbers of a row, program (row, block): what :func:`quantize_rows` leaves of it. What made ``x [m, size]`` left
+    the largest magnitudes of each row, ``maxima [shares, m]``; infinity there makes the scale NaN.
+    """
+    begin(PDL)
+    row, part = tl.program_id(0), tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    place = row.to(tl.int64) * size + column
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    share = tl.arange(0, SHARES)
+    found = tl.max(tl.load(maxima + share * tl.num_programs(0) + row, mask=share < shares, other=0.0), axis=0)
+    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else 127.5
+    scale = tl.where(found > 0, found / largest, 1.0)
+    tl.store(out + place, _rounded(value / scale, FORMAT).to(out.dtype.element_ty), mask=inside)
+    if part == 0:
+        tl.store(scales + row, tl.where(found < float("inf"), scale, float("nan")))
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def add_rms_norm_quantize(
     x,

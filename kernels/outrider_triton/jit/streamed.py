@@ -196,9 +196,13 @@ def _gate(
     k,
     shares,
     each,
+    x_scales,
+    scales,
+    maxima,
     ring,
     buffer,
     HAS_BIAS: gl.constexpr,
+    ROWS: gl.constexpr,
     SCALED: gl.constexpr,
     SHARES: gl.constexpr,
     STEPS: gl.constexpr,
@@ -209,11 +213,20 @@ def _gate(
     wait_for_last(PDL)
     if SCALED:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
+    if ROWS:
+        divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
+        largest = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, _LAYOUT))
     for tile in range(gl.cdiv(each, PAIRS)):
-        gate, up = halves_of(ring, tile, buffer, False, STEPS, _LAYOUT)
         own = tile * PAIRS + lane
         row = gl.program_id(0) * each + own
         mine = (own < each) & (row < n)
+        if ROWS:  # on their way before the product
+            gate_factor = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)
+            up_factor = gl.load(scales + (n + row) // ROWS, mask=mine, other=0.0).to(gl.float32)
+        gate, up = halves_of(ring, tile, buffer, False, STEPS, _LAYOUT)
+        if ROWS:
+            gate *= gate_factor[:, None] * divisor[None, :]
+            up *= up_factor[:, None] * divisor[None, :]
         if SCALED:
             scale = scale_of(parts, k, eps, _LAYOUT)
             gate *= scale
@@ -222,7 +235,15 @@ def _gate(
             gate += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
             up += gl.load(bias + n + row, mask=mine, other=0.0).to(gl.float32)[:, None]
         place = out + token.to(gl.int64)[None, :] * n + row[:, None]
-        gl.store(place, gated(gate, up, out.dtype.element_ty), mask=(token < m)[None, :] & mine[:, None])
+        real = (token < m)[None, :] & mine[:, None]
+        made = gated(gate, up, out.dtype.element_ty)
+        gl.store(place, made, mask=real)
+        if ROWS:
+            wide = gl.abs(made.to(gl.float32))
+            wide = gl.where(wide == wide, wide, float("inf"))  # else the largest would be that of the others
+            largest = gl.maximum(largest, gl.max(gl.where(real, wide, 0.0), axis=0))
+    if ROWS:
+        gl.store(maxima + gl.program_id(0) * m + token, largest, mask=token < m)
 
 
 @gluon.jit(do_not_specialize=["m", "each", "shares"])
@@ -238,7 +259,11 @@ def streamed_silu_mul(
     k,
     shares,
     each,
+    x_scales,
+    scales,
+    maxima,
     HAS_BIAS: gl.constexpr,
+    ROWS: gl.constexpr,
     SCALED: gl.constexpr,
     SHARES: gl.constexpr,
     STEPS: gl.constexpr,
@@ -247,14 +272,39 @@ def streamed_silu_mul(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """:func:`outrider_triton.jit.matmul.linear_silu_mul`, SCALED: :func:`outrider_triton.jit.fused.scaled_silu_mul`."""
+    """:func:`outrider_triton.jit.matmul.linear_silu_mul`, SCALED: :func:`outrider_triton.jit.fused.scaled_silu_mul`.
+
+    ROWS: as in :func:`streamed_linear`. Then the largest magnitudes of a program's part of each row go to
+    ``maxima [programs, m]``: infinity where there is NaN.
+    """
     ring = make_ring(x, w, False, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(ring)
     gl.warp_specialize(
         [
             (
                 _gate,
-                (squares, bias, out, eps, m, n, k, shares, each, ring, buffer, HAS_BIAS, SCALED, SHARES, STEPS, PDL),
+                (
+                    squares,
+                    bias,
+                    out,
+                    eps,
+                    m,
+                    n,
+                    k,
+                    shares,
+                    each,
+                    x_scales,
+                    scales,
+                    maxima,
+                    ring,
+                    buffer,
+                    HAS_BIAS,
+                    ROWS,
+                    SCALED,
+                    SHARES,
+                    STEPS,
+                    PDL,
+                ),
             ),
             (bring, (x, w, ring, each, n, False, STEPS, True, PDL)),
         ],

@@ -206,12 +206,16 @@ def _norm_linear_quantized_rope(
 
 
 def _attention_norm_linear_quantized(
-    format: str, shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None
+    format: str, shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None, *, activated: bool = False
 ) -> Problem:
-    """Plain activations, as above. What attention gives may be rounded to the dtype, or never."""
+    """Plain activations, as above. What attention gives may be rounded to the dtype, or never. ``activated``: the second
+    weight is gate and up, and what is judged is what the product behind them takes.
+    """
     batch = drawn_batch(shape, dtype, dice, cache)
     tokens, inner = batch.operands["q"].tensor.shape[0], batch.operands["q"].tensor[0].numel()
     sizes = {"first": (shape["hidden"], inner), "second": (shape["outer"], shape["hidden"])}
+    if activated:
+        sizes |= {"second": (2 * shape["outer"], shape["hidden"]), "down": (shape["hidden"], shape["outer"])}
     operands = dict(batch.operands)
     exact: dict[str, Tensor] = {}
     given: dict[str, Tensor] = {}
@@ -221,7 +225,9 @@ def _attention_norm_linear_quantized(
         if shape["bias"]:
             given[name] = dice.normal(rows, dtype=dtype)
             operands[f"{name} bias"] = Operand(given[name])
-    residual, norm = dice.normal(tokens, shape["hidden"], dtype=dtype), dice.normal(shape["hidden"], dtype=dtype)
+    residual = dice.normal(tokens, shape["hidden"], dtype=dtype)
+    # Near zero an activation is linear, and gate and up could be exchanged.
+    norm = dice.normal(shape["hidden"], dtype=dtype, scale=3.0 if activated else 1.0)
     operands |= {"residual": Operand(residual), "norm": Operand(norm)}
     grown, outs = [], []
     counts = [len(sequence.q) for sequence in batch.sequences]
@@ -232,28 +238,42 @@ def _attention_norm_linear_quantized(
         made = bounds.Number(made.value, made.error + off * (1 + 4 * bounds.UNIT[dtype]))
         grown.append(bounds.add(bounds.exact(rows), made, dtype))
         outs.append(_behind(grown[-1], norm, exact["second"], given.get("second"), dtype))
+        if activated:
+            outs[-1] = _activated(outs[-1], dtype)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        output, weight = (_record(format, shape, o, name, size) for name, size in sizes.items())
-        made = kernels.attention_norm_linear_quantized(
-            o["q"],
-            o["k_cache"],
-            o["v_cache"],
-            batch.metadata(o),
-            output,
-            o.get("first bias"),
-            o["residual"],
-            o["norm"],
-            EPS,
-            weight,
-            o.get("second bias"),
-            scale=batch.scale,
-            window=batch.window,
-        )
-        return {"out": made}
+        output, weight, *down = (_record(format, shape, o, name, size) for name, size in sizes.items())
+        attended = o["q"], o["k_cache"], o["v_cache"], batch.metadata(o), output, o.get("first bias")
+        behind = o["residual"], o["norm"], EPS, weight, o.get("second bias")
+        how = batch.scale, batch.window
+        if not activated:
+            joined = kernels.attention_norm_linear_quantized
+            return {"out": joined(*attended, *behind, scale=how[0], window=how[1])}
+        pending = down[0], o.get("down bias")
+        made = kernels.attention_norm_linear_silu_mul_quantized(*attended, *behind, *pending, scale=how[0], window=how[1])
+        return {"out": _taken(made, *pending, real=sum(counts))}
 
     wanted = {"out": with_padding(outs, batch.padding), "residual": with_padding(grown, batch.padding)}
     return Problem(operands, call, wanted)
+
+
+def _activated(both: bounds.Number, dtype: torch.dtype) -> bounds.Number:
+    """Gate and up as one, [n, 2 I] → [n, I]."""
+    halves = zip(both.value.chunk(2, -1), both.error.chunk(2, -1), strict=True)
+    gate, up = (bounds.Number(part, off) for part, off in halves)
+    return bounds.silu_mul(gate, up, dtype)
+
+
+def _taken(made: QuantizedProduct, down: QuantizedWeight, bias: Tensor | None, *, real: int) -> Tensor:
+    """What a pending product takes, once it was activated; with what else there is of it."""
+    assert made.weight is down, "the product that is left to be made is one with another weight"
+    assert made.bias is bias, "the product that is left to be made has another bias"
+    x = KernelSet().silu_mul(made.x) if made.gated else made.x
+    if made.maxima is not None:
+        assert made.maxima.dtype is torch.float32, f"maxima are {made.maxima.dtype}, expected torch.float32"
+        found, wanted = made.maxima.amax(0)[:real], x[:real].abs().amax(1).float()
+        assert torch.equal(found, wanted), "maxima aren't the largest magnitudes of the rows that are multiplied"
+    return x
 
 
 _INNER = 24
@@ -280,9 +300,7 @@ def _experts_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice
         if not len(rows):
             continue
         both = bounds.product(_once_more(bounds.exact(x[rows]), dtype), exact["gates"][expert], None, dtype)
-        halves = zip(both.value.chunk(2, -1), both.error.chunk(2, -1), strict=True)
-        gate, up = (bounds.Number(part, off) for part, off in halves)
-        made = bounds.product(_once_more(bounds.silu_mul(gate, up, dtype), dtype), exact["down"][expert], None, dtype)
+        made = bounds.product(_once_more(_activated(both, dtype), dtype), exact["down"][expert], None, dtype)
         share = weights[rows, slots].double().unsqueeze(-1)
         part = bounds.rounded(bounds.Number(made.value * share, made.error * share), dtype, 2.0)
         value.index_add_(0, rows, part.value)
@@ -338,6 +356,12 @@ _ATTENDING = (
 _OVER_CACHES = (
     ("norm_linear_quantized_rope_write_cache", _norm_linear_quantized_rope, _TURNS, _TURNED),
     ("attention_norm_linear_quantized", _attention_norm_linear_quantized, _ATTENDED, _ATTENDING),
+    (
+        "attention_norm_linear_silu_mul_quantized",
+        partial(_attention_norm_linear_quantized, activated=True),
+        _ATTENDED,
+        _ATTENDING,
+    ),
 )
 QUANTIZED = (
     *(

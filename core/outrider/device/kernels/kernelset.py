@@ -24,6 +24,7 @@ _OVER_CACHES = frozenset(
         "norm_linear_quantized_rope_write_cache",
         "paged_attention",
         "attention_norm_linear_quantized",
+        "attention_norm_linear_silu_mul_quantized",
         "plan_attention",
         "move_cache",
     }

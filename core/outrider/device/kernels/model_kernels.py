@@ -177,6 +177,35 @@ class ModelKernels:
         added = QuantizedProduct(attended.reshape(q.shape[0], -1), output, output_bias)
         return self.norm_linear_quantized(added, residual, norm, eps, weight, bias)
 
+    def attention_norm_linear_silu_mul_quantized(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        output: QuantizedWeight,
+        output_bias: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        down: QuantizedWeight,
+        down_bias: Tensor | None,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> QuantizedProduct:
+        """:meth:`attention_norm_linear_quantized` with gate and up, ``weight`` [2 I, H], and what the MLP then adds, still to
+        be made: the product of :meth:`silu_mul` of it with ``down`` [H, I].
+
+        Either ``x`` is [T, 2 I] and ``gated``, or it went through :meth:`silu_mul` here and is [T, I], perhaps with its
+        ``maxima``: whichever the kernels behind it do better with.
+        """
+        operands = q, k_cache, v_cache, metadata, output, output_bias, residual, norm, eps, weight, bias
+        both = self.attention_norm_linear_quantized(*operands, scale=scale, window=window)
+        return QuantizedProduct(both, down, down_bias, gated=True)
+
     # -- embeddings, norms, activation -----------------------------------------------------------------------------
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:

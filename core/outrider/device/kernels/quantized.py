@@ -105,12 +105,16 @@ class QuantizedProduct(NamedTuple):
     """As :class:`~outrider.device.Product`, with a quantised weight [out, in].
 
     ``gated``: ``x`` is [T, 2 in] and goes through :meth:`~outrider.device.KernelSet.silu_mul` before.
+
+    ``maxima`` float32 [N, T]: the largest of each column is the largest magnitude of that row of ``x``. What made ``x`` may
+    have left them, for kernels that quantise it; None: it didn't. Nobody has to look at them.
     """
 
     x: Tensor
     weight: QuantizedWeight
     bias: Tensor | None
     gated: bool = False
+    maxima: Tensor | None = None
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.kernelset import KernelSet, kernel_names
+from outrider.device.kernels.quantized import QuantizedProduct
 from outrider.device.kernels.tuning import DecoderShape
 
 _FLAGS = ("name", "row_invariant", "plans_on_host", "tunes", "cache_formats")
@@ -58,6 +59,12 @@ class WrappedKernels(KernelSet):
         if self._attends:
             return super().attention_norm_linear_quantized(*operands, **options)
         return self.inner.attention_norm_linear_quantized(*operands, **options)
+
+    def attention_norm_linear_silu_mul_quantized(self, *operands: Any, **options: Any) -> QuantizedProduct:
+        """As :meth:`attention_norm_linear_quantized`."""
+        if self._attends:
+            return super().attention_norm_linear_silu_mul_quantized(*operands, **options)
+        return self.inner.attention_norm_linear_silu_mul_quantized(*operands, **options)
 
     def unused_overrides(self) -> Mapping[str, str]:
         """The subclass's own: none, unless it says so. Those of ``inner`` are its own matter."""
