@@ -232,7 +232,7 @@ def test_what_lies_behind_a_strided_row_is_nobodys(draw, monkeypatch, set_, dtyp
 def test_freed_memory_stays_with_the_process():
     """Eight blocks of 1 MiB, over and over: given back to the system they cost 2,048 page faults.
 
-    By itself glibc raises the size from which it gives a block back, and then it hangs on what lies behind them: so that is set.
+    By itself glibc raises the size from which it gives a block back, and then it hangs on what lies behind one: so it's set.
     """
     if not memory.keep_freed():
         pytest.skip("the C library of this system has no mallopt, which the option sets")
