@@ -233,6 +233,8 @@ def test_a_sequence_without_tokens_disturbs_nobody():
     inputs = driver.inputs([*((driver.sequence(), prompt) for prompt in prompts), *((driver.sequence(), []),) * 3], padding=2)
     for tensor in (tensor for pair in driver.cache.layers for tensor in pair):
         tensor[0].fill_(float("nan"))
-    found = driver.model.forward(ends(inputs, torch.tensor([4, 6, 4, 4, 4]))[0], driver.cache)
+    inputs, _ = ends(inputs, torch.tensor([4, 6, 4, 4, 4]))
+    assert inputs.kept.attention.seq_lens.tolist() == [5, 2, 1, 1, 1], "a sequence is no shorter than its new token"
+    found = driver.model.forward(inputs, driver.cache)
     assert found.shape[0] == 5
     assert torch.allclose(found[:2], wanted[[4, 6]], rtol=0, atol=1e-11)
