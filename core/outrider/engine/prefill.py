@@ -19,7 +19,7 @@ from outrider.engine.state.probes import GUIDE_LATE, MEDIA_FAILED, Probes
 from outrider.engine.state.results import Results
 from outrider.engine.state.rows import FutureMap, RowTable
 from outrider.engine.state.staging import Packer, PrefillInputs, Staging, prefill_attention, prefill_inputs
-from outrider.model import ForwardInput, KVCache, LanguageModel, VisionTower
+from outrider.model import ForwardInput, KeptRows, KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import ExtendInputs, Proposer
 from outrider.speculative.seq_lens import HostSeqLens
 
@@ -93,12 +93,20 @@ class Prefill:
         attention = prefill_attention(inputs, tables, seq_lens_host if self._exact else None)
         if seq_lens_host is not None:
             attention = self._attention.plan(Planned.PREFILL, attention, seq_lens_host, 0, self._forward)
+        kept = KeptRows.ends(attention, inputs.last)
         flat = ForwardInput(
-            inputs.tokens, inputs.rope_positions, inputs.slots, attention, *media, prompt_lens=inputs.prompt_lens
+            inputs.tokens,
+            inputs.rope_positions,
+            inputs.slots,
+            attention,
+            *media,
+            prompt_lens=inputs.prompt_lens,
+            kept=None if proposer.reads_hidden else kept,
         )
         layers = proposer.aux_hidden_state_layers
         hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, layers)
-        first = self._choose(features, inputs, model.logits(hidden[inputs.last]), temperature, seeds)
+        ends = hidden[inputs.last] if flat.kept is None else hidden
+        first = self._choose(features, inputs, model.logits(ends), temperature, seeds)
         self._results.write_prefill(first)
         # Row 0 takes what an unfinished prompt must not publish.
         future.publish(torch.where(inputs.final, inputs.rows, 0), inputs.ends)
@@ -113,7 +121,7 @@ class Prefill:
             relay = proposer.extend(
                 ExtendInputs(
                     tokens=following,
-                    hidden=hidden,
+                    hidden=hidden if proposer.reads_hidden else None,
                     aux_hidden_states=aux_hidden_states,
                     positions=inputs.positions,
                     rope_positions=inputs.rope_positions,
@@ -131,6 +139,7 @@ class Prefill:
                     embeddings=media[0],
                     embedded=media[1],
                     prompt_lens=inputs.prompt_lens,
+                    kept=kept,
                     seq_lens_host=seq_lens_host if self._exact else None,
                 )
             )

@@ -17,7 +17,7 @@ from outrider.model.dflash_loading import load_dflash
 from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
 from outrider.model.head_loading import load_eagle, load_eagle3
-from outrider.model.inputs import ForwardInput
+from outrider.model.inputs import ForwardInput, KeptRows
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import LayerWeights, attention_shapes
 from outrider.model.loading import load_decoder
@@ -49,6 +49,7 @@ __all__ = [
     "ExpertsConfig",
     "ForwardInput",
     "KVCache",
+    "KeptRows",
     "LanguageModel",
     "LayerWeights",
     "Media",

@@ -86,10 +86,14 @@ class Decoder(LanguageModel):
         residual = self._embed_inputs(inputs)
         pending: Pending | None = None
         self.begin_pass(inputs)
+        last = len(self._layers) - 1
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
             if index in layers:
                 pending, entering[index] = added(pending, residual, self.kernels)
-            pending = layer.forward(pending, residual, inputs, cos_sin, pages)
+            if index == last:
+                pending, residual = layer.forward_last(pending, residual, inputs, cos_sin, pages)
+            else:
+                pending = layer.forward(pending, residual, inputs, cos_sin, pages)
             if index == 0:
                 inputs = inputs.behind_a_layer()
         assert pending is not None  # there is at least one layer

@@ -43,6 +43,8 @@ class EagleHead:
     """
 
     capture_layers = Renamed("aux_hidden_state_layers")
+    reads_hidden = True
+    """Whether :meth:`condition` reads the target's final hidden states."""
 
     def __init__(self, config: ModelConfig, weights: EagleWeights, target: LanguageModel) -> None:
         self.config = config
@@ -73,13 +75,14 @@ class EagleHead:
         """The target's id of each draft token; None, since they're the same."""
         return None
 
-    def condition(self, final: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
+    def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """What the head reads of the target [T, H]: its final hidden states."""
         del aux_hidden_states
+        assert final is not None  # it says that it reads them
         return final
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
-        """Guessed hidden states [T, H] from ``inputs`` and ``hidden`` [T, H]; no final norm.
+        """Guessed hidden states [T, H] from ``inputs`` and ``hidden`` [T, H], or [S, H] of kept rows; no final norm.
 
         ``inputs.tokens`` are one position ahead of ``hidden`` (see the class); ``inputs.positions`` are those of
         ``hidden``. ``cache`` is the head's own, with its layers and heads.
@@ -89,9 +92,9 @@ class EagleHead:
         residual = linear(self.kernels, both, self.weights.fusion, self.weights.fusion_bias)
         pending: Pending | None = None
         self.target.begin_pass(inputs)
-        for layer, pages in zip(self._layers, cache.layers, strict=True):
+        for layer, pages in zip(self._layers[:-1], cache.layers[:-1], strict=True):
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
-        assert pending is not None  # there is at least one layer
+        pending, residual = self._layers[-1].forward_last(pending, residual, inputs, cos_sin, cache.layers[-1])
         return add(pending, residual, self.kernels)
 
     def _beside(self, tokens: Tensor, hidden: Tensor) -> Tensor:

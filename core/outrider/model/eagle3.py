@@ -64,6 +64,8 @@ class Eagle3Head:
     """
 
     capture_layers = Renamed("aux_hidden_state_layers")
+    reads_hidden = False
+    """As :attr:`EagleHead.reads_hidden`."""
 
     def __init__(
         self,
@@ -102,13 +104,14 @@ class Eagle3Head:
         """int64 [Vd]: the target's id of each draft token; None where they're the same."""
         return self.weights.target_ids
 
-    def condition(self, final: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
+    def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """What the head reads of the target [T, H], from :meth:`LanguageModel.forward_with_aux_hidden_states`'s result."""
         del final
         return fuse(self.weights, aux_hidden_states, self.config.rms_eps, self.kernels)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
-        """The head's states [T, H] from ``inputs`` and ``hidden`` [T, H]: of :meth:`condition`, or an earlier result.
+        """The head's states [T, H] from ``inputs`` and ``hidden`` [T, H]: of :meth:`condition`, or an earlier result; [S, H]
+        of kept rows.
 
         Tokens, positions and cache as for :meth:`EagleHead.forward`.
         """
@@ -119,11 +122,14 @@ class Eagle3Head:
         embedded = self.target.embedded(inputs.tokens, weights.embedding)
         embedded = kernels.rms_norm(embedded, weights.layer.attention_norm, eps)
         normed = kernels.rms_norm(hidden, weights.hidden_norm, eps)
-        attended = self._layer.attend(torch.cat((embedded, normed), dim=-1), inputs, cos_sin, cache.layers[0])
-        residual = normed if self._norm_before_residual else hidden.clone()
+        first = inputs.whole if self._later else inputs
+        attended = self._layer.attend(torch.cat((embedded, normed), dim=-1), first, cos_sin, cache.layers[0])
+        residual = first.keep(normed if self._norm_before_residual else hidden.clone(), kernels)
         pending = self._layer.mlp(attended, residual)
-        for layer, pages in zip(self._later, cache.layers[1:], strict=True):
+        for layer, pages in zip(self._later[:-1], cache.layers[1:-1], strict=True):
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
+        if self._later:
+            pending, residual = self._later[-1].forward_last(pending, residual, inputs, cos_sin, cache.layers[-1])
         if self._norm_output:
             return add_rms_norm(pending, residual, weights.norm, eps, kernels)
         return add(pending, residual, kernels)

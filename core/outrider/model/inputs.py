@@ -1,12 +1,48 @@
-"""What a forward is given: the new tokens of a ragged batch. Letters: T new tokens, H hidden size."""
+"""What a forward is given: the new tokens of a ragged batch. Letters: T new tokens, H hidden size, S kept rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata
+from outrider.device import AttentionMetadata, KernelSet
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Rows of a batch whose states are read behind its last layer; of the others only keys and values there are.
+
+    ``index`` int64 [S]: which of the T tokens. ``attention``: that of these tokens alone, each as the one new token of a
+    sequence of its own whose cached tokens end with it. Both live as long as the batch's other tensors.
+    """
+
+    index: Tensor
+    attention: AttentionMetadata
+
+    @classmethod
+    def ends(cls, attention: AttentionMetadata, last: Tensor) -> KeptRows:
+        """The last token of each sequence, at ``last`` int64 [S], whose cached tokens all lie before it or are itself.
+
+        A sequence without tokens keeps a row all the same: that of another one's token, which sees nothing but the first
+        place of its own page. What comes of it is never read.
+        """
+        return cls(
+            last,
+            replace(
+                attention,
+                query_start=torch.arange(last.shape[0] + 1, dtype=torch.int32, device=last.device),
+                seq_lens=attention.seq_lens.clamp(min=1),
+                max_query=1,
+                tree_mask=None,
+                uniform=True,
+                plan=None,  # what was planned has all the tokens
+                host_query_start=None,
+                shapes=(),
+                settled=False,  # the layer that asks has just written what is context here
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +58,9 @@ class ForwardInput:
 
     ``prompt_lens`` int64 [T], only for a rope with dynamic scaling: the length of each token's prompt, needed for the
     tokens of prompts alone. A batch that decodes leaves it out.
+
+    ``kept``: the rows of which a result is wanted; None: of all. A stack of layers writes keys and values of all tokens in
+    every layer, and behind the last one's it goes on with these.
     """
 
     tokens: Tensor
@@ -31,6 +70,16 @@ class ForwardInput:
     embeddings: Tensor | None = None
     embedded: Tensor | None = None
     prompt_lens: Tensor | None = None
+    kept: KeptRows | None = None
+
+    @property
+    def whole(self) -> ForwardInput:
+        """The batch where every row goes on, as in all layers but the last."""
+        return self if self.kept is None else replace(self, kept=None)
+
+    def keep(self, state: Tensor, kernels: KernelSet) -> Tensor:
+        """The rows [S, ...] of ``state`` [T, ...] that are kept; ``state`` itself where all are."""
+        return state if self.kept is None else kernels.gather_rows(state, self.kept.index)
 
     def behind_a_layer(self) -> ForwardInput:
         """The batch for layers behind the first one of a stack: its ``attention`` is ``settled``."""

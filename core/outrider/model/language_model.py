@@ -1,6 +1,6 @@
 """LanguageModel: what an engine and the heads that draft for it may ask of a target.
 
-Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
+Letters: T new tokens, S kept rows, N rows of logits, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class LanguageModel(ABC):
         """
 
     def forward(self, inputs: ForwardInput, cache: KVCache) -> Tensor:
-        """Hidden states [T, H] after the final norm; writes the tokens' keys and values to their slots."""
+        """Hidden states [T, H] after the final norm, or [S, H] of the rows that ``inputs`` keep; writes the tokens' keys and
+        values to their slots.
+        """
         return self.forward_with_aux_hidden_states(inputs, cache, ())[0]
 
     @abstractmethod

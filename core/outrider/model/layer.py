@@ -1,6 +1,6 @@
 """One decoder layer: attention and a gated MLP, each with its norm, over a shared residual stream.
 
-Letters: T new tokens, H hidden size, Hq query heads, Hkv key heads, D head size, I intermediate size.
+Letters: T new tokens, S kept rows, H hidden size, Hq query heads, Hkv key heads, D head size, I intermediate size.
 """
 
 from __future__ import annotations
@@ -142,8 +142,34 @@ class DecoderLayer:
     ) -> Pending:
         """Add ``pending`` (None at the first layer) and the attention to ``residual`` [T, H] in place.
 
-        Returns what the MLP adds, pending.
+        Returns what the MLP adds, pending. Every row goes on, whichever ``inputs`` keep.
         """
+        return self.mlp(self._attended(pending, residual, inputs.whole, cos_sin, cache), residual)
+
+    def forward_last(
+        self,
+        pending: Pending | None,
+        residual: Tensor,
+        inputs: ForwardInput,
+        cos_sin: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+    ) -> tuple[Pending, Tensor]:
+        """:meth:`forward` of the last layer of a stack, with the residual stream behind it: the same tensor, or [S, H] of the
+        rows that ``inputs`` keep. Keys and values of all T tokens are written.
+        """
+        attended = self._attended(pending, residual, inputs, cos_sin, cache)
+        residual = inputs.keep(residual, self._kernels)
+        return self.mlp(attended, residual), residual
+
+    def _attended(
+        self,
+        pending: Pending | None,
+        residual: Tensor,
+        inputs: ForwardInput,
+        cos_sin: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+    ) -> Attended:
+        """Add ``pending`` to ``residual`` [T, H] in place; what attention adds to the rows that are kept, pending."""
         weights, kernels, eps = self._weights, self._kernels, self._config.rms_eps
         if weights.attention_norm is None:
             normed = residual if pending is None else add(pending, residual, kernels)
@@ -154,7 +180,7 @@ class DecoderLayer:
             q = kernels.norm_linear_rope_write_cache(
                 pending, residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias, rotary
             )
-            return self.mlp(self._look_back(q, inputs, cache), residual)
+            return self._look_back(q, inputs, cache)
         else:
             added = quantized_product(pending)
             if added is not None and isinstance(weights.qkv, QuantizedWeight):
@@ -162,11 +188,11 @@ class DecoderLayer:
                 if self._direct:
                     rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
                     q = kernels.norm_linear_quantized_rope_write_cache(added, *own, rotary)
-                    return self.mlp(self._look_back(q, inputs, cache), residual)
+                    return self._look_back(q, inputs, cache)
                 qkv = kernels.norm_linear_quantized(added, *own)
-                return self.mlp(self._attend(qkv, inputs, cos_sin, cache), residual)
+                return self._attend(qkv, inputs, cos_sin, cache)
             normed = add_rms_norm(pending, residual, weights.attention_norm, eps, kernels)
-        return self.mlp(self.attend(normed, inputs, cos_sin, cache), residual)
+        return self.attend(normed, inputs, cos_sin, cache)
 
     def mlp(self, attended: Attended, residual: Tensor) -> Pending:
         """Add ``attended`` to ``residual`` [T, H] in place; returns what the MLP adds, pending."""
@@ -209,7 +235,9 @@ class DecoderLayer:
     def attend(
         self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
     ) -> Attended:
-        """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
+        """What attention adds for normed input [T, H] to the rows that ``inputs`` keep, pending; writes keys and values of
+        all to their slots.
+        """
         weights, kernels = self._weights, self._kernels
         made = product(normed, weights.qkv, weights.qkv_bias)
         if self._direct:
@@ -237,11 +265,12 @@ class DecoderLayer:
         return self._look_back(q, inputs, cache)
 
     def _look_back(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Attended:
-        """Attention of ``q`` [T, Hq, D] over the cache; what it adds, pending."""
-        weights = self._weights
+        """Attention of ``q`` [T, Hq, D] over the cache; what it adds to the rows that ``inputs`` keep, pending."""
+        weights, q = self._weights, inputs.keep(q, self._kernels)
+        attention = inputs.attention if inputs.kept is None else inputs.kept.attention
         if self._joined and isinstance(weights.output, QuantizedWeight):
-            return Attending((q, *cache, inputs.attention), weights.output, weights.output_bias)
-        out = self._kernels.paged_attention(q, *cache, inputs.attention, scale=self._scale, window=self._window)
+            return Attending((q, *cache, attention), weights.output, weights.output_bias)
+        out = self._kernels.paged_attention(q, *cache, attention, scale=self._scale, window=self._window)
         if self._after is not None:
             out.mul_(self._after)
         made = product(out.reshape(q.shape[0], -1), weights.output, weights.output_bias)

@@ -65,14 +65,14 @@ class MtpHead:
         self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
-        """Hidden states [T, H] after the head's final norm; ``cache`` has its one layer."""
+        """Hidden states [T, H] after the head's final norm, or [S, H] of kept rows; ``cache`` has its one layer."""
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         self.target.begin_pass(inputs)
         embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
         both = torch.cat((kernels.rms_norm(hidden, weights.hidden_norm, eps), embedded), dim=-1)
         residual = linear(kernels, both, weights.projection)
-        pending = self._layer.forward(None, residual, inputs, cos_sin, cache.layers[0])
+        pending, residual = self._layer.forward_last(None, residual, inputs, cos_sin, cache.layers[0])
         return add_rms_norm(pending, residual, weights.final_norm, eps, kernels)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -116,7 +116,8 @@ class TransformersDecoder(LanguageModel):
                 output_hidden_states=bool(layers),
                 outrider=paged,
             )
-        return out.last_hidden_state.squeeze(0), tuple(out.hidden_states[layer].squeeze(0) for layer in layers)
+        final = paged.inputs.keep(out.last_hidden_state.squeeze(0), self.kernels)
+        return final, tuple(out.hidden_states[layer].squeeze(0) for layer in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of ``hidden`` [N, H], with the model's own scaling or capping of them."""

@@ -54,6 +54,11 @@ class BlockProposer(CachedProposer):
         return self._head.aux_hidden_state_layers
 
     @property
+    def reads_hidden(self) -> bool:
+        """Inner states alone."""
+        return False
+
+    @property
     def depth(self) -> int:
         """K."""
         return self._draft_tokens

@@ -69,6 +69,11 @@ class CombinedProposer(Proposer):
         return self._other.aux_hidden_state_layers
 
     @property
+    def reads_hidden(self) -> bool:
+        """Whether one of them does."""
+        return self._lookup.reads_hidden or self._other.reads_hidden
+
+    @property
     def relay(self) -> tuple[RelaySpec, ...]:
         """The other's."""
         return self._other.relay

@@ -49,8 +49,9 @@ def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: Exten
             inputs.embeddings if sees else None,
             inputs.embedded if sees else None,
             inputs.prompt_lens,
+            inputs.kept,
         )
-        model.forward(flat, cache)
+        model.forward(flat, cache)  # for its keys and values
         tokens, positions = inputs.tokens[inputs.last], inputs.positions[inputs.last] + 1
         query_start = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device)
         attention = replace(attention, query_start=query_start, max_query=1)
@@ -75,6 +76,11 @@ def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: Exten
 
 class _ModelDrafts(CachedProposer):
     """What a chain and a tree of one draft model have in common."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Tokens alone."""
+        return False
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
         """One over the prompts, one over the token behind each."""

@@ -44,6 +44,11 @@ class HeadDrafts(CachedProposer):
         """Those that the head reads."""
         return self._head.aux_hidden_state_layers
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether the head does."""
+        return self._head.reads_hidden
+
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
         """One over all tokens."""
         del sequences, longest
@@ -56,9 +61,12 @@ class HeadDrafts(CachedProposer):
     def take_in(self, inputs: ExtendInputs) -> Tensor:
         """One pass over the accepted pairs; hidden states [B, H] behind the last ones."""
         places = given_places(self._head.config.rope, inputs)
-        flat = ForwardInput(inputs.tokens, places, inputs.slots, inputs.attention, prompt_lens=inputs.prompt_lens)
+        flat = ForwardInput(
+            inputs.tokens, places, inputs.slots, inputs.attention, prompt_lens=inputs.prompt_lens, kept=inputs.kept
+        )
         hidden = self._head.condition(inputs.hidden, inputs.aux_hidden_states)
-        return self._head.kernels.gather_rows(self._head.forward(flat, hidden, self.cache), inputs.last)
+        states = self._head.forward(flat, hidden, self.cache)
+        return states if inputs.kept is not None else self._head.kernels.gather_rows(states, inputs.last)
 
     def tokens(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of draft tokens, any shape."""

@@ -126,6 +126,7 @@ class MtpProposer(CachedProposer):
         start = inputs.positions[queries]
         room = torch.where(inputs.continues, inputs.relay["room"], 0)
         text = torch.nn.functional.pad(inputs.tokens[rows], (0, heads))
+        assert inputs.hidden is not None  # it's read, as ``reads_hidden`` says
         given = inputs.hidden[rows]
         places = self._places(inputs, rows)
         hidden, begin = given, start  # of the head before, and the position of its first lane
@@ -140,10 +141,16 @@ class MtpProposer(CachedProposer):
             index = (lanes.positions - start.unsqueeze(1) + extra).clamp(0, text.shape[1] - 1)
             flat = self._flat(inputs, text.gather(1, index), lanes, start, places, extra)
             cache = KVCache((self.cache.layers[extra],))
-            hidden = head.forward(flat, states_in.flatten(0, 1), cache).view(*index.shape, -1)
             begin = lanes.positions[:, 0]
             end = start + count - begin  # of the lanes that aren't padding
-            logits = head.logits(_rows(hidden, (end - 1).unsqueeze(1)).squeeze(1))
+            if inputs.kept is not None and extra + 1 == heads:  # no head behind it reads its states
+                ends = torch.arange(0, index.numel(), index.shape[1], device=device) + end - 1
+                flat = replace(flat, kept=replace(inputs.kept, index=ends))
+                behind = head.forward(flat, states_in.flatten(0, 1), cache)
+            else:
+                hidden = head.forward(flat, states_in.flatten(0, 1), cache).view(*index.shape, -1)
+                behind = _rows(hidden, (end - 1).unsqueeze(1)).squeeze(1)
+            logits = head.logits(behind)
             if self.is_tree:
                 drafts.append(logits.topk(self._branches, dim=-1).indices)
             else:

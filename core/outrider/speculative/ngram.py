@@ -70,6 +70,11 @@ class NgramProposer(Proposer):
         return True
 
     @property
+    def reads_hidden(self) -> bool:
+        """Tokens alone."""
+        return False
+
+    @property
     def host_lengths(self) -> Mapping[str, int]:
         """It has no attention."""
         return {}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider._renamed import Renamed, adopt_overrides
 from outrider.device import AttentionMetadata, AttentionShape, Backend, CapabilityError, KernelSet
+from outrider.model import KeptRows
 from outrider.speculative.seq_lens import HostSeqLens
 from outrider.speculative.tree import Tree
 
@@ -97,11 +98,13 @@ class ExtendInputs:
 
     ``prompt`` int64 [M], the token *at* each position, where prompts are taken in; None when decoding, where these are
     tokens that earlier calls had in ``tokens``. With a prompt come ``embeddings``, ``embedded`` and ``prompt_lens`` as the
-    target has them (:class:`ForwardInput`). ``seq_lens_host``: ``attention.seq_lens`` on the host, see :class:`DraftInputs`.
+    target has them (:class:`ForwardInput`), and ``kept``, the tokens at ``last`` as the only ones of which a pass over all of
+    them is to give a result. ``hidden`` is None there unless the proposer says that it reads it
+    (:attr:`Proposer.reads_hidden`). ``seq_lens_host``: ``attention.seq_lens`` on the host, see :class:`DraftInputs`.
     """
 
     tokens: Tensor
-    hidden: Tensor
+    hidden: Tensor | None
     aux_hidden_states: tuple[Tensor, ...]
     positions: Tensor
     rope_positions: Tensor
@@ -119,6 +122,7 @@ class ExtendInputs:
     embeddings: Tensor | None = None
     embedded: Tensor | None = None
     prompt_lens: Tensor | None = None
+    kept: KeptRows | None = None
     seq_lens_host: HostSeqLens | None = None
 
     captured = Renamed("aux_hidden_states")
@@ -212,6 +216,13 @@ class Proposer(ABC):
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
         """Layers of the target whose input it wants to see in ``extend``."""
         return ()
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether ``extend`` reads ``ExtendInputs.hidden`` of prompts: the target's final hidden state at every token. Where
+        nobody does, the target computes it for the last token of a chunk alone. The default is whether it extends at all.
+        """
+        return self.extends
 
     @property
     @abstractmethod

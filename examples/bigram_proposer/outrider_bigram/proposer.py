@@ -34,6 +34,11 @@ class BigramProposer(Proposer):
         """The last token of a call: the first one of the next call comes after it."""
         return (RelaySpec("last", (), torch.int64),)
 
+    @property
+    def reads_hidden(self) -> bool:
+        """It learns from tokens alone, so the target needn't compute every state of a prompt."""
+        return False
+
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Entry V is written where there is nothing to learn, and never read."""
         self._successor = torch.zeros(self._vocab_size + 1, dtype=torch.int64, device=backend.device)
