@@ -149,7 +149,7 @@ def test_the_reason_for_graphs_is_what_the_device_declares():
 def test_the_host_keeps_small_sizes_and_a_quarter_of_its_memory():
     made = decided(HOST)
     assert (made.mode, made.graphs, made.overlap) == ("staged", False, False)
-    assert (made.max_requests, made.prefill_chunk, made.max_context) == (8, 256, 2048)
+    assert (made.max_requests, made.prefill_chunk, made.max_context) == (8, 512, 2048)
     assert made.num_pages == 8 * -(-(2048 + 5) // 16) + 1  # every request at full context, as such a model is small
     long = decided(replace(HOST, context=1 << 17))
     assert long.max_context == 1 << 17

@@ -24,7 +24,7 @@ COMMON_CONTEXT = 4096
 
 SIZES_BY_MEMORY = ((70, 8192, 256), (20, 2048, 64), (0, 512, 16))
 """From so many GiB of device memory on: prompt tokens of an iteration, and requests that run at the same time."""
-SIZES_WITHOUT_LIMIT = (256, 8)
+SIZES_WITHOUT_LIMIT = (512, 8)
 """The same for a device that declares no limit of its memory."""
 
 _WIDER: Mapping[torch.dtype, tuple[torch.dtype, ...]] = MappingProxyType(
