@@ -12,7 +12,8 @@ import triton
 from torch import Tensor
 
 from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight, RotaryArgs
-from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401  (these register the operators)
+from outrider_triton import activated_ops as _activated_ops  # noqa: F401  (these register the operators)
+from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.derive import MOST, choose, every, size_of
 from outrider_triton.facts import DeviceFacts

@@ -20,7 +20,7 @@ from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
 from outrider_triton.jit.planes import UNIT
 from outrider_triton.launch import launch, power_of_two, warps_for
-from outrider_triton.streamed import multiply_quantized, silu_mul
+from outrider_triton.streamed import multiply_quantized
 from outrider_triton.table import STREAMED, MatmulConfig
 
 _AT_ONCE = 128
@@ -314,7 +314,7 @@ define(
 )
 
 
-def _quantized(like: Tensor, k: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def room_quantized(like: Tensor, k: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Room for quantised rows of ``k`` numbers, as many as ``like`` has, and for their scales."""
     m = like.numel() // like.shape[-1]
     scales = torch.empty((m, -(-k // group) if group else 1), dtype=torch.float32, device=like.device)
@@ -338,7 +338,7 @@ def _add_rms_norm_quantize(
         lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
     )
     (m, size), block = residual.shape, power_of_two(residual.shape[1])
-    out, scales = _quantized(residual, size, group, dtype)
+    out, scales = room_quantized(residual, size, group, dtype)
     launch(
         jit_activations.add_rms_norm_quantize,
         (m,),
@@ -358,14 +358,16 @@ define(
     "add_rms_norm.triton_quantize(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, str format, "
     "int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
     _add_rms_norm_quantize,
-    lambda x, bias, residual, weight, eps, format, group, dtype, pdl: _quantized(residual, residual.shape[-1], group, dtype),
+    lambda x, bias, residual, weight, eps, format, group, dtype, pdl: room_quantized(
+        residual, residual.shape[-1], group, dtype
+    ),
 )
 
 
 def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:
     size = gate_up.shape[-1] // 2
     block = power_of_two(size)
-    out, scales = _quantized(gate_up, size, group, dtype)
+    out, scales = room_quantized(gate_up, size, group, dtype)
     launch(
         jit_activations.silu_mul_quantize,
         (out.shape[0],),
@@ -382,63 +384,7 @@ def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dt
 define(
     "silu_mul.triton_quantize(Tensor gate_up, str format, int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
     _silu_mul_quantize,
-    lambda gate_up, format, group, dtype, pdl: _quantized(gate_up, gate_up.shape[-1] // 2, group, dtype),
-)
-
-
-def _silu_mul_linear(
-    x: Tensor,
-    x_scales: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    rows: int,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    config: list[int],
-    pdl: bool,
-) -> tuple[Tensor, Tensor]:
-    """Of operands in e4m3: [T, I] in ``dtype``, and the largest magnitudes of its rows, float32 [programs, T]."""
-    out, maxima = _gated(x, weight, dtype, config)
-    cut = MatmulConfig(*config)
-    silu_mul(x, None, weight, bias, out, 0.0, cut, pdl, quantized=(x_scales, scales, rows), maxima=maxima)
-    return out, maxima
-
-
-def _gated(x: Tensor, weight: Tensor, dtype: torch.dtype, config: list[int]) -> tuple[Tensor, Tensor]:
-    m, n = x.shape[0], weight.shape[0] // 2
-    programs = -(-n // config[8])
-    return x.new_empty((m, n), dtype=dtype), torch.empty((programs, m), dtype=torch.float32, device=x.device)
-
-
-define(
-    "linear_silu_mul.triton_quantized(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, int rows, Tensor? bias, "
-    "ScalarType dtype, int[] config, bool pdl) -> (Tensor, Tensor)",
-    _silu_mul_linear,
-    lambda x, x_scales, weight, scales, rows, bias, dtype, config, pdl: _gated(x, weight, dtype, config),
-)
-
-
-def _quantize_by_maxima(x: Tensor, maxima: Tensor, format: str, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:
-    """Rows ``x`` [m, k] as :func:`quantized_rows` makes them, by the largest magnitudes that were left of them."""
-    (m, k), shares, block = x.shape, maxima.shape[0], 1024
-    out, scales = _quantized(x, k, 0, dtype)
-    launch(
-        jit_activations.quantize_by_maxima,
-        (m, triton.cdiv(k, block)),
-        *(x.contiguous(), maxima.contiguous(), out, scales, k, shares),
-        FORMAT=format,
-        SHARES=power_of_two(shares),
-        BLOCK=block,
-        pdl=pdl,
-        warps=4,
-    )
-    return out, scales
-
-
-define(
-    "quantize_by_maxima.triton(Tensor x, Tensor maxima, str format, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
-    _quantize_by_maxima,
-    lambda x, maxima, format, dtype, pdl: _quantized(x, x.shape[1], 0, dtype),
+    lambda gate_up, format, group, dtype, pdl: room_quantized(gate_up, gate_up.shape[-1] // 2, group, dtype),
 )
 
 

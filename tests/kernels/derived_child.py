@@ -73,8 +73,8 @@ def product(facts, operator, config, even, k, half, target):
         kernel, given, types = {
             "linear": (streamed.streamed_linear, {**PLAIN, **UNQUANTIZED, "FOLD": True}, {}),
             "linear_parts": (streamed.streamed_linear, {**PLAIN, **UNQUANTIZED, "FOLD": fold}, {} if fold else {"out": WIDE}),
-            "linear_silu_mul": (streamed.streamed_silu_mul, PLAIN, {"k": "i32"}),
-            "scaled_silu_mul": (streamed.streamed_silu_mul, SCALED, {"k": "i32"}),
+            "linear_silu_mul": (streamed.streamed_silu_mul, {**PLAIN, **UNQUANTIZED, "maxima": None}, {"k": "i32"}),
+            "scaled_silu_mul": (streamed.streamed_silu_mul, {**SCALED, **UNQUANTIZED, "maxima": None}, {"k": "i32"}),
             "linear_add": (streamed.streamed_linear_add, {**PLAIN, "norm": None, "NORM": False}, {"scaled": HALF}),
             "linear_add_scaled": (streamed.streamed_linear_add, {**SCALED, "NORM": True}, {"norm": HALF, "scaled": HALF}),
             "linear_rope": (streamed.streamed_rope_write_cache, {**SCALED, **UNQUANTIZED, "HALF": half}, {"k": "i32"}),
@@ -130,11 +130,18 @@ def chosen_quantized(facts, shapes):
         for (_, n, k), m, operator in itertools.product(products(shape), BUCKETS, ("linear_parts", "linear")):
             config = choose(facts, operator, m=m, n=n, k=k, stored=stored)
             if config is not None:
-                found.setdefault(("quantized", config, k % (config.split * config.block_k) == 0, name), (way, stored))
+                even = k % (config.split * config.block_k) == 0
+                found.setdefault(("quantized", config, even, name, "linear_parts"), (way, stored, 0))
+        half = shape.head_size // 2
+        for (operator, n, k), m in itertools.product(products(shape), BUCKETS):
+            if way.native and operator in ("linear_silu_mul", "linear_rope"):
+                config = choose(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
+                if config is not None:
+                    found.setdefault(("quantized", config, True, name, operator), (way, stored, half))
     return found
 
 
-def quantized_product(facts, config, even, name, way, target):
+def quantized_product(facts, config, even, name, operator, way, half, target):
     format, _, group = QUANTIZED_AS[name]
     capability = facts.capability
     active, block = format != "int4", config.block_k
@@ -150,7 +157,7 @@ def quantized_product(facts, config, even, name, way, target):
     types |= {"x_scales": WIDE, "out": WIDE if config.split > 1 else HALF}
     aligned = ("x", "weight", "scales", "out", "n", "k", "x_stride", "scale_columns")
     if config.descriptor == STREAMED:
-        return (in_a_ring if way.planes else e4m3_in_a_ring)(facts, config, target)
+        return in_a_ring(facts, config, target) if way.planes else e4m3_in_a_ring(facts, config, operator, half, target)
     kernel = planes.linear_planes if way.planes else quantized.linear_quantized
     given = {name: value for name, value in given.items() if name in kernel.arg_names}
     return compiled(ASTSource, kernel, types, given, target, warps=config.warps, stages=config.stages, aligned=aligned)
@@ -171,15 +178,17 @@ def in_a_ring(facts, config, target):
     return compiled(GluonASTSource, planes_ring.streamed_planes, types, given, target)
 
 
-def e4m3_in_a_ring(facts, config, target):
+def e4m3_in_a_ring(facts, config, operator, half, target):
     """A product of operands in e4m3 that come through a ring."""
     ends = {"x": descriptor(config.block_m, config.block_k, "fp8e4nv")}
     ends |= {"w": descriptor(config.block_n, config.block_k, "fp8e4nv")}
-    given = {**PLAIN, "FOLD": True, "ROWS": 1, "STEPS": 16, "PDL": facts.pdl}
+    given = {**PLAIN, "FOLD": True, "ROWS": 1, "HALF": half, "STEPS": 16, "PDL": facts.pdl}
     given |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
-    kernel = streamed.streamed_linear
+    kernels = {"linear_silu_mul": streamed.streamed_silu_mul, "linear_rope": streamed.streamed_rope_write_cache}
+    kernel = kernels.get(operator, streamed.streamed_linear)
     given = {name: value for name, value in given.items() if name in kernel.arg_names}
-    return compiled(GluonASTSource, kernel, {**ends, **BY_ROW}, given, target, warps=config.warps)
+    types = {**ends, **BY_ROW, "maxima": WIDE, "k": "i32"}
+    return compiled(GluonASTSource, kernel, types, given, target, warps=config.warps)
 
 
 def few(facts, found):
@@ -187,8 +196,9 @@ def few(facts, found):
     kinds = {}
     for key, beside in found.items():
         if key[0] == "quantized":
-            kind = f"quantized {QUANTIZED_AS[key[3]][0]}" + (" ring" if key[1].descriptor == STREAMED else "")
-            size = shared_bytes(facts, "linear_parts", key[1], beside[1])
+            ring = key[1].descriptor == STREAMED
+            kind = f"quantized {QUANTIZED_AS[key[3]][0]}" + (f" ring {key[4]}" if ring else "")
+            size = shared_bytes(facts, key[4], key[1], beside[1])
         elif key[0] == "attention":
             kind, size = f"attention {key[2]}", attention_bytes(facts, beside, *key[1][:2])
         else:
@@ -202,8 +212,8 @@ def few(facts, found):
 def measured(facts, key, beside, target):
     """Bytes of shared memory that the compiler takes for one, and that were expected."""
     if key[0] == "quantized":
-        way, stored = beside
-        return quantized_product(facts, *key[1:], way, target), shared_bytes(facts, "linear_parts", key[1], stored)
+        way, stored, half = beside
+        return quantized_product(facts, *key[1:], way, half, target), shared_bytes(facts, key[4], key[1], stored)
     if key[0] == "attention":
         settled = facts.pdl and key[1][2] > 1
         made = looked_back(facts, key[1], key[2], beside, target, settled=settled)

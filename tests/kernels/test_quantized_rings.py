@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import AttentionMetadata, QuantizedProduct, RotaryArgs
-from outrider_triton import fused_ops, ops, planes_ops, quantized_ops, streamed
+from outrider_triton import activated_ops, fused_ops, ops, planes_ops, quantized_ops, streamed
 from outrider_triton.derive import choose
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
@@ -40,7 +40,7 @@ def launched(monkeypatch):
         if kernel.__name__.startswith("streamed"):
             assert set(known) | set(settings) | {"PDL"} >= set(kernel.arg_names), "an operand is missing"
 
-    for module in (streamed, planes_ops, quantized_ops, fused_ops, ops):
+    for module in (streamed, planes_ops, quantized_ops, activated_ops, fused_ops, ops):
         monkeypatch.setattr(module, "launch", launch)
     return calls
 

@@ -1,0 +1,70 @@
+"""Gate and up in e4m3, and what quantises behind them, as operators (:mod:`outrider_triton.jit.streamed`)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from outrider_triton.define import define
+from outrider_triton.jit import activations
+from outrider_triton.launch import launch, power_of_two
+from outrider_triton.quantized_ops import room_quantized
+from outrider_triton.streamed import silu_mul
+from outrider_triton.table import MatmulConfig
+
+
+def _silu_mul_linear(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    rows: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    config: list[int],
+    pdl: bool,
+) -> tuple[Tensor, Tensor]:
+    """Of operands in e4m3: [T, I] in ``dtype``, and the largest magnitudes of its rows, float32 [programs, T]."""
+    out, maxima = _gated(x, weight, dtype, config)
+    cut = MatmulConfig(*config)
+    silu_mul(x, None, weight, bias, out, 0.0, cut, pdl, quantized=(x_scales, scales, rows), maxima=maxima)
+    return out, maxima
+
+
+def _gated(x: Tensor, weight: Tensor, dtype: torch.dtype, config: list[int]) -> tuple[Tensor, Tensor]:
+    m, n = x.shape[0], weight.shape[0] // 2
+    programs = -(-n // config[8])
+    return x.new_empty((m, n), dtype=dtype), torch.empty((programs, m), dtype=torch.float32, device=x.device)
+
+
+define(
+    "linear_silu_mul.triton_quantized(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, int rows, Tensor? bias, "
+    "ScalarType dtype, int[] config, bool pdl) -> (Tensor, Tensor)",
+    _silu_mul_linear,
+    lambda x, x_scales, weight, scales, rows, bias, dtype, config, pdl: _gated(x, weight, dtype, config),
+)
+
+
+def _quantize_by_maxima(x: Tensor, maxima: Tensor, format: str, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:
+    """Rows ``x`` [m, k] as :func:`quantized_rows` makes them, by the largest magnitudes that were left of them."""
+    (m, k), shares, block = x.shape, maxima.shape[0], 1024
+    out, scales = room_quantized(x, k, 0, dtype)
+    launch(
+        activations.quantize_by_maxima,
+        (m, triton.cdiv(k, block)),
+        *(x.contiguous(), maxima.contiguous(), out, scales, k, shares),
+        FORMAT=format,
+        SHARES=power_of_two(shares),
+        BLOCK=block,
+        pdl=pdl,
+        warps=4,
+    )
+    return out, scales
+
+
+define(
+    "quantize_by_maxima.triton(Tensor x, Tensor maxima, str format, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
+    _quantize_by_maxima,
+    lambda x, maxima, format, dtype, pdl: room_quantized(x, x.shape[1], 0, dtype),
+)
