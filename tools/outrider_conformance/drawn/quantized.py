@@ -215,7 +215,8 @@ def _attention_norm_linear_quantized(
     tokens, inner = batch.operands["q"].tensor.shape[0], batch.operands["q"].tensor[0].numel()
     sizes = {"first": (shape["hidden"], inner), "second": (shape["outer"], shape["hidden"])}
     if activated:
-        sizes |= {"second": (2 * shape["outer"], shape["hidden"]), "down": (shape["hidden"], shape["outer"])}
+        width = -(-shape["outer"] // 8) * 8  # operands are handed on as words of four bytes
+        sizes |= {"second": (2 * width, shape["hidden"]), "down": (shape["hidden"], width)}
     operands = dict(batch.operands)
     exact: dict[str, Tensor] = {}
     given: dict[str, Tensor] = {}
