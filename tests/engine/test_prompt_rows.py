@@ -105,6 +105,6 @@ test_tokens_and_drafts_are_the_same, test_many_tokens_and_drafts_are_the_same = 
         graphs=st.booleans(),
     ),
     pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle-tree", "mtp", "peagle", "draft-model", "suffix", "none"]),
-    some=5,
+    some=3,
     many=20,
 )

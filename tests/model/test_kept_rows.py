@@ -137,7 +137,7 @@ test_the_ends_alone_are_what_they_are_among_all, test_many_ends_alone_are_what_t
     same_rows,
     given(passes=batches(), padding=st.integers(0, 3)),
     pytest.mark.parametrize("model", MODELS, indirect=True),
-    some=5,
+    some=3,
     many=40,
 )
 
