@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -212,13 +211,9 @@ def check_joined(lab: Lab, shape: Shape) -> None:
         both = _ones(formats[0], hidden, backend.device, rows=2 * hidden)
         attended = made["q"], made["k_cache"], made["v_cache"], batch.metadata(made, exact), weight, None
         behind = residual, norm, 1e-5, both, None
-        ways: dict[str, Callable[[], object]] = {
-            name: partial(getattr(kernels, name), *attended, *behind, *more, scale=_SCALE, window=shape.window)
-            for name, more in zip(_JOINED, ((), (weight, None)), strict=True)
-        }
-        for name, call in ways.items():
+        for name, more in zip(_JOINED, ((), (weight, None)), strict=True):
             before = _asked(calls, own)
-            call()
+            getattr(kernels, name)(*attended, *behind, *more, scale=_SCALE, window=shape.window)
             assert _asked(calls, own) > before, (
                 f"{own!r} has attention of its own, and wasn't asked for that of a layer with quantised weights: "
                 f"{name} of the kernels around it, or beneath, attended instead"
