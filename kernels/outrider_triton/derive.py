@@ -25,6 +25,7 @@ _ADDED = ("linear_add", "linear_add_scaled")
 _PAIRS = 32  # of a tile of a ring; outrider_triton.jit.ring says the same
 _DIGITS = 4  # tokens that fill the least that the matrix unit takes, in two digits each
 _TALL = 64  # rows of a tile of four bits; outrider_triton.jit.planes_ring says the same
+_PAIRED = 8  # low or high rows beside each other in one with pairs; likewise
 _FEW = 16
 """To so many tokens four bits come through a ring."""
 _OURS = 64
@@ -126,7 +127,7 @@ def candidates(
     if facts.rings and m <= _OURS and (stored == PLAIN or (stored.ring and not stored.made)):
         made += _rings(facts, operator, m, n, k, half, stored)
     elif facts.rings and m <= _FEW and stored.ring:
-        made += _plane_rings(facts, operator, m, n, k, stored)
+        made += _plane_rings(facts, operator, m, n, k, half, stored)
     return [config for config in dict.fromkeys(made) if shared_bytes(facts, operator, config, stored) <= facts.shared_bytes]
 
 
@@ -189,21 +190,29 @@ def _rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int,
         rooms = (facts.processor_shared // 2 - 1024,) if waves > 1 else _ROOMS[operator == "linear_add_scaled"]
         for room, block_k in itertools.product(rooms, (128, 256) if plain else (128,)):
             width = fold * max(8, m)
-            stage = (2 * _PAIRS + width) * block_k * stored.token_bytes + (0 if plain else 16)  # and its barriers
+            stage = (2 * _PAIRS + width) * block_k * stored.token_bytes + (0 if plain else 24)  # and its barriers
             stages = (min(room, facts.shared_bytes) - 8 * _PAIRS * width - 1024) // stage
             if stages > 1 and k % (split * block_k * fold) == 0:
                 yield MatmulConfig(max(8, m), box, block_k, split, 4, stages, 0, STREAMED, each)
 
 
-def _plane_rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, stored: Stored) -> Iterator[MatmulConfig]:
+def _plane_rings(
+    facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int, stored: Stored
+) -> Iterator[MatmulConfig]:
     """Those of :mod:`outrider_triton.jit.planes_ring`: so many programs a multiprocessor, one or two groups of warps each."""
-    cuts = itertools.product((1, 2, 3), _splits(operator, stored), (16, 8), (4, 8), (512, 256))
+    if operator in _GATED or (operator == "linear_rope" and half % _PAIRED):
+        return
+    rows_of = _rows_of(operator)
+    cuts = itertools.product(
+        (1, 2, 3), _splits(operator, stored), (16, 8) if rows_of == 1 else (_PAIRED,), (4, 8), (512, 256)
+    )
     for waves, split, box, warps, wide in cuts:
-        each, (steps, odd) = -(-n * split // (facts.processors * waves * box)) * box, divmod(k, split * wide)
+        each = -(-n * split // (facts.processors * waves * box * rows_of)) * box
+        steps, odd = divmod(k, split * wide)
         groups = warps // 4
-        if odd or steps < groups or (steps % groups and each > _TALL):
+        if odd or steps < groups or (steps % groups and rows_of * each > _TALL):
             continue
-        units = -(-each // _TALL) * steps
+        units = -(-rows_of * each // _TALL) * steps
         bare = MatmulConfig(max(_DIGITS, m), box, steps * wide, split, warps, 0, wide, STREAMED, each)
         room = min(facts.shared_bytes, facts.processor_shared // waves - 1024) - shared_bytes(facts, operator, bare, stored)
         stages = min(max(units, 2), room // (_TALL * wide // 2 + 32)) // groups * groups  # a place belongs to one group
@@ -211,9 +220,14 @@ def _plane_rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, stor
             yield replace(bare, stages=stages)
 
 
-def _plane_ring_bytes(config: MatmulConfig) -> int:
+def _rows_of(operator: str) -> int:
+    """Rows of four bits for each of what a program has: what is turned comes in pairs."""
+    return 2 if operator == "linear_rope" else 1
+
+
+def _plane_ring_bytes(operator: str, config: MatmulConfig) -> int:
     """Tiles, tokens, scales in float32, sums of groups of tokens, those of the second group of warps, barriers."""
-    wide, tiles = config.ahead, -(-config.each // _TALL)
+    wide, tiles = config.ahead, -(-_rows_of(operator) * config.each // _TALL)
     scales = power_of_two(tiles) * power_of_two(config.block_k // 128) * _TALL * 4
     sums = _TALL * config.block_m * 4 if config.warps > 4 else 0
     offsets = power_of_two(config.block_k // 128) * config.block_m * 4
@@ -231,14 +245,14 @@ def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored
     """Bytes of shared memory of a program, a few too many rather than too few."""
     tokens, columns = config.block_m, config.block_k
     if config.descriptor == STREAMED and stored.made:
-        return _plane_ring_bytes(config)
+        return _plane_ring_bytes(operator, config)
     if config.descriptor == STREAMED:
         folded = operator in ("linear", *_ADDED) or (operator == "linear_parts" and config.split == 1)
         width = tokens * (2 if folded else 1)
         # Barriers are padded, and the sums of squares that a scaled product reads are added up through shared memory.
         scratch = 1152 if operator in ("scaled_silu_mul", "linear_rope") else 640
         held = (2 * _PAIRS + width) * columns * stored.token_bytes
-        return config.stages * (held + 16) + 2 * _PAIRS * width * 4 + scratch
+        return config.stages * (held + 24) + 2 * _PAIRS * width * 4 + scratch
     rows = config.block_n * (2 if operator in _GATED else 1)
     # Where the matrix unit reads shared memory itself, a tile is still being read when the next one is asked for. It doesn't
     # for so few tokens.
@@ -328,7 +342,8 @@ def _by_steps(
     if not resident:
         return float("inf")
     if config.descriptor == STREAMED:
-        return _by_units(facts, config, resident, m=m, n=n, k=k, gap=gap)
+        whole = replace(config, each=_rows_of(operator) * config.each)
+        return _by_units(facts, whole, resident, m=m, n=n, k=k, gap=gap)
     rows, width = min(config.each or config.block_n, n), stored.weight_bits / 8
     programs = -(-n // rows) * config.split * -(-m // config.block_m)
     steps = -(-k // (config.split * config.block_k))

@@ -13,6 +13,7 @@ from outrider_triton.define import define
 from outrider_triton.jit import fused
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.ops import flat_product
+from outrider_triton.planes_ops import digits_of
 from outrider_triton.table import STREAMED, MatmulConfig
 
 
@@ -211,4 +212,34 @@ define(
     "int[] config, bool pdl) -> Tensor",
     _linear_quantized_rope_write_cache,
     lambda x, x_scales, weight, scales, rows, bias, dtype, cos, sin, k_cache, *rest: _queries(x, weight, k_cache, dtype),
+)
+
+
+def _linear_planes_rope_write_cache(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    config: list[int],
+    pdl: bool,
+) -> Tensor:
+    """Of rows in digits and four bits in groups of 128, without zero points. Queries are of ``dtype``."""
+    rotary = cos, sin, k_cache, v_cache, slots
+    q = _queries(x, data, k_cache, dtype)
+    rows, grains = digits_of(x, 2 * data.shape[1])
+    streamed.rope_write_cache_planes(rows, grains, data, scales, bias, rotary, q, MatmulConfig(*config), pdl)
+    return q
+
+
+define(
+    "rope_write_cache.triton_linear_planes(Tensor x, Tensor data, Tensor scales, Tensor? bias, ScalarType dtype, Tensor cos, "
+    "Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, int[] config, bool pdl) -> Tensor",
+    _linear_planes_rope_write_cache,
+    lambda x, data, scales, bias, dtype, cos, sin, k_cache, *rest: _queries(x, data, k_cache, dtype),
 )

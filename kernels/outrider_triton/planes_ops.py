@@ -48,6 +48,12 @@ def stride_of(out: Tensor, grains: Tensor | None) -> int:
     return out.shape[-1] if grains is None else out.shape[-1] // 2
 
 
+def digits_of(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Of contiguous rows [m, ...] in DIGITS: both digits, int8 [2 m, k], and the grains, float32 [m, units]."""
+    digits = rows.view(2 * rows.shape[0], -1)
+    return digits[:, :k], digits[::2, k:].view(torch.float32)
+
+
 def in_planes(x: Tensor, pdl: bool, how: int = PLAIN) -> Tensor:
     """Rows of ``x`` [m, k] laid out in planes."""
     m, k = x.shape
@@ -103,9 +109,8 @@ def _linear_planes(
                 f"a product through a ring with scales of {tuple(block)}: expected rows of groups of 128, without zero points"
             ),
         )
-        digits = flat.contiguous().view(2 * m, -1)
-        grains = digits[::2, k:].view(torch.float32)
-        own = digits[:, :k], grains, data, scales, bias if split == 1 else None
+        rows, grains = digits_of(flat.contiguous(), k)
+        own = rows, grains, data, scales, bias if split == 1 else None
         streamed.multiply_planes(*own, made, MatmulConfig(*config), pdl)
         return made if split > 1 else made.view(*x.shape[:-1], n)
     launch(

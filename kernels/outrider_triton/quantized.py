@@ -18,7 +18,7 @@ from outrider_triton import variants
 from outrider_triton.derive import MOST, choose, every, size_of
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
-from outrider_triton.planes_ops import laying
+from outrider_triton.planes_ops import DIGITS, laying, room
 from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
 from outrider_triton.table import MatmulConfig
 
@@ -165,51 +165,57 @@ class TritonQuantized(KernelSet):
         if normed is None:
             return super().norm_linear_quantized_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
         way, kind = normed.way, residual.dtype
-        rings = way.ring and not way.planes  # the product turns its rows itself
-        turning = self._derive(residual.shape[0], weight, way, half=k_cache.shape[3] // 2) if rings else None
-        if turning is not None and normed.scales is not None:
-            return self._turned(normed, normed.scales, residual, weight, bias, rotary, turning)
+        if self._scope.first(("rope_of_quantized", kind, weight.shape, weight.label, k_cache.shape[1:], k_cache.dtype)):
+            self._compile_rotary(residual, weight, bias, rotary, way)
+        turning = self._derive(residual.shape[0], weight, way, half=k_cache.shape[3] // 2) if way.ring else None
+        # Rows that lie otherwise are those of a product without a ring.
+        if turning is not None and (laying(normed.config) == DIGITS if way.planes else normed.scales is not None):
+            return self._turned(normed.rows, normed.scales, weight, bias, rotary, kind, turning)
         made = self._behind(normed, residual, weight, bias, parts=True)
-        new = self._scope.first(
-            ("add_parts_rope_write_cache", kind, weight.shape, weight.label, k_cache.shape[1:], k_cache.dtype)
-        )
-        for split in {each.split for each in self._every(weight, way)} if new else ():
-            few = (
-                made.new_empty((split, 4, weight.shape[0]), dtype=torch.float32)
-                if split > 1
-                else made.new_empty((4, weight.shape[0]), dtype=kind)
-            )
-            turned = cos[:4], sin[:4], k_cache, v_cache, slots[:4]
-            with ahead():
-                _TRITON.rope_write_cache.triton_parts(few, bias if split > 1 else None, *turned, kind, self.pdl)
         left = bias if made.dim() == 3 else None
         return _TRITON.rope_write_cache.triton_parts(made, left, *rotary, kind, self.pdl)  # type: ignore[no-any-return]
 
     def _turned(
         self,
-        normed: Normed,
-        scales: Tensor,
-        residual: Tensor,
+        rows: Tensor,
+        scales: Tensor | None,
         weight: QuantizedWeight,
         bias: Tensor | None,
         rotary: RotaryArgs,
+        dtype: torch.dtype,
         config: MatmulConfig,
     ) -> Tensor:
-        cos, sin, k_cache, v_cache, slots = rotary
-        operands = weight.data, weight.scales, weight.block[0], bias, residual.dtype
-        if self._scope.first(
-            ("linear_quantized_rope", residual.dtype, weight.shape, weight.label, k_cache.shape[1:], k_cache.dtype)
-        ):
-            few, half = (cos[:4], sin[:4], k_cache, v_cache, slots[:4]), k_cache.shape[3] // 2
-            (n, k), stored = weight.shape, normed.way.stored(weight.format)
-            for each in every(self.facts, "linear_rope", n=n, k=k, half=half, stored=stored):
-                with ahead():
-                    _TRITON.rope_write_cache.triton_linear_quantized(
-                        normed.rows[:4], scales[:4], *operands, *few, each.as_list(), self.pdl
-                    )
-        return _TRITON.rope_write_cache.triton_linear_quantized(  # type: ignore[no-any-return]  # torch.ops has no types
-            normed.rows, scales, *operands, *rotary, config.as_list(), self.pdl
+        """The product through a ring, which turns what it makes; rows without ``scales`` are in digits."""
+        if scales is None:
+            return _TRITON.rope_write_cache.triton_linear_planes(  # type: ignore[no-any-return]  # torch.ops has no types
+                rows, weight.data, weight.scales, bias, dtype, *rotary, config.as_list(), self.pdl
+            )
+        operands = weight.data, weight.scales, weight.block[0], bias, dtype
+        return _TRITON.rope_write_cache.triton_linear_quantized(  # type: ignore[no-any-return]
+            rows, scales, *operands, *rotary, config.as_list(), self.pdl
         )
+
+    def _compile_rotary(
+        self, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs, way: Plan
+    ) -> None:
+        """What turns queries and keys of such a weight's product, for any number of tokens: rings, and the sum of parts."""
+        cos, sin, k_cache, v_cache, slots = rotary
+        few, turned, (n, k) = residual[:4], (cos[:4], sin[:4], k_cache, v_cache, slots[:4]), weight.shape
+        for split in {each.split for each in self._every(weight, way)}:
+            shape = few.shape[0], n
+            made = few.new_empty((split, *shape), dtype=torch.float32) if split > 1 else few.new_empty(shape)
+            with ahead():
+                _TRITON.rope_write_cache.triton_parts(made, bias if split > 1 else None, *turned, few.dtype, self.pdl)
+        if not way.ring:
+            return
+        if way.planes:
+            rows, scales = room(few, few.shape, DIGITS)[0], None
+        else:
+            rows, scales = torch.empty_like(few, dtype=weight.data.dtype), few.new_empty((4, 1), dtype=torch.float32)
+        half, stored = k_cache.shape[3] // 2, way.stored(weight.format)
+        for each in every(self.facts, "linear_rope", n=n, k=k, half=half, stored=stored):
+            with ahead():
+                self._turned(rows, scales, weight, bias, RotaryArgs(*turned), few.dtype, each)
 
     def _behind(
         self, normed: Normed, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool

@@ -133,7 +133,49 @@ def multiply_planes(
 
     ``grains [m, k / 128]``: of the tokens, in float32 (:func:`outrider_triton.jit.planes.keep_in_planes`).
     """
-    (digits, k), n, box, tall = x.shape, data.shape[0], config.block_n, planes_ring.ROWS.value
+    _launch_planes(x, grains, data, scales, bias, out, (None,) * 5 + (0,) * 5, config, pdl)
+
+
+def rope_write_cache_planes(
+    x: Tensor,
+    grains: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    rotary: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    q: Tensor,
+    config: MatmulConfig,
+    pdl: bool,
+) -> None:
+    """:func:`multiply_planes`, with what :func:`rope_write_cache` does of the product."""
+    cos, _, k_cache, _, _ = rotary
+    kv_heads, size = k_cache.shape[2:]
+    expect(
+        (size // 2 % planes_ring.PAIRED.value, config.block_n, config.split) == (0, planes_ring.PAIRED.value, 1),
+        lambda: (
+            f"queries and keys of heads of {size} in planes can't be cut up as {config}: expected boxes of "
+            f"{planes_ring.PAIRED.value} rows that divide half a head, and no parts"
+        ),
+    )
+    own = *rotary, q.shape[1], kv_heads, cos.stride(0), k_cache.stride(1), k_cache.stride(2)
+    _launch_planes(x, grains, data, scales, bias, q, own, config, pdl, half=size // 2)
+
+
+def _launch_planes(
+    x: Tensor,
+    grains: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    rotary: tuple[Any, ...],
+    config: MatmulConfig,
+    pdl: bool,
+    *,
+    half: int = 0,
+) -> None:
+    (digits, k), n, box = x.shape, data.shape[0], config.block_n
+    tall = planes_ring.ROWS.value // (2 if half else 1)  # of a tile, in what ``each`` counts
     columns, groups = config.ahead, config.warps // 4
     m, steps = digits // 2, config.block_k // max(columns, 1)
     expect(
@@ -155,13 +197,14 @@ def multiply_planes(
     many = groups > 1 and columns > 256
     launch(
         planes_ring.streamed_planes,
-        (-(-n // config.each), config.split),
+        (-(-n // (config.each * (2 if half else 1))), config.split),
         *(_descriptor(x, 2 * config.block_m, columns), _descriptor(data.view(torch.int8), box, columns // 2)),
-        *(grains, scales, bias, out, m, n, scales.shape[1], grains.stride(0), config.each, steps),
+        *(grains, scales, bias, out, m, n, scales.shape[1], grains.stride(0), config.each, steps, *rotary),
         HAS_BIAS=bias is not None,
         GROUPS=groups,
         STEPS=steps,
         TILES=-(-config.each // tall),
+        HALF=half,
         BLOCK_M=config.block_m,
         STAGES=config.stages,
         MOST=128 if many else 112,

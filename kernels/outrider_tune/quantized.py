@@ -52,9 +52,15 @@ def random_format(name: str) -> RandomFormat:
 
 
 def random_quantized(
-    way: RandomFormat, rows: int, columns: int, *, device: torch.device, generator: torch.Generator | None = None
+    way: RandomFormat,
+    rows: int,
+    columns: int,
+    *,
+    device: torch.device,
+    generator: torch.Generator | None = None,
+    scales_dtype: torch.dtype = torch.float32,
 ) -> QuantizedWeight:
-    """A weight [rows, columns] whose products keep the size of what goes in; scales in float32."""
+    """A weight [rows, columns] whose products keep the size of what goes in. Checkpoints have scales in the model's dtype."""
     block = (way.rows or rows, way.columns or columns)
     grid = (-(-rows // block[0]), -(-columns // block[1]))
     held = (rows, -(-columns // 2)) if way.format == "int4" else (rows, columns)
@@ -70,6 +76,7 @@ def random_quantized(
             part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8, device=device, generator=generator))
     scale = columns**-0.5 / _SPREAD[way.format]
     scales = torch.empty(grid, dtype=torch.float32, device=device).uniform_(0.9 * scale, 1.1 * scale, generator=generator)
+    scales = scales.to(scales_dtype)
     zeros = torch.randint(-2, 3, grid, dtype=torch.int8, device=device, generator=generator) if way.zeros else None
     return QuantizedWeight(
         format=way.format,
@@ -97,9 +104,12 @@ def quantized_cases(
     }
     way = random_format(name)
     for label, (rows, columns) in products.items():
-        first = random_quantized(way, rows, columns, device=device)
+        first = random_quantized(way, rows, columns, device=device, scales_dtype=dtype)
         copies = max(2, -(-rotate_bytes // first.nbytes))
-        weights = [first, *(random_quantized(way, rows, columns, device=device) for _ in range(copies - 1))]
+        weights = [
+            first,
+            *(random_quantized(way, rows, columns, device=device, scales_dtype=dtype) for _ in range(copies - 1)),
+        ]
         x = torch.randn(tokens, columns, dtype=dtype, device=device)
 
         def call(kernels: KernelSet, number: int, x: Tensor = x, weights: list[QuantizedWeight] = weights) -> Tensor:

@@ -134,7 +134,7 @@ def chosen_quantized(facts, shapes):
                 found.setdefault(("quantized", config, even, name, "linear_parts"), (way, stored, 0))
         half = shape.head_size // 2
         for (operator, n, k), m in itertools.product(products(shape), BUCKETS):
-            if way.native and operator in ("linear_silu_mul", "linear_rope"):
+            if (way.native and operator == "linear_silu_mul") or (way.ring and operator == "linear_rope"):
                 config = choose(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
                 if config is not None:
                     found.setdefault(("quantized", config, True, name, operator), (way, stored, half))
@@ -157,14 +157,14 @@ def quantized_product(facts, config, even, name, operator, way, half, target):
     types |= {"x_scales": WIDE, "out": WIDE if config.split > 1 else HALF}
     aligned = ("x", "weight", "scales", "out", "n", "k", "x_stride", "scale_columns")
     if config.descriptor == STREAMED:
-        return in_a_ring(facts, config, target) if way.planes else e4m3_in_a_ring(facts, config, operator, half, target)
+        return in_a_ring(facts, config, half, target) if way.planes else e4m3_in_a_ring(facts, config, operator, half, target)
     kernel = planes.linear_planes if way.planes else quantized.linear_quantized
     given = {name: value for name, value in given.items() if name in kernel.arg_names}
     return compiled(ASTSource, kernel, types, given, target, warps=config.warps, stages=config.stages, aligned=aligned)
 
 
-def in_a_ring(facts, config, target):
-    """A product of four bits that come through a ring."""
+def in_a_ring(facts, config, half, target):
+    """A product of four bits that come through a ring; of ``half`` a head: one that turns its rows."""
     wide = config.ahead
     ends = {
         "x": descriptor(2 * config.block_m, wide, "i8"),
@@ -172,7 +172,9 @@ def in_a_ring(facts, config, target):
         "scales": WIDE,
         "grains": WIDE,
     }
-    given = {"GROUPS": config.warps // 4, "STEPS": config.block_k // wide, "TILES": -(-config.each // 64), "PDL": facts.pdl}
+    given = {"GROUPS": config.warps // 4, "STEPS": config.block_k // wide, "PDL": facts.pdl}
+    given |= {"TILES": -(-config.each // (32 if half else 64)), "HALF": half}
+    given |= {} if half else dict.fromkeys(("cos", "sin", "k_cache", "v_cache", "slots"))
     given |= {"BLOCK_M": config.block_m, "STAGES": config.stages, "HAS_BIAS": False, "bias": None, "MOST": 112}
     types = {**ends, "out": WIDE if config.split > 1 else HALF}
     return compiled(GluonASTSource, planes_ring.streamed_planes, types, given, target)

@@ -80,7 +80,7 @@ def cut(facts, n, k, *, m, split, warps, box, waves):
     """Those that fit, in units of 512 columns and of 256."""
     found = [
         config
-        for config in _plane_rings(facts, "linear_parts", m, n, k, STORED)
+        for config in _plane_rings(facts, "linear_parts", m, n, k, 0, STORED)
         if (config.split, config.warps, config.block_n) == (split, warps, box)
         and config.each == -(-n * split // (facts.processors * waves * box)) * box
         and shared_bytes(facts, "linear_parts", config, STORED) <= facts.shared_bytes

@@ -29,7 +29,7 @@ from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 from outrider_tune.timing import microseconds
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
-CONTEXT, PAGE, LAYERS = 640, 16, 6
+CONTEXT, CAPACITY, PAGE, LAYERS = 640, 1024, 16, 6
 ERROR = 8e-3
 """Relative to the largest number of a row; the reference rounds nothing."""
 BF16 = torch.bfloat16
@@ -51,7 +51,8 @@ class Layers:
         shapes = ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN), (HIDDEN, HEADS * SIZE), (2 * INNER, HIDDEN), (HIDDEN, INNER)
         way = RANDOM_FORMATS[format]
         self.weights = [
-            [random_quantized(way, *shape, device=device, generator=dice) for shape in shapes] for _ in range(layers)
+            [random_quantized(way, *shape, device=device, generator=dice, scales_dtype=BF16) for shape in shapes]
+            for _ in range(layers)
         ]
         self.norm = torch.ones(HIDDEN, dtype=BF16, device=device)
 
@@ -65,7 +66,7 @@ class Layers:
             seq_lens=torch.full((batch,), CONTEXT, dtype=torch.int32, device=device),
             block_table=table,
             max_query=width,
-            max_kv=CONTEXT,
+            max_kv=CAPACITY,
             settled=True,
         )
         size = 1 + batch * pages, PAGE, KV_HEADS, SIZE

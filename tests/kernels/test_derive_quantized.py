@@ -94,6 +94,19 @@ def test_a_ring_is_cut_so_that_a_launch_takes_it(n, k):
             assert shared_bytes(H200, "linear_parts", config, RING) <= H200.shared_bytes
 
 
+@pytest.mark.parametrize(("rows", "k", "half"), [(6144, 4096, 64), (3072, 2048, 32), (4608, 3584, 64), (96, 1024, 8)])
+@pytest.mark.parametrize("tokens", [4, 8, 16])
+def test_a_ring_that_turns_is_cut_so_that_a_launch_takes_it(tokens, rows, k, half):
+    found = candidates(H200, "linear_rope", m=tokens, n=rows, k=k, half=half, stored=RING)
+    assert found
+    for config in found:
+        assert (config.descriptor, config.block_n, config.split, config.block_k) == (STREAMED, 8, 1, k)
+        assert config.each % 8 == half % 8 == 0
+        assert -(-rows // (2 * config.each)) <= 3 * H200.processors
+        assert shared_bytes(H200, "linear_rope", config, RING) <= H200.shared_bytes
+    assert not candidates(H200, "linear_rope", m=tokens, n=rows, k=k, half=12, stored=RING)
+
+
 IN_LAYERS = json.loads((Path(__file__).resolve().parents[1] / "data" / "quantized_layers.json").read_text())
 """Microseconds of a layer, by device, sequences x new tokens and product, behind that product's configuration; 2026-11-25. Of
 the H100 only what was fastest, and what had been derived until then, was written down.

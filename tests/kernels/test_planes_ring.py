@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from kernels.test_numerics import close
-from outrider.device import KernelSet
+from outrider.device import KernelSet, RotaryArgs
 from outrider_triton import streamed
 from outrider_triton.facts import facts_of
 from outrider_triton.jit import planes_ring
-from outrider_triton.planes_ops import DIGITS, in_planes, room
+from outrider_triton.planes_ops import DIGITS, digits_of, in_planes, room
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import STREAMED, MatmulConfig
 from outrider_tune.quantized import random_format, random_quantized
@@ -75,6 +75,80 @@ def test_a_cut_that_cannot_be_is_refused(config):
     weight, x = weight_of(64, 1024, torch.device("cpu")), torch.zeros(10, 1024, dtype=torch.int8)
     with pytest.raises(RuntimeError, match="can't be cut up"):
         streamed.multiply_planes(x, x, weight.data, weight.scales, None, x, MatmulConfig(*config), True)
+
+
+TURNING = [[4, 8, 1024, 1, 8, 2, 512, STREAMED, 24], [8, 8, 1024, 1, 4, 3, 256, STREAMED, 40]]
+
+
+@pytest.mark.parametrize("config", TURNING, ids=str)
+def test_what_turns_goes_where_the_kernel_has_it(config, monkeypatch):
+    said = {}
+
+    def launched(kernel, grid, *arguments, pdl, warps, maxnreg, **settings):
+        said.update(dict(zip(kernel.arg_names, arguments, strict=False)), PDL=pdl, grid=grid, **settings)
+
+    monkeypatch.setattr(streamed, "launch", launched)
+    heads, kv_heads, size, m = 6, 2, 64, 3
+    rows, rotary, q = turned_operands(heads, kv_heads, size, m, torch.device("cpu"), torch.bfloat16)
+    weight = weight_of((heads + 2 * kv_heads) * size, 1024, torch.device("cpu"))
+    made = MatmulConfig(*config)
+    streamed.rope_write_cache_planes(*digits_of(rows, 1024), weight.data, weight.scales, None, rotary, q, made, True)
+    assert set(said) - {"grid"} == set(planes_ring.streamed_planes.arg_names)
+    assert said["grid"] == (-(-320 // made.each), 1)
+    assert (said["HALF"], said["TILES"], said["heads"], said["kv_heads"]) == (32, -(-made.each // 32), heads, kv_heads)
+    assert [said[name] for name in ("cos", "sin", "k_cache", "v_cache", "slots")] == list(rotary)
+    assert (said["angles_token"], said["cache_slot"], said["cache_head"]) == (size, kv_heads * size, size)
+    assert said["out"] is q
+    assert said["w"].block_shape == [8, made.ahead // 2]
+
+
+def turned_operands(heads, kv_heads, size, m, device, dtype):
+    """Rows in digits, angles, caches and slots, and where queries go."""
+    rows = in_planes(torch.randn(m, 1024, device=device).to(dtype), False, DIGITS)
+    angles = (torch.rand(m, size, device=device).to(dtype) for _ in range(2))
+    caches = (torch.zeros(2, 16, kv_heads, size, dtype=dtype, device=device) for _ in range(2))
+    q = torch.empty(m, heads, size, dtype=dtype, device=device)
+    return rows, (*angles, *caches, torch.arange(m, device=device) + 7), q
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ([8, 16, 1024, 1, 4, 3, 256, STREAMED, 32], 64),  # boxes of as many rows as others have
+        ([8, 8, 512, 2, 4, 3, 256, STREAMED, 32], 64),  # in parts
+        ([8, 8, 1024, 1, 4, 3, 256, STREAMED, 32], 24),  # a box would lie in two heads
+    ],
+    ids=str,
+)
+def test_a_cut_that_cannot_turn_is_refused(config, size):
+    rows, rotary, q = turned_operands(4, 2, size, 3, torch.device("cpu"), torch.bfloat16)
+    weight = weight_of(8 * size, 1024, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="can't be cut up"):
+        streamed.rope_write_cache_planes(
+            *digits_of(rows, 1024), weight.data, weight.scales, None, rotary, q, MatmulConfig(*config), True
+        )
+
+
+@pytest.mark.parametrize("config", TURNING, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 64), (5, 1, 128), (3, 3, 16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_and_keys_turn(dtype, heads, kv_heads, size, config, device):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("not run: it takes a device of compute capability 9, and TRITON_INTERPRET=0")
+    weight = weight_of((heads + 2 * kv_heads) * size, 1024, device)
+    bias = torch.randn(weight.shape[0], device=device).to(dtype)
+    _, rotary, _ = turned_operands(heads, kv_heads, size, 3, device, dtype)
+    x = torch.randn(3, 1024, device=device).to(dtype)
+    q = torch.ops.outrider.rope_write_cache.triton_linear_planes(
+        in_planes(x, True, DIGITS), weight.data, weight.scales, bias, dtype, *rotary, config, True
+    )
+    angles, caches, slots = rotary[:2], rotary[2:4], rotary[4]
+    wide = RotaryArgs(*(each.double() for each in angles), *(torch.zeros_like(each).double() for each in caches), slots)
+    turned, keys, values = wide.split(KernelSet().linear_quantized(x.double(), weight, bias.double()))
+    KernelSet().rope_write_cache(turned, keys, values, *wide)
+    close(q, turned.cpu(), dtype)
+    for made, wanted in zip(caches, (wide.k_cache, wide.v_cache), strict=True):
+        close(made, wanted.cpu(), dtype)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -1,4 +1,4 @@
-"""Products in e4m3 through rings: what is launched, and that it is known beforehand.
+"""Quantised products through rings: what is launched, and that it is known beforehand.
 
 The kernels are in Gluon, which the interpreter doesn't know; they are compiled in ``test_compile.py``, and held against the
 reference on a device by ``quantized_on_device.py``.
@@ -191,6 +191,38 @@ def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched
     assert by_name["join_splits"] >= 3
     assert by_name["streamed_planes"] >= 2
     assert by_name["lay_in_planes"]
+
+
+@pytest.fixture
+def four_bits(monkeypatch):
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)  # nothing runs, and the interpreter has no such product
+    way, shapes = RandomFormat(format="int4", columns=128), {"down": (HIDDEN, INNER), "turned": (TURNED, HIDDEN)}
+    return {name: random_quantized(way, *shape, device=torch.device("cpu")) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(("m", "turned"), [(1, True), (4, True), (5, True), (16, True), (17, False), (64, False)])
+def test_queries_and_keys_of_four_bits_turn_in_the_ring(m, turned, launched, kernels, four_bits):
+    assert turns(kernels, four_bits, m).shape == (m, HEADS, SIZE)
+    names = [name for name, _, _ in launched]
+    if turned:
+        assert names == ["silu_mul", "streamed_planes", "add_rms_norm", "streamed_planes"]
+    else:
+        assert names == ["silu_mul", "linear_planes", "add_rms_norm", "linear_planes", "add_parts_rope_write_cache"]
+    halves = [dict(settings)["HALF"] for name, _, (_, _, settings) in launched if name == "streamed_planes"]
+    assert halves == ([0, SIZE // 2] if turned else [])
+
+
+def test_every_variant_that_turns_is_compiled_beforehand(launched, kernels, four_bits):
+    with kernels.every_variant():
+        turns(kernels, four_bits, 40)
+    names = {"streamed_planes", "add_parts_rope_write_cache", "linear_planes", "add_rms_norm", "silu_mul"}
+    known = {(name, variant) for name, _, variant in launched if name in names}
+    launched.clear()
+    for m in range(1, 65):
+        turns(kernels, four_bits, m)
+    served = Counter((name, variant) for name, _, variant in launched if name in names)
+    assert set(served) <= known
+    assert {name for name, _ in served} == names
 
 
 @pytest.mark.parametrize("other", ["groups", "another device", "columns in no units"])

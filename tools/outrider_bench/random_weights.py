@@ -174,7 +174,9 @@ def _draw(
         if quantization is not None and quantization.takes(target):
             rows, columns = target.shape
             way = random_format(quantization.name)
-            weights[target.name] = random_quantized(way, rows, columns, device=device, generator=generator)
+            weights[target.name] = random_quantized(
+                way, rows, columns, device=device, generator=generator, scales_dtype=dtype
+            )
             continue
         weight = torch.empty(target.shape, dtype=dtype, device=device)
         weights[target.name] = (

@@ -1,8 +1,9 @@
 """Products with weights of four bits, in planes as :mod:`outrider_triton.jit.planes`, whose weight comes through a ring.
 
-One warp has the copy engine fill a ring of tiles of the weight before the wait for the kernel ahead, and bring the tokens
-behind it, which stay. One or two groups of four warps take units by turns: a unit is 64 rows and some groups of 128
-columns with a scale each. Bytes go from the tile to registers, become numbers there, and the matrix unit takes them from
+One warp has the copy engine fill a ring of tiles of the weight before the wait for the kernel ahead: some tiles at a time,
+since what that kernel reads would come behind all that was asked for. Others have it bring the tokens after the wait, which
+stay. One or two groups of four warps take units by turns: a unit is 64 rows and some groups of 128 columns with a scale
+each. Bytes go from the tile to registers, become numbers there, and the matrix unit takes them from
 there, with the tokens from shared memory. So a place in the ring is free again as soon as its bytes are in registers. While
 one group of columns is multiplied, the next one's numbers are made.
 
@@ -12,6 +13,9 @@ a token is a whole multiple of a grain, in two digits of a byte each, which are 
 (:func:`outrider_triton.jit.planes.keep_in_planes`). Sums of 128 products are exact.
 
 Scales are read before the wait, too, and lie in shared memory with the rows of a column beside each other.
+
+Rows of queries and keys are turned in pairs, which lie half a head apart. A tile has eight low rows and the eight high ones
+of the same pairs by turns: a thread has both of a pair, as the matrix unit leaves its rows.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from outrider_triton.jit.dependent import let_next_start, wait_for_last
+from outrider_triton.jit.fused import write_rotated
 from outrider_triton.jit.planes import bytes_of_half
 
 ROWS = gl.constexpr(64)
@@ -35,56 +40,86 @@ _GROUP = gl.constexpr(128)
 """Columns that may have a scale of their own: those that are laid out in planes together."""
 _HELD = gl.constexpr(64)
 """Bytes that they are in a row of a tile."""
+_AT_ONCE = gl.constexpr(48 << 10)
+"""Bytes that a program asks for at once while it fills its ring: as many as memory takes to answer at its full rate."""
+PAIRED = gl.constexpr(8)
+"""Low rows, and then high ones, that lie beside each other in a tile of pairs."""
 
 
 # -- what comes ----------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _expect_weights(come, left, BOX: gl.constexpr, WIDE: gl.constexpr):
-    for boxes in gl.static_range(1, ROWS // BOX):
+def _expect_weights(come, left, BOX: gl.constexpr, TALL: gl.constexpr, WIDE: gl.constexpr):
+    for boxes in gl.static_range(1, TALL // BOX):
         mbarrier.expect(come, boxes * BOX * WIDE, pred=(left > (boxes - 1) * BOX) & (left <= boxes * BOX))
-    mbarrier.expect(come, ROWS * WIDE, pred=left > ROWS - BOX)
+    mbarrier.expect(come, TALL * WIDE, pred=left > TALL - BOX)
 
 
 @gluon.jit
-def _bring_weights(w, wide, full, unit, each, steps):
+def _bring_weights(w, wide, full, unit, each, steps, HALF: gl.constexpr):
     """Unit u is columns u % steps of tile u // steps."""
     STAGES: gl.constexpr = wide.shape[0]
     BOX: gl.constexpr = w.block_type.shape[0]
     WIDE: gl.constexpr = w.block_type.shape[1]
+    TALL: gl.constexpr = ROWS // 2 if HALF > 0 else ROWS
     come = full.index(unit % STAGES)
     tile = wide.index(unit % STAGES)
-    before = unit // steps * ROWS
+    before = unit // steps * TALL
     left = each - before
     column = (gl.program_id(1) * steps + unit % steps) * WIDE
-    _expect_weights(come, left, BOX, WIDE)
-    for box in gl.static_range(ROWS // BOX):
+    _expect_weights(come, left, BOX, TALL, WIDE * (ROWS // TALL))
+    for box in gl.static_range(TALL // BOX):
+        there = left > box * BOX
         row = gl.program_id(0) * each + before + box * BOX
-        tma.async_copy_global_to_shared(w, [row, column], come, tile.slice(box * BOX, BOX, 0), pred=left > box * BOX)
+        if HALF > 0:
+            row += row // HALF * HALF
+            tma.async_copy_global_to_shared(w, [row, column], come, tile.slice(2 * box * BOX, BOX, 0), pred=there)
+            high = tile.slice((2 * box + 1) * BOX, BOX, 0)
+            tma.async_copy_global_to_shared(w, [row + HALF, column], come, high, pred=there)
+        else:
+            tma.async_copy_global_to_shared(w, [row, column], come, tile.slice(box * BOX, BOX, 0), pred=there)
 
 
 @gluon.jit
-def _bring(x, w, ring, each, steps, PDL: gl.constexpr):
-    """The warp that brings everything; it begins late (:func:`outrider_triton.jit.dependent.begin_late`)."""
-    wide, tokens, full, empty, have = ring
+def _bring(w, ring, each, steps, TILES: gl.constexpr, HALF: gl.constexpr):
+    """The warp that brings the weight, which no kernel writes."""
+    wide, _, full, empty, _ = ring
     STAGES: gl.constexpr = wide.shape[0]
-    units = gl.cdiv(each, ROWS) * steps
-    first = gl.minimum(units, STAGES)
-    for unit in range(first):
-        _bring_weights(w, wide, full, unit, each, steps)
-    wait_for_last(PDL)
-    let_next_start(PDL)
-    for step in range(steps):
-        mbarrier.expect(have.index(step), x.block_type.shape[0] * x.block_type.shape[1])
-        column = (gl.program_id(1) * steps + step) * x.block_type.shape[1]
-        tma.async_copy_global_to_shared(x, [0, column], have.index(step), tokens.index(step))
+    SOME: gl.constexpr = _AT_ONCE // (ROWS * w.block_type.shape[1])
+    units = TILES * steps
+    for unit in range(gl.minimum(units, STAGES)):
+        mbarrier.wait(full.index(gl.maximum(unit - SOME, 0)), 0, pred=unit >= SOME)
+        _bring_weights(w, wide, full, unit, each, steps, HALF)
     for unit in range(STAGES, units):
         mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES - 1) & 1)
-        _bring_weights(w, wide, full, unit, each, steps)
+        _bring_weights(w, wide, full, unit, each, steps, HALF)
+
+
+@gluon.jit
+def _bring_tokens(x, ring, STEPS: gl.constexpr):
+    """All of the program's columns; behind the wait."""
+    _, tokens, _, _, have = ring
+    WIDE: gl.constexpr = x.block_type.shape[1]
+    for step in range(STEPS):
+        mbarrier.expect(have.index(step), x.block_type.shape[0] * WIDE)
+        column = (gl.program_id(1) * STEPS + step) * WIDE
+        tma.async_copy_global_to_shared(x, [0, column], have.index(step), tokens.index(step))
 
 
 # -- products ------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _row_of(place, tile, each, HALF: gl.constexpr):
+    """Of ``place`` in the program's ``tile``: the row of the weight, and whether it is the program's."""
+    if HALF > 0:
+        own = tile * (ROWS // 2) + place // (2 * PAIRED) * PAIRED + place % PAIRED
+        pair = gl.program_id(0) * each + own
+        return pair + pair // HALF * HALF + place // PAIRED % 2 * HALF, own < each
+    else:
+        own = tile * ROWS + place
+        return gl.program_id(0) * each + own, own < each
 
 
 @gluon.jit
@@ -175,17 +210,17 @@ def _product(
 
 
 @gluon.jit
-def _read_scales(scales, to, n, groups, each, OWN: gl.constexpr, TILES: gl.constexpr):
+def _read_scales(scales, to, n, groups, each, OWN: gl.constexpr, TILES: gl.constexpr, HALF: gl.constexpr):
     """Scales of all the program's tiles, turned, to shared memory."""
     COUNT: gl.constexpr = to.shape[0] // next_power_of_2(TILES)
     BESIDE: gl.constexpr = 8 if COUNT > 8 else COUNT
     ACROSS: gl.constexpr = 8 if COUNT // BESIDE > 8 else COUNT // BESIDE
     layout: gl.constexpr = gl.BlockedLayout([BESIDE, 1], [ACROSS, 32 // ACROSS], [1, 4], [0, 1])
     place = gl.arange(0, to.shape[0], gl.SliceLayout(1, layout))[:, None]
-    own = place // COUNT * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, layout))[None, :]
+    inside = gl.arange(0, ROWS, gl.SliceLayout(0, layout))[None, :]
     group = place % COUNT
-    row = gl.program_id(0) * each + own
-    mine = (own < each) & (row < n) & (group < OWN)
+    row, own = _row_of(inside, place // COUNT, each, HALF)
+    mine = own & (row < n) & (group < OWN)
     to.store(gl.load(scales + row * groups + gl.program_id(1) * OWN + group, mask=mine, other=0.0))
 
 
@@ -200,8 +235,18 @@ def _read_grains(grains, to, m, stride, OWN: gl.constexpr):
 
 
 @gluon.jit
+def _halves(total):
+    """The low and the high rows of a tile of pairs, each [32, tokens]."""
+    TOKENS: gl.constexpr = total.shape[1]
+    low, high = gl.split(total.reshape((ROWS // (2 * PAIRED), 2, PAIRED, TOKENS)).permute((0, 2, 3, 1)))
+    return low.reshape((ROWS // 2, TOKENS)), high.reshape((ROWS // 2, TOKENS))
+
+
+@gluon.jit
 def _store(
+    x,
     own,
+    rotary,
     ring,
     factors,
     held_grains,
@@ -211,32 +256,86 @@ def _store(
     GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     TILES: gl.constexpr,
+    HALF: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The first group of warps: it adds the second one's sums to its own, and stores them."""
+    """The first group of warps: it adds the second one's sums to its own, and stores them, turned or not. It begins late
+    (:func:`outrider_triton.jit.dependent.begin_late`).
+    """
     grains, scales, bias, out, m, n, groups, stride, each = own
     OWN: gl.constexpr = STEPS * ring[1].shape[2] // _GROUP
-    _read_scales(scales, factors, n, groups, each, OWN, TILES)
+    _read_scales(scales, factors, n, groups, each, OWN, TILES, HALF)
     if GROUPS > 1:
         other, come, taken = others
     wait_for_last(PDL)
+    let_next_start(PDL)
+    _bring_tokens(x, ring, STEPS)
     _read_grains(grains, held_grains, m, stride, OWN)
     if GROUPS > 1:
         mbarrier.arrive(known, count=1)
+    # Where the matrix unit leaves rows and tokens, and pairs of rows.
+    DIGITS: gl.constexpr = ring[1].shape[1]
+    TOKENS: gl.constexpr = DIGITS // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIGITS, 32])
+    like, _ = _digits(gl.zeros([ROWS, DIGITS], gl.float32, layout))
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, like.type.layout))
+    place = gl.arange(0, ROWS, gl.SliceLayout(1, like.type.layout))
+    if HALF > 0:
+        cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head = rotary
+        half, _ = _halves(like)
+        pairs: gl.constexpr = half.type.layout
+        turned = gl.arange(0, TOKENS, gl.SliceLayout(0, pairs))
+        slot = gl.load(slots + turned, mask=turned < m, other=0)
     for tile in range(TILES):
+        if HALF > 0:  # what is needed behind the product, on its way before it
+            inside = tile * (ROWS // 2) + gl.arange(0, ROWS // 2, gl.SliceLayout(1, pairs))
+            pair = gl.program_id(0) * each + inside
+            head = pair // HALF
+            lane = pair % HALF
+            mine = (inside < each) & (head < heads + 2 * kv_heads)
+            real = (turned < m)[None, :] & mine[:, None]
+            angle = turned.to(gl.int64)[None, :] * angles_token + lane[:, None]
+            turns = real & (head < heads + kv_heads)[:, None]
+            cos_low = gl.load(cos + angle, mask=turns, other=1.0)
+            sin_low = gl.load(sin + angle, mask=turns, other=0.0)
+            cos_high = gl.load(cos + angle + HALF, mask=turns, other=1.0)
+            sin_high = gl.load(sin + angle + HALF, mask=turns, other=0.0)
         total = _product(ring, factors, held_grains, tile, 0, GROUPS, STEPS, TILES)
-        token = gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
-        inside = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
-        row = gl.program_id(0) * each + inside
-        mine = (inside < each) & (row < n)
+        row, is_own = _row_of(place, tile, each, HALF)
+        is_own = is_own & (row < n)
         if GROUPS > 1:
             mbarrier.wait(come, tile & 1)
             total += other.load(total.type.layout)
             mbarrier.arrive(taken, count=1)
         if HAS_BIAS:
-            total += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
-        place = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
-        gl.store(place + row[:, None], total.to(out.dtype.element_ty), mask=(token < m)[None, :] & mine[:, None])
+            total += gl.load(bias + row, mask=is_own, other=0.0).to(gl.float32)[:, None]
+        if HALF > 0:
+            # Rounded where the reference rounds: after the product and after the turn.
+            low, high = _halves(total.to(out.dtype.element_ty))
+            write_rotated(
+                low,
+                high,
+                cos_low,
+                sin_low,
+                cos_high,
+                sin_high,
+                out,
+                k_cache,
+                v_cache,
+                slot,
+                turned,
+                head,
+                lane,
+                heads,
+                kv_heads,
+                cache_slot,
+                cache_head,
+                real,
+                HALF,
+            )
+        else:
+            there = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n + row[:, None]
+            gl.store(there, total.to(out.dtype.element_ty), mask=(token < m)[None, :] & is_own[:, None])
 
 
 @gluon.jit
@@ -265,10 +364,21 @@ def streamed_planes(
     stride,
     each,
     steps,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    slots,
+    heads,
+    kv_heads,
+    angles_token,
+    cache_slot,
+    cache_head,
     HAS_BIAS: gl.constexpr,
     GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     TILES: gl.constexpr,
+    HALF: gl.constexpr,
     BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
     MOST: gl.constexpr,
@@ -280,6 +390,9 @@ def streamed_planes(
     A program has ``each`` rows, TILES tiles of them, and STEPS units of columns. ``w``: int8 [n, k / 2], in boxes of rows;
     ``x``: int8 [2 m, k], tokens in two digits; ``grains``: theirs, in rows ``stride`` apart.
     GROUPS: groups of four warps that multiply, the second with MOST registers.
+    HALF: of a head, 0: rows are stored as they are. Else ``each`` counts pairs of rows HALF apart, in boxes of PAIRED; the
+    product isn't split; queries go to ``out``, keys and values to the slots, as
+    :func:`outrider_triton.jit.fused.linear_rope_write_cache` has them.
     """
     wide = gl.allocate_shared_memory(w.dtype, [STAGES, ROWS, w.block_type.shape[1]], w.layout)
     tokens = gl.allocate_shared_memory(x.dtype, [STEPS, 2 * BLOCK_M, x.block_type.shape[1]], x.layout)
@@ -310,12 +423,16 @@ def streamed_planes(
     else:
         others = known  # of no use
     own = grains, scales, bias, out, m, n, groups, stride, each
+    rotary = cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head
     if GROUPS > 1:
         gl.warp_specialize(
             [
-                (_store, (own, ring, factors, held_grains, known, others, HAS_BIAS, GROUPS, STEPS, TILES, PDL)),
+                (
+                    _store,
+                    (x, own, rotary, ring, factors, held_grains, known, others, HAS_BIAS, GROUPS, STEPS, TILES, HALF, PDL),
+                ),
                 (_help, (ring, factors, held_grains, known, others, GROUPS, STEPS, TILES)),
-                (_bring, (x, w, ring, each, steps, PDL)),
+                (_bring, (w, ring, each, steps, TILES, HALF)),
             ],
             [4, 1],
             [MOST, 24],
@@ -323,8 +440,11 @@ def streamed_planes(
     else:
         gl.warp_specialize(
             [
-                (_store, (own, ring, factors, held_grains, known, others, HAS_BIAS, GROUPS, STEPS, TILES, PDL)),
-                (_bring, (x, w, ring, each, steps, PDL)),
+                (
+                    _store,
+                    (x, own, rotary, ring, factors, held_grains, known, others, HAS_BIAS, GROUPS, STEPS, TILES, HALF, PDL),
+                ),
+                (_bring, (w, ring, each, steps, TILES, HALF)),
             ],
             [1],
             [24],

@@ -1,13 +1,16 @@
 """Rings of tiles for skinny matrix products, where a copy engine fills shared memory and the matrix unit reads it (Hopper).
 
-One warp does nothing but have the copy engine fill a ring of tiles in shared memory, weights before the wait for the kernel
-ahead and tokens behind it; four others multiply what has come. So a program that waits has its ring full when it may begin,
-and none of its loads takes a thread's time. A program has ``each`` *pairs* of rows of the weight, which lie ``half`` rows
-apart: a tile is 32 pairs, all low rows and then all high ones, which is as tall as the matrix unit takes it. Pairs are gate
-and up, or what turns together, or just two halves of 64 rows. FOLD: a pair is one row, the first and the second half of its
-columns, with the tokens' first and second half beside each other as well; of what comes out, the low rows count with the
-first half and the high ones with the second. So 32 rows fill a tile. Rows come in boxes, the block of the weight's
-descriptor, so that a program's share needn't be whole tiles; what isn't loaded is multiplied as it lies there and not stored.
+One warp does nothing but have the copy engine fill a ring with tiles of the weight, before the wait for the kernel ahead as
+well; another one does so with tokens, behind it; four others multiply what has come. So a program that waits has its ring
+full when it may begin, and none of its loads takes a thread's time. Before the wait it asks for some tiles at a time: what
+the kernels ahead read would come behind all that was asked for.
+
+A program has ``each`` *pairs* of rows of the weight, which lie ``half`` rows apart: a tile is 32 pairs, all low rows and then
+all high ones, which is as tall as the matrix unit takes it. Pairs are gate and up, or what turns together, or just two
+halves of 64 rows. FOLD: a pair is one row, the first and the second half of its columns, with the tokens' first and second
+half beside each other as well; of what comes out, the low rows count with the first half and the high ones with the second.
+So 32 rows fill a tile. Rows come in boxes, the block of the weight's descriptor, so that a program's share needn't be whole
+tiles; what isn't loaded is multiplied as it lies there and not stored.
 
 In Gluon, Triton's language for what Triton itself decides otherwise: layouts, copies, and who waits for whom.
 """
@@ -22,6 +25,8 @@ from outrider_triton.jit.dependent import let_next_start, wait_for_last
 
 PAIRS = gl.constexpr(32)
 """Pairs of rows of a tile."""
+AT_ONCE = gl.constexpr(48 << 10)
+"""Bytes that a program asks for at once while it fills its ring: as many as memory takes to answer at its full rate."""
 
 
 # -- the ring ------------------------------------------------------------------------------------------------------
@@ -29,26 +34,30 @@ PAIRS = gl.constexpr(32)
 
 @gluon.jit
 def make_ring(x, w, FOLD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
-    """Tiles of weights and of tokens, and for each place in the ring whether it has come and whether it's used up."""
+    """Tiles of weights and of tokens, and for each place in the ring whether it's full, whether it's used up, and whether its
+    tokens have come.
+    """
     WIDTH: gl.constexpr = 2 * BLOCK_M if FOLD else BLOCK_M
     wide = gl.allocate_shared_memory(w.dtype, [STAGES, 2 * PAIRS, BLOCK_K], w.layout)
     narrow = gl.allocate_shared_memory(x.dtype, [STAGES, WIDTH, BLOCK_K], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    have = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
         mbarrier.init(full.index(place), count=1)
         mbarrier.init(empty.index(place), count=1)
-    return wide, narrow, full, empty
+        mbarrier.init(have.index(place), count=1)
+    return wide, narrow, full, empty, have
 
 
 @gluon.jit
-def _bring_weights(w, wide, full, unit, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr, WIDTH: gl.constexpr):
-    """Unit u is columns u % STEPS of tile u // STEPS. Says, too, how many bytes are to come, tokens included."""
+def _weights_of(w, wide, full, unit, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr):
+    """Unit u is columns u % STEPS of tile u // STEPS."""
     STAGES: gl.constexpr = wide.shape[0]
     BLOCK_K: gl.constexpr = wide.shape[2]
     BOX: gl.constexpr = w.block_type.shape[0]
     BOXES: gl.constexpr = PAIRS // BOX
-    BYTES: gl.constexpr = BLOCK_K * w.dtype.primitive_bitwidth // 8  # of a row of either operand
+    BYTES: gl.constexpr = BLOCK_K * w.dtype.primitive_bitwidth // 8  # of a row
     come = full.index(unit % STAGES)
     tile = wide.index(unit % STAGES)
     before = unit // STEPS * PAIRS
@@ -56,8 +65,8 @@ def _bring_weights(w, wide, full, unit, each, half, FOLD: gl.constexpr, STEPS: g
     left = each - before
     for boxes in gl.static_range(1, BOXES):
         some = (left > (boxes - 1) * BOX) & (left <= boxes * BOX)
-        mbarrier.expect(come, (2 * boxes * BOX + WIDTH) * BYTES, pred=some)
-    mbarrier.expect(come, (2 * PAIRS + WIDTH) * BYTES, pred=left > PAIRS - BOX)
+        mbarrier.expect(come, 2 * boxes * BOX * BYTES, pred=some)
+    mbarrier.expect(come, 2 * PAIRS * BYTES, pred=left > PAIRS - BOX)
     for box in gl.static_range(BOXES):
         pair = gl.program_id(0) * each + before + box * BOX
         if FOLD:
@@ -74,12 +83,14 @@ def _bring_weights(w, wide, full, unit, each, half, FOLD: gl.constexpr, STEPS: g
 
 
 @gluon.jit
-def _bring_tokens(x, narrow, full, unit, FOLD: gl.constexpr, STEPS: gl.constexpr):
+def _tokens_of(x, narrow, have, unit, FOLD: gl.constexpr, STEPS: gl.constexpr):
     STAGES: gl.constexpr = narrow.shape[0]
+    WIDTH: gl.constexpr = narrow.shape[1]
     BLOCK_K: gl.constexpr = narrow.shape[2]
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
-    come = full.index(unit % STAGES)
+    come = have.index(unit % STAGES)
     tile = narrow.index(unit % STAGES)
+    mbarrier.expect(come, WIDTH * BLOCK_K * x.dtype.primitive_bitwidth // 8)
     token = gl.program_id(2) * BLOCK_M
     column = (gl.program_id(1) * STEPS + unit % STEPS) * BLOCK_K
     if FOLD:
@@ -90,40 +101,50 @@ def _bring_tokens(x, narrow, full, unit, FOLD: gl.constexpr, STEPS: gl.constexpr
 
 
 @gluon.jit
-def bring(x, w, ring, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr):
-    """The warp that brings everything. LATE: see :func:`outrider_triton.jit.dependent.begin_late`."""
-    wide, narrow, full, empty = ring
-    STAGES: gl.constexpr = narrow.shape[0]
-    WIDTH: gl.constexpr = narrow.shape[1]
+def bring_weights(w, ring, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr):
+    """The warp that brings the weight, which no kernel writes."""
+    wide, _, full, empty, _ = ring
+    STAGES: gl.constexpr = wide.shape[0]
+    SOME: gl.constexpr = AT_ONCE * 8 // (2 * PAIRS * wide.shape[2] * w.dtype.primitive_bitwidth)
     units = gl.cdiv(each, PAIRS) * STEPS
-    first = gl.minimum(units, STAGES)
-    for unit in range(first):
-        _bring_weights(w, wide, full, unit, each, half, FOLD, STEPS, WIDTH)
+    for unit in range(gl.minimum(units, STAGES)):
+        mbarrier.wait(full.index(gl.maximum(unit - SOME, 0)), 0, pred=unit >= SOME)
+        _weights_of(w, wide, full, unit, each, half, FOLD, STEPS)
+    for unit in range(STAGES, units):
+        mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES - 1) & 1)
+        _weights_of(w, wide, full, unit, each, half, FOLD, STEPS)
+
+
+@gluon.jit
+def bring_tokens(x, ring, each, FOLD: gl.constexpr, STEPS: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr):
+    """The warp that brings tokens. LATE: see :func:`outrider_triton.jit.dependent.begin_late`."""
+    _, narrow, _, empty, have = ring
+    STAGES: gl.constexpr = narrow.shape[0]
+    units = gl.cdiv(each, PAIRS) * STEPS
     if not LATE:
         let_next_start(PDL)
     wait_for_last(PDL)
     if LATE:
         let_next_start(PDL)
-    for unit in range(first):
-        _bring_tokens(x, narrow, full, unit, FOLD, STEPS)
-    for unit in range(STAGES, units):
-        mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES - 1) & 1)
-        _bring_weights(w, wide, full, unit, each, half, FOLD, STEPS, WIDTH)
-        _bring_tokens(x, narrow, full, unit, FOLD, STEPS)
+    for unit in range(units):
+        mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES + 1) & 1, pred=unit >= STAGES)
+        _tokens_of(x, narrow, have, unit, FOLD, STEPS)
 
 
 @gluon.jit
 def _sum_of_parts(ring, tile, total, STEPS: gl.constexpr):
     """:func:`_product` where the unit adds up with few bits: the columns of a place by themselves, two places at a time."""
-    wide, narrow, full, empty = ring
+    wide, narrow, full, empty, have = ring
     STAGES: gl.constexpr = narrow.shape[0]
     begins = tile * STEPS
     for pair in range(STEPS // 2):
         unit = begins + 2 * pair
         one = unit % STAGES
         two = (unit + 1) % STAGES
+        mbarrier.wait(have.index(one), unit // STAGES & 1)
         mbarrier.wait(full.index(one), unit // STAGES & 1)
         first = warpgroup_mma(wide.index(one), narrow.index(one).permute((1, 0)), total, use_acc=False, is_async=True)
+        mbarrier.wait(have.index(two), (unit + 1) // STAGES & 1)
         mbarrier.wait(full.index(two), (unit + 1) // STAGES & 1)
         second = warpgroup_mma(wide.index(two), narrow.index(two).permute((1, 0)), total, use_acc=False, is_async=True)
         first = warpgroup_mma_wait(1, deps=[first])
@@ -134,6 +155,7 @@ def _sum_of_parts(ring, tile, total, STEPS: gl.constexpr):
     if STEPS % 2:
         unit = begins + STEPS - 1
         last = unit % STAGES
+        mbarrier.wait(have.index(last), unit // STAGES & 1)
         mbarrier.wait(full.index(last), unit // STAGES & 1)
         rest = warpgroup_mma(wide.index(last), narrow.index(last).permute((1, 0)), total, use_acc=False, is_async=True)
         total += warpgroup_mma_wait(0, deps=[rest])
@@ -146,7 +168,7 @@ def _product(ring, tile, STEPS: gl.constexpr):
     """The program's ``tile``, [2 PAIRS, tokens] in float32, low rows first. One product is under way while the next begins,
     so the ring has to have two places at least.
     """
-    wide, narrow, full, empty = ring
+    wide, narrow, full, empty, have = ring
     STAGES: gl.constexpr = narrow.shape[0]
     WIDTH: gl.constexpr = narrow.shape[1]
     BITS: gl.constexpr = wide.dtype.primitive_bitwidth
@@ -157,6 +179,7 @@ def _product(ring, tile, STEPS: gl.constexpr):
     else:
         for unit in range(tile * STEPS, (tile + 1) * STEPS):
             place = unit % STAGES
+            mbarrier.wait(have.index(place), unit // STAGES & 1)
             mbarrier.wait(full.index(place), unit // STAGES & 1)
             total = warpgroup_mma(wide.index(place), narrow.index(place).permute((1, 0)), total, is_async=True)
             total = warpgroup_mma_wait(1, deps=[total])

@@ -12,7 +12,16 @@ from triton.experimental.gluon import language as gl
 from outrider_triton.jit.dependent import fetch, wait_for_last
 from outrider_triton.jit.fused import write_rotated
 from outrider_triton.jit.matmul import gated
-from outrider_triton.jit.ring import PAIRS, bring, halves_of, make_buffer, make_ring, scale_of, squares_of
+from outrider_triton.jit.ring import (
+    PAIRS,
+    bring_tokens,
+    bring_weights,
+    halves_of,
+    make_buffer,
+    make_ring,
+    scale_of,
+    squares_of,
+)
 
 _LAYOUT = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1]))
 """Of a tile of results [pairs, tokens]."""
@@ -100,10 +109,11 @@ def streamed_linear(
     gl.warp_specialize(
         [
             (_store, (bias, x_scales, scales, out, m, n, each, ring, buffer, HAS_BIAS, ROWS, FOLD, STEPS, PDL)),
-            (bring, (x, w, ring, each, PAIRS, FOLD, STEPS, ROWS > 0, PDL)),
+            (bring_weights, (w, ring, each, PAIRS, FOLD, STEPS)),
+            (bring_tokens, (x, ring, each, FOLD, STEPS, ROWS > 0, PDL)),
         ],
-        [1],
-        [40],
+        [1, 1],
+        [40, 40],
     )
 
 
@@ -178,10 +188,11 @@ def streamed_linear_add(
                 _add,
                 (bias, residual, norm, scaled, squares, m, n, each, ring, buffer, HAS_BIAS, NORM, STEPS, PDL),
             ),
-            (bring, (x, w, ring, each, PAIRS, True, STEPS, False, PDL)),
+            (bring_weights, (w, ring, each, PAIRS, True, STEPS)),
+            (bring_tokens, (x, ring, each, True, STEPS, False, PDL)),
         ],
-        [1],
-        [40],
+        [1, 1],
+        [40, 40],
     )
 
 
@@ -306,10 +317,11 @@ def streamed_silu_mul(
                     PDL,
                 ),
             ),
-            (bring, (x, w, ring, each, n, False, STEPS, True, PDL)),
+            (bring_weights, (w, ring, each, n, False, STEPS)),
+            (bring_tokens, (x, ring, each, False, STEPS, True, PDL)),
         ],
-        [1],
-        [40],
+        [1, 1],
+        [40, 40],
     )
 
 
@@ -481,8 +493,9 @@ def streamed_rope_write_cache(
                     PDL,
                 ),
             ),
-            (bring, (x, w, ring, each, HALF, False, STEPS, ROWS > 0, PDL)),
+            (bring_weights, (w, ring, each, HALF, False, STEPS)),
+            (bring_tokens, (x, ring, each, False, STEPS, ROWS > 0, PDL)),
         ],
-        [1],
-        [40],
+        [1, 1],
+        [40, 40],
     )
