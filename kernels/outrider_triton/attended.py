@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, QuantizedProduct, QuantizedWeight
-from outrider_triton import ops as _ops  # noqa: F401  (registers the operators)
+from outrider_triton import attention_ops as _attention_ops  # noqa: F401  (registers the operators)
 from outrider_triton import variants
-from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
+from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs, reads_early
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.jit.planes import UNIT
 from outrider_triton.launch import ahead, power_of_two
@@ -176,8 +176,7 @@ class TritonAttention(TritonQuantized):
         metadata = call.metadata
         held = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         sizes = metadata.max_query, metadata.max_kv, call.scale, call.window
-        # What isn't split has many blocks, of which only the first would come earlier.
-        settled = self.pdl and metadata.settled and config[2] > 1
+        settled = self.pdl and metadata.settled and reads_early(config)
         return call.q, call.k_cache, call.v_cache, *held, *sizes, settled, config, self.pdl
 
     def _compile_attention(self, call: Prompts, planes: int) -> None:
@@ -206,5 +205,6 @@ def _planes(call: Prompts, way: Plan, config: MatmulConfig) -> int:
 
 
 def _heads(q: Tensor, k_cache: Tensor) -> Heads:
-    kv_heads = k_cache.shape[2]
-    return Heads(group=q.shape[1] // kv_heads, kv_heads=kv_heads, size=q.shape[2], bytes=q.dtype.itemsize)
+    page, kv_heads = k_cache.shape[1:3]
+    own = page if k_cache.dtype is q.dtype and k_cache.data_ptr() % 16 == 0 else 0
+    return Heads(group=q.shape[1] // kv_heads, kv_heads=kv_heads, size=q.shape[2], bytes=q.dtype.itemsize, page=own)

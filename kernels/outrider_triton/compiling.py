@@ -15,8 +15,10 @@ import torch
 from triton.errors import TritonError
 
 from outrider.device import DecoderShape
+from outrider_triton import attention_ops as _attention_ops  # noqa: F401
 from outrider_triton import fused_ops as _fused_ops  # noqa: F401  (these register the operators)
 from outrider_triton import ops as _ops  # noqa: F401
+from outrider_triton.derive_attention import reads_early
 from outrider_triton.launch import power_of_two
 from outrider_triton.table import STREAMED, Key, MatmulConfig
 from outrider_tune.chain import normal
@@ -95,7 +97,7 @@ def _attention(job: AttentionJob, device: torch.device, pdl: bool) -> None:
     cache = normal(device, 3, 16, shape.kv_heads, size)
     starts = torch.tensor([0, job.width], dtype=torch.int32, device=device)
     lens, table = starts[1:] + 8, torch.zeros(1, 48, dtype=torch.int32, device=device)
-    settled = pdl and config[2] > 1  # as in a layer behind the first
+    settled = pdl and reads_early(config)  # as in a layer behind the first
     for early in {settled, False}:
         torch.ops.outrider.paged_attention.triton(
             q, cache, cache, starts, lens, table, None, job.width, 32, 0.1, 0, early, config, pdl

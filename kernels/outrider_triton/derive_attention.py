@@ -8,6 +8,7 @@ end at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider_triton.facts import DeviceFacts
@@ -15,33 +16,46 @@ from outrider_triton.launch import power_of_two
 from outrider_triton.table import AttentionConfig
 
 _MOST_SPLITS = 16
+_RING = 96 << 10
+"""Bytes of keys and values that a ring holds: two programs fit beside each other."""
 _LONG = 16384
 """A capacity beyond which there may be twice as many splits: each costs a little, also where nothing is left for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
-    """What attention computes with: ``group`` query heads a key head, ``size`` numbers a head of ``bytes`` each."""
+    """What attention computes with: ``group`` query heads a key head, ``size`` numbers a head of ``bytes`` each; ``page``: so
+    many tokens, 0 where keys and values don't lie as a copy engine reads them, in the dtype of queries.
+    """
 
     group: int
     kv_heads: int
     size: int
     bytes: int
+    page: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionCut:
-    """A launch: rows and cached tokens of a block, splits, warps, stages."""
+    """A launch: rows and cached tokens of a block, splits, warps, stages, and whether these are of a ring."""
 
     block_rows: int
     block_kv: int
     split: int
     warps: int
     stages: int
+    ring: bool = False
 
     def as_list(self) -> list[int]:
         """As the operator takes it."""
-        return [self.block_rows, self.block_kv, self.split, self.warps, self.stages]
+        return [self.block_rows, self.block_kv, self.split, self.warps, self.stages, int(self.ring)]
+
+
+def reads_early(config: Sequence[int]) -> bool:
+    """Whether a launch that is cut up so reads before its wait what was settled long ago. What isn't split has many blocks,
+    of which only the first would come earlier; a ring has room for more.
+    """
+    return config[2] > 1 or bool(config[5])
 
 
 def attention_bytes(facts: DeviceFacts, heads: Heads, rows: int, block_kv: int) -> int:
@@ -51,6 +65,18 @@ def attention_bytes(facts: DeviceFacts, heads: Heads, rows: int, block_kv: int) 
     if facts.warpgroups and rows >= 64 and heads.bytes == 2:
         return 3 * tile + queries + 1024
     return tile + queries + rows * block_kv * heads.bytes + 1024
+
+
+def ring_bytes(heads: Heads, rows: int, block_kv: int, stages: int) -> int:
+    """Bytes of shared memory of a program of :mod:`outrider_triton.jit.attention_ring`, a few too many."""
+    tiles = stages * (2 * block_kv * heads.size * heads.bytes + 24)
+    return tiles + rows * heads.size * heads.bytes + block_kv * rows * heads.bytes + 1536
+
+
+def through_ring(facts: DeviceFacts, heads: Heads, rows: int) -> bool:
+    """Whether keys and values can come through a ring: boxes of eight rows of a page, or more, and of one head."""
+    pages = heads.page >= 8 and power_of_two(heads.page) == heads.page
+    return facts.rings and pages and heads.bytes == 2 and heads.size in (64, 128, 256) and rows <= 64
 
 
 def programs(heads: Heads, rows: int, batch: int, max_query: int) -> int:
@@ -67,6 +93,10 @@ def cut(
     """
     fewest = max(16, power_of_two(heads.group))
     rows = max(fewest, min(64, power_of_two(max_query * heads.group)))
+    if through_ring(facts, heads, rows) and (tuned is None or tuned.ring):
+        return _ring_cut(facts, heads, rows, batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned)
+    if tuned and tuned.ring:
+        tuned = None  # of another cache
     block = tuned.block_kv if tuned else 32 if heads.bytes > 2 else 64
     while attention_bytes(facts, heads, rows, block) > facts.shared_bytes and block > 16:
         block //= 2
@@ -80,6 +110,28 @@ def cut(
         split = max(split, _floor(max(1, min(tuned.split, max_kv // block))))
     stages = tuned.stages if tuned else 2 if heads.bytes > 2 or facts.capability == 0 else 3
     return AttentionCut(block_rows=rows, block_kv=block, split=split, warps=tuned.warps if tuned else 4, stages=stages)
+
+
+def _ring_cut(
+    facts: DeviceFacts,
+    heads: Heads,
+    rows: int,
+    *,
+    batch: int,
+    max_query: int,
+    max_kv: int,
+    tuned: AttentionConfig | None,
+) -> AttentionCut:
+    """A program a multiprocessor, where a sequence can be split: its ring keeps as much on its way as there is to be had."""
+    block = tuned.block_kv if tuned else 64
+    stages = tuned.stages if tuned else max(2, _RING // (2 * block * heads.size * heads.bytes))
+    while ring_bytes(heads, rows, block, stages) > facts.shared_bytes and stages > 1:
+        stages -= 1
+    most = _MOST_SPLITS if max_kv <= _LONG else 2 * _MOST_SPLITS
+    split = _floor(max(1, min(most, facts.processors // programs(heads, rows, batch, max_query), max_kv // block)))
+    if tuned:
+        split = max(split, _floor(max(1, min(tuned.split, max_kv // block))))
+    return AttentionCut(block_rows=rows, block_kv=block, split=split, warps=4, stages=stages, ring=True)
 
 
 def _floor(value: int) -> int:

@@ -198,7 +198,7 @@ def _launch_planes(
     launch(
         planes_ring.streamed_planes,
         (-(-n // (config.each * (2 if half else 1))), config.split),
-        *(_descriptor(x, 2 * config.block_m, columns), _descriptor(data.view(torch.int8), box, columns // 2)),
+        *(descriptor(x, 2 * config.block_m, columns), descriptor(data.view(torch.int8), box, columns // 2)),
         *(grains, scales, bias, out, m, n, scales.shape[1], grains.stride(0), config.each, steps, *rotary),
         HAS_BIAS=bias is not None,
         GROUPS=groups,
@@ -219,7 +219,8 @@ def _scaled(squares: Tensor | None, bias: Tensor | None) -> tuple[int, dict[str,
     return shares, {"HAS_BIAS": bias is not None, "SCALED": squares is not None, "SHARES": power_of_two(shares)}
 
 
-def _descriptor(rows: Tensor, count: int, columns: int) -> TensorDescriptor:
+def descriptor(rows: Tensor, count: int, columns: int) -> TensorDescriptor:
+    """Of ``rows``, in boxes of ``count`` rows and ``columns``, laid out in shared memory as the matrix unit reads them."""
     made = gl.NVMMASharedLayout.get_default_for([count, columns], _LAYOUTS[rows.dtype])
     return TensorDescriptor.from_tensor(rows, [count, columns], getattr(made, "value", made))  # a constexpr in some releases
 
@@ -248,7 +249,7 @@ def _launch(
     launch(
         kernel,
         (-(-pairs // config.each), config.split, -(-m // config.block_m)),
-        *(_descriptor(x, config.block_m, config.block_k), _descriptor(weight, box, config.block_k), *own),
+        *(descriptor(x, config.block_m, config.block_k), descriptor(weight, box, config.block_k), *own),
         **flags,
         STEPS=k // span,
         BLOCK_M=config.block_m,

@@ -89,12 +89,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """How attention is cut up: blocks of ``block_kv`` cached tokens, shared out among ``split`` programs."""
+    """How attention is cut up: blocks of ``block_kv`` cached tokens, shared out among ``split`` programs; ``ring``: they come
+    through one.
+    """
 
     block_kv: int
     split: int
     warps: int
     stages: int
+    ring: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,6 +45,7 @@ _ROTATE_BYTES = 256 << 20
 _WITH_MORE = ("linear_silu_mul", "linear_parts", "linear_rope")
 """Operators that are a product and what comes behind it."""
 _ATTENTION = ((64, 4, 3), (128, 8, 1), (128, 8, 2), (32, 4, 2), (64, 8, 2))
+_ATTENTION_RINGS = ((64, 4, 3), (64, 4, 2), (128, 4, 2))
 """Cached tokens of a block, warps, stages."""
 
 
@@ -324,8 +325,11 @@ class _Tuner:
         """Blocks; among how many programs cached tokens are shared out is derived, and 1, 4, 8 beside it."""
         batch, _ = SIZES[m]
         few = batch * self._shape.kv_heads < self._kernels.processors
-        for (block, warps, stages), split in itertools.product(_ATTENTION, (8, 4) if few else (1, 4)):
-            yield AttentionConfig(block, split, warps, stages)
+        ways = [(*way, False) for way in _ATTENTION]
+        if self._kernels.cut_up(*self._attended(), batch, 1, 640, None).ring:
+            ways += [(*way, True) for way in _ATTENTION_RINGS]
+        for (block, warps, stages, ring), split in itertools.product(ways, (8, 4) if few else (1, 4)):
+            yield AttentionConfig(block, split, warps, stages, ring)
 
     def _attention_entries(self, chain: Chain, m: int) -> Iterator[AttentionEntry]:
         for config in self._attention_candidates(m):
@@ -341,10 +345,14 @@ class _Tuner:
 
     def _attention_job(self, m: int, config: AttentionConfig) -> AttentionJob:
         batch, width = SIZES[m]
+        cut = self._kernels.cut_up(*self._attended(), batch, width, 640, config)
+        return AttentionJob(self._shape, tuple(cut.as_list()), width)
+
+    def _attended(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys of no tokens, for their shapes."""
         shape = self._shape
         q = torch.empty(0, shape.heads, shape.head_size, dtype=shape.dtype)
-        cache = torch.empty(0, 16, shape.kv_heads, shape.head_size, dtype=shape.dtype)
-        return AttentionJob(shape, tuple(self._kernels.cut_up(q, cache, batch, width, 640, config).as_list()), width)
+        return q, torch.empty(0, 16, shape.kv_heads, shape.head_size, dtype=shape.dtype)
 
     # -- what stands alone -----------------------------------------------------------------------------------------
 

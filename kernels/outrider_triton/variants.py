@@ -15,6 +15,7 @@ from outrider_triton.facts import DeviceFacts
 from outrider_triton.jit import (
     activations,
     attention,
+    attention_ring,
     bookkeeping,
     choose,
     expert_quantized,
@@ -144,6 +145,7 @@ def compiled() -> Mapping[str, int]:
     modules = (
         activations,
         attention,
+        attention_ring,
         bookkeeping,
         choose,
         expert_quantized,

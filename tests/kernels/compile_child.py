@@ -16,6 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from outrider_triton.jit import (
     activations,
     attention,
+    attention_ring,
     bookkeeping,
     choose,
     expert_quantized,
@@ -303,6 +304,14 @@ IN_PLANES = [
     (planes_ring.streamed_planes, {"grains": WIDE}, {**FOUR_BITS, "GROUPS": 1, "TILES": 2, "HALF": 64}),
     (planes_ring.streamed_planes, {"grains": WIDE, **NARROW}, {**FOUR_BITS, "GROUPS": 2, "TILES": 1, "HALF": 32}),
 ]
+PAGES = {"PAGE": 16, "GROUP": 4, "WINDOW": 0, "BLOCK_ROWS": 16, "BLOCK_KV": 64, "STAGES": 3}
+WHOLE = dict.fromkeys(("tokens", "batch", "heads"), "i32")
+PAGED = [
+    (attention_ring.paged_attention_ring, WHOLE, {**PAGES, "TREE": False, "SETTLED": False, "SPLITS": 1}),
+    (attention_ring.paged_attention_ring, WHOLE, {**PAGES, "TREE": False, "SETTLED": True, "SPLITS": 4, "WINDOW": 100}),
+    (attention_ring.paged_attention_ring, WHOLE, {**PAGES, "TREE": True, "SETTLED": True, "SPLITS": 1, "BLOCK_ROWS": 32}),
+]
+"""For devices with a copy engine, too."""
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantized"}
 LATE |= {"expert_gates"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
@@ -316,6 +325,7 @@ READS_SETTLED = {"expert_outputs"}
 
 SOME = {"rms_norm", "linear_silu_mul", "scaled_silu_mul", "paged_attention", "copy_context", "accept_greedy"}
 SOME |= {
+    "paged_attention_ring",
     "streamed_planes",
     "gather_requests",
     "exchange",
@@ -373,6 +383,15 @@ def main() -> None:
             ends = {"x": descriptor(16, 256, "i8"), "w": descriptor(box, 128, "i8"), "scales": WIDE}
             made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             check_order_beside_a_weight(kernel.__name__, made.asm["ptx"])
+            check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
+            print(kernel.__name__, flush=True)
+        for kernel, types, constants in PAGED:
+            if some and (constants["SPLITS"] == 1):
+                print(f"({kernel.__name__})")
+                continue
+            ends = {"k_cache": descriptor(16, 128), "v_cache": descriptor(16, 128)}
+            made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
+            check_order_beside_pages(kernel.__name__, made.asm["ptx"], settled=constants["SETTLED"])
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             print(kernel.__name__, flush=True)
 
@@ -449,6 +468,19 @@ def check_order_beside_a_weight(name: str, ptx: str) -> None:
     weight = behind[behind.rindex("st.global") :]
     assert "cp.async.bulk.tensor" in weight, f"{name}: nobody brings the weight"
     assert "ld.global" not in weight, f"{name}: the warp that brings reads"
+    check_arrivals(name, ptx)
+
+
+def check_order_beside_pages(name: str, ptx: str, *, settled: bool) -> None:
+    """The same of a kernel one warp of which brings pages: settled ones ahead of the wait."""
+    order = re.findall("griddepcontrol.(wait|launch_dependents)", ptx)
+    assert order == ["launch_dependents", "wait", "wait"], f"{name}: waits and lets the next one start as {order}"
+    before, between, behind = ptx.split("griddepcontrol.wait")
+    assert "st.global" not in before, f"{name}: writes before the wait"
+    assert ("ld.global" in before) is settled, f"{name}: reads before the wait: {not settled}"
+    assert "cp.async.bulk.tensor" not in before, f"{name}: those who attend bring pages"
+    assert ("cp.async.bulk.tensor" in between) is settled, f"{name}: brings pages before the wait: {not settled}"
+    assert "cp.async.bulk.tensor" in behind, f"{name}: nobody brings the newest pages"
     check_arrivals(name, ptx)
 
 

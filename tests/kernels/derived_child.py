@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,8 +25,8 @@ from kernels.devices import DEVICES
 from kernels.test_derive import products, shards
 from outrider.model.shapes import SHAPES
 from outrider_triton.derive import choose, shared_bytes
-from outrider_triton.derive_attention import Heads, attention_bytes, cut
-from outrider_triton.jit import attention, fused, matmul, planes, planes_ring, quantized, streamed
+from outrider_triton.derive_attention import Heads, attention_bytes, cut, reads_early, ring_bytes
+from outrider_triton.jit import attention, attention_ring, fused, matmul, planes, planes_ring, quantized, streamed
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import BUCKETS, STREAMED
@@ -56,10 +57,11 @@ def chosen(facts, shapes):
                 found.setdefault((operator, config, even), (k, half))
         group, kv_heads = shape.heads // shape.kv_heads, shape.kv_heads
         for (batch, width), cached, item in itertools.product(((1, 1), (1, 4), (8, 8), (64, 4)), (512, 16384), (2, 4)):
-            heads = Heads(group=group, kv_heads=kv_heads, size=shape.head_size, bytes=item)
-            made = cut(facts, heads, batch=batch, max_query=width, max_kv=cached, tuned=None)
-            block = made.block_rows, made.block_kv, min(made.split, 16), made.warps, made.stages
-            found.setdefault(("attention", block, item), heads)
+            for page in (0, 16):
+                heads = Heads(group=group, kv_heads=kv_heads, size=shape.head_size, bytes=item, page=page)
+                made = cut(facts, heads, batch=batch, max_query=width, max_kv=cached, tuned=None)
+                block = replace(made, split=min(made.split, 16)).as_list()
+                found.setdefault(("attention", tuple(block), item), heads)
     return found
 
 
@@ -100,10 +102,16 @@ def product(facts, operator, config, even, k, half, target):
 
 
 def looked_back(facts, block, item, heads, target, *, settled):
-    rows, kv, split, warps, stages = block
+    rows, kv, split, warps, stages, ring = block
     kernel = attention.paged_attention
     given = {"PAGE": 16, "GROUP": heads.group, "WINDOW": 0, "SPLITS": split, "BLOCK_ROWS": rows, "BLOCK_KV": kv}
-    given |= {"BLOCK_SIZE": max(power_of_two(heads.size), 16), "TREE": False, "SETTLED": settled, "PDL": facts.pdl}
+    given |= {"TREE": False, "SETTLED": settled, "PDL": facts.pdl}
+    if ring:
+        ends = dict.fromkeys(("k_cache", "v_cache"), descriptor(min(heads.page, kv), heads.size))
+        whole = dict.fromkeys(("tokens", "batch", "heads"), "i32")
+        given["STAGES"] = stages
+        return compiled(GluonASTSource, attention_ring.paged_attention_ring, {**whole, **ends}, given, target)
+    given["BLOCK_SIZE"] = max(power_of_two(heads.size), 16)
     types = {"tokens": "i32", **(FLOATS if item == 4 else {})}
     aligned = [name for name in ALIGNED if name in kernel.arg_names]
     return compiled(ASTSource, kernel, types, given, target, warps=warps, stages=stages, aligned=aligned)
@@ -202,7 +210,8 @@ def few(facts, found):
             kind = f"quantized {QUANTIZED_AS[key[3]][0]}" + (f" ring {key[4]}" if ring else "")
             size = shared_bytes(facts, key[4], key[1], beside[1])
         elif key[0] == "attention":
-            kind, size = f"attention {key[2]}", attention_bytes(facts, beside, *key[1][:2])
+            ring = " ring" if key[1][5] else ""
+            kind, size = f"attention {key[2]}{ring}", bytes_of_attention(facts, beside, key[1])
         else:
             kind = "ring" if key[1].descriptor == STREAMED else "product"
             size = shared_bytes(facts, key[0], key[1])
@@ -217,11 +226,16 @@ def measured(facts, key, beside, target):
         way, stored, half = beside
         return quantized_product(facts, *key[1:], way, half, target), shared_bytes(facts, key[4], key[1], stored)
     if key[0] == "attention":
-        settled = facts.pdl and key[1][2] > 1
+        settled = facts.pdl and reads_early(key[1])
         made = looked_back(facts, key[1], key[2], beside, target, settled=settled)
-        return made, attention_bytes(facts, beside, *key[1][:2])
+        return made, bytes_of_attention(facts, beside, key[1])
     operator, config, even = key
     return product(facts, operator, config, even, *beside, target), shared_bytes(facts, operator, config)
+
+
+def bytes_of_attention(facts, heads, block):
+    rows, kv, _, _, stages, ring = block
+    return ring_bytes(heads, rows, kv, stages) if ring else attention_bytes(facts, heads, rows, kv)
 
 
 def part_of(given):

@@ -137,7 +137,7 @@ def test_attention_reads_what_is_there(way, device, pdl):
     else:
         split = 4 if "split" in way else 1
         sizes = metadata.max_query, metadata.max_kv
-        given = (q, keys, values, starts, lens, table, None, *sizes, 0.3, 0, split > 1, [16, 32, split, 4, 2], pdl)
+        given = (q, keys, values, starts, lens, table, None, *sizes, 0.3, 0, split > 1, [16, 32, split, 4, 2, 0], pdl)
         made = ops.paged_attention.triton(*given)
     torch.testing.assert_close(made.cpu().double(), wanted, rtol=4e-3, atol=4e-3)
 

@@ -139,7 +139,7 @@ def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, settle
     made = torch.ops.outrider.paged_attention.triton(
         *(x.to(device) for x in (q, k_cache, v_cache)),
         *(None if x is None else x.to(device) for x in metadata),
-        *(max(new), width * page, 0.3, 0, settled, [16 if heads == 4 else 32, 32, split, 4, 2], pdl),
+        *(max(new), width * page, 0.3, 0, settled, [16 if heads == 4 else 32, 32, split, 4, 2, 0], pdl),
     )
     wanted = REFERENCE.paged_attention(
         q.double(),

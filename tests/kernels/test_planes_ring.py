@@ -89,7 +89,8 @@ def test_what_turns_goes_where_the_kernel_has_it(config, monkeypatch):
 
     monkeypatch.setattr(streamed, "launch", launched)
     heads, kv_heads, size, m = 6, 2, 64, 3
-    rows, rotary, q = turned_operands(heads, kv_heads, size, m, torch.device("cpu"), torch.bfloat16)
+    _, rotary, q = turned_operands(heads, kv_heads, size, m, torch.device("cpu"), torch.bfloat16)
+    rows, _ = room(q, (m, 1024), DIGITS)
     weight = weight_of((heads + 2 * kv_heads) * size, 1024, torch.device("cpu"))
     made = MatmulConfig(*config)
     streamed.rope_write_cache_planes(*digits_of(rows, 1024), weight.data, weight.scales, None, rotary, q, made, True)
@@ -103,12 +104,12 @@ def test_what_turns_goes_where_the_kernel_has_it(config, monkeypatch):
 
 
 def turned_operands(heads, kv_heads, size, m, device, dtype):
-    """Rows in digits, angles, caches and slots, and where queries go."""
-    rows = in_planes(torch.randn(m, 1024, device=device).to(dtype), False, DIGITS)
+    """Rows, angles, caches and slots, and where queries go."""
+    x = torch.randn(m, 1024, device=device).to(dtype)
     angles = (torch.rand(m, size, device=device).to(dtype) for _ in range(2))
     caches = (torch.zeros(2, 16, kv_heads, size, dtype=dtype, device=device) for _ in range(2))
     q = torch.empty(m, heads, size, dtype=dtype, device=device)
-    return rows, (*angles, *caches, torch.arange(m, device=device) + 7), q
+    return x, (*angles, *caches, torch.arange(m, device=device) + 7), q
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,8 @@ def turned_operands(heads, kv_heads, size, m, device, dtype):
     ids=str,
 )
 def test_a_cut_that_cannot_turn_is_refused(config, size):
-    rows, rotary, q = turned_operands(4, 2, size, 3, torch.device("cpu"), torch.bfloat16)
+    _, rotary, q = turned_operands(4, 2, size, 3, torch.device("cpu"), torch.bfloat16)
+    rows, _ = room(q, (3, 1024), DIGITS)
     weight = weight_of(8 * size, 1024, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="can't be cut up"):
         streamed.rope_write_cache_planes(
@@ -137,8 +139,7 @@ def test_queries_and_keys_turn(dtype, heads, kv_heads, size, config, device):
         pytest.skip("not run: it takes a device of compute capability 9, and TRITON_INTERPRET=0")
     weight = weight_of((heads + 2 * kv_heads) * size, 1024, device)
     bias = torch.randn(weight.shape[0], device=device).to(dtype)
-    _, rotary, _ = turned_operands(heads, kv_heads, size, 3, device, dtype)
-    x = torch.randn(3, 1024, device=device).to(dtype)
+    x, rotary, _ = turned_operands(heads, kv_heads, size, 3, device, dtype)
     q = torch.ops.outrider.rope_write_cache.triton_linear_planes(
         in_planes(x, True, DIGITS), weight.data, weight.scales, bias, dtype, *rotary, config, True
     )

@@ -14,7 +14,7 @@ from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.products import OtherProduct
-from outrider_triton import ops, planes_ops, quantized_ops
+from outrider_triton import attention_ops, ops, planes_ops, quantized_ops
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import MatmulConfig
@@ -155,7 +155,7 @@ def test_attention_leaves_rows_in_planes(planes, kernels):
     """Bit for bit what laying out its result does; rows of padding are zeros."""
     *operands, metadata = attention(3, 2, padding=2)
     held = metadata.query_start, metadata.seq_lens, metadata.block_table, None, 2, CONTEXT + 2, 0.1, 0
-    call = *operands, *held, False, [16, 32, 4, 1, 2], kernels.pdl
+    call = *operands, *held, False, [16, 32, 4, 1, 2, 0], kernels.pdl
     made = torch.ops.outrider.paged_attention.triton_planes(*call, planes)
     plain = torch.ops.outrider.paged_attention.triton(*call)
     assert plain[-2:].eq(0).all()
@@ -220,7 +220,7 @@ def test_kernels_of_a_layer(format, kernels, monkeypatch):
     """
     own = layer(format, kernels)
     launched = []
-    for module in (ops, planes_ops, quantized_ops):
+    for module in (attention_ops, ops, planes_ops, quantized_ops):
         real = module.launch
 
         def counted(kernel, *args, real=real, **settings):

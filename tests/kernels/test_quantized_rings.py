@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import AttentionMetadata, QuantizedProduct, RotaryArgs
-from outrider_triton import activated_ops, fused_ops, ops, planes_ops, quantized_ops, streamed
+from outrider_triton import activated_ops, attention_ops, fused_ops, ops, planes_ops, quantized_ops, streamed
 from outrider_triton.derive import choose
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
@@ -40,7 +40,7 @@ def launched(monkeypatch):
         if kernel.__name__.startswith("streamed"):
             assert set(known) | set(settings) | {"PDL"} >= set(kernel.arg_names), "an operand is missing"
 
-    for module in (streamed, planes_ops, quantized_ops, activated_ops, fused_ops, ops):
+    for module in (streamed, planes_ops, quantized_ops, activated_ops, attention_ops, fused_ops, ops):
         monkeypatch.setattr(module, "launch", launch)
     return calls
 
@@ -118,7 +118,7 @@ def test_gate_and_up_end_in_their_activation(m, launched, kernels, weights):
     made = activated(kernels, weights, m, 1)
     assert (made.x.shape, made.gated, made.weight is weights["down"]) == ((m, INNER), False, True)
     assert made.maxima.shape[1] == m
-    names = [name for name, _, _ in launched if name not in ("paged_attention", "join_splits")]
+    names = [name for name, _, _ in launched if name not in ("paged_attention_ring", "join_splits")]
     between = ["streamed_linear", "add_rms_norm_quantize"]
     rest = ["quantize_by_maxima", *between, "streamed_rope_write_cache"]
     assert names == ["quantize_rows", *between, "streamed_silu_mul", *rest]
@@ -178,7 +178,7 @@ def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)  # nothing runs, and the interpreter has no such product
     four, there = RandomFormat(format="int4", columns=128), torch.device("cpu")
     output, gates = (random_quantized(four, n, HEADS * SIZE, device=there) for n in (HIDDEN, 2 * INNER))
-    names = {"join_splits", "paged_attention", "lay_in_planes", "streamed_planes", "linear_planes"}
+    names = {"join_splits", "paged_attention_ring", "lay_in_planes", "streamed_planes", "linear_planes"}
     with kernels.every_variant():
         attended(kernels, output, gates, 1, 4)
     known = {(name, variant) for name, _, variant in launched if name in names}

@@ -1,0 +1,157 @@
+"""Attention over the cache as operators (:mod:`outrider_triton.jit.attention`, :mod:`outrider_triton.jit.attention_ring`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from outrider.device.kernels.checks import expect
+from outrider_triton.define import define
+from outrider_triton.jit import attention, attention_ring
+from outrider_triton.launch import launch, power_of_two
+from outrider_triton.planes_ops import room, stride_of
+from outrider_triton.streamed import descriptor
+
+_ATTENTION = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, Tensor block_table, Tensor? tree_mask, "
+    "int max_query, int max_kv, float scale, int window, bool settled, int[] config, bool pdl"
+)
+"""Operands of attention's operators."""
+
+
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    tree_mask: Tensor | None,
+    max_query: int,
+    max_kv: int,
+    scale: float,
+    window: int,
+    settled: bool,
+    config: list[int],
+    pdl: bool,
+    *,
+    padding: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What attention gives, or with splits its parts and their maxima and sums: all three. ``padding``: whether that is
+    zeros.
+    """
+    del max_kv  # lengths are read on the device
+    block_rows, block_kv, split, warps, stages, ring = config
+    tokens, heads, size = q.shape
+    page, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group, batch = heads // kv_heads, seq_lens.shape[0]
+    expect(
+        k_cache.is_contiguous() and v_cache.is_contiguous() and q.stride(-1) == 1 and block_table.stride(-1) == 1,
+        lambda: "paged_attention: caches must be contiguous, and the last dimension of q and of the block table",
+    )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if padding or split == 1 else q
+    parts = stats = out
+    if split > 1:
+        parts = torch.empty((tokens, heads, split, size), dtype=torch.float32, device=q.device)
+        stats = torch.empty((tokens, heads, split, 2), dtype=torch.float32, device=q.device)
+    mask = out if tree_mask is None else tree_mask.view(torch.uint8)
+    grid = triton.cdiv(max_query, block_rows // group), batch * kv_heads, split
+    read = query_start, seq_lens, block_table, mask, out, parts, stats
+    sizes = (
+        tokens if padding else 0,
+        batch,
+        heads,
+        scale,
+        size,
+        q.stride(0),
+        q.stride(1),
+        block_table.stride(0),
+        mask.stride(0),
+    )
+    given = {"PAGE": page, "GROUP": group, "WINDOW": window, "TREE": tree_mask is not None, "SETTLED": settled}
+    given |= {"SPLITS": split, "BLOCK_ROWS": block_rows, "BLOCK_KV": block_kv}
+    if ring:
+        expect(
+            k_cache.dtype is q.dtype and v_cache.dtype is q.dtype and power_of_two(size) == size,
+            lambda: f"attention through a ring over a cache in {k_cache.dtype}, heads of {size}: expected queries' {q.dtype}",
+        )
+        boxes = (descriptor(cache.view(-1, kv_heads * size), min(page, block_kv), size) for cache in (k_cache, v_cache))
+        launch(
+            attention_ring.paged_attention_ring,
+            grid,
+            *(q, *boxes, *read, *sizes),
+            **given,
+            STAGES=stages,
+            maxnreg=128,
+            pdl=pdl,
+            warps=warps,
+        )
+        return out, parts, stats
+    launch(
+        attention.paged_attention,
+        grid,
+        *(q, k_cache, v_cache, *read, *sizes, k_cache.stride(1), k_cache.stride(2)),
+        **given,
+        BLOCK_SIZE=max(power_of_two(size), 16),
+        num_stages=stages,
+        pdl=pdl,
+        warps=warps,
+    )
+    return out, parts, stats
+
+
+def _join(
+    parts: Tensor,
+    stats: Tensor,
+    query_start: Tensor,
+    like: Tensor,
+    out: Tensor,
+    pdl: bool,
+    *,
+    grains: Tensor | None = None,
+    planes: int = 0,
+) -> Tensor:
+    """``parts [T, Hq, split, D]`` to ``out``, [T, Hq, D] or rows in ``planes`` with their ``grains``; rounded as ``like``
+    is.
+    """
+    tokens, heads, split, size = parts.shape
+    block_size = max(power_of_two(size), 16)
+    launch(
+        attention.join_splits,
+        (tokens, heads),
+        *(parts, stats, query_start, like, out, grains, query_start.shape[0] - 1, heads, size, stride_of(out, grains)),
+        SPLITS=split,
+        BLOCK_SIZE=block_size,
+        PLANES=planes > 0,
+        pdl=pdl,
+        warps=min(max(split * block_size // 1024, 1), 4),
+    )
+    return out
+
+
+def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, *rest: Any) -> Tensor:
+    out, parts, stats = _attend(q, k_cache, v_cache, query_start, *rest)
+    return _join(parts, stats, query_start, out, out, rest[-1]) if parts is not out else out
+
+
+def _paged_attention_planes(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, *rest: Any) -> Tensor:
+    *operands, planes = rest
+    _, parts, stats = _attend(q, k_cache, v_cache, query_start, *operands, padding=False)
+    expect(parts is not q, lambda: "attention that isn't split leaves no rows in planes")
+    out, grains = room(q, (q.shape[0], q.shape[1] * q.shape[2]), planes)
+    return _join(parts, stats, query_start, q, out, operands[-1], grains=grains, planes=planes)
+
+
+define(
+    f"paged_attention.triton({_ATTENTION}) -> Tensor",
+    _paged_attention,
+    lambda q, *rest: q.new_empty(q.shape),
+)
+define(
+    f"paged_attention.triton_planes({_ATTENTION}, int planes) -> Tensor",
+    _paged_attention_planes,
+    lambda q, *rest: room(q, (q.shape[0], q.shape[1] * q.shape[2]), rest[-1])[0],
+)
