@@ -6,10 +6,12 @@ import os
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
 from outrider.cli.models import bundled
+from outrider.model.chat_template import ChatTemplate
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -65,6 +67,8 @@ def test_messages_of_a_file(outrider, checkpoint, tmp_path):
         ("[]", "expected a list of 1 to"),
         ('["a"]', "message 0 is 'a'"),
         ('[{"role": "user"}]', "message 0, of the role 'user': content is None"),
+        ('[{"role": "user", "content": [{"type": "text", "text": "a"}, null]}]', r"message 0: content[1] is None"),
+        ('[{"role": "user", "content": "\\ud800"}]', "the messages have half a character"),
         ('[{"role": "tool", "content": "x"}]', "the chat template refused the messages: no tools here"),
     ],
 )
@@ -95,6 +99,81 @@ def test_a_template_of_ones_own(outrider, checkpoint, tmp_path):
     common = ("generate", "--max-tokens", "4", "--prompt", "def read(", "--json", *COMMON)
     own = outrider(*common, "--chat", "--chat-template", str(tmp_path / "own.jinja"), "--speculate", "none").json
     assert own["token_ids"] == outrider(*common, "--speculate", "none").json["token_ids"]
+
+
+@pytest.fixture
+def with_files(checkpoint, tmp_path):
+    """The checkpoint with other files: text by name, None for one that isn't there."""
+
+    def make(files):
+        path = tmp_path / "other"
+        shutil.copytree(checkpoint, path)
+        for name, text in files.items():
+            (path / name).unlink(missing_ok=True)
+            if text is not None:
+                (path / name).parent.mkdir(exist_ok=True)
+                (path / name).write_text(text)
+        return str(path)
+
+    return make
+
+
+def tokenizer_config(template):
+    held = json.loads((bundled("target") / "tokenizer_config.json").read_text())
+    return json.dumps(held | {"chat_template": template})
+
+
+SEVERAL = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"chat_template.jinja": None, "tokenizer_config.json": tokenizer_config(SEVERAL)},
+        {"additional_chat_templates/tool_use.jinja": "tools"},
+        {"chat_template.jinja": None, "chat_template.json": json.dumps({"chat_template": TEMPLATE})},
+    ],
+    ids=["a list", "a folder", "chat_template.json"],
+)
+def test_where_else_a_template_may_be(outrider, checkpoint, with_files, files):
+    common = ("generate", "--chat", "--prompt", "def read(", "--max-tokens", "6", "--json", *COMMON, "--model")
+    assert outrider(*common, with_files(files)).json["token_ids"] == outrider(*common, checkpoint).json["token_ids"]
+
+
+def test_a_template_for_conversations_with_tools(with_files):
+    directory = Path(with_files({"additional_chat_templates/tool_use.jinja": "{{ tools[0].name }}"}))
+    template = ChatTemplate.from_checkpoint(directory)
+    said = [{"role": "user", "content": "hello"}]
+    assert template.text(said) == "# user: hello\n# assistant: "
+    assert template.text(said, tools=[{"name": "wrench"}]) == "wrench"
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"chat_template.jinja": "{% for m in messages %}\n{{ m.role"}, "jinja: the chat template can't be read as Jinja: line 2"),
+        ({"chat_template.jinja": " \n"}, "chat_template.jinja: the chat template is empty"),
+        (
+            {"chat_template.jinja": None, "tokenizer_config.json": tokenizer_config(SEVERAL[1:])},
+            "tokenizer_config.json: has the chat templates tool_use, and none that is called default",
+        ),
+        ({"chat_template.jinja": None, "tokenizer_config.json": tokenizer_config(5)}, "its chat template is 5, expected a text"),
+        ({"chat_template.jinja": None, "tokenizer_config.json": '{"chat_template":'}, "tokenizer_config.json: isn't valid JSON"),
+    ],
+)
+def test_a_broken_template_is_named_before_a_model_is_loaded(outrider, with_files, files, told):
+    result = outrider("generate", "--chat", "--prompt", "a", "--model", with_files(files), *COMMON)
+    assert result.code == 1
+    assert told in result.err
+    assert "chosen for" not in result.err
+
+
+def test_an_empty_file_is_no_template(outrider, checkpoint, tmp_path):
+    (tmp_path / "empty.jinja").write_text("")
+    given = ("--chat", "--prompt", "a", "--chat-template", str(tmp_path / "empty.jinja"))
+    result = outrider("generate", *given, "--model", checkpoint, *COMMON)
+    assert result.code == 1
+    assert "the chat template is empty" in result.err
 
 
 def test_a_conversation_through_a_pipe(outrider, checkpoint, typed):

@@ -111,10 +111,16 @@ def read_messages(path: Path) -> tuple[Mapping[str, Any], ...]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError(f"{where} is {shown(message)}; expected an object with a role and its content")
         content = message.get("content")
-        if content is None and message["role"] == "assistant":
+        if content in (None, "") and message["role"] == "assistant":
             continue  # it may call tools instead
         if not isinstance(content, str | list) or not content:
             raise RequestError(f"{where}, of the role {shown(message['role'])}: content is {shown(content)}; expected a text")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+                raise RequestError(
+                    f"{where}: content[{number}] is {shown(part)}; expected an object with a type, such as "
+                    '{"type": "text", "text": "…"}'
+                )
     return tuple(found)
 
 

@@ -9,40 +9,59 @@ from pathlib import Path
 from typing import Any
 
 from outrider.device import ConfigError
-from outrider.errors import CheckpointError, RequestError, one_line
+from outrider.errors import CheckpointError, RequestError, one_line, shown
+from outrider.model.reading import present, read_json, reading
 
-_FILES = ("chat_template.jinja", "chat_template.json")
+_FILE, _OLDER = "chat_template.jinja", "chat_template.json"
+_MORE = "additional_chat_templates"
 _CONFIG = "tokenizer_config.json"
+_KEY = "chat_template"
+_USUAL, _TOOLS = "default", "tool_use"
+"""What transformers calls the template of a conversation, and of one with tools, where there are several."""
 
 
 class ChatTemplate:
     """A checkpoint's chat template, filled in by transformers. Immutable after construction; may be shared by threads.
 
-    ``source`` is the template itself, in Jinja. ``response_template`` is what the checkpoint says of how calls of tools are
-    written, as transformers has it; None where it says nothing.
+    ``source`` is the template itself, in Jinja; ``with_tools`` that of conversations with tools, None: the same.
+    ``response_template`` is what the checkpoint says of how calls of tools are written, as transformers has it; None where it
+    says nothing. Raises :class:`ConfigError` for a template that isn't one.
     """
 
-    def __init__(self, tokenizer: Any, source: str) -> None:
+    def __init__(self, tokenizer: Any, source: str, with_tools: str | None = None) -> None:
         if "sanitize_control_tokens" not in inspect.signature(tokenizer.apply_chat_template).parameters:
             raise ConfigError(
                 "this release of transformers takes control tokens within messages for real ones; expected 5.20 or newer: "
                 "pip install 'transformers>=5.20'"
             )
+        for text in (source,) if with_tools is None else (source, with_tools):
+            _check(text)
         self._tokenizer = tokenizer
         self.source = source
+        self._with_tools = source if with_tools is None else with_tools
         self.response_template: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
 
     @classmethod
     def from_checkpoint(cls, directory: Path, *, source: str | None = None) -> ChatTemplate | None:
         """The template of a checkpoint, or ``source`` in its place; None where there is neither.
 
-        No code of the checkpoint is run. Raises :class:`CheckpointError` where its tokenizer can't be read.
+        Of several templates of a checkpoint it's the one called ``default``, and with tools the one called ``tool_use``.
+        No code of the checkpoint is run. Raises :class:`CheckpointError` where its tokenizer or its template can't be read,
+        :class:`ConfigError` for a ``source`` that is no template.
         """
-        if source is None and not _has_template(directory):
+        if source is not None:
+            return cls(_tokenizer(directory), source)
+        if not _has_template(directory):
             return None
         tokenizer = _tokenizer(directory)
-        found = source or getattr(tokenizer, "chat_template", None)
-        return None if found is None else cls(tokenizer, found)
+        found = getattr(tokenizer, _KEY, None) or None
+        origin = _CONFIG if not present(directory / _FILE) else _FILE
+        if found is None and present(directory / _OLDER):
+            found, origin = read_json(directory / _OLDER).get(_KEY), _OLDER
+        if found is None:
+            return None
+        with reading(directory / origin, "a chat template", "--chat-template FILE gives another one"):
+            return cls(tokenizer, *_chosen(found))
 
     def tokens(
         self,
@@ -88,20 +107,67 @@ class ChatTemplate:
     ) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, chat_template=self.source, **how, **(variables or {})
+                list(messages),
+                tools=tools or None,
+                chat_template=self._with_tools if tools else self.source,
+                **how,
+                **(variables or {}),
             )
         except Exception as error:  # templates raise what they like
+            if _has_half_characters(messages):
+                raise RequestError("the messages have half a character (a lone surrogate); expected Unicode text") from error
             raise RequestError(f"the chat template refused the messages: {one_line(str(error))}") from error
 
 
 def _has_template(directory: Path) -> bool:
-    if any((directory / name).is_file() for name in _FILES):
+    if any(present(directory / name) for name in (_FILE, _OLDER)) or (directory / _MORE).is_dir():
         return True
     config = directory / _CONFIG
+    return present(config) and _KEY in read_json(config)
+
+
+def _chosen(found: object) -> tuple[str, str | None]:
+    """The template of a conversation, and that of one with tools, of what a checkpoint has: a text, or several by name."""
+    several = found if isinstance(found, dict) else {_USUAL: found}
+    if _USUAL not in several:
+        raise ConfigError(
+            f"has the chat templates {', '.join(sorted(map(str, several)))}, and none that is called {_USUAL}; give the one "
+            "that you mean with --chat-template FILE"
+        )
+    usual, tools = several[_USUAL], several.get(_TOOLS)
+    for text in (usual, tools):
+        if not isinstance(text, str | None):
+            raise ConfigError(f"its chat template is {shown(text)}, expected a text in Jinja")
+    if usual is None:
+        raise ConfigError("its chat template is None, expected a text in Jinja")
+    return usual, tools
+
+
+def _check(source: str) -> None:
+    """Raise :class:`ConfigError` for what Jinja can't read as a template, and for nothing."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    if not source.strip():
+        raise ConfigError("the chat template is empty; expected a text in Jinja that writes out the messages")
     try:
-        return config.is_file() and "chat_template" in json.loads(config.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
+        render_jinja_template(conversations=[], chat_template=source)
+    except ImportError as error:
+        raise ConfigError(f"chat templates need a newer jinja2: {one_line(str(error))}") from error
+    except Exception as error:
+        line = getattr(error, "lineno", None)
+        where = "" if line is None else f"line {line}: "
+        raise ConfigError(f"the chat template can't be read as Jinja: {where}{one_line(str(error))}") from error
+
+
+def _has_half_characters(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether some text in them isn't Unicode: JSON can spell half of a character."""
+    try:
+        json.dumps(messages, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return True
+    except (TypeError, ValueError):
+        pass
+    return False
 
 
 def _tokenizer(directory: Path) -> Any:
