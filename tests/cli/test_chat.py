@@ -151,14 +151,23 @@ def test_a_template_for_conversations_with_tools(with_files):
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"chat_template.jinja": "{% for m in messages %}\n{{ m.role"}, "jinja: the chat template can't be read as Jinja: line 2"),
+        (
+            {"chat_template.jinja": "{% for m in messages %}\n{{ m.role"},
+            "jinja: the chat template can't be read as Jinja: line 2",
+        ),
         ({"chat_template.jinja": " \n"}, "chat_template.jinja: the chat template is empty"),
         (
             {"chat_template.jinja": None, "tokenizer_config.json": tokenizer_config(SEVERAL[1:])},
             "tokenizer_config.json: has the chat templates tool_use, and none that is called default",
         ),
-        ({"chat_template.jinja": None, "tokenizer_config.json": tokenizer_config(5)}, "its chat template is 5, expected a text"),
-        ({"chat_template.jinja": None, "tokenizer_config.json": '{"chat_template":'}, "tokenizer_config.json: isn't valid JSON"),
+        (
+            {"chat_template.jinja": None, "tokenizer_config.json": tokenizer_config(5)},
+            "its chat template is 5, expected a text",
+        ),
+        (
+            {"chat_template.jinja": None, "tokenizer_config.json": '{"chat_template":'},
+            "tokenizer_config.json: isn't valid JSON",
+        ),
     ],
 )
 def test_a_broken_template_is_named_before_a_model_is_loaded(outrider, with_files, files, told):

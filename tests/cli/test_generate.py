@@ -145,6 +145,12 @@ def test_the_environment_names_the_backend(outrider, monkeypatch):
             "ConfigError",
             "speculate is 'medusa'; expected one of dflash, draft-model, eagle",
         ),
+        (["--prompt", "a", "--speculate", "suffix+"], "ConfigError", "speculate is 'suffix+'; expected one of"),
+        (
+            ["--prompt", "a", "--speculate", "ngram", "--draft", "somewhere"],
+            "ConfigError",
+            "--speculate ngram needs no draft, and --draft names somewhere; leave one of them out",
+        ),
         (["--prompt", "a", "--compare", "--temperature", "1"], "ConfigError", "--compare compares greedy decoding"),
         (["--prompt", "a", "--backend", "no-such-chip"], "BackendNotFound", "no backend named 'no-such-chip'"),
         (["--prompt", "a", "--backend", "cpu:seed=1"], "ConfigError", "has no option 'seed'"),

@@ -74,6 +74,7 @@ def test_what_is_no_name_is_a_path(hub, given):
 
 FORMATS = [
     ("model-q4_k_m.gguf", "GGUF weights of llama.cpp"),
+    ("Model.Q4_K_M.GGUF", "GGUF weights of llama.cpp"),
     ("consolidated.00.pth", "weights as Meta publishes them"),
     ("consolidated.safetensors", "weights as Mistral publishes them"),
     ("tf_model.h5", "TensorFlow weights"),
@@ -90,9 +91,37 @@ def test_other_formats_are_refused_by_name(checkpoint, tmp_path, file, says, con
     if config:
         shutil.copy(checkpoint / "config.json", tmp_path)
     with pytest.raises(CheckpointError, match=rf"{file}: is {says}"):
-        ModelConfig.from_checkpoint(find_checkpoint(tmp_path))
+        ModelConfig.from_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{file}: is {says}"):
+        find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=rf"{file}: is {says}"):
         find_checkpoint(tmp_path / file)
+
+
+@pytest.mark.parametrize("option", ["--model", "--draft"])
+def test_the_command_line_refuses_them_by_name(outrider, tmp_path, option):
+    """An adapter comes without config.json, and what is read first is that file."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    result = outrider("generate", "--prompt", "a", "--backend", "cpu", "--speculate", "eagle", option, str(tmp_path))
+    assert result.code == 1
+    assert "adapter_config.json: is a LoRA adapter" in result.err
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], "fetch model.safetensors.index.json too"),
+        (["pytorch_model-00001-of-00002.bin"], "fetch pytorch_model.bin.index.json too"),
+        (["model.fp16.safetensors"], "there are model.fp16.safetensors: give one of them that name, if it's the whole"),
+    ],
+)
+def test_tensor_files_by_other_names_are_named(checkpoint, tmp_path, backend, names, told):
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    for name in names:
+        shutil.copy(checkpoint / "model.safetensors", tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"no tensor files; expected .*{told}"):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
 
 
 def test_a_file_is_no_directory(checkpoint):

@@ -41,7 +41,8 @@ def test_transformers_reads_what_is_written(tmp_path, backend, plain, capfd, for
     import transformers
 
     head = [] if format == "int8" else ["--lm-head"]
-    code, said = quantize(capfd, "--model", plain, "--format", format, "--out", tmp_path / "q", "--group", 16, *head)
+    group = ["--group", 16] if format == "int4" else []
+    code, said = quantize(capfd, "--model", plain, "--format", format, "--out", tmp_path / "q", *group, *head)
     assert (code, said["quantized"], said["plain"]) == (0, 21 + len(head), 9 - len(head))
     assert said["bytes_after"] < said["bytes_before"]
     assert len(list((tmp_path / "q").glob("*.safetensors"))) == 4
@@ -81,9 +82,14 @@ def test_what_cannot_be_written(tmp_path, plain, capfd, monkeypatch):
     out = tmp_path / "q"
     assert "is there already" in error("--model", plain, "--format", "fp8", "--out", plain)
     assert "the format is 'fp4', expected one of fp8, int8, int4" in error("--model", plain, "--format", "fp4", "--out", out)
+    assert "--group is 32, and int8 has a scale for each row" in error(
+        "--model", plain, "--format", "int8", "--group", "32", "--out", out
+    )
     assert "columns, no multiple of the group 128" in error("--model", plain, "--format", "int4", "--out", out)
     write_checkpoint(tmp_path / "tied", "llama-tied")
-    assert "none of its own" in error("--model", tmp_path / "tied", "--format", "fp8", "--out", out, "--lm-head")
+    assert "none of its own: it's the embedding, which stays plain; leave --lm-head out" in error(
+        "--model", tmp_path / "tied", "--format", "fp8", "--out", out, "--lm-head"
+    )
     held = load_file(tmp_path / "tied" / "model.safetensors")
     held["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(held, tmp_path / "tied" / "model.safetensors")

@@ -150,7 +150,7 @@ def test_modelopt_leaves_out_what_its_wildcards_name(tmp_path, backend, plain, l
         ({"quant_algo": ["FP8"]}, r"quant_algo is \['FP8'\]"),
         ({"quant_algo": "FP8", "exclude_modules": "lm_head"}, "exclude_modules is 'lm_head', expected a list"),
         (["FP8"], r"quantization is \['FP8'\], expected a JSON object"),
-        ({"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "kv_cache_scheme.num_bits is 'NVFP4', expected 8"),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo is 'NVFP4', expected 'FP8'"),
     ],
 )
 def test_what_modelopt_says_that_isnt_supported(tmp_path, backend, plain, said, error):
@@ -340,8 +340,15 @@ TENSOR = {"num_bits": 8, "dynamic": True, "strategy": "tensor"}
         (compressed_config({"g": INT4 | {"weights": INT4["weights"] | {"num_bits": 3}}}), "3 bits, int.*expected 4 or 8"),
         (
             compressed_config({"g": INT4 | {"weights": INT4["weights"] | {"actorder": "group"}}}),
-            "actorder='group' has been removed",
+            r"config_groups\.g\.weights\.actorder is 'group', which compressed-tensors doesn't take: actorder='group' has",
         ),
+        (
+            compressed_config({"g": INT4 | {"weights": INT4["weights"] | {"num_bits": "four"}}}),
+            r"config_groups\.g\.weights\.num_bits is 'four', which compressed-tensors doesn't take: Input should be",
+        ),
+        ({"quant_method": "compressed-tensors"}, "config_groups is missing, which compressed-tensors doesn't take"),
+        (compressed_config({"g": INT4 | {"targets": ["LlamaMLP"]}}), "name no product of this model as quantised; expected"),
+        (compressed_config({"g": INT4}, ignore=["Linear"]), "name no product of this model as quantised; expected class"),
         (compressed_config({"g": INT4 | SLOW}), r"expression '\(a\+\)\+b' of a config can't be used: a repeat in a repeat"),
         (
             compressed_config({"g": INT4}, transform_config={"config_groups": {"u": {}}}),
@@ -383,6 +390,56 @@ def test_symmetric_zero_points_that_are_not(tmp_path, backend, plain):
     raw["quantization_config"]["sym"] = True
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match=r"q_proj: qzeros aren't 8 or 7 everywhere, but the config says sym"):
+        ours(tmp_path, backend)
+
+
+def test_zero_points_of_awq_that_the_config_denies(tmp_path, backend, plain):
+    write_awq(plain.directory, tmp_path, zero_point=False)
+    with pytest.raises(CheckpointError, match=r"q_proj: qzeros aren't 8 everywhere, but the config says that zero_point is"):
+        ours(tmp_path, backend)
+
+
+def test_zero_points_of_awq_that_are_none(tmp_path, backend, plain):
+    """A writer of symmetric weights may leave the tensor out, or have 8 everywhere in it."""
+    write_awq(plain.directory, tmp_path, zero_point=False)
+    held = load_file(tmp_path / "model.safetensors")
+    eights = {key: torch.full_like(held[key], -0x77777778) for key in held if key.endswith("qzeros")}
+    save_file(held | eights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with_them = ours(tmp_path, backend)[1]
+    save_file(
+        {key: held[key] for key in held if key not in eights}, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    assert torch.equal(ours(tmp_path, backend)[1], with_them)
+
+
+def test_the_older_key_of_compressed_tensors(tmp_path, backend, plain):
+    write_compressed(plain.directory, tmp_path, "int8-w8a16")
+    wanted = ours(tmp_path, backend)[1]
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["compression_config"] = raw.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert torch.equal(ours(tmp_path, backend)[1], wanted)
+
+
+@pytest.mark.parametrize(
+    ("ignore", "told"),
+    [
+        (None, "not expected: .*weight_packed.*: fetch the one that belongs to them"),
+        (
+            ["re:.*down_proj"],
+            r"not expected: .*down_proj.weight_packed.*config\.json \(compressed-tensors\) says that these",
+        ),
+    ],
+)
+def test_tensors_that_the_config_takes_for_plain(tmp_path, backend, plain, ignore, told):
+    write_compressed(plain.directory, tmp_path, "int8-w8a16")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    if ignore is None:
+        del raw["quantization_config"]
+    else:
+        raw["quantization_config"]["ignore"] = ignore
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=told):
         ours(tmp_path, backend)
 
 

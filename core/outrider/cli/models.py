@@ -12,6 +12,7 @@ import typer
 
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.starting import chosen, progress_shown, say_what_started, say_what_was_chosen
+from outrider.device.errors import ConfigError
 from outrider.device.scopes import uncollected
 from outrider.registry import Registry
 from outrider.speculative.names import OWN_PROPOSERS
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
     from outrider.model.tuning import Prepared
+
+DRAFTLESS = ("none", "ngram", "suffix")
+"""Proposers that read no checkpoint."""
 
 BUNDLED_HEADS = ("eagle", "dflash")
 """Proposers for which the bundled model has a head."""
@@ -236,6 +240,8 @@ class Speculation:
     ) -> Speculation:
         """Fill in what wasn't given: the bundled model, its head of that kind, and speculation wherever there is a head."""
         head = "eagle" if kind is None else kind.removeprefix("suffix+")
+        if draft is not None and kind in DRAFTLESS:
+            raise ConfigError(f"--speculate {kind} needs no draft, and --draft names {draft}; leave one of them out")
         if draft is None and model is None and head in BUNDLED_HEADS:
             draft = bundled(head)
         from outrider.model.location import find_checkpoint

@@ -12,6 +12,7 @@ from rich.console import Console
 from outrider.cli.models import bundled
 from outrider.cli.report import JsonOption, Report
 from outrider.cli.starting import progress_shown
+from outrider.device.errors import ConfigError
 
 _MIB = 1 << 20
 
@@ -35,8 +36,8 @@ def quantize(
         ),
     ] = None,
     group: Annotated[
-        int, typer.Option("--group", metavar="N", help="For int4: columns that share a scale, 128 or 32 as a rule.")
-    ] = 128,
+        int | None, typer.Option("--group", metavar="N", help="For int4: columns that share a scale, 128 (as here) or 32.")
+    ] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantise the output head too.")] = False,
     json_output: JsonOption = False,
 ) -> Report:
@@ -49,8 +50,11 @@ def quantize(
     del json_output
     require_torch()
     from outrider.model.location import find_checkpoint
-    from outrider.model.quantization.writing import quantize_checkpoint
+    from outrider.model.quantization.writing import WRITTEN_FORMATS, quantize_checkpoint
 
+    if group is not None and format in WRITTEN_FORMATS and format != "int4":
+        raise ConfigError(f"--group is {group}, and {format} has a scale for each row; leave --group out, or take int4")
+    group = 128 if group is None else group
     source = bundled("target") if model is None else find_checkpoint(model)
     began = time.monotonic()
     with progress_shown() as tell:

@@ -135,11 +135,9 @@ def _chosen(found: object) -> tuple[str, str | None]:
             "that you mean with --chat-template FILE"
         )
     usual, tools = several[_USUAL], several.get(_TOOLS)
-    for text in (usual, tools):
-        if not isinstance(text, str | None):
-            raise ConfigError(f"its chat template is {shown(text)}, expected a text in Jinja")
-    if usual is None:
-        raise ConfigError("its chat template is None, expected a text in Jinja")
+    if not isinstance(usual, str) or not isinstance(tools, str | None):
+        wrong = tools if isinstance(usual, str) else usual
+        raise ConfigError(f"its chat template is {shown(wrong)}, expected a text in Jinja")
     return usual, tools
 
 

@@ -55,8 +55,10 @@ class Decoder(LanguageModel):
             config.rope, config.head_size, config.max_context, kernels=kernels, dtype=self.dtype, device=self.device
         )
         self._layers = tuple(
-            (DecoderLayer if layer.router is None else MixtureLayer)(config, layer, kernels, window=window, ranks=ranks)
-            for layer, window in zip(weights.layers, config.windows, strict=True)
+            DecoderLayer(config, layer, kernels, window=window, ranks=ranks)
+            if layer.router is None
+            else MixtureLayer(config, layer, kernels, window=window, ranks=ranks, index=index)
+            for index, (layer, window) in enumerate(zip(weights.layers, config.windows, strict=True))
         )
 
     @property

@@ -29,6 +29,7 @@ from outrider.model.reading import JSON_LIMIT, present, read_json, reading, regu
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _AGAIN = "if it's truncated or corrupt, fetch it again"
 _MAX_SHARDS = 4096
+_PART = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 _DTYPES = MappingProxyType(
     {
         "F64": torch.float64,
@@ -212,7 +213,24 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
         if present(path):
             file = _open_file(path)
             return CheckpointFiles(path, MappingProxyType(dict.fromkeys(file.shapes, file)))
-    raise CheckpointError(f"{directory}: no tensor files; expected {' or '.join(_SINGLE)}, or their index")
+    raise CheckpointError(
+        f"{directory}: no tensor files; expected {' or '.join(_SINGLE)}, or their index{_others(directory)}"
+    )
+
+
+def _others(directory: Path) -> str:
+    """Tensor files by other names, for a message."""
+    try:
+        found = sorted(path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".bin"))
+    except OSError:
+        return ""
+    if not found:
+        return ""
+    part = next((match for name in found if (match := _PART.fullmatch(name))), None)
+    instead = "give one of them that name, if it's the whole"
+    if part is not None:
+        instead = f"they're parts: fetch {part[1]}.{part[2]}.index.json too, which says what is in which"
+    return f"; there are {', '.join(found[:3])}{' and others' if len(found) > 3 else ''}: {instead}"
 
 
 def _open_file(path: Path) -> TensorFile:

@@ -18,6 +18,7 @@ from outrider.model.mapping import Piece, decoder_stem, decoder_targets, decoder
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.quantization.cache import cache_format, decide, read_scales, scale_keys
 from outrider.model.ranks import ModelRanks
+from outrider.model.reading import reading
 from outrider.model.shards import Shards
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 
@@ -86,7 +87,8 @@ def load_decoder(
             ]
             layers = zip(record.layers, formats, strict=True)
             record = replace(record, layers=tuple(replace(layer, cache=each) for layer, each in layers))
-        return Decoder(local, record, kernels, ranks)
+        with reading(files.origin, "a decoder"):
+            return Decoder(local, record, kernels, ranks)
 
 
 def _check_tied(files: CheckpointFiles, head: str, embedding: Piece) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 
@@ -46,14 +47,15 @@ def find_checkpoint(given: str | Path) -> Path:
     """The directory of a checkpoint: ``given`` itself where it's there, else the Hub's snapshot of ``owner/name[@revision]``.
 
     A snapshot comes out of the Hub's cache, and what that lacks is fetched; without a network the cache alone serves.
-    Raises :class:`CheckpointError` for a name that is neither, for a file in place of a directory, and where the Hub has no
-    such repository or can't be reached.
+    Raises :class:`CheckpointError` for a name that is neither, for a file in place of a directory, for other formats, and
+    where the Hub has no such repository or can't be reached.
     """
     path = Path(given)
     if present(path):
         if path.is_file():
             refuse_other_formats(path.parent, path.name)
             raise CheckpointError(f"{path}: is a file; expected a directory with config.json and the tensor files")
+        refuse_other_formats(path)
         return path
     name = str(given)
     if not _NAME.fullmatch(name):
@@ -83,6 +85,7 @@ def _snapshot(given: str) -> Path:
         raise CheckpointError(f"{given}: no such directory, and the Hub shows you no such repository{end}") from error
     except Exception as error:  # its network stack raises many kinds
         raise CheckpointError(f"{given}: the Hub's snapshot can't be had: {describe(error)}{end}") from error
+    refuse_other_formats(found)
     return found
 
 
@@ -97,10 +100,15 @@ def refuse_other_formats(directory: Path, file: str | None = None) -> None:
             f"{directory / _ADAPTER}: is a LoRA adapter, and adapters aren't supported; merge it into its base model with "
             "peft's merge_and_unload and save_pretrained, and give that directory"
         )
+    try:
+        names = [file] if file is not None else sorted(path.name for path in directory.iterdir())
+    except OSError:
+        return  # reading it says what is wrong
     ours = ("*.safetensors", "pytorch_model*.bin") if file is None else ()
-    if any(path for pattern in ours for path in directory.glob(pattern) if not path.match("consolidated*")):
+    lower = [name.lower() for name in names]
+    if any(fnmatchcase(name, pattern) and not name.startswith("consolidated") for name in lower for pattern in ours):
         return
     for pattern, (kind, instead) in _OTHERS.items():
-        for path in sorted(directory.glob(pattern)):
-            if file in (None, path.name):
-                raise CheckpointError(f"{path}: is {kind}, a format that isn't supported; {instead}")
+        for name in names:
+            if fnmatchcase(name.lower(), pattern):
+                raise CheckpointError(f"{directory / name}: is {kind}, a format that isn't supported; {instead}")

@@ -20,6 +20,7 @@ class MixtureLayer(DecoderLayer):
     """Attention as in any layer, then a token's experts, and the shared expert where there is one.
 
     On several ranks each has a part of the inner size of every expert; all of them route alike, from the same bits.
+    ``index``: which layer it is, for messages.
     """
 
     def __init__(
@@ -30,19 +31,20 @@ class MixtureLayer(DecoderLayer):
         *,
         window: int,
         ranks: ModelRanks | None = None,
+        index: int,
     ) -> None:
         super().__init__(config, weights, kernels, window=window, ranks=ranks)
         if config.experts is None or weights.router is None:
-            raise ConfigError("a layer has a router, and the config has no experts; expected both or none")
+            raise ConfigError(f"layer {index} has a router, and the config has no experts; expected both or none")
         self._experts = config.experts
         self._router = weights.router
         self._gate_up, self._down = weights.gate_up, weights.down
         kinds = {isinstance(each, QuantizedWeight) for each in (self._gate_up, self._down)}
         if len(kinds) > 1 or any(isinstance(each, SplitWeight) for each in (self._gate_up, self._down)):
             raise ConfigError(
-                f"a layer's experts are stored as {label(self._gate_up)} (gate and up) and {label(self._down)} (down); "
-                "expected all of them in one way, with one scale for all activations where these are static: load them as "
-                "plain weights (--quantized dequantize)"
+                f"layer {index}: its experts are stored as {label(self._gate_up)} (gate and up) and {label(self._down)} "
+                "(down); expected all of them in one way, with one scale for all activations where these are static: load "
+                "them as plain weights (--quantized dequantize)"
             )
 
     def mlp(self, attended: Attended, residual: Tensor) -> Pending:

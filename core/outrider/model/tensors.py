@@ -18,6 +18,7 @@ from outrider.model.bulk import Part, read_parts
 from outrider.model.files import CheckpointFiles
 from outrider.model.mapping import Piece, Target, ignored
 from outrider.model.quantization.loading import Quantization
+from outrider.model.quantization.scheme import SUFFIXES
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the tensor just read, how many are done, and how many there are."""
@@ -54,12 +55,24 @@ def check_tensors(
         if extra:
             strange = [f"{shown(key)} {list(files.shape(key))}" for key in extra[:_SHOWN]]
             parts.append(f"not expected: {_some(strange, len(extra))}")
+        parts += _told_plain(extra, quantization)
         raise CheckpointError(f"{files.origin}: the tensors aren't those of the config; {'; '.join(parts)}")
     for key, shape in wanted.items():
         if files.shape(key) != shape:
             raise CheckpointError(
                 f"{files.tensors[key].path}: tensor {key!r} has shape {list(files.shape(key))}, expected {list(shape)}"
             )
+
+
+def _told_plain(extra: Sequence[str], quantization: Quantization | None) -> list[str]:
+    """What to say of tensors of quantised weights that the config knows nothing of."""
+    if not any(key.rpartition(".")[2] in SUFFIXES for key in extra):
+        return []
+    if quantization is None:
+        return [
+            "they're of quantised weights, and config.json has no quantization_config: fetch the one that belongs to them"
+        ]
+    return [f"they're of quantised weights, and {quantization.path} ({quantization.method}) says that these aren't stored so"]
 
 
 def _some(names: Sequence[str], count: int) -> str:

@@ -40,13 +40,13 @@ def plugin_builders(name: str, given: Collection[str] = ()) -> Mapping[str, Buil
     Loads the named plugin alone. Raises :class:`ConfigError` for a name that no plugin offers, and what
     :meth:`Plugins.usable_info` raises.
     """
-    name = name.removeprefix(FIRST)  # whose second part may be a plugin's
+    asked, name = name, name.removeprefix(FIRST)  # whose second part may be a plugin's
     if name in OWN_PROPOSERS or name in given:
         return {}
     plugins = Plugins(PROPOSERS)
     if name not in plugins.names:
         installed = f"; plugins: {', '.join(plugins.names)}" if plugins.names else "; no plugin brings another one"
-        raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted({*OWN_PROPOSERS, *given}))}{installed}")
+        raise ConfigError(f"speculate is {asked!r}; expected one of {', '.join(sorted({*OWN_PROPOSERS, *given}))}{installed}")
     plugins.usable_info(plugins.offer(name))
     return {name: lambda options: _build(plugins, name, options)}
 

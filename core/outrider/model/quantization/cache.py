@@ -15,7 +15,7 @@ from outrider.model.files import CheckpointFiles
 from outrider.model.layer import CacheFormat
 from outrider.model.quantization.scheme import FLOATS
 
-KEY = "kv_cache_scheme"
+KEY, MODELOPT_KEY = "kv_cache_scheme", "kv_cache_quant_algo"
 _EXPECTED: Mapping[str, tuple[object, ...]] = {
     "num_bits": (8,),
     "type": ("float",),
@@ -44,6 +44,11 @@ class CacheScheme:
         if not isinstance(given, dict):
             raise ConfigError(
                 f"{KEY} is {shown(given)}, expected a JSON object; --kv-dtype plain keeps the cache in the model's dtype"
+            )
+        if MODELOPT_KEY in given:
+            raise ConfigError(
+                f"{MODELOPT_KEY} is {shown(given[MODELOPT_KEY])}, expected 'FP8': a KV cache is kept in fp8 with stored "
+                "scales, or plainly (--kv-dtype plain)"
             )
         defaults = {"symmetric": True, "dynamic": False}
         for name, allowed in _EXPECTED.items():

@@ -18,14 +18,14 @@ import torch
 from outrider.device import ConfigError
 from outrider.errors import shown
 from outrider.model.config_fields import is_whole
-from outrider.model.quantization.cache import KEY
+from outrider.model.quantization.cache import KEY, MODELOPT_KEY
 from outrider.model.quantization.loading import Quantization, QuantizedMode
 from outrider.model.quantization.patterns import pattern
 from outrider.model.quantization.scheme import Activations, Scheme
 from outrider.model.reading import present, read_json, reading
 
 Find = Callable[[str], Scheme | None]
-_KEY = "quantization_config"
+_KEY, _OLDER_KEY = "quantization_config", "compression_config"
 _BESIDE = ("quantize_config.json", "quant_config.json")
 """Files that older writers of GPTQ and of AWQ left beside config.json."""
 _MODELOPT = "hf_quant_config.json"
@@ -69,8 +69,9 @@ def _given(directory: Path, name: str) -> tuple[Path, Any]:
     raw = read_json(path)
     text = raw.get("text_config")
     for part in (raw, text if isinstance(text, dict) else {}):
-        if part.get(_KEY) is not None:
-            return path, part[_KEY]
+        for key in (_KEY, _OLDER_KEY):
+            if part.get(key) is not None:
+                return path, part[key]
     for other in _BESIDE:
         if present(directory / other):
             return directory / other, read_json(directory / other)
@@ -102,7 +103,7 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Find:
         value = given.get(key)
         if value and not (isinstance(value, dict) and value.get("format") == "dense"):
             raise ConfigError(f"{key} is {shown(value)}, which isn't supported; {_INSTEAD}")
-    config = QuantizationConfig.model_validate(dict(given))
+    config = _validated(QuantizationConfig, given)
     named: list[tuple[str, Scheme | None]] = []
     for name, group in config.config_groups.items():
         scheme = _group_scheme(name, group, config.format)
@@ -121,6 +122,22 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Find:
         return next((scheme for target, scheme in named if matches(target, module)), None)
 
     return find
+
+
+def _validated(kind: Any, given: Mapping[str, Any]) -> Any:
+    """The library's record of a config. Raises :class:`ConfigError` that names the key of what it doesn't take."""
+    try:
+        return kind.model_validate(dict(given))
+    except ValueError as error:
+        found: Any = getattr(error, "errors", None)
+        if found is None:
+            raise
+        first = found(include_url=False, include_context=False)[0]
+        # Between the keys stand the kinds that the library tried.
+        key = ".".join(str(part) for part in first["loc"] if "[" not in str(part)) or _KEY
+        value = "missing" if first["type"] == "missing" else shown(first["input"])
+        reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+        raise ConfigError(f"{key} is {value}, which compressed-tensors doesn't take: {reason}; {_INSTEAD}") from error
 
 
 _STORAGES: Mapping[str, str] = MappingProxyType(
@@ -304,10 +321,10 @@ def _modelopt_cache(given: Mapping[str, Any]) -> object:
     """What it says of the KV cache, in compressed-tensors' words."""
     if given.get(KEY) is not None:
         return given[KEY]
-    algorithm = _modelopt_part(given).get("kv_cache_quant_algo")
+    algorithm = _modelopt_part(given).get(MODELOPT_KEY)
     if algorithm is None:
         return None
-    return {"num_bits": 8, "type": "float"} if algorithm == "FP8" else {"num_bits": algorithm}
+    return {"num_bits": 8, "type": "float"} if algorithm == "FP8" else {MODELOPT_KEY: algorithm}
 
 
 def _group_size(value: object) -> int:

@@ -115,8 +115,12 @@ def _awq(scheme: Scheme, shape: tuple[int, int], held: Mapping[str, Tensor]) -> 
         return values[..., list(_AWQ_ORDER)].flatten(-2)[:, :out]
 
     zeros = None
-    if "qzeros" in held and not scheme.symmetric:
+    if "qzeros" in held:
         zeros = columns(held["qzeros"]).T.to(torch.int8) - 8
+        if scheme.symmetric:
+            if bool(zeros.any()):
+                raise ConfigError("qzeros aren't 8 everywhere, but the config says that zero_point is false")
+            zeros = None
     data = packed_halves(columns(held["qweight"]).T)
     return _made(scheme, shape, data, held["scales"].T, zeros, (1, scheme.block_of(shape)[1]), None)
 

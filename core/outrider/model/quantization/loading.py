@@ -131,6 +131,12 @@ class Quantization:
         """
         schemes = [self.scheme_of(files, piece) for target in targets for piece in target.pieces]
         formats = {scheme.format for scheme in schemes if scheme is not None}
+        if not formats and self.weights and not self._names_any(targets):
+            raise CheckpointError(
+                f"{self.path}: says how weights are quantised ({self.method}), but its targets and what it leaves out name "
+                "no product of this model as quantised; expected class names such as Linear, or names of modules such as "
+                "model.layers.0.mlp.up_proj; remove what it says, if all of them are meant to be plain"
+            )
         if not formats and self.weights:
             raise CheckpointError(
                 f"{self.path}: says that weights are quantised ({self.method}), but no weight is stored quantised in "
@@ -146,6 +152,12 @@ class Quantization:
                 f"kernels for that (it declares {has}); load them as plain weights with --quantized dequantize, or run the "
                 "torch reference of the quantised product, which is slow, with --quantized reference"
             )
+
+    def _names_any(self, targets: Sequence[Target]) -> bool:
+        """Whether the config says of some product that it's quantised, however it's stored."""
+        keys = (piece.key for target in targets for piece in target.pieces if len(piece.shape) == 2)
+        modules = (key.removesuffix(_WEIGHT) for key in keys if key.endswith(_WEIGHT) and not key.endswith(_EMBEDDING))
+        return any(self.scheme(module) is not None for module in modules)
 
     def load(
         self, files: CheckpointFiles, target: Target, *, dtype: torch.dtype, device: torch.device, done: Callable[[str], None]

@@ -11,6 +11,22 @@ import torch
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SCALES = (*FLOATS, torch.float8_e8m0fnu)
 _WHOLE = (torch.int32, torch.int64)
+SUFFIXES = frozenset(
+    {
+        "g_idx",
+        "input_scale",
+        "qweight",
+        "qzeros",
+        "scales",
+        "weight_g_idx",
+        "weight_packed",
+        "weight_scale",
+        "weight_scale_inv",
+        "weight_shape",
+        "weight_zero_point",
+    }
+)
+"""Ends of names that tensors of plain weights don't have."""
 _NAMES: Mapping[torch.dtype, str] = MappingProxyType({torch.float8_e4m3fn: "fp8", torch.int8: "int8"})
 
 

@@ -111,7 +111,10 @@ def _products(files: CheckpointFiles, *, head: bool) -> list[str]:
         if key.endswith(_SUFFIX) and wanted and len(files.shape(key)) == 2 and vision_name(module) is None:
             found.append(key)
     if head and not any(key.endswith(f"{_HEAD}{_SUFFIX}") for key in found):
-        raise ConfigError("the output head is to be quantised, and the checkpoint has none of its own: it's the embedding")
+        raise ConfigError(
+            f"{files.origin}: the output head is to be quantised, and the checkpoint has none of its own: it's the "
+            "embedding, which stays plain; leave --lm-head out"
+        )
     if not found:
         raise CheckpointError(f"{files.origin}: holds no weight of a product by a name that is known, such as q_proj.weight")
     return found
