@@ -47,6 +47,26 @@ def test_trace_gives_what_was_recorded_and_the_scripts_exit_code(outrider, scrip
     assert result.json["operations"] > 0
 
 
+ENGINE = """
+from outrider import Engine, EngineConfig, SamplingParams, get_backend
+from outrider.cli.models import bundled
+
+for name in ({backends}):
+    config = EngineConfig(max_requests=1, max_context=64)
+    engine = Engine.from_checkpoint(bundled("target"), get_backend(name), config=config)
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+"""
+
+
+@pytest.mark.parametrize("backends", ["'cpu',", "'sim', 'cpu', 'sim'"])
+def test_sanitize_watches_engines_that_read_a_checkpoint(child, tmp_path, backends):
+    """Files are read into memory of the host past torch, and a watch of one device meets tensors of another one."""
+    (tmp_path / "engines.py").write_text(ENGINE.format(backends=backends))
+    result = child("sanitize", "--backend", backends.split("'")[1], "--no-advice", "--", str(tmp_path / "engines.py"))
+    assert result.code == 0, result.out + result.err
+    assert "finding" not in result.out
+
+
 def test_explore_takes_an_exit_for_the_programs_end(outrider, script):
     failed = outrider("explore", f"{script('sys.exit(5)', 'exits_five')}:program", "--iterations", "2", "--json")
     assert (failed.code, failed.json["error"]["type"], failed.json["runs"]) == (5, "ProgramExit", 1)

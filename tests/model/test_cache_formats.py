@@ -91,6 +91,24 @@ def test_modelopt_says_so_in_words_of_its_own(tmp_path, backend, beside):
         load_decoder(tmp_path / "made", backend=backend, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_scales_by_two_names_must_agree(tmp_path, backend, times):
+    write_cached(tmp_path, "llama", strategy="tensor")
+
+    def twice(state, raw):
+        for key in [key for key in state if key.endswith("_scale")]:
+            stem, kind = key.rsplit(".", 1)
+            state[f"{stem}.{kind[0]}_proj.{kind}"] = state[key] * times
+        return state, raw
+
+    rewrite(tmp_path, twice)
+    if times == 1:
+        load_decoder(tmp_path, backend=backend, dtype=torch.float64)
+        return
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_scale' and '.*k_proj\.k_scale' are both the scale"):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float64)
+
+
 def test_without_a_scheme_the_scales_are_one(tmp_path, backend):
     write_checkpoint(tmp_path, "llama")
     kept = load_decoder(tmp_path, backend=backend, dtype=torch.float32, kv_dtype="fp8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -55,7 +55,7 @@ class Storages:
             return None  # another device's
         storage = tensor.untyped_storage()
         # The weak reference keeps the storage's header, so this number isn't given to another while we know it.
-        key = storage._cdata
+        key = _key(storage)
         known = self._known.get(key)
         if known is not None and not known.weak.expired():
             return (known, False) if known.device or known.pinned else None
@@ -88,12 +88,11 @@ class Storages:
 
     def key(self, tensor: Tensor) -> int:
         """Which storage it is, while that lives."""
-        key: int = tensor.untyped_storage()._cdata
-        return key
+        return _key(tensor.untyped_storage())
 
     def note(self, tensor: Tensor) -> None:
         """Check the tensor's storage again when this object is freed."""
-        key = tensor.untyped_storage()._cdata
+        key = _key(tensor.untyped_storage())
         weak = ref(tensor, partial(self._suspect, key))
         # The reference must live as long as the tensor, and the tensor's own dictionary does.
         tensor.__dict__.setdefault("_outrider_refs", []).append(weak)
@@ -115,6 +114,12 @@ class Storages:
                 if known.pinned:
                     self._pinned = [each for each in self._pinned if each[2] is not known]
         return found
+
+
+def _key(storage: Any) -> int:
+    """A number that no other storage has while this one lives. Those of another, simulated device aren't torch's own."""
+    key: int = getattr(storage, "_cdata", id(storage))
+    return key
 
 
 def extent(tensor: Tensor, known: Known, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:

@@ -143,8 +143,8 @@ class Admission:
             raise RequestError("this engine was built without masks for guides; build it with EngineConfig(guided=True)")
         if params.stop and self.tokenizer is None:
             raise ConfigError(
-                "the request has stop strings, and this engine was built without a tokenizer; use Engine.from_checkpoint, or "
-                "give stop_token_ids"
+                "the request has stop strings, and this engine was built without a tokenizer; take a checkpoint that has "
+                "one, through Engine.from_checkpoint, or give stop_token_ids"
             )
         return frozenset(stops)
 

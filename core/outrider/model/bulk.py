@@ -94,7 +94,14 @@ def read_parts(parts: Sequence[Part], backend: Backend, stream: Stream, done: Ca
     pieces = [piece for part in parts for piece in _pieces(part, largest)]
     workers = max(1, min(_THREADS, os.cpu_count() or 1, len(pieces)))
     with ThreadPoolExecutor(workers, thread_name_prefix="outrider-weights") as pool:
-        if backend.capabilities.host_writes_memory:
+        if backend.capabilities.host_writes_memory and backend.observer is not None:
+            for piece in pieces:
+                between = _unwatched(piece.values, parts[0].extent.dtype)
+                pool.submit(_read, piece, between).result()
+                _memory(piece).copy_(between)
+                if piece.last:
+                    done(piece.part.key)
+        elif backend.capabilities.host_writes_memory:
             for piece, read in _ahead(pieces, 2 * workers, lambda piece: pool.submit(_read, piece, _memory(piece))):
                 read.result()
                 if piece.last:
@@ -111,9 +118,9 @@ def _read_through_buffers(
     slots: list[_Slot] = []
     for number in range(min(_BUFFERS, len(pieces))):
         buffer = backend.empty_pinned(f"weights[{number}]", (size,), dtype)
-        # Tools see operations of torch alone. Both memories are used again: fresh pages would take as long as the reading.
+        # Both memories are used again: fresh pages would take as long as the reading.
         watched = backend.observer is not None or type(buffer.tensor) is not Tensor
-        between = torch.empty(size, dtype=dtype) if watched else None
+        between = _unwatched(size, dtype) if watched else None
         slots.append(_Slot(buffer, backend.create_event(f"weights[{number}]"), between))
     free, filling = deque(slots), deque[_Slot]()
 
@@ -138,6 +145,13 @@ def _read_through_buffers(
         for slot in slots:
             if slot.copied.generation:
                 slot.copied.synchronize()
+
+
+def _unwatched(values: int, dtype: torch.dtype) -> Tensor:
+    """Host memory for a worker to read a file into where tools watch: they see operations of torch alone, and this memory was
+    written before torch saw it.
+    """
+    return torch.frombuffer(bytearray(values * dtype.itemsize), dtype=dtype)
 
 
 def _ahead(

@@ -101,7 +101,7 @@ def _through_transformers(family: str, known: dict[str, Any]) -> HfConfig:
 
 def _common(hf: HfConfig) -> dict[str, Any]:
     if hf.hidden_act not in _SILU:
-        raise ConfigError(f"hidden_act is {shown(hf.hidden_act)}, only 'silu' (also called 'swish') is supported")
+        raise ConfigError(f"hidden_act is {shown(hf.hidden_act)}, only 'silu' (also called 'swish') is supported; {_DOOR}")
     return {
         "vocab_size": hf.vocab_size,
         "hidden_size": hf.hidden_size,
@@ -154,6 +154,7 @@ _MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and what a config
 
 
 _MAX_ENDS = 1024
+_DOOR = "a whole model may run through transformers' own code, slower: --through-transformers"
 _SILU = ("silu", "swish")
 
 
@@ -175,7 +176,7 @@ def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
     given = dict(hf.rope_parameters)
     kind = given.get("rope_type") or "default"
     if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"partial_rotary_factor is {given['partial_rotary_factor']}, only 1 is supported")
+        raise ConfigError(f"partial_rotary_factor is {given['partial_rotary_factor']}, only 1 is supported; {_DOOR}")
     optional = {
         name: given[name]
         for name in (

@@ -112,7 +112,8 @@ class Grammars:
     def _check_possible(self) -> None:
         if self._tokenizer is None:
             raise ConfigError(
-                "the request has a guide, and this engine was built without a tokenizer; use Engine.from_checkpoint"
+                "the request has a guide, and this engine was built without a tokenizer, of which a guide is made; take a "
+                "checkpoint that has one, through Engine.from_checkpoint"
             )
         if not available():
             raise ConfigError("the request has a guide, which xgrammar compiles; install it: pip install 'outrider[guided]'")

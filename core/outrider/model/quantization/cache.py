@@ -97,8 +97,16 @@ def read_scales(files: CheckpointFiles, prefix: str, scheme: CacheScheme, kv_hea
     ``scheme`` asks for.
     """
     keys = [tuple(f"{prefix}.self_attn.{end}" for end in pair) for pair in _NAMES]
-    pair = next((each for each in keys if any(key in files.tensors for key in each)), keys[0])
-    return _scale(files, pair[0], scheme, kv_heads), _scale(files, pair[1], scheme, kv_heads)
+    spelt = [each for each in keys if any(key in files.tensors for key in each)] or keys[:1]
+    found = [(_scale(files, pair[0], scheme, kv_heads), _scale(files, pair[1], scheme, kv_heads)) for pair in spelt]
+    for pair, scales in zip(spelt, found, strict=True):
+        for which in range(2):
+            if not torch.equal(scales[which], found[0][which]):
+                raise CheckpointError(
+                    f"{files.origin}: tensors {spelt[0][which]!r} and {pair[which]!r} are both the scale of one cache, and "
+                    "differ; expected one of them, or --kv-dtype plain"
+                )
+    return found[0]
 
 
 def _scale(files: CheckpointFiles, key: str, scheme: CacheScheme, kv_heads: int) -> Tensor:
