@@ -16,8 +16,10 @@ from outrider_triton.launch import power_of_two
 from outrider_triton.table import AttentionConfig
 
 _MOST_SPLITS = 16
-_RING = 96 << 10
-"""Bytes of keys and values that a ring holds: two programs fit beside each other."""
+_RING, _SMALL_RING, _SMALL_SHARES = 96 << 10, 64 << 10, 8
+"""Bytes of keys and values that a ring holds: two programs fit beside each other. Of so many splits, a share is a block or
+two as a rule; what the ring leaves then is there for the one of the product behind.
+"""
 _LONG = 16384
 """A capacity beyond which there may be twice as many splits: each costs a little, also where nothing is left for it."""
 
@@ -124,13 +126,14 @@ def _ring_cut(
 ) -> AttentionCut:
     """A program a multiprocessor, where a sequence can be split: its ring keeps as much on its way as there is to be had."""
     block = tuned.block_kv if tuned else 64
-    stages = tuned.stages if tuned else max(2, _RING // (2 * block * heads.size * heads.bytes))
-    while ring_bytes(heads, rows, block, stages) > facts.shared_bytes and stages > 1:
-        stages -= 1
     most = _MOST_SPLITS if max_kv <= _LONG else 2 * _MOST_SPLITS
     split = _floor(max(1, min(most, facts.processors // programs(heads, rows, batch, max_query), max_kv // block)))
     if tuned:
         split = max(split, _floor(max(1, min(tuned.split, max_kv // block))))
+    room = _RING if split < _SMALL_SHARES else _SMALL_RING
+    stages = tuned.stages if tuned else max(2, room // (2 * block * heads.size * heads.bytes))
+    while ring_bytes(heads, rows, block, stages) > facts.shared_bytes and stages > 1:
+        stages -= 1
     return AttentionCut(block_rows=rows, block_kv=block, split=split, warps=4, stages=stages, ring=True)
 
 

@@ -40,7 +40,7 @@ _GROUP = gl.constexpr(128)
 """Columns that may have a scale of their own: those that are laid out in planes together."""
 _HELD = gl.constexpr(64)
 """Bytes that they are in a row of a tile."""
-_AT_ONCE = gl.constexpr(48 << 10)
+_AT_ONCE = gl.constexpr(64 << 10)
 """Bytes that a program asks for at once while it fills its ring: as many as memory takes to answer at its full rate."""
 PAIRED = gl.constexpr(8)
 """Low rows, and then high ones, that lie beside each other in a tile of pairs."""

@@ -25,7 +25,7 @@ from outrider_triton.jit.dependent import let_next_start, wait_for_last
 
 PAIRS = gl.constexpr(32)
 """Pairs of rows of a tile."""
-AT_ONCE = gl.constexpr(48 << 10)
+AT_ONCE = gl.constexpr(64 << 10)
 """Bytes that a program asks for at once while it fills its ring: as many as memory takes to answer at its full rate."""
 
 
