@@ -87,14 +87,11 @@ def _bring_block(k_cache, v_cache, table, at, high, column, place, ring, PAGE: g
 def _bring(
     k_cache,
     v_cache,
-    query_start,
-    seq_lens,
-    block_table,
-    kv_heads,
-    size,
-    table_width,
+    read,
+    sizes,
     ring,
     PAGE: gl.constexpr,
+    GROUP: gl.constexpr,
     WINDOW: gl.constexpr,
     TREE: gl.constexpr,
     SETTLED: gl.constexpr,
@@ -103,6 +100,9 @@ def _bring(
     PDL: gl.constexpr,
 ):
     """The warp that brings keys and values."""
+    query_start, seq_lens, block_table, _ = read
+    _, _, heads, _, size, _, _, table_width, _ = sizes
+    kv_heads = heads // GROUP
     keys, _, _, _, empty = ring
     STAGES: gl.constexpr = keys.shape[0]
     BLOCK_KV: gl.constexpr = keys.shape[1]
@@ -128,20 +128,9 @@ def _bring(
 @gluon.jit
 def _attend(
     q,
-    query_start,
-    seq_lens,
-    tree_mask,
-    out,
-    parts,
-    stats,
-    tokens,
-    batch,
-    heads,
-    scale,
-    size,
-    q_token,
-    q_head,
-    mask_width,
+    read,
+    made_at,
+    sizes,
     queries,
     weights,
     ring,
@@ -153,6 +142,9 @@ def _attend(
     PDL: gl.constexpr,
 ):
     """The four warps that attend."""
+    query_start, seq_lens, _, tree_mask = read
+    out, parts, stats = made_at
+    tokens, batch, heads, scale, size, q_token, q_head, _, mask_width = sizes
     keys, values, full_keys, full_values, empty = ring
     STAGES: gl.constexpr = keys.shape[0]
     BLOCK_KV: gl.constexpr = keys.shape[1]
@@ -313,57 +305,15 @@ def paged_attention_ring(
     weights = gl.allocate_shared_memory(KIND, [BLOCK_KV, BLOCK_ROWS], held)
     ring = keys, values, full_keys, full_values, empty
     QUERIES: gl.constexpr = BLOCK_ROWS // GROUP
+    read = query_start, seq_lens, block_table, tree_mask
+    made_at = out, parts, stats
+    sizes = tokens, batch, heads, scale, size, q_token, q_head, table_width, mask_width
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    q,
-                    query_start,
-                    seq_lens,
-                    tree_mask,
-                    out,
-                    parts,
-                    stats,
-                    tokens,
-                    batch,
-                    heads,
-                    scale,
-                    size,
-                    q_token,
-                    q_head,
-                    mask_width,
-                    queries,
-                    weights,
-                    ring,
-                    GROUP,
-                    WINDOW,
-                    TREE,
-                    SETTLED,
-                    SPLITS,
-                    PDL,
-                ),
-            ),
+            (_attend, (q, read, made_at, sizes, queries, weights, ring, GROUP, WINDOW, TREE, SETTLED, SPLITS, PDL)),
             (
                 _bring,
-                (
-                    k_cache,
-                    v_cache,
-                    query_start,
-                    seq_lens,
-                    block_table,
-                    heads // GROUP,
-                    size,
-                    table_width,
-                    ring,
-                    PAGE,
-                    WINDOW,
-                    TREE,
-                    SETTLED,
-                    SPLITS,
-                    QUERIES,
-                    PDL,
-                ),
+                (k_cache, v_cache, read, sizes, ring, PAGE, GROUP, WINDOW, TREE, SETTLED, SPLITS, QUERIES, PDL),
             ),
         ],
         [1],

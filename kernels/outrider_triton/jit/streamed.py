@@ -36,13 +36,7 @@ def _pairs_and_tokens(BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _store(
-    bias,
-    x_scales,
-    scales,
-    out,
-    m,
-    n,
-    each,
+    own,
     ring,
     buffer,
     HAS_BIAS: gl.constexpr,
@@ -51,6 +45,7 @@ def _store(
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    bias, x_scales, scales, out, m, n, each = own
     BLOCK_M: gl.constexpr = buffer.shape[1] // (2 if FOLD else 1)
     lane, token = _pairs_and_tokens(BLOCK_M)
     known = (token < m)[None, :]
@@ -59,9 +54,9 @@ def _store(
     if ROWS:
         divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
     for tile in range(gl.cdiv(each, PAIRS)):
-        own = tile * PAIRS + lane
-        row = gl.program_id(0) * each + own
-        mine = (own < each) & (row < n)
+        inside = tile * PAIRS + lane
+        row = gl.program_id(0) * each + inside
+        mine = (inside < each) & (row < n)
         if ROWS:  # on their way before the product
             factor = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)
         low, high = halves_of(ring, tile, buffer, FOLD, STEPS, _LAYOUT)
@@ -74,9 +69,9 @@ def _store(
             gl.store(place + row[:, None], total.to(out.dtype.element_ty), mask=known & mine[:, None])
         else:
             row += row // PAIRS * PAIRS
-            gl.store(place + row[:, None], low.to(out.dtype.element_ty), mask=known & ((own < each) & (row < n))[:, None])
+            gl.store(place + row[:, None], low.to(out.dtype.element_ty), mask=known & ((inside < each) & (row < n))[:, None])
             row += PAIRS
-            gl.store(place + row[:, None], high.to(out.dtype.element_ty), mask=known & ((own < each) & (row < n))[:, None])
+            gl.store(place + row[:, None], high.to(out.dtype.element_ty), mask=known & ((inside < each) & (row < n))[:, None])
 
 
 @gluon.jit(do_not_specialize=["m", "each"])
@@ -106,9 +101,10 @@ def streamed_linear(
     """
     ring = make_ring(x, w, FOLD, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(ring)
+    own = bias, x_scales, scales, out, m, n, each
     gl.warp_specialize(
         [
-            (_store, (bias, x_scales, scales, out, m, n, each, ring, buffer, HAS_BIAS, ROWS, FOLD, STEPS, PDL)),
+            (_store, (own, ring, buffer, HAS_BIAS, ROWS, FOLD, STEPS, PDL)),
             (bring_weights, (w, ring, each, PAIRS, FOLD, STEPS)),
             (bring_tokens, (x, ring, each, FOLD, STEPS, ROWS > 0, PDL)),
         ],
@@ -119,14 +115,7 @@ def streamed_linear(
 
 @gluon.jit
 def _add(
-    bias,
-    residual,
-    norm,
-    scaled,
-    squares,
-    m,
-    n,
-    each,
+    own,
     ring,
     buffer,
     HAS_BIAS: gl.constexpr,
@@ -134,6 +123,7 @@ def _add(
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    bias, residual, norm, scaled, squares, m, n, each = own
     BLOCK_M: gl.constexpr = buffer.shape[1] // 2
     lane, token = _pairs_and_tokens(BLOCK_M)
     row = gl.program_id(0) * each + lane
@@ -182,12 +172,10 @@ def streamed_linear_add(
     """:func:`outrider_triton.jit.fused.linear_add`; folded, and a program has one tile at most."""
     ring = make_ring(x, w, True, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(ring)
+    own = bias, residual, norm, scaled, squares, m, n, each
     gl.warp_specialize(
         [
-            (
-                _add,
-                (bias, residual, norm, scaled, squares, m, n, each, ring, buffer, HAS_BIAS, NORM, STEPS, PDL),
-            ),
+            (_add, (own, ring, buffer, HAS_BIAS, NORM, STEPS, PDL)),
             (bring_weights, (w, ring, each, PAIRS, True, STEPS)),
             (bring_tokens, (x, ring, each, True, STEPS, False, PDL)),
         ],
@@ -198,18 +186,7 @@ def streamed_linear_add(
 
 @gluon.jit
 def _gate(
-    squares,
-    bias,
-    out,
-    eps,
-    m,
-    n,
-    k,
-    shares,
-    each,
-    x_scales,
-    scales,
-    maxima,
+    own,
     ring,
     buffer,
     HAS_BIAS: gl.constexpr,
@@ -219,6 +196,7 @@ def _gate(
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    squares, bias, out, eps, m, n, k, shares, each, x_scales, scales, maxima = own
     BLOCK_M: gl.constexpr = buffer.shape[1]
     lane, token = _pairs_and_tokens(BLOCK_M)
     wait_for_last(PDL)
@@ -228,9 +206,9 @@ def _gate(
         divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
         largest = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, _LAYOUT))
     for tile in range(gl.cdiv(each, PAIRS)):
-        own = tile * PAIRS + lane
-        row = gl.program_id(0) * each + own
-        mine = (own < each) & (row < n)
+        inside = tile * PAIRS + lane
+        row = gl.program_id(0) * each + inside
+        mine = (inside < each) & (row < n)
         if ROWS:  # on their way before the product
             gate_factor = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)
             up_factor = gl.load(scales + (n + row) // ROWS, mask=mine, other=0.0).to(gl.float32)
@@ -290,33 +268,10 @@ def streamed_silu_mul(
     """
     ring = make_ring(x, w, False, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(ring)
+    own = squares, bias, out, eps, m, n, k, shares, each, x_scales, scales, maxima
     gl.warp_specialize(
         [
-            (
-                _gate,
-                (
-                    squares,
-                    bias,
-                    out,
-                    eps,
-                    m,
-                    n,
-                    k,
-                    shares,
-                    each,
-                    x_scales,
-                    scales,
-                    maxima,
-                    ring,
-                    buffer,
-                    HAS_BIAS,
-                    ROWS,
-                    SCALED,
-                    SHARES,
-                    STEPS,
-                    PDL,
-                ),
-            ),
+            (_gate, (own, ring, buffer, HAS_BIAS, ROWS, SCALED, SHARES, STEPS, PDL)),
             (bring_weights, (w, ring, each, n, False, STEPS)),
             (bring_tokens, (x, ring, each, False, STEPS, True, PDL)),
         ],
@@ -327,26 +282,8 @@ def streamed_silu_mul(
 
 @gluon.jit
 def _rotate(
-    squares,
-    bias,
-    cos,
-    sin,
-    q,
-    k_cache,
-    v_cache,
-    slots,
-    eps,
-    m,
-    k,
-    shares,
-    heads,
-    kv_heads,
-    angles_token,
-    cache_slot,
-    cache_head,
-    each,
-    x_scales,
-    scales,
+    own,
+    rotary,
     ring,
     buffer,
     HAS_BIAS: gl.constexpr,
@@ -357,6 +294,8 @@ def _rotate(
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    squares, bias, q, eps, m, k, shares, each, x_scales, scales = own
+    cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head = rotary
     BLOCK_M: gl.constexpr = buffer.shape[1]
     token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, _LAYOUT))
     known = token < m
@@ -367,11 +306,11 @@ def _rotate(
         divisor = gl.load(x_scales + token, mask=known, other=0.0)
     slot = gl.load(slots + token, mask=known, other=0)
     for tile in range(gl.cdiv(each, PAIRS)):
-        own = tile * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, _LAYOUT))
-        pair = gl.program_id(0) * each + own
+        inside = tile * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, _LAYOUT))
+        pair = gl.program_id(0) * each + inside
         head = pair // HALF
         lane = pair % HALF
-        mine = (own < each) & (head < heads + 2 * kv_heads)
+        mine = (inside < each) & (head < heads + 2 * kv_heads)
         real = known[None, :] & mine[:, None]
         # What is needed behind the product, on its way before it.
         angle = token.to(gl.int64)[None, :] * angles_token + lane[:, None]
@@ -457,42 +396,11 @@ def streamed_rope_write_cache(
     """:func:`outrider_triton.jit.fused.linear_rope_write_cache`; ROWS: as in :func:`streamed_linear`."""
     ring = make_ring(x, w, False, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(ring)
+    own = squares, bias, q, eps, m, k, shares, each, x_scales, scales
+    rotary = cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head
     gl.warp_specialize(
         [
-            (
-                _rotate,
-                (
-                    squares,
-                    bias,
-                    cos,
-                    sin,
-                    q,
-                    k_cache,
-                    v_cache,
-                    slots,
-                    eps,
-                    m,
-                    k,
-                    shares,
-                    heads,
-                    kv_heads,
-                    angles_token,
-                    cache_slot,
-                    cache_head,
-                    each,
-                    x_scales,
-                    scales,
-                    ring,
-                    buffer,
-                    HAS_BIAS,
-                    ROWS,
-                    SCALED,
-                    SHARES,
-                    HALF,
-                    STEPS,
-                    PDL,
-                ),
-            ),
+            (_rotate, (own, rotary, ring, buffer, HAS_BIAS, ROWS, SCALED, SHARES, HALF, STEPS, PDL)),
             (bring_weights, (w, ring, each, HALF, False, STEPS)),
             (bring_tokens, (x, ring, each, False, STEPS, ROWS > 0, PDL)),
         ],
