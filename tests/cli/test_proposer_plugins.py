@@ -166,7 +166,7 @@ def test_the_example_kernels_pass_the_kits_kernel_tests(site, monkeypatch):
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.syspath_prepend(str(site))
-    report = conform("cpu:kernels=lean", level="L4", extra=["-k", "l4_kernels"])
+    report = conform("cpu:kernels=lean", level="L4", extra=["-k", "l4_kernels", "--kit-draws", "4"])
     outcomes = {test["outcome"] for test in report["tests"]}
     assert report["kernels"] == "lean"
     assert "passed" in outcomes
