@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from rich.table import Table
 
 from outrider.cli import dispatch
 from outrider.cli import main as cli
@@ -367,3 +368,14 @@ def test_an_operation_that_does_not_end_does_not_keep_a_signal_off():
         finally:
             child.kill()
         assert json.loads(child.stdout.read())["error"]["type"] == "Terminated"
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 12, 30])
+def test_no_figure_of_a_table_is_cut(command, outrider, count):
+    figures = [f"{1234567 * (place + 1)}.125"[place % 5 :] for place in range(count)]
+    table = Table(*(f"of place {place}" for place in range(count)), "words", box=None, pad_edge=False)
+    table.add_row(*figures, "some words that may go on many lines, and do where there is no room for them " * 2)
+    command(lambda: Report(data={}, render=lambda console: console.print(table)))
+    shown = outrider("x")
+    assert [figure for figure in figures if figure not in shown.out] == []
+    assert "…" not in shown.out

@@ -18,6 +18,8 @@ from typing import Any, TextIO
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 from outrider.cli.commands import commands
 from outrider.cli.lazy import group
@@ -31,8 +33,24 @@ _HELP = """Overlapped speculative decoding of LLMs behind a small hardware-backe
 `--debug`, anywhere, shows the traceback of an error; `outrider --version` alone says which outrider it is.
 """
 
+_WIDEST = 10_000
+
 
 class _Console(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        """A table gets the width that its longest words need, as lines of text do: a figure that is cut is another figure."""
+        for each in objects:
+            if isinstance(each, Table):
+                self._make_room(each)
+        super().print(*objects, **options)
+
+    def _make_room(self, table: Table) -> None:
+        wide = self.options.update(max_width=_WIDEST)
+        for column in table.columns:
+            words = (Measurement.get(self, wide, cell).minimum for cell in (column.header, *column.cells))
+            column.min_width = max(column.min_width or 0, *words)
+        self.width = max(self.width, Measurement.get(self, wide, table).minimum)
+
     def on_broken_pipe(self) -> None:
         """Let it be reported: rich's own answer is to leave in silence. Called while the error is handled."""
         raise BrokenPipeError
