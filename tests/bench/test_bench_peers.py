@@ -222,6 +222,9 @@ def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider)
         (("--accept-length", "5"), "--accept-length is 5; with 3 drafted tokens it is 1 to 4"),
         (("--plot", "x.png"), "expected a file that ends in .svg"),
         (("--plot", "x.svg", "--phases", "mixed"), "add decode, context, prefill"),
+        (("--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg', and nothing can be written in '/nowhere'"),
+        (("--so-far", "/nowhere/x.json"), "--so-far is '/nowhere/x.json', and nothing can be written in '/nowhere'"),
+        (("--memory", "-3"), "--memory is -3; expected a share"),
     ],
 )
 def test_bad_input(outrider, arguments, message):
@@ -424,14 +427,14 @@ CASES = (("decode", 1), ("decode", 2), ("prefill", 16), ("context", 12))
 
 def test_what_was_measured_so_far_is_in_a_file_after_each_run(asked, outrider, tmp_path, monkeypatch):
     file, plot, sizes = tmp_path / "so-far.json", tmp_path / "plot.svg", []
-    whole = peers.write_whole
+    whole = peers.write_output
 
-    def kept(path, text):
-        whole(path, text)
+    def kept(option, path, text):
         if path == file:
             sizes.append([sum(len(row["runs"]) for row in each["results"]) for each in json.loads(text)["engines"]])
+        return whole(option, path, text)
 
-    monkeypatch.setattr(peers, "write_whole", kept)
+    monkeypatch.setattr(peers, "write_output", kept)
     arguments = ("--engines", "outrider", "--speculate", "none", *SEVERAL, "--repeat", "2", "--plot", str(plot))
     result = outrider("bench", "peers", "--backend", "cpu", *SMALL, *arguments, "--so-far", str(file))
     assert sizes == [[], [1], [2], [2], [2], [3], [4], [4], [4]]  # decode alone; the first is of its start
@@ -444,3 +447,28 @@ def test_a_plot_has_each_engine_and_each_size():
     drawn = series_svg({"ours": [(1, 2.0), (8, 3.0)], "<theirs>": [(8, 4.0)]}, title="t", across="batch size", up="ms")
     assert drawn.count("<circle") == 3
     assert "&lt;theirs&gt;, 8: 4.000" in drawn
+
+
+def test_a_plot_that_cannot_be_written_takes_no_measurement_with_it(asked, outrider, tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("outrider_bench.outputs.write_whole", full)
+    files = ("--plot", str(tmp_path / "x.svg"), "--so-far", str(tmp_path / "x.json"))
+    arguments = ("--engines", "outrider", "--speculate", "none", *SEVERAL, "--repeat", "1", *files)
+    result = outrider("bench", "peers", "--backend", "cpu", *SMALL, *arguments, "--json")
+    assert result.code == 1
+    assert [row["batch"] for row in result.json["engines"][0]["results"]] == [1, 2]
+    assert result.json["plot_failed"].endswith("x.svg wasn't written: No space left on device")
+    assert f"--so-far {tmp_path / 'x.json'} wasn't written" in result.err
+
+
+def test_prompts_have_tokens_of_a_small_vocabulary(outrider, tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 64}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | {"max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e4}))
+    sizes = ("--batch", "1", "--prompt-tokens", "40", "--new-tokens", "6", "--repeat", "1")
+    kinds = ("--engines", "outrider", "--speculate", "none", "--dtype", "float32")
+    result = outrider("bench", "peers", "--backend", "cpu", "--shape", str(file), *kinds, *sizes, "--json").json
+    assert result["engines"][0]["status"] == "measured"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from outrider import Engine
 from outrider_bench.random_checkpoint import write_checkpoint
 
 SMALL = ("--backend", "cpu", "--shape", "tiny", "--dtype", "float32")
@@ -61,6 +62,12 @@ def test_the_bundled_model_serves_a_load_too(outrider):
         (("prefill", "--plot", "x.png"), "expected a file that ends in .svg"),
         (("mixed", "--prompts", "20-3"), "--prompts is '20-3'"),
         (("mixed", "--accept-length", "2"), "--accept-length is synthetic"),
+        (("prefill", "--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg', and nothing can be written in '/nowhere'"),
+        (("decode", "--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg', and nothing can be written in '/nowhere'"),
+        (("prefill", "--prompt-tokens", "8,90", "--max-context", "64"), "--prompt-tokens 90 and the 8 tokens behind them"),
+        (("decode", "--prompt-tokens", "8,90", "--max-context", "64"), "in the context of 64: they are 154; ask for fewer"),
+        (("mixed", "--prompts", "9-9", "--outputs", "8-8", "--max-context", "16"), "--prompts 9 and --outputs 8 tokens"),
+        (("tokens", "--prompts", "1", "--max-context", "64", "--new-tokens", "80"), "of a prompt and --new-tokens 80"),
         (("mixed", "--shape", "tiny", "--draft", "x"), "leave out --model and --draft"),
     ],
 )
@@ -69,3 +76,27 @@ def test_bad_input(outrider, arguments, message):
     result = outrider("bench", command, "--backend", "cpu", *rest)
     assert result.code == 1
     assert message in result.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("prefill", "--prompt-tokens", "64,64,128", "--repeat", "1", "--kv-memory", "0.005"),
+        ("mixed", "--requests", "4", "--prompts", "40-40", "--outputs", "2-2", "--kv-memory", "0.005"),
+        ("tokens", "--prompts", "2", "--new-tokens", "4", "--timed", "2", "--no-transformers", "--kv-memory", "0.005"),
+    ],
+)
+def test_no_prompt_that_is_timed_is_served_from_a_cached_prefix(arguments, outrider, monkeypatch):
+    made = []
+    init = Engine.__init__
+
+    def noted(self, *given, **named):
+        init(self, *given, **named)
+        made.append(self)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    command, *rest = arguments
+    result = outrider("bench", command, "--backend", "cpu", *rest)
+    assert result.code == 0, result.err
+    assert made
+    assert [engine.stats.prefix_hits for engine in made] == [0] * len(made)

@@ -73,6 +73,8 @@ def test_a_prompt_file_that_is_none(outrider, tmp_path):
     result = outrider("bench", "tokens", "--backend", "cpu", "--prompt-file", str(file))
     assert result.code == 1
     assert "expected {" in result.err
+    file.write_text('{"prompts": []}')
+    assert "x.json: no prompts in it; expected {" in outrider("bench", "tokens", "--prompt-file", str(file)).err
 
 
 def test_a_plot_of_iterations_against_the_limit(outrider, tmp_path):

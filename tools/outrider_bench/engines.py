@@ -98,6 +98,7 @@ class Asked:
                 running=self.running,
                 sizes=sizes,
                 say=say,
+                prefix_cache=False,  # as with random weights: each prompt is computed
             )
             named: dict[str, object] = {
                 "model": "bundled" if self.model is None else str(self.model),
@@ -135,3 +136,12 @@ class Asked:
             "max_requests": engine.config.max_requests,
             "max_context": engine.max_context,
         }
+
+
+def check_room(engine: Engine, what: str, tokens: int) -> None:
+    """Raise :class:`ConfigError` where a request of ``tokens``, which is ``what``, is longer than the context."""
+    if tokens > engine.max_context:
+        raise ConfigError(
+            f"{what} don't fit in the context of {engine.max_context}: they are {tokens}; ask for fewer, or raise "
+            "--max-context where the model has more"
+        )

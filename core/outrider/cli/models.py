@@ -297,11 +297,13 @@ def load(
     say: bool = False,
     beside: Sequence[Choice] = (),
     joined: Joined | None = None,
+    prefix_cache: bool = True,
 ) -> Engine:
     """Choose the backend and load the checkpoint onto it; progress goes to standard error, on a terminal alone.
 
     ``max_requests``: as many as the command makes, where ``sizes`` has no number of its own; None: the engine chooses.
     ``say``: tell people what was chosen, and ``beside`` it by the command. ``joined``: ranks that the engine runs on.
+    ``prefix_cache``: False where prompts are timed, which an earlier one must not shorten.
     """
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
@@ -312,6 +314,7 @@ def load(
         draft_topk=speculation.draft_topk,
         draft_nodes=speculation.draft_nodes,
         dtype=dtype,
+        prefix_cache=prefix_cache,
         **asdict(running or Running()),
         **{"max_requests": max_requests} | (sizes or Sizes()).given,
     )

@@ -30,8 +30,9 @@ from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParall
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few
+from outrider_bench.engines import check_room
+from outrider_bench.outputs import check_output, write_output
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel, check_acceptance
-from outrider_sanitizer.files import write_whole
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -140,8 +141,7 @@ def decode(
         raise ConfigError("--draft-layers is the size of a random block drafter: it goes with --shape and --speculate dflash")
     if new_tokens < 1:
         raise ConfigError(f"--new-tokens is {new_tokens}; expected at least 1")
-    if plot is not None and plot.suffix != ".svg":
-        raise ConfigError(f"--plot is {str(plot)!r}; expected a file that ends in .svg")
+    check_output("--plot", plot, ".svg")
     require_torch()
     spread_out = spread(context.obj, tensor_parallel, data_parallel, json_output=json_output)
     if spread_out is not None:
@@ -217,6 +217,7 @@ def decode(
             engine.follow()
         return Report.told_elsewhere()
     with joined, closing(engine):
+        check_room(engine, f"--prompt-tokens {max(lengths)} and --new-tokens {new_tokens}", max(lengths) + new_tokens)
         started = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]
         known = sum(engine.model.kernels.compiled().values())
         bandwidth = measure_bandwidth(engine.backend)
@@ -254,9 +255,16 @@ def decode(
         if plot is not None:
             from outrider_bench.plot import limits_svg
 
-            write_whole(plot, limits_svg(rows, title=f"{data['model']}, {data['speculate']}, {data['dtype']}"))
-            started.append(f"plot: {plot}")
-        return Report(data=data, render=lambda console: _render(console, data, rows, started))
+            drawn = limits_svg(rows, title=f"{data['model']}, {data['speculate']}, {data['dtype']}")
+            failed = write_output("--plot", plot, drawn)
+            started.append(failed or f"plot: {plot}")
+            if failed is not None:
+                data["plot_failed"] = failed
+        return Report(
+            data=data,
+            render=lambda console: _render(console, data, rows, started),
+            exit_code=1 if "plot_failed" in data else 0,
+        )
 
 
 def _measure(

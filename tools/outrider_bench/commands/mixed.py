@@ -9,7 +9,7 @@ from rich.console import Console
 
 from outrider.cli.engine_options import with_options
 from outrider.cli.report import JsonOption, Report
-from outrider_bench.engines import WorkOptions
+from outrider_bench.engines import WorkOptions, check_room
 from outrider_bench.mixed_load import Arrivals, MixedLoad, length_range, token_ids
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def mixed(
     require_torch()
     asked = options.asked(requests=min(requests, _AT_ONCE), context=drawn.longest, accept_length=accept_length)
     engine, described = asked.made(say=not json_output)
+    prompt, output = max(drawn.lengths, key=sum)
+    check_room(engine, f"a request of --prompts {prompt} and --outputs {output} tokens", prompt + output)
     _serve(engine, drawn.lengths[: -(-requests // _WARM_UP)], first=requests)
     known = sum(engine.model.kernels.compiled().values())
     found = _serve(engine, drawn.lengths, first=0)

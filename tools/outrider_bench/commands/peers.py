@@ -22,11 +22,11 @@ from outrider.registry import Registry
 from outrider_bench.child import ChildFailed
 from outrider_bench.commands.decode import sizes_of
 from outrider_bench.mixed_load import length_range
+from outrider_bench.outputs import check_output, write_output
 from outrider_bench.peers.comparing import OURS, Found, compared, render
 from outrider_bench.peers.session import Session, session
 from outrider_bench.peers.sglang import variables as _sglang_variables
 from outrider_bench.peers.work import PHASES, Work
-from outrider_sanitizer.files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,8 +134,10 @@ def peers(
     del json_output
     chosen = _some("--engines", engines, _ORDER)
     kinds = _some("--speculate", speculate, ("eagle", "none"))
-    if plot is not None and plot.suffix != ".svg":
-        raise ConfigError(f"--plot is {str(plot)!r}; expected a file that ends in .svg")
+    check_output("--plot", plot, ".svg")
+    check_output("--so-far", so_far)
+    if memory is not None and not 0 < memory <= 1:
+        raise ConfigError(f"--memory is {memory:g}; expected a share of the device's memory, above 0 and at most 1")
     if plot is not None and not set(_ACROSS) & set(_some("--phases", phases, PHASES)):
         raise ConfigError(f"--plot has nothing to draw of --phases {phases!r}; add {', '.join(_ACROSS)}, or leave it out")
     if quantize is not None:
@@ -195,7 +197,7 @@ def peers(
 
     def told(line: str) -> None:
         if so_far is not None:
-            write_whole(so_far, json.dumps(described(), indent=1) + "\n")
+            write_output("--so-far", so_far, json.dumps(described(), indent=1) + "\n")
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
 
@@ -210,11 +212,17 @@ def peers(
                 reached = f"interrupted at {where}, after {done} of {len(jobs)} measurements"
                 raise Interrupted(reached, described(), _renderer(described()) if done else None) from None
     result = described()
+    failed = None
     if plot is not None:
         drawn = _drawn(found, measured, f"{shape}, {dtype}")
-        if drawn is not None:
-            write_whole(plot, drawn)
-    return Report(data=result, render=_renderer(result))
+        failed = "--plot has nothing to draw: nothing was measured" if drawn is None else write_output("--plot", plot, drawn)
+        if drawn is None:
+            sys.stderr.write(f"{failed}\n")
+    return Report(
+        data=result if failed is None else result | {"plot_failed": failed},
+        render=_renderer(result),
+        exit_code=0 if failed is None else 1,
+    )
 
 
 def _check_quantized(quantize: str, head: bool, shape: str, engines: Sequence[str]) -> None:

@@ -13,11 +13,10 @@ from rich.table import Table
 
 from outrider.cli.engine_options import with_options
 from outrider.cli.report import JsonOption, Report
-from outrider.device.errors import ConfigError
 from outrider_bench.commands.decode import sizes_of
-from outrider_bench.engines import WorkOptions
+from outrider_bench.engines import WorkOptions, check_room
 from outrider_bench.mixed_load import token_ids
-from outrider_sanitizer.files import write_whole
+from outrider_bench.outputs import check_output, write_output
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -44,19 +43,24 @@ def prefill(
     from outrider.cli.torch_probe import require_torch
 
     lengths = sizes_of(prompt_tokens, "--prompt-tokens", "512,4096")
-    if plot is not None and plot.suffix != ".svg":
-        raise ConfigError(f"--plot is {str(plot)!r}; expected a file that ends in .svg")
+    check_output("--plot", plot, ".svg")
     require_torch()
     asked = options.asked(requests=1, context=max(lengths) + _GOES_ON)
     engine, described = asked.made(say=not json_output)
+    most = max(lengths)
+    check_room(engine, f"--prompt-tokens {most} and the {_GOES_ON} tokens behind them", most + _GOES_ON)
     rows = [_row(engine, length, repeat) for length in lengths]
+    data: dict[str, object] = {**described, "repeat": repeat, "results": rows}
+    failed = None
     if plot is not None:
         from outrider_bench.plot import series_svg
 
         drawn = {"first token": [(row["prompt_tokens"], row["first_token_ms"]) for row in rows]}
-        write_whole(plot, series_svg(drawn, title=str(described["model"]), across="prompt tokens", up="ms to a token"))
-    data: dict[str, object] = {**described, "repeat": repeat, "results": rows}
-    return Report(data=data, render=lambda console: _render(console, data, rows))
+        svg = series_svg(drawn, title=str(described["model"]), across="prompt tokens", up="ms to a token")
+        failed = write_output("--plot", plot, svg)
+        if failed is not None:
+            data["plot_failed"] = failed
+    return Report(data=data, render=lambda console: _render(console, data, rows), exit_code=0 if failed is None else 1)
 
 
 def _row(engine: Engine, length: int, repeat: int) -> dict[str, Any]:

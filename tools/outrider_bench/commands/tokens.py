@@ -36,6 +36,7 @@ from outrider.cli.models import (
 )
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
+from outrider_bench.engines import check_room
 
 if TYPE_CHECKING:
     from outrider.cli.differences import Difference
@@ -88,13 +89,16 @@ def tokens(
     running = Running(mode=mode, graphs=graphs, overlap=overlap)
     sizes = Sizes(max_context=max_context, kv_memory=kv_memory, page_size=page_size, prefill_chunk=prefill_chunk)
     speculation = Speculation.choose("eagle", model=None, draft=bundled("eagle"), draft_tokens=draft_tokens)
-    start = partial(load, backend, max_requests=batch, dtype=dtype, running=running, sizes=sizes)
+    # The same prompts are compared and then timed: a cached prefix would shorten the second.
+    start = partial(load, backend, max_requests=batch, dtype=dtype, running=running, sizes=sizes, prefix_cache=False)
     engine = start(speculation, say=not json_output, beside=beside)
     plain = start(speculation.without())
     given = _texts(prompt_file, prompts, engine)
-    room = min(engine.max_context, plain.max_context) - new_tokens
-    if not given or max(map(len, given)) > room:
-        raise ConfigError(f"a prompt has {max(map(len, given), default=0)} tokens; expected 1 to {room}")
+    if not given:
+        raise ConfigError(f'{prompt_file}: no prompts in it; expected {{"prompts": [{{"text": "…"}}]}}')
+    longest = max(map(len, given))
+    for each in (engine, plain):
+        check_room(each, f"the {longest} tokens of a prompt and --new-tokens {new_tokens}", longest + new_tokens)
     ours, theirs = ([done.token_ids for done in _decode(each, given, new_tokens)] for each in (engine, plain))
     differing = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
     closer = Closer(plain) if differing else None

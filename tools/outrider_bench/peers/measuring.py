@@ -49,6 +49,7 @@ class Runs:
         self._work = work
         self._warm: set[str] = set()
         self._number = 0
+        self._vocabulary = work.vocabulary
 
     def run(self, request: Mapping[str, Any]) -> dict[str, object]:
         """``{"phase": "decode", "case": 8}``, ``{"phase": "prefill", "case": 512}``, ``{"phase": "context", "case":
@@ -123,7 +124,7 @@ class Runs:
 
     def _prompt(self, tokens: int) -> list[int]:
         self._number += 1
-        return self._work.prompt(self._number, tokens)
+        return self._work.prompt(self._number, tokens, self._vocabulary)
 
     def _timed(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> tuple[float, float | None]:
         """Seconds, and the tokens of an iteration where drafts are verified."""

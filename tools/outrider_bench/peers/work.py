@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PHASES = ("decode", "prefill", "mixed", "context")
 _SPARE = 1.1
+_PROMPT_TOKENS = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,9 +99,16 @@ class Work:
             most.append(sum(lengths[: self.max_requests]))
         return round(_SPARE * max(most)) + 64 * self.max_requests
 
-    def prompt(self, number: int, tokens: int) -> list[int]:
-        """A prompt that differs from those of other numbers; with random weights any tokens do."""
-        return token_ids(number, tokens, 400)
+    @property
+    def vocabulary(self) -> int:
+        """Of how many tokens prompts are made; with random weights any do."""
+        from outrider.model.shapes import shape_config
+
+        return min(_PROMPT_TOKENS, shape_config(self.shape).vocab_size)
+
+    def prompt(self, number: int, tokens: int, vocabulary: int) -> list[int]:
+        """A prompt that differs from those of other numbers near it."""
+        return token_ids(number, tokens, vocabulary)
 
 
 def _tuples(value: Any) -> Any:
