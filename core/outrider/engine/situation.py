@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,6 +16,11 @@ from outrider.speculative.proposer import Proposer
 
 _HOST_FIGURES = Path("/proc/meminfo")
 _AVAILABLE = "MemAvailable:"
+_GROUPS = Path("/proc/self/cgroup")
+_GROUP_FILES = Path("/sys/fs/cgroup")
+_GROUP_NAMES = ("memory.max", "memory.current", "inactive_file")
+_FIRST_GROUP_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Of a control group, in each version: its limit, what is used of it, and in ``memory.stat`` what of that can be dropped."""
 _LOGITS_AT_ONCE = 16
 """Copies of a token's logits, in float32, that shaping, sampling and verification hold at the same time."""
 _GRAPHS_BYTES, _GRAPHS_REQUEST_BYTES = 3 << 28, 8 << 20
@@ -72,7 +79,8 @@ def memory_of(backend: Backend) -> Memory | None:
         return Memory(info.total, info.free)
     if torch.empty(0, device=backend.device).untyped_storage().device == torch.empty(0).untyped_storage().device:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return Memory(total, min(_available(total), total), shared=True)
+        limit, left = _of_groups()
+        return Memory(min(total, limit), min(_available(total), total, limit, left), shared=True)
     return None
 
 
@@ -84,3 +92,36 @@ def _available(otherwise: int) -> int:
         return otherwise
     found = next((line.split() for line in lines if line.startswith(_AVAILABLE)), ())
     return int(found[1]) * 1024 if len(found) == 3 and found[1].isdecimal() else otherwise
+
+
+def _of_groups() -> tuple[int, int]:
+    """The least limit of the control groups that this process is in, as a container is, and the least that one has left.
+
+    A large number where none is limited.
+    """
+    limits, left = [sys.maxsize], [sys.maxsize]
+    for directory, names in _groups():
+        try:
+            limit, used = (int((directory / name).read_text()) for name in names[:2])
+            stat = (line.split() for line in (directory / "memory.stat").read_text().splitlines())
+            dropped = next((int(words[1]) for words in stat if words[:1] == [names[2]]), 0)
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        limits.append(limit)
+        left.append(max(0, limit - max(0, used - dropped)))
+    return min(limits), min(left)
+
+
+def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The directory of each control group that limits this process's memory, and of those around it."""
+    try:
+        lines = _GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, names = (_GROUP_FILES / "memory", _FIRST_GROUP_NAMES) if controllers else (_GROUP_FILES, _GROUP_NAMES)
+        own = root / path.lstrip("/")
+        yield from ((each, names) for each in (own, *own.parents) if each.is_relative_to(root))
