@@ -20,6 +20,8 @@ _RING, _SMALL_RING, _SMALL_SHARES = 96 << 10, 64 << 10, 8
 """Bytes of keys and values that a ring holds: two programs fit beside each other. Of so many splits, a share is a block or
 two as a rule; what the ring leaves then is there for the one of the product behind.
 """
+_RING_ROWS = 32
+"""Rows of a block, new tokens by query heads of a key head, up to which the ring was measured and compared."""
 _LONG = 16384
 """A capacity beyond which there may be twice as many splits: each costs a little, also where nothing is left for it."""
 
@@ -78,7 +80,7 @@ def ring_bytes(heads: Heads, rows: int, block_kv: int, stages: int) -> int:
 def through_ring(facts: DeviceFacts, heads: Heads, rows: int) -> bool:
     """Whether keys and values can come through a ring: boxes of eight rows of a page, or more, and of one head."""
     pages = heads.page >= 8 and power_of_two(heads.page) == heads.page
-    return facts.rings and pages and heads.bytes == 2 and heads.size in (64, 128, 256) and rows <= 64
+    return facts.rings and pages and heads.bytes == 2 and heads.size in (64, 128, 256) and rows <= _RING_ROWS
 
 
 def programs(heads: Heads, rows: int, batch: int, max_query: int) -> int:
