@@ -106,12 +106,8 @@ def cut(
         block //= 2
     while attention_bytes(facts, heads, rows, block) > facts.shared_bytes and rows > fewest:
         rows //= 2
-    groups = programs(heads, rows, batch, max_query)
     # Twice as many programs as there are multiprocessors; where sequences alone are as many, none is split.
-    most = _MOST_SPLITS if max_kv <= _LONG else 2 * _MOST_SPLITS
-    split = _floor(max(1, min(most, 2 * facts.processors // groups, max_kv // block)))
-    if tuned:
-        split = max(split, _floor(max(1, min(tuned.split, max_kv // block))))
+    split = _split(2 * facts.processors // programs(heads, rows, batch, max_query), max_kv, block, tuned)
     stages = tuned.stages if tuned else 2 if heads.bytes > 2 or facts.capability == 0 else 3
     return AttentionCut(block_rows=rows, block_kv=block, split=split, warps=tuned.warps if tuned else 4, stages=stages)
 
@@ -128,15 +124,19 @@ def _ring_cut(
 ) -> AttentionCut:
     """A program a multiprocessor, where a sequence can be split: its ring keeps as much on its way as there is to be had."""
     block = tuned.block_kv if tuned else 64
-    most = _MOST_SPLITS if max_kv <= _LONG else 2 * _MOST_SPLITS
-    split = _floor(max(1, min(most, facts.processors // programs(heads, rows, batch, max_query), max_kv // block)))
-    if tuned:
-        split = max(split, _floor(max(1, min(tuned.split, max_kv // block))))
+    split = _split(facts.processors // programs(heads, rows, batch, max_query), max_kv, block, tuned)
     room = _RING if split < _SMALL_SHARES else _SMALL_RING
     stages = tuned.stages if tuned else max(2, room // (2 * block * heads.size * heads.bytes))
     while ring_bytes(heads, rows, block, stages) > facts.shared_bytes and stages > 1:
         stages -= 1
     return AttentionCut(block_rows=rows, block_kv=block, split=split, warps=4, stages=stages, ring=True)
+
+
+def _split(wanted: int, max_kv: int, block: int, tuned: AttentionConfig | None) -> int:
+    """So many splits as are ``wanted``, or as were measured if these are more, where there are blocks for them."""
+    most = _MOST_SPLITS if max_kv <= _LONG else 2 * _MOST_SPLITS
+    count = max(min(most, wanted), tuned.split if tuned else 1)
+    return _floor(max(1, min(count, max_kv // block)))
 
 
 def _floor(value: int) -> int:

@@ -386,7 +386,7 @@ def main() -> None:
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             print(kernel.__name__, flush=True)
         for kernel, types, constants in PAGED:
-            if some and (constants["SPLITS"] == 1):
+            if some and constants["SPLITS"] == 1:
                 print(f"({kernel.__name__})")
                 continue
             ends = {"k_cache": descriptor(16, 128), "v_cache": descriptor(16, 128)}

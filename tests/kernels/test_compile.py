@@ -35,6 +35,7 @@ def kernels(streamed):
         "keep_in_planes",
         "rows_and_tokens",
         "ask_for_gates",
+        "angles_of",
         "write_rotated",
         "as_cached",
         "nearest_e4m3",

@@ -40,3 +40,18 @@ def write_output(option: str, path: Path, text: str) -> str | None:
         sys.stderr.flush()
         return reason
     return None
+
+
+def write_plot(path: Path, drawn: str | None, data: dict[str, object]) -> int:
+    """Write what ``--plot`` asks for, None: there is nothing to draw. Returns the exit code; what failed is told, and in
+    ``data`` as ``plot_failed``.
+    """
+    if drawn is not None:
+        failed = write_output("--plot", path, drawn)
+    else:
+        failed = "--plot has nothing to draw: nothing was measured"
+        sys.stderr.write(f"{failed}\n")
+    if failed is None:
+        return 0
+    data["plot_failed"] = failed
+    return 1

@@ -15,7 +15,7 @@ from outrider.cli.starting import chosen, progress_shown, say_what_started, say_
 from outrider.device.errors import ConfigError
 from outrider.device.scopes import uncollected
 from outrider.registry import Registry
-from outrider.speculative.names import OWN_PROPOSERS
+from outrider.speculative.names import DRAFTLESS, OWN_PROPOSERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
     from outrider.model.tuning import Prepared
-
-DRAFTLESS = ("none", "ngram", "suffix")
-"""Proposers that read no checkpoint."""
 
 BUNDLED_HEADS = ("eagle", "dflash")
 """Proposers for which the bundled model has a head."""

@@ -28,7 +28,7 @@ from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.names import FIRST, OWN_PROPOSERS
+from outrider.speculative.names import DRAFTLESS, FIRST, OWN_PROPOSERS
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.peagle import PEagleProposer
 from outrider.speculative.proposer import PlainProposer, Proposer
@@ -177,9 +177,9 @@ def _peagle(options: DraftOptions) -> Proposer:
 def _combined(name: str, options: DraftOptions, known: Mapping[str, Builder]) -> Proposer:
     """Suffix decoding first, then the proposer whose name stands behind the plus sign."""
     other = name.removeprefix(FIRST)
-    alone = {"none", "suffix", "ngram"}
-    if other not in known or other in alone:
-        raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted(set(known) - alone))} behind {FIRST!r}")
+    if other not in known or other in DRAFTLESS:
+        behind = ", ".join(sorted(set(known) - DRAFTLESS))
+        raise ConfigError(f"speculate is {name!r}; expected one of {behind} behind {FIRST!r}")
     _chain_only(options, name)
     return CombinedProposer(SuffixProposer.of(options.target, options.draft_tokens), known[other](options))
 

@@ -21,5 +21,8 @@ OWN_PROPOSERS: Mapping[str, str] = MappingProxyType(
 """The proposers that come with Outrider: name, and the checkpoint that each needs. Other lists of names derive from this one,
 which needs no torch."""
 
+DRAFTLESS = frozenset(name for name, needs in OWN_PROPOSERS.items() if needs.startswith("nothing:"))
+"""Those that need no checkpoint."""
+
 FIRST = "suffix+"
 """Before the name of a proposer: suffix decoding goes first, and the other one drafts where it finds too little."""

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from outrider_triton.jit.dependent import let_next_start, wait_for_last
+from outrider_triton.jit.ring import expect_boxes
 
 
 @gluon.jit
@@ -66,12 +67,8 @@ def _bring_block(k_cache, v_cache, table, at, high, column, place, ring, PAGE: g
     come_keys = full_keys.index(place)
     come_values = full_values.index(place)
     left = high - at
-    for boxes in gl.static_range(1, BOXES):
-        some = (left > (boxes - 1) * BOX) & (left <= boxes * BOX)
-        mbarrier.expect(come_keys, boxes * BYTES, pred=some)
-        mbarrier.expect(come_values, boxes * BYTES, pred=some)
-    mbarrier.expect(come_keys, BOXES * BYTES, pred=left > BLOCK_KV - BOX)
-    mbarrier.expect(come_values, BOXES * BYTES, pred=left > BLOCK_KV - BOX)
+    expect_boxes(come_keys, left, BOX, BOXES, BYTES)
+    expect_boxes(come_values, left, BOX, BOXES, BYTES)
     for box in gl.static_range(BOXES):
         there = left > box * BOX
         position = at + box * BOX
@@ -230,10 +227,9 @@ def _attend(
             mbarrier.wait(full_values.index(stage), block // STAGES & 1)
             if at + BLOCK_KV > high:
                 # What lies behind the last position may be anything, and times 0 it would be NaN.
-                rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // SIZE, SIZE // 8], [4, 1], [1, 0])
-                behind = at + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, rows)) >= high
+                behind = at + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, flat)) >= high
                 tile = values.index(stage)
-                tile.store(gl.where(behind[:, None], 0.0, tile.load(rows)).to(values.dtype))
+                tile.store(gl.where(behind[:, None], 0.0, tile.load(flat)).to(values.dtype))
             fence_async_shared()
             made = made * shrink[None, :]
             made = warpgroup_mma(values.index(stage).permute((1, 0)), weights, made, is_async=True)

@@ -179,6 +179,17 @@ def scaled_silu_mul(
 
 
 @triton.jit
+def angles_of(cos, sin, tokens, lane, turns, angles_token, HALF: tl.constexpr):
+    """Cosines and sines of pairs, of the low and of the high number [pairs, tokens]; of what doesn't turn 1 and 0."""
+    angle = tokens.to(tl.int64)[None, :] * angles_token + lane[:, None]
+    cos_low = tl.load(cos + angle, mask=turns, other=1.0)
+    sin_low = tl.load(sin + angle, mask=turns, other=0.0)
+    cos_high = tl.load(cos + angle + HALF, mask=turns, other=1.0)
+    sin_high = tl.load(sin + angle + HALF, mask=turns, other=0.0)
+    return cos_low, sin_low, cos_high, sin_high
+
+
+@triton.jit
 def write_rotated(
     first,
     second,
@@ -284,12 +295,8 @@ def linear_rope_write_cache(
     known = tokens < m
     real = known[None, :] & ((pair < each) & (pairs < count))[:, None]
     slot = tl.load(slots + tokens, mask=known, other=0)
-    angle = tokens.to(tl.int64)[None, :] * angles_token + lane[:, None]
     turns = real & (head < heads + kv_heads)[:, None]
-    cos_low = tl.load(cos + angle, mask=turns, other=1.0)
-    sin_low = tl.load(sin + angle, mask=turns, other=0.0)
-    cos_high = tl.load(cos + angle + HALF, mask=turns, other=1.0)
-    sin_high = tl.load(sin + angle + HALF, mask=turns, other=0.0)
+    cos_low, sin_low, cos_high, sin_high = angles_of(cos, sin, tokens, lane, turns, angles_token, HALF)
     if SCALED:
         parts = _squares(squares, tokens, shares, m, SHARES)
 

@@ -31,8 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from outrider_triton.jit.dependent import let_next_start, wait_for_last
-from outrider_triton.jit.fused import write_rotated
+from outrider_triton.jit.fused import angles_of, write_rotated
 from outrider_triton.jit.planes import bytes_of_half
+from outrider_triton.jit.ring import expect_boxes, keep_pace
 
 ROWS = gl.constexpr(64)
 """Of a tile: as tall as the matrix unit takes it."""
@@ -40,20 +41,11 @@ _GROUP = gl.constexpr(128)
 """Columns that may have a scale of their own: those that are laid out in planes together."""
 _HELD = gl.constexpr(64)
 """Bytes that they are in a row of a tile."""
-_AT_ONCE = gl.constexpr(64 << 10)
-"""Bytes that a program asks for at once while it fills its ring: as many as memory takes to answer at its full rate."""
 PAIRED = gl.constexpr(8)
 """Low rows, and then high ones, that lie beside each other in a tile of pairs."""
 
 
 # -- what comes ----------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _expect_weights(come, left, BOX: gl.constexpr, TALL: gl.constexpr, WIDE: gl.constexpr):
-    for boxes in gl.static_range(1, TALL // BOX):
-        mbarrier.expect(come, boxes * BOX * WIDE, pred=(left > (boxes - 1) * BOX) & (left <= boxes * BOX))
-    mbarrier.expect(come, TALL * WIDE, pred=left > TALL - BOX)
 
 
 @gluon.jit
@@ -68,7 +60,7 @@ def _bring_weights(w, wide, full, unit, each, steps, HALF: gl.constexpr):
     before = unit // steps * TALL
     left = each - before
     column = (gl.program_id(1) * steps + unit % steps) * WIDE
-    _expect_weights(come, left, BOX, TALL, WIDE * (ROWS // TALL))
+    expect_boxes(come, left, BOX, TALL // BOX, ROWS // TALL * BOX * WIDE)
     for box in gl.static_range(TALL // BOX):
         there = left > box * BOX
         row = gl.program_id(0) * each + before + box * BOX
@@ -86,10 +78,9 @@ def _bring(w, ring, each, steps, TILES: gl.constexpr, HALF: gl.constexpr):
     """The warp that brings the weight, which no kernel writes."""
     wide, _, full, empty, _ = ring
     STAGES: gl.constexpr = wide.shape[0]
-    SOME: gl.constexpr = _AT_ONCE // (ROWS * w.block_type.shape[1])
     units = TILES * steps
     for unit in range(gl.minimum(units, STAGES)):
-        mbarrier.wait(full.index(gl.maximum(unit - SOME, 0)), 0, pred=unit >= SOME)
+        keep_pace(full, unit, ROWS * w.block_type.shape[1])
         _bring_weights(w, wide, full, unit, each, steps, HALF)
     for unit in range(STAGES, units):
         mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES - 1) & 1)
@@ -294,12 +285,8 @@ def _store(
             lane = pair % HALF
             mine = (inside < each) & (head < heads + 2 * kv_heads)
             real = (turned < m)[None, :] & mine[:, None]
-            angle = turned.to(gl.int64)[None, :] * angles_token + lane[:, None]
             turns = real & (head < heads + kv_heads)[:, None]
-            cos_low = gl.load(cos + angle, mask=turns, other=1.0)
-            sin_low = gl.load(sin + angle, mask=turns, other=0.0)
-            cos_high = gl.load(cos + angle + HALF, mask=turns, other=1.0)
-            sin_high = gl.load(sin + angle + HALF, mask=turns, other=0.0)
+            cos_low, sin_low, cos_high, sin_high = angles_of(cos, sin, turned, lane, turns, angles_token, HALF)
         total = _product(ring, factors, held_grains, tile, 0, GROUPS, STEPS, TILES)
         row, is_own = _row_of(place, tile, each, HALF)
         is_own = is_own & (row < n)

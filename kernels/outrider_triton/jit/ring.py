@@ -29,6 +29,24 @@ AT_ONCE = gl.constexpr(64 << 10)
 """Bytes that a program asks for at once while it fills its ring: as many as memory takes to answer at its full rate."""
 
 
+# -- any ring ------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def expect_boxes(come, left, BOX: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr):
+    """Of BOXES boxes of BOX rows and BYTES each, those that hold ``left`` rows, 1 or more, are to come."""
+    for boxes in gl.static_range(1, BOXES):
+        mbarrier.expect(come, boxes * BYTES, pred=(left > (boxes - 1) * BOX) & (left <= boxes * BOX))
+    mbarrier.expect(come, BOXES * BYTES, pred=left > (BOXES - 1) * BOX)
+
+
+@gluon.jit
+def keep_pace(full, unit, BYTES: gl.constexpr):
+    """Before ``unit`` of BYTES is asked for, while a ring fills for the first time: AT_ONCE are on their way at most."""
+    SOME: gl.constexpr = AT_ONCE // BYTES
+    mbarrier.wait(full.index(gl.maximum(unit - SOME, 0)), 0, pred=unit >= SOME)
+
+
 # -- the ring ------------------------------------------------------------------------------------------------------
 
 
@@ -63,10 +81,7 @@ def _weights_of(w, wide, full, unit, each, half, FOLD: gl.constexpr, STEPS: gl.c
     before = unit // STEPS * PAIRS
     column = (gl.program_id(1) * STEPS + unit % STEPS) * BLOCK_K
     left = each - before
-    for boxes in gl.static_range(1, BOXES):
-        some = (left > (boxes - 1) * BOX) & (left <= boxes * BOX)
-        mbarrier.expect(come, 2 * boxes * BOX * BYTES, pred=some)
-    mbarrier.expect(come, 2 * PAIRS * BYTES, pred=left > PAIRS - BOX)
+    expect_boxes(come, left, BOX, BOXES, 2 * BOX * BYTES)
     for box in gl.static_range(BOXES):
         pair = gl.program_id(0) * each + before + box * BOX
         if FOLD:
@@ -105,10 +120,10 @@ def bring_weights(w, ring, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr):
     """The warp that brings the weight, which no kernel writes."""
     wide, _, full, empty, _ = ring
     STAGES: gl.constexpr = wide.shape[0]
-    SOME: gl.constexpr = AT_ONCE * 8 // (2 * PAIRS * wide.shape[2] * w.dtype.primitive_bitwidth)
+    BYTES: gl.constexpr = 2 * PAIRS * wide.shape[2] * w.dtype.primitive_bitwidth // 8
     units = gl.cdiv(each, PAIRS) * STEPS
     for unit in range(gl.minimum(units, STAGES)):
-        mbarrier.wait(full.index(gl.maximum(unit - SOME, 0)), 0, pred=unit >= SOME)
+        keep_pace(full, unit, BYTES)
         _weights_of(w, wide, full, unit, each, half, FOLD, STEPS)
     for unit in range(STAGES, units):
         mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES - 1) & 1)

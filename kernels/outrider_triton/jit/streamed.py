@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from outrider_triton.jit.dependent import fetch, wait_for_last
-from outrider_triton.jit.fused import write_rotated
+from outrider_triton.jit.fused import angles_of, write_rotated
 from outrider_triton.jit.matmul import gated
 from outrider_triton.jit.ring import (
     PAIRS,
@@ -313,12 +313,8 @@ def _rotate(
         mine = (inside < each) & (head < heads + 2 * kv_heads)
         real = known[None, :] & mine[:, None]
         # What is needed behind the product, on its way before it.
-        angle = token.to(gl.int64)[None, :] * angles_token + lane[:, None]
         turns = real & (head < heads + kv_heads)[:, None]
-        cos_low = gl.load(cos + angle, mask=turns, other=1.0)
-        sin_low = gl.load(sin + angle, mask=turns, other=0.0)
-        cos_high = gl.load(cos + angle + HALF, mask=turns, other=1.0)
-        sin_high = gl.load(sin + angle + HALF, mask=turns, other=0.0)
+        cos_low, sin_low, cos_high, sin_high = angles_of(cos, sin, token, lane, turns, angles_token, HALF)
         row = head * (2 * HALF) + lane
         if ROWS:
             low_factor = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)

@@ -31,7 +31,7 @@ from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few
 from outrider_bench.engines import check_room
-from outrider_bench.outputs import check_output, write_output
+from outrider_bench.outputs import check_output, write_plot
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel, check_acceptance
 
 if TYPE_CHECKING:
@@ -252,19 +252,14 @@ def decode(
             later = sum(engine.model.kernels.compiled().values()) - known
             started.append(f"kernels compiled since: {later}")
             data["kernels_compiled"] = {**asdict(engine.warm_up), "since": later}
+        code = 0
         if plot is not None:
             from outrider_bench.plot import limits_svg
 
             drawn = limits_svg(rows, title=f"{data['model']}, {data['speculate']}, {data['dtype']}")
-            failed = write_output("--plot", plot, drawn)
-            started.append(failed or f"plot: {plot}")
-            if failed is not None:
-                data["plot_failed"] = failed
-        return Report(
-            data=data,
-            render=lambda console: _render(console, data, rows, started),
-            exit_code=1 if "plot_failed" in data else 0,
-        )
+            code = write_plot(plot, drawn, data)
+            started.append(str(data.get("plot_failed", f"plot: {plot}")))
+        return Report(data=data, render=lambda console: _render(console, data, rows, started), exit_code=code)
 
 
 def _measure(

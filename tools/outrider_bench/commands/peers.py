@@ -22,7 +22,7 @@ from outrider.registry import Registry
 from outrider_bench.child import ChildFailed
 from outrider_bench.commands.decode import sizes_of
 from outrider_bench.mixed_load import length_range
-from outrider_bench.outputs import check_output, write_output
+from outrider_bench.outputs import check_output, write_output, write_plot
 from outrider_bench.peers.comparing import OURS, Found, compared, render
 from outrider_bench.peers.session import Session, session
 from outrider_bench.peers.sglang import variables as _sglang_variables
@@ -212,17 +212,8 @@ def peers(
                 reached = f"interrupted at {where}, after {done} of {len(jobs)} measurements"
                 raise Interrupted(reached, described(), _renderer(described()) if done else None) from None
     result = described()
-    failed = None
-    if plot is not None:
-        drawn = _drawn(found, measured, f"{shape}, {dtype}")
-        failed = "--plot has nothing to draw: nothing was measured" if drawn is None else write_output("--plot", plot, drawn)
-        if drawn is None:
-            sys.stderr.write(f"{failed}\n")
-    return Report(
-        data=result if failed is None else result | {"plot_failed": failed},
-        render=_renderer(result),
-        exit_code=0 if failed is None else 1,
-    )
+    code = 0 if plot is None else write_plot(plot, _drawn(found, measured, f"{shape}, {dtype}"), result)
+    return Report(data=result, render=_renderer(result), exit_code=code)
 
 
 def _check_quantized(quantize: str, head: bool, shape: str, engines: Sequence[str]) -> None:

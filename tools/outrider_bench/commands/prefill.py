@@ -16,7 +16,7 @@ from outrider.cli.report import JsonOption, Report
 from outrider_bench.commands.decode import sizes_of
 from outrider_bench.engines import WorkOptions, check_room
 from outrider_bench.mixed_load import token_ids
-from outrider_bench.outputs import check_output, write_output
+from outrider_bench.outputs import check_output, write_plot
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -51,16 +51,14 @@ def prefill(
     check_room(engine, f"--prompt-tokens {most} and the {_GOES_ON} tokens behind them", most + _GOES_ON)
     rows = [_row(engine, length, repeat) for length in lengths]
     data: dict[str, object] = {**described, "repeat": repeat, "results": rows}
-    failed = None
+    code = 0
     if plot is not None:
         from outrider_bench.plot import series_svg
 
         drawn = {"first token": [(row["prompt_tokens"], row["first_token_ms"]) for row in rows]}
         svg = series_svg(drawn, title=str(described["model"]), across="prompt tokens", up="ms to a token")
-        failed = write_output("--plot", plot, svg)
-        if failed is not None:
-            data["plot_failed"] = failed
-    return Report(data=data, render=lambda console: _render(console, data, rows), exit_code=0 if failed is None else 1)
+        code = write_plot(plot, svg, data)
+    return Report(data=data, render=lambda console: _render(console, data, rows), exit_code=code)
 
 
 def _row(engine: Engine, length: int, repeat: int) -> dict[str, Any]:
