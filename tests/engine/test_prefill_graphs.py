@@ -160,12 +160,16 @@ def test_what_was_asked_for_and_cant_be_is_an_error(tiny64):
         EngineConfig(prefill_graphs=-1)
 
 
-@pytest.mark.parametrize("fence", [None, "inputs_ready", "shared_reads_done"])
-def test_the_fences_around_a_replay_are_needed(tiny_tokens, fence):
+@pytest.mark.parametrize(
+    ("mode", "fence"),
+    [("fused", None), ("fused", "inputs_ready"), *(("staged", each) for each in (None, "inputs_ready", "shared_reads_done"))],
+)
+def test_the_fences_around_a_replay_are_needed(tiny_tokens, mode, fence):
     """Prompts alone, one behind the other: without the fence the graph reads what isn't staged yet, or not any more."""
     bundle = Tiny(get_backend("sim"))
     log = FenceLog(lambda stream: bundle.backend.control.steps(stream)[1], drop=fence, half=Drop.WAIT)
-    config = EngineConfig(dtype="float64", mode="fused", prefill_graphs=16, **{**SIZES, "prefill_chunk": 9})
+    sizes = SIZES | {"prefill_chunk": 9}
+    config = EngineConfig(dtype="float64", mode=mode, graphs=True, prefill_graphs=16, **sizes)
     with watch(bundle.backend) as report:
         engine = Engine(bundle.target, bundle.backend, config=config, wrap_fence=log.wrap)
         engine.generate([tokens[:9] for tokens in tiny_tokens[:4]], SamplingParams(max_tokens=1))

@@ -181,8 +181,6 @@ def ordered_otherwise(setup: Setup, fence: str) -> str:
         return "nothing is drafted"
     if fence == "params_free" and setup.proposer.startswith(("none", "ngram")):
         return "the host has waited for the lengths, behind the only stage that has parameters"
-    if fence == "results_ready" and setup.family == "npu":
-        return "copy has waited for published, behind verify, which writes the results"
     return ""
 
 

@@ -45,7 +45,6 @@ DIFFERENT = (
     "params_free",
     "params_bound",
     "results_ready",
-    "results_taken",
     "results_copied",
 )
 """Fences that personalities carry out in different ways; the others are tried on one personality."""

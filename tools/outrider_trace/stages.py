@@ -40,7 +40,8 @@ def _records(fence: str) -> Edge:
 
 
 STAGES: tuple[tuple[str, str, Edge, Edge], ...] = (
-    ("upload", "schedule", _waits("shared_reads_done"), _waits("published")),
+    ("upload", "schedule", _records("inputs_ready"), _waits("shared_reads_done")),
+    ("unpack", "schedule", _waits("shared_reads_done"), _waits("published")),
     ("resolve lengths", "schedule", _waits("published"), _records("inputs_ready")),
     ("gather", "forward", _waits("inputs_ready"), _records("shared_reads_done")),
     ("draft", "forward", _records("shared_reads_done"), _records("draft_outputs_ready")),
@@ -50,7 +51,7 @@ STAGES: tuple[tuple[str, str, Edge, Edge], ...] = (
     ("plan 2", "plan", _waits("draft_outputs_ready"), _records("plan_ready")),
     ("plan extend", "plan", _waits("accept_ready"), _records("extend_plan_ready")),
     ("copy lengths", "copy", _waits("published"), _records("lengths_on_host")),
-    ("copy", "copy", _waits("results_ready"), _records("results_taken")),
+    ("copy", "copy", _waits("results_ready"), _records("results_copied")),
 )
 """(stage, stream, where it begins, where it ends) of a staged iteration."""
 

@@ -3,9 +3,10 @@
 The backend's SpeculativeSync supplies the mechanism of each. Edges that need no fence, because both ends are on one
 stream: the stash is written and gathered on forward; every access to KV pages is on forward, so that the reuse of a page
 is ordered; a gather precedes the *inputs ready* of its own iteration; the plan of an iteration never meets the verify of
-the one before, since *shared reads done* comes behind that on forward. And pinned staging: an entry of the ring is filled
-again only after the host has read the results of the iteration that it was filled for. So is the buffer of masks, since an
-iteration with a guided request is launched when no other is in flight.
+the one before, since *shared reads done* comes behind that on forward; a fused iteration unpacks its inputs on forward,
+behind the reads of the one before. And the rings of staging, results and lengths, pinned and on the device: an entry is
+filled again only after the host has read the results of the iteration that it was filled for. So is the buffer of masks,
+since an iteration with a guided request is launched when no other is in flight.
 
 ``network`` is no stream of the engine: a network card is ordered by nothing but the host, which gives it work and asks what
 is over. The host waits by asking, between two iterations. Where a link's copies are work of the backend, the link signals
@@ -46,15 +47,16 @@ FENCES: tuple[FenceSpec, ...] = (
         "schedule",
         ("forward",),
         Hazard.READ_AFTER_WRITE,
-        "staged inputs, block-table rows, sampling rows, resolved lengths",
+        "uploaded inputs; of a staged iteration also what schedule unpacks of them, block-table rows, sampling rows, and "
+        "resolved lengths",
     ),
     FenceSpec(
         "shared_reads_done",
         "forward",
         ("plan", "schedule"),
         Hazard.BOTH,
-        "private copies of lengths and tables, for the plan's first part; staged inputs, rows and table entries, against the "
-        "next iteration and reuse by another request",
+        "private copies of lengths and tables, for the plan's first part; staged inputs, rows and table entries, against a "
+        "staged iteration that comes next, and reuse by another request; masks of prompts, against the next ones",
     ),
     FenceSpec(
         "draft_outputs_ready",
@@ -104,8 +106,7 @@ FENCES: tuple[FenceSpec, ...] = (
     FenceSpec(
         "params_bound", "update", ("forward",), Hazard.READ_AFTER_WRITE, "host parameters that were bound for this iteration"
     ),
-    FenceSpec("results_ready", "forward", ("copy",), Hazard.READ_AFTER_WRITE, "accepted tokens of the iteration"),
-    FenceSpec("results_taken", "copy", ("forward",), Hazard.WRITE_AFTER_READ, "the result buffer against the next iteration"),
+    FenceSpec("results_ready", "forward", ("copy",), Hazard.READ_AFTER_WRITE, "kept results of the iteration"),
     FenceSpec("results_copied", "copy", ("host",), Hazard.READ_AFTER_WRITE, "pinned results"),
     FenceSpec(
         "handed_over",
@@ -146,7 +147,7 @@ FENCES: tuple[FenceSpec, ...] = (
 
 
 class FenceSet:
-    """The fences of one engine, by name; those of pinned memory have one for each entry of the ring, those of the network one
+    """The fences of one engine, by name; those of pinned memory have one for each entry of its ring, those of the network one
     for each of ``transfers``: requests that may be on their way in one direction at a time.
 
     ``wrap`` is put around each fence: the way in for tools that prove them.
@@ -172,7 +173,6 @@ class FenceSet:
         self.params_free = create("params_free")
         self.params_bound = create("params_bound")
         self.results_ready = create("results_ready")
-        self.results_taken = create("results_taken")
         self.results_copied = tuple(create(f"results_copied[{entry}]") for entry in range(entries))
         self.handed_over = create("handed_over")
         self.pages_ready = tuple(create(f"pages_ready[{slot}]") for slot in range(transfers))

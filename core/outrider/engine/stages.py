@@ -196,6 +196,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         self._depth = proposer.depth
         self._layers = proposer.aux_hidden_state_layers
         self._keeps_states = _has_work_behind(proposer)
+        self._none_accepted = torch.zeros_like(future.last_tokens)  # constant
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
         """The lengths behind its own tokens."""
@@ -271,10 +272,11 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
             probs = draft.probs if sampling else None
             tokens, accepted = kernels.verify_chain(logits, draft.tokens, probs, inputs.temperature, inputs.seeds, after)
             return tokens, None, accepted
-        after = inputs.seq_lens + 1
+        # Where nobody samples no position is looked at, and an operation less lies between two iterations.
+        after = inputs.seq_lens + 1 if sampling else inputs.seq_lens
         if draft.tree is None:  # nothing was drafted
             tokens = kernels.sample(logits.squeeze(1), inputs.temperature, inputs.seeds, after).unsqueeze(1)
-            return tokens, None, torch.zeros_like(inputs.seq_lens)
+            return tokens, None, self._none_accepted[: given.batch.count]
         return kernels.verify_tree(
             logits,
             given.plan.tokens.view(logits.shape[:2]),

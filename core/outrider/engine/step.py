@@ -1,13 +1,15 @@
 """One iteration, top to bottom, with every wait and every record.
 
     host      stage inputs ─┐
-    schedule  upload, resolve lengths ── inputs_ready ─┐
-    forward   prefill · gather ── shared_reads_done ─┬─ draft ── draft_outputs_ready ─┐   join · verify ─┐   extend · stash
-    plan      first part (overlaps the draft) ───────┴─ second part ── plan_ready ────┘   extend plan ───┘
+    schedule  upload · unpack, resolve lengths ── inputs_ready ─┐
+    forward   prefill · gather ── shared_reads_done ─┬─ draft ── draft_outputs_ready ─┐ join · verify ─┐ extend · stash · keep
+    plan      first part (overlaps the draft) ───────┴─ second part ── plan_ready ────┘ extend plan ───┘
     copy      results of the iteration to the host
 
 That is *staged*; each stage is called, or replayed from a graph of its own. In *fused* mode one graph on forward holds
-everything from gather to stash, and plan has nothing to do. Core runs ahead of the device: nothing here waits on the host,
+everything from gather to stash, and plan has nothing to do; schedule only uploads, and forward unpacks, so that between two
+graphs nothing comes from another stream or goes there: what is uploaded arrives while the graph before runs, and what was
+kept leaves while the next one does. Core runs ahead of the device: nothing here waits on the host,
 except where the backend's policy says that the host waits for *published*, or needs lengths itself, and where a request is
 guided. Then the stages are called, staged, in every mode, and between draft and verify there is:
 
@@ -65,7 +67,7 @@ class Step:
     """Launches iterations, whose stages ``runner`` runs, or ``called`` where a request is guided; ``masks``: for these, None
     in an engine without. ``prefill_graphs``: of chunks of prompts, None without.
 
-    ``entries``: those of the rings of pinned buffers. ``capacity``: tokens that a block table holds.
+    ``entries``: those of the rings of staging and results. ``capacity``: tokens that a block table holds.
     ``plans_on_host``: attention is planned from exact lengths on the host. ``ranks``: those that hold the model together.
     """
 
@@ -128,7 +130,6 @@ class Step:
         streams, fences = self._streams, self._fences
         fences.shared_reads_done.signal(streams.forward)
         fences.published.signal(streams.forward)
-        fences.results_taken.signal(streams.copy)
         if streams.update is not None:
             fences.params_free.signal(streams.forward)
 
@@ -166,7 +167,9 @@ class Step:
         self._stage(batch, packer, entry, fused=fused)
 
         fences.inputs_ready.wait(streams.forward)
-        fences.results_taken.wait(streams.forward)
+        if fused:
+            with self._backend.on(streams.forward):
+                self._intake.unpack(batch, packer, entry)
         if self._ranks is not None:
             with self._backend.on(streams.forward):
                 self._results.say_nothing()
@@ -187,24 +190,29 @@ class Step:
         else:
             self._decode(batch, entry, asked.features)
         self._results.share(asked, streams.forward)
+        with self._backend.on(streams.forward):
+            self._results.keep(asked, entry)
         fences.results_ready.signal(streams.forward)
 
         fences.results_ready.wait(streams.copy)
         ticket = self._results.copy_out(asked, entry, streams.copy)
-        fences.results_taken.signal(streams.copy)
         fences.results_copied[entry].signal(streams.copy)
         return ticket
 
     def _stage(self, batch: Batch, packer: Packer, entry: int, *, fused: bool) -> None:
-        """Upload what the host decided, and resolve the lengths that the last iteration published."""
+        """Upload what the host decided; unpack it, and resolve the lengths that the last iteration published, which in a
+        fused iteration forward does.
+        """
         fences, schedule = self._fences, self._streams.schedule
-        fences.shared_reads_done.wait(schedule)
+        masks = self._masks if self._walks and any(chunk.request.guidance is not None for chunk in batch.prefill) else None
         self._intake.upload(packer, entry, schedule)
-        with self._backend.on(schedule):
-            self._intake.update_rows(batch, packer)
-        if self._masks is not None and self._walks and any(chunk.request.guidance is not None for chunk in batch.prefill):
-            self._masks.first(batch.prefill, entry, schedule)
+        if masks is not None or not fused:
+            fences.shared_reads_done.wait(schedule)
+        if masks is not None:
+            masks.first(batch.prefill, entry, schedule)
         if not fused:
+            with self._backend.on(schedule):
+                self._intake.unpack(batch, packer, entry)
             if self._sync.published_waiter is Waiter.HOST:
                 fences.published.wait_host()
             else:
@@ -304,8 +312,12 @@ class Step:
     def _publish(self, entry: int) -> None:
         """Signal the lengths of this iteration; copy them to the host where a policy or a plan needs them exact."""
         streams, fences = self._streams, self._fences
+        for_host = self._sync.exact_host_lengths or self._plans_on_host
+        if for_host:
+            with self._backend.on(streams.forward):
+                self._seq_lens_ring.keep(entry)
         fences.published.signal(streams.forward)
-        if self._sync.exact_host_lengths or self._plans_on_host:
+        if for_host:
             fences.published.wait(streams.copy)
             self._seq_lens_ring.copy_out(entry, streams.copy)
             fences.lengths_on_host[entry].signal(streams.copy)

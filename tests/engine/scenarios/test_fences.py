@@ -162,7 +162,7 @@ def test_9_results_are_handled_before_the_barrier(sim):
 
 @pytest.mark.parametrize("mode", ["staged", "fused"])
 def test_10_reads_are_declared_done_before_they_are(sim, mode):
-    """The record comes before the gather, or before the replay that gathers again."""
+    """The record comes before the gather. A fused iteration hangs on no such record: forward writes what it read itself."""
     explorer = Historical(sim, mode=mode)
     fences = {}
 
@@ -172,12 +172,13 @@ def test_10_reads_are_declared_done_before_they_are(sim, mode):
 
     def change(engine):
         early, forward = fences["shared_reads_done"], engine._parts.streams.forward
-        if mode == "staged":
-            before(engine._step._stages.gather, "run", lambda *_: early.record(forward))
-        else:
-            before(engine._step._runner, "run", lambda *_: early.record(forward))
+        stage = engine._step._stages.gather if mode == "staged" else engine._step._runner
+        before(stage, "run", lambda *_: early.record(forward))
 
     explorer.wrapping, explorer.change = wrapping, change
+    if mode == "fused":
+        explorer.passes(TWO, *ALL_SCHEDULES)
+        return
     kinds = {finding.kind for finding in explorer.races(TWO, *RACES)}
     assert Kind.WRITE_AFTER_READ in kinds
 

@@ -1,4 +1,4 @@
-"""Uploads what the host decided of a batch: packed, staged, and written into rows."""
+"""Brings in what the host decided of a batch: packed, uploaded, and written into rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.model import RopeConfig
 
 
 class Intake:
-    """The steps of one upload. Each is enqueued in the scope that the caller opened; the caller orders them."""
+    """The steps of one intake. Each is enqueued in the scope that the caller opened; the caller orders them."""
 
     def __init__(
         self,
@@ -68,11 +68,12 @@ class Intake:
         return packer.segments
 
     def upload(self, packer: Packer, entry: int, schedule: Stream) -> None:
-        """Copy it through an entry of the pinned ring."""
+        """Copy it through an entry of the rings."""
         self._staging.upload(entry, packer.packed, schedule)
 
-    def update_rows(self, batch: Batch, packer: Packer) -> None:
-        """On schedule: new requests' parameters, and new pages."""
+    def unpack(self, batch: Batch, packer: Packer, entry: int) -> None:
+        """What was uploaded, to where it's read; new requests' parameters and new pages into rows."""
+        self._staging.unpack(entry, packer.packed.shape[0])
         self._rows.update(batch, self._staging.view, packer.segments)
         if batch.admitted:
             self._options.admit(self._staging.view, packer.segments)

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens: a device buffer, a pinned ring, and what the host makes of them.
+"""Log-probabilities of emitted tokens: a device buffer, its rings, and what the host makes of them.
 
 Letters: M most requests, W most new tokens of a request in an iteration, n most likeliest tokens reported.
 """
@@ -28,6 +28,7 @@ class LogprobBuffers:
         shape = (2 * max_requests, width, 1 + 2 * most)
         self._device = torch.zeros(shape, dtype=torch.int32, device=backend.device)
         self._shared = self._device.unsqueeze(0) if data is None else self._device.new_zeros((data.size, *shape))
+        self._kept = [torch.empty_like(self._shared) for _ in range(entries)]
         self._ring: list[PinnedBuffer] = [
             backend.empty_pinned(f"logprobs[{entry}]", self._shared.shape, torch.int32) for entry in range(entries)
         ]
@@ -44,11 +45,15 @@ class LogprobBuffers:
         if self._data is not None:
             self._data.all_gather(self._shared, self._device, stream=forward)
 
+    def keep(self, entry: int) -> None:
+        """Copy them within the device, in the caller's scope; on forward."""
+        self._kept[entry].copy_(self._shared)
+
     def copy_out(self, entry: int, stream: Stream) -> int:
-        """Copy into the pinned entry on ``stream``; returns the entry's generation."""
+        """Copy what was kept into the pinned entry on ``stream``; returns the entry's generation."""
         buffer = self._ring[entry]
         generation = buffer.renew()
-        self._backend.copy_async(buffer.tensor, self._shared, stream=stream)
+        self._backend.copy_async(buffer.tensor, self._kept[entry], stream=stream)
         return generation
 
     def read(

@@ -1,4 +1,4 @@
-"""What an iteration tells the host: one device buffer, a pinned ring, a ticket for each iteration."""
+"""What an iteration tells the host: one device buffer, a ring of copies there, a pinned ring, a ticket for each iteration."""
 
 from __future__ import annotations
 
@@ -46,6 +46,9 @@ class Outcome:
 class Results:
     """Rows 0..M-1 hold decoding requests, M..2M-1 prefill chunks: accepted, then D+1 tokens padded with -1,
     where D is the longest path that a draft can have, then what the probes found.
+
+    An iteration keeps its results in an entry of the device's ring, so that the next one writes its own while those are
+    copied to the host. An entry is filled again only after the host has read what it held.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Results:
         self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
         self._shared = None if data is None else self._device.new_empty((data.size, *shape))
         whole = self._device if self._shared is None else self._shared
+        self._kept = [torch.empty_like(whole) for _ in range(entries)]
         self._ring: list[PinnedBuffer] = [
             backend.empty_pinned(f"results[{entry}]", whole.shape, torch.int64) for entry in range(entries)
         ]
@@ -99,7 +103,7 @@ class Results:
             self._said[row] = text
 
     def say_nothing(self) -> None:
-        """An iteration begins; on forward, behind the copy of the one before."""
+        """An iteration begins; on forward."""
         for row in self._said:
             self._device[row, self._host] = -1
         self._said = {}
@@ -129,11 +133,17 @@ class Results:
             if _wants_logprobs(batch):
                 self._logprobs.share(forward)
 
+    def keep(self, batch: Batch, entry: int) -> None:
+        """Copy them within the device, out of the way of the next iteration; on forward, in the caller's scope."""
+        self._kept[entry].copy_(self._device if self._shared is None else self._shared)
+        if _wants_logprobs(batch):
+            self._logprobs.keep(entry)
+
     def copy_out(self, batch: Batch, entry: int, stream: Stream) -> Ticket:
-        """Copy into the pinned entry on ``stream``."""
+        """Copy what was kept into the pinned entry on ``stream``."""
         buffer = self._ring[entry]
         generation = buffer.renew()
-        self._backend.copy_async(buffer.tensor, self._device if self._shared is None else self._shared, stream=stream)
+        self._backend.copy_async(buffer.tensor, self._kept[entry], stream=stream)
         logprobs = self._logprobs.copy_out(entry, stream) if _wants_logprobs(batch) else None
         return Ticket(batch, entry, generation, logprobs, dict(self._said))
 

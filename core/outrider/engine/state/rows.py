@@ -1,6 +1,6 @@
 """Device state per request row. Row 0 is reserved for padding and stays zero.
 
-Two owners, so that each tensor has one writing stream: :class:`RowTable` is written on schedule (what the host decides),
+Two owners: :class:`RowTable` is written where the intake is unpacked, on schedule or forward (what the host decides),
 :class:`FutureMap` on forward (what the device decides, and the host learns later).
 """
 
@@ -92,20 +92,27 @@ class FutureMap:
 
 
 class SeqLensRing:
-    """A pinned ring with what was published, ``seq_lens`` int64 [R], where attention takes lengths as host integers."""
+    """Rings with what was published, ``seq_lens`` int64 [R], on the device and in pinned memory: where attention takes
+    lengths as host integers.
+    """
 
     def __init__(self, backend: Backend, seq_lens: Tensor, *, entries: int) -> None:
         self._backend = backend
         self._seq_lens = seq_lens
+        self._kept = [torch.empty_like(seq_lens) for _ in range(entries)]
         self._ring: list[PinnedBuffer] = [
             backend.empty_pinned(f"lengths[{entry}]", seq_lens.shape, torch.int64) for entry in range(entries)
         ]
         self._generations = [0] * entries
 
+    def keep(self, entry: int) -> None:
+        """Copy every row's length within the device, in the caller's scope; on forward."""
+        self._kept[entry].copy_(self._seq_lens)
+
     def copy_out(self, entry: int, stream: Stream) -> None:
-        """Copy every row's length on ``stream``, which the caller has ordered behind their publishing."""
+        """Copy what was kept to the host on ``stream``, which the caller has ordered behind it."""
         self._generations[entry] = self._ring[entry].renew()
-        self._backend.copy_async(self._ring[entry].tensor, self._seq_lens, stream=stream)
+        self._backend.copy_async(self._ring[entry].tensor, self._kept[entry], stream=stream)
 
     def read(self, entry: int, copied: Fence) -> list[int]:
         """Host: wait for the copy of one entry, and read it."""

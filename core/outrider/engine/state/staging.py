@@ -70,27 +70,35 @@ _COPIED = 1 << 14
 
 
 class Staging:
-    """A pinned ring on the host and one buffer on the device, both int64.
+    """A pinned ring on the host, a ring of the same size on the device, and one buffer there that everything reads, all
+    int64. So a copy from the host comes while the iteration before still reads that buffer, and only what lies on the device
+    is left to be moved when that is over.
 
-    ``entries``: how many iterations may be staged before the oldest copy must have finished.
+    ``entries``: of each ring. One is filled again only after the host has read the results of the iteration that it was
+    filled for, so that nothing reads it any more.
     """
 
     def __init__(self, backend: Backend, *, entries: int, capacity: int, max_requests: int) -> None:
         self._backend = backend
         self.max_requests = max_requests
         self._ring = [backend.empty_pinned(f"staging[{entry}]", (capacity,), torch.int64) for entry in range(entries)]
+        self._uploaded = [torch.zeros(capacity, dtype=torch.int64, device=backend.device) for _ in range(entries)]
         self._device = torch.zeros(capacity, dtype=torch.int64, device=backend.device)
 
     def upload(self, entry: int, values: Tensor, stream: Stream) -> None:
-        """Host: fill the entry, whose last iteration's results have been read; then copy on ``stream``, which the caller
-        has ordered after the last reader of the device buffer.
-        """
+        """Host: fill the entry, whose last iteration's results have been read; then copy it to the device on ``stream``."""
         pinned = self._ring[entry]
         pinned.renew()
         count = values.shape[0]
         for start in range(0, count, _COPIED):
             pinned.tensor[start : min(start + _COPIED, count)].copy_(values[start : start + _COPIED])
-        self._backend.copy_async(self._device[:count], pinned.tensor[:count], stream=stream)
+        self._backend.copy_async(self._uploaded[entry][:count], pinned.tensor[:count], stream=stream)
+
+    def unpack(self, entry: int, count: int) -> None:
+        """Move the first ``count`` numbers of an uploaded entry to where they're read, in the caller's scope, which comes
+        behind the upload and the last reader.
+        """
+        self._device[:count].copy_(self._uploaded[entry][:count])
 
     def clear(self, stream: Stream) -> None:
         """No request: every row is 0, so that what graphs do when they're captured concerns none. On ``stream``; waits for
