@@ -90,9 +90,14 @@ def _experts(hf: Hf, *, shared: int) -> ExpertsConfig | None:
 
 
 def layer_windows(hf: Hf) -> tuple[int, ...]:
-    """What a token of each layer sees, by layer_types."""
+    """What a token of each layer sees, by layer_types. A sliding layer needs a window: what one without it does differs."""
     kinds = {"full_attention": 0, "sliding_attention": hf.sliding_window or 0}
     unknown = sorted(set(hf.layer_types) - set(kinds))
     if unknown:
         raise ConfigError(f"layer_types has {shown(unknown)}, expected {' or '.join(kinds)}")
+    if not hf.sliding_window and "sliding_attention" in hf.layer_types:
+        raise ConfigError(
+            "layer_types has 'sliding_attention', but there's no window: sliding_window is 0 or missing, or "
+            "use_sliding_window isn't true; expected both, or 'full_attention' for every layer"
+        )
     return tuple(kinds[kind] for kind in hf.layer_types)
