@@ -18,6 +18,7 @@ from outrider.model.config_fields import check_any_config
 from outrider.model.files import open_checkpoint
 from outrider.model.inputs import ForwardInput
 from outrider.model.location import refuse_other_formats
+from outrider.model.quantization.config import refuse_quantized
 from outrider.model.reading import describe, present, read_json, reading, regular_size
 from outrider.model.tensors import placed
 from outrider.model.transformers_decoder import ATTENTION, PagedPass, TransformersDecoder, paged_attention
@@ -65,6 +66,7 @@ def _check_files(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -
     """Raise unless the files are sound, and hold about as much as a model of this config takes."""
     path = directory / "config.json"
     refuse_other_formats(directory)
+    refuse_quantized(directory)
     raw = read_json(path)
     for entry in directory.iterdir():  # which of them transformers opens is its own business
         if not entry.is_dir():

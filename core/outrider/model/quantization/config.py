@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outrider.device import ConfigError
-from outrider.errors import shown
+from outrider.errors import CheckpointError, shown
 from outrider.model.config_fields import is_whole
 from outrider.model.quantization.cache import KEY, MODELOPT_KEY
 from outrider.model.quantization.loading import Quantization, QuantizedMode
@@ -61,6 +61,19 @@ def read_quantization(
             cache=cache,
             weights=method != "compressed-tensors" or bool(given.get("config_groups")),
         )
+
+
+def refuse_quantized(directory: Path) -> None:
+    """Raise :class:`CheckpointError` where a checkpoint says that it's quantised: only plain ones are read then."""
+    path, given = _given(directory, "config.json")
+    if given is None:
+        return
+    method = given.get("quant_method") or _method_of(path, given) if isinstance(given, dict) else None
+    raise CheckpointError(
+        f"{path}: says how weights are quantised ({shown(method)}), and transformers' own code runs plain ones alone here; "
+        "take the plain checkpoint, or one of a family that runs natively, without --through-transformers (outrider models "
+        "lists them)"
+    )
 
 
 def _given(directory: Path, name: str) -> tuple[Path, Any]:
