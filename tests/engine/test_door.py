@@ -7,8 +7,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
+from outrider.model.quantization.writing import quantize_checkpoint
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import SHAPE, byte_level_tokenizer
+from outrider_proof.checkpoints import SHAPE, byte_level_tokenizer, write_checkpoint
 from outrider_proof.tiny import plain_config
 
 PROMPTS = [[5, 9, 9, 3, 40, 7], [11, 3, 2 + 1], list(range(30, 52))]
@@ -27,6 +28,19 @@ def checkpoint(tmp_path_factory):
 def test_without_being_asked_it_stays_shut(checkpoint):
     with pytest.raises(CheckpointError, match="--through-transformers"):
         Engine.from_checkpoint(checkpoint, CpuBackend())
+
+
+def test_nobody_is_sent_to_the_door_in_vain(checkpoint, tmp_path):
+    """It's for the target alone, and for plain weights: errors about anything else name another way out."""
+    target = write_checkpoint(tmp_path / "target", "llama") and tmp_path / "target"
+    for speculate, told in (("draft-model", "take another draft"), ("eagle", "take another draft")):
+        with pytest.raises(CheckpointError, match=rf"model_type is 'olmo2'.*supported are llama.*{told}"):
+            Engine.from_checkpoint(target, CpuBackend(), draft_dir=checkpoint, speculate=speculate)
+    quantize_checkpoint(checkpoint, tmp_path / "quantised", format="fp8")
+    with pytest.raises(CheckpointError, match=r"runs plain checkpoints alone here \(--through-"):
+        Engine.from_checkpoint(tmp_path / "quantised", CpuBackend())
+    with pytest.raises(CheckpointError, match=r"how weights are quantised \('compressed-tensors'\).*take the plain"):
+        Engine.from_checkpoint(tmp_path / "quantised", CpuBackend(), through_transformers=True)
 
 
 @pytest.mark.parametrize("speculate", ["none", "ngram"])

@@ -61,6 +61,12 @@ COMPRESSED = {
     "int8-asymmetric": ("int-quantized", INT8 | {"strategy": "channel", "symmetric": False}, None),
     "int4-g128": ("pack-quantized", INT4 | {"group_size": 128}, None),
     "int4-g32-asymmetric": ("pack-quantized", INT4 | {"group_size": 32, "symmetric": False}, None),
+    "int4-block-asymmetric": (
+        "pack-quantized",
+        INT4 | {"strategy": "block", "block_structure": [32, 64], "symmetric": False},
+        None,
+    ),
+    "int8-tensor-asymmetric": ("pack-quantized", INT8 | {"strategy": "tensor", "symmetric": False}, None),
     "int4-channel": ("pack-quantized", INT4 | {"strategy": "channel"}, None),
 }
 
@@ -134,14 +140,16 @@ def write_compressed(directory, out, name, *, ignore=("lm_head",), **more):
 # -- the others ----------------------------------------------------------------------------------------------------
 
 
-def write_fp8(directory, out, *, block=(128, 128), skip=("lm_head",), e8m0=False):
-    """Hugging Face's ``fp8``: by blocks with dynamic activations, or by the tensor with static ones (block None)."""
+def write_fp8(directory, out, *, block=(128, 128), skip=("lm_head",), e8m0=False, names=("weight_scale", "input_scale")):
+    """Hugging Face's ``fp8``: by blocks with dynamic activations, or by the tensor with static ones (block None). ``names``:
+    of the tensor's scale and of that of its activations.
+    """
 
     def convert(module, weight):
         if block is None:
             scale = weight.abs().amax() / 448
             data = (weight / scale).to(torch.float8_e4m3fn)
-            return {"weight": data, "weight_scale": scale, "input_scale": torch.tensor(0.03)}, data.float() * scale
+            return {"weight": data, names[0]: scale, names[1]: torch.tensor(0.03)}, data.float() * scale
         scale = in_blocks(weight, *block).abs().amax((1, 3)) / 448
         if e8m0:
             scale = torch.exp2(scale.log2().ceil())
@@ -221,8 +229,23 @@ def write_awq(directory, out, *, group=32, skip=("lm_head",), **more):
     return rewrite(directory, Path(out), convert, config | {"modules_to_not_convert": list(skip)}, skip=skip)
 
 
-def write_gptq(directory, out, *, group=32, bits=4, sym=True, layout="gptq", stored=None, order=None, head=False, **more):
-    """``stored``: the layout of the zero points where it isn't what the config says. ``order``: groups of the columns."""
+def write_gptq(
+    directory,
+    out,
+    *,
+    group=32,
+    bits=4,
+    sym=True,
+    layout="gptq",
+    key="checkpoint_format",
+    stored=None,
+    order=None,
+    head=False,
+    **more,
+):
+    """``key``: what names the layout in the config. ``stored``: the layout of the zero points where it isn't what the config
+    says. ``order``: groups of the columns.
+    """
 
     def convert(module, weight):
         index = torch.arange(weight.shape[1]) // (weight.shape[1] if group == -1 else group)
@@ -246,7 +269,7 @@ def write_gptq(directory, out, *, group=32, bits=4, sym=True, layout="gptq", sto
         "group_size": group,
         "sym": sym,
         "desc_act": order is not None,
-        "checkpoint_format": layout,
+        key: layout,
         "lm_head": head,
         **more,
     }

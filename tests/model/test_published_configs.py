@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from outrider.errors import CheckpointError
 from outrider.model import ModelConfig, RopeConfig
+from outrider_proof.checkpoints import tiny_config
 
 COMMON = {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
 
@@ -144,6 +146,18 @@ def test_mistral(tmp_path, window, expected):
     config = read(tmp_path, MISTRAL | {"sliding_window": window})
     assert set(config.windows) == {expected}
     assert not config.attention_bias
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "qwen3"])
+@pytest.mark.parametrize("said", [{"sliding_window": None}, {"sliding_window": 0}, {"use_sliding_window": False}])
+def test_a_sliding_layer_needs_a_window(tmp_path, family, said):
+    """Where there's none, transformers fails, or lets a token see nothing at all."""
+    tiny_config(family).save_pretrained(tmp_path)
+    sliding = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2}
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 4} | sliding
+    assert read(tmp_path, raw).windows == (0, 5, 0, 5)
+    with pytest.raises(CheckpointError, match=r"config\.json: layer_types has 'sliding_attention', but there's no window"):
+        read(tmp_path, raw | said)
 
 
 def test_qwen_25_yarn(tmp_path):

@@ -61,6 +61,27 @@ def test_transformers_reads_what_is_written(tmp_path, backend, plain, capfd, for
     assert sum(quantized_products(model.weights).values()) == 12 + len(head)
 
 
+def test_what_lies_beside_the_weights_goes_along(tmp_path, capfd):
+    write_eagle(tmp_path / "plain")
+    more = tmp_path / "plain" / "additional_chat_templates" / "tool_use.jinja"
+    more.parent.mkdir()
+    more.write_text("{{ messages }}")
+    (tmp_path / "plain" / "original").mkdir()
+    assert quantize(capfd, "--model", tmp_path / "plain", "--format", "fp8", "--out", tmp_path / "q")[1]["runs_here"]
+    assert sorted(each.name for each in (tmp_path / "q").iterdir() if each.is_dir()) == ["additional_chat_templates"]
+    assert (tmp_path / "q" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ messages }}"
+
+
+def test_a_family_that_runs_elsewhere_alone(tmp_path, capfd):
+    write_eagle(tmp_path / "plain")
+    path = tmp_path / "plain" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "gemma"}))
+    assert main(["quantize", "--model", str(tmp_path / "plain"), "--format", "fp8", "--out", str(tmp_path / "q")]) == 0
+    told = " ".join(capfd.readouterr().out.split())
+    assert "for other engines: Outrider runs quantised weights of llama, mistral" in told
+    assert "type is 'gemma'" in told
+
+
 def test_a_head_that_drafts(tmp_path, backend, plain, capfd):
     write_eagle(tmp_path / "head")
     assert quantize(capfd, "--model", tmp_path / "head", "--format", "fp8", "--out", tmp_path / "q")[0] == 0

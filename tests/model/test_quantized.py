@@ -117,6 +117,22 @@ def test_fp8_of_hugging_face(tmp_path, backend, plain, options):
         assert (made[key].float() - state[key]).abs().max() < 1e-2 * state[key].abs().max()  # it makes bfloat16
 
 
+def test_fp8_as_transformers_names_its_scales(tmp_path, backend, plain):
+    """By the tensor, its own module ends the names otherwise than vLLM's writers."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    own = FP8Linear(16, 16, block_size=None, activation_scheme="static")
+    names = [name for name, _ in own.named_parameters() if name != "weight"]
+    state = write_fp8(plain.directory, tmp_path / "own", block=None, names=names)
+    agree(plain, state, tmp_path / "own", backend, products=8, activations=True)
+    write_fp8(plain.directory, tmp_path / "vllm", block=None)
+    assert torch.equal(ours(tmp_path / "own", backend)[1], ours(tmp_path / "vllm", backend)[1])
+    path, key = tmp_path / "own" / "model.safetensors", "model.layers.0.mlp.up_proj"
+    save_file(load_file(path) | {f"{key}.weight_scale": torch.tensor(1.0)}, path)
+    with pytest.raises(CheckpointError, match=f"not expected: '{key}.weight_scale_inv'"):
+        ours(tmp_path / "own", backend)  # one of the two
+
+
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize(("algorithm", "name"), MODELOPT.items())
 def test_modelopt(tmp_path, backend, plain, algorithm, name, beside):
@@ -202,11 +218,21 @@ def test_awq(tmp_path, backend, plain, group):
         {"group": 128},
         {"sym": False, "layout": "gptq"},
         {"sym": False, "layout": "gptq_v2"},
+        {"sym": False, "layout": "GPTQ_V2", "stored": "gptq_v2", "key": "format"},
         {"layout": "gptq", "stored": "gptq_v2"},
         {"bits": 8, "group": -1, "sym": False},
         {"head": True},
     ],
-    ids=["g32", "g128", "v1, zero points", "v2, zero points", "a label that lies", "8 bits per channel", "head"],
+    ids=[
+        "g32",
+        "g128",
+        "v1, zero points",
+        "v2, zero points",
+        "v2, another key",
+        "a label that lies",
+        "8 bits per channel",
+        "head",
+    ],
 )
 def test_gptq(tmp_path, backend, plain, options):
     state = write_gptq(plain.directory, tmp_path, **options)
@@ -363,6 +389,8 @@ TENSOR = {"num_bits": 8, "dynamic": True, "strategy": "tensor"}
             "depend on its neighbours",
         ),
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv', and of AWQ only gemm is supported"),
+        ({"quant_method": "awq", "version": None, "format": "gemv_fast"}, "format is 'gemv_fast', and of AWQ only gemm"),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "format is 'marlin', expected gptq or gptq_v2"),
         ({"quant_method": "gptq", "bits": 3}, "bits is 3, expected 4 or 8 for GPTQ"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 20}, "group_size is 20, expected -1 or a positive multiple of 8"),
         (

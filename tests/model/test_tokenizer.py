@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider import Engine
 from outrider.errors import CheckpointError
 from outrider.model import Tokenizer
+from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import TEXT, byte_level_tokenizer, sentencepiece_tokenizer
 
 KINDS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
@@ -84,6 +86,30 @@ def test_garbage_is_given_out_before_the_end():
     given_out = "".join(decoder.push(lone) for _ in range(10))
     assert len(given_out) >= 9 - 1
     assert given_out + decoder.flush() == tokenizer.decode([lone] * 10)
+
+
+@pytest.mark.parametrize(
+    ("draft", "fits"),
+    [
+        (byte_level_tokenizer(300), True),
+        (byte_level_tokenizer(280), True),  # a smaller vocabulary that begins alike
+        (sentencepiece_tokenizer(), False),
+        ("{}", True),  # it isn't asked
+        (None, True),
+    ],
+    ids=["the same", "smaller", "other", "broken", "none"],
+)
+def test_a_draft_of_another_language_is_refused(tmp_path, draft, fits):
+    """It would be right and accept nothing. It's told before anything is loaded: there is no config here, and no weight."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    for each, tokenizer in ((own, byte_level_tokenizer(300)), (other, draft)):
+        each.mkdir()
+        if tokenizer is not None:
+            text = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
+            (each / "tokenizer.json").write_text(text)
+    told = r"config\.json: no such file" if fits else r"other/tokenizer\.json: .* aren't the target's: token 0 is '<unk>'"
+    with pytest.raises(CheckpointError, match=told):
+        Engine.from_checkpoint(own, CpuBackend(), draft_dir=other, speculate="draft-model")
 
 
 def test_errors(tmp_path):

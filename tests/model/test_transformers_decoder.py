@@ -85,6 +85,8 @@ def test_native_families_pass_the_door_too(tmp_path, backend):
     [
         ("gemma2", {"head_dim": 8}, "attention uses softcap"),
         ("stablelm", {}, "has no replaceable attention"),
+        ("phimoe", {"sliding_window": 64}, "layer 0 has a sliding window of 64 positions by its config, and .* no "),
+        ("diffllama", {}, "ran 6 attentions in 3 layers, and the paged cache has keys and values for one in each"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope scaling 'dynamic'"),
         ("mamba", {}, "layers of kind linear_attention have no place|have no num_attention_heads"),
         ("bloom", {}, "has no replaceable attention|have no max_position_embeddings"),

@@ -13,6 +13,7 @@ from outrider.cli.models import bundled
 from outrider.cli.report import JsonOption, Report
 from outrider.cli.starting import progress_shown
 from outrider.device.errors import ConfigError
+from outrider.errors import shown
 
 _MIB = 1 << 20
 
@@ -49,8 +50,11 @@ def quantize(
 
     del json_output
     require_torch()
+    from outrider.model.checkpoint_config import supported_families
+    from outrider.model.eagle3_config import ENVELOPE
     from outrider.model.location import find_checkpoint
     from outrider.model.quantization.writing import WRITTEN_FORMATS, quantize_checkpoint
+    from outrider.model.reading import read_json
 
     if group is not None and format in WRITTEN_FORMATS and format != "int4":
         raise ConfigError(f"--group is {group}, and {format} has a scale for each row; leave --group out, or take int4")
@@ -66,6 +70,10 @@ def quantize(
             head=lm_head,
             progress=lambda key, done, total: tell("quantising", done, total),
         )
+    described = read_json(out / "config.json")
+    layer = described.get(ENVELOPE)
+    family = (layer if isinstance(layer, dict) else described).get("model_type")
+    native = family in supported_families()
     data = {
         "model": str(source),
         "out": str(out),
@@ -75,6 +83,7 @@ def quantize(
         "plain": written.plain,
         "bytes_before": written.bytes_before,
         "bytes_after": written.bytes_after,
+        "runs_here": native,
         "seconds": time.monotonic() - began,
     }
 
@@ -83,5 +92,10 @@ def quantize(
             f"{out}: {written.quantized} weights in {format}, {written.plain} tensors as they were; "
             f"{written.bytes_before / _MIB:.1f} MiB before, {written.bytes_after / _MIB:.1f} now"
         )
+        if not native:
+            console.print(
+                f"It's for other engines: Outrider runs quantised weights of {', '.join(supported_families())}, and this "
+                f"model's type is {shown(family)}"
+            )
 
     return Report(data=data, render=render)

@@ -20,6 +20,7 @@ from outrider.model import (
     QuantizedMode,
     Tokenizer,
     VisionTower,
+    check_same_tokens,
     checkpoint_dtype,
     find_checkpoint,
     has_tokenizer,
@@ -69,6 +70,9 @@ def load_checkpoint(
     if trust_remote_code and not through_transformers:
         raise ConfigError("trust_remote_code runs code of the checkpoint, which only through_transformers runs; leave it out")
     mode = QuantizedMode.of(quantized)
+    tokenizer = Tokenizer.from_checkpoint(directory) if has_tokenizer(directory) else None
+    if tokenizer is not None and draft_dir is not None:
+        check_same_tokens(tokenizer, draft_dir)
     chosen: tuple[Choice, ...] = ()
     if config.dtype is None:
         chosen = (choose_dtype(backend.capabilities, checkpoint_dtype(directory)),)
@@ -104,7 +108,6 @@ def load_checkpoint(
     )
     proposer = build(speculate, options, builders=builders)
     chosen += _quantized_weights(model, mode, directory)
-    tokenizer = Tokenizer.from_checkpoint(directory) if has_tokenizer(directory) else None
     vision = None
     if model.config.vision is not None:
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)

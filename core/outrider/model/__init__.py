@@ -32,7 +32,7 @@ from outrider.model.rope import RopeConfig
 from outrider.model.shards import Shard, Shards
 from outrider.model.stream_decoder import StreamDecoder
 from outrider.model.tensors import Progress
-from outrider.model.tokenizer import Tokenizer, has_tokenizer
+from outrider.model.tokenizer import Tokenizer, check_same_tokens, has_tokenizer
 from outrider.model.transformers_decoder import TransformersDecoder
 from outrider.model.transformers_loading import load_through_transformers
 from outrider.model.vision import VisionTower, load_vision
@@ -72,6 +72,7 @@ __all__ = [
     "VisionConfig",
     "VisionTower",
     "attention_shapes",
+    "check_same_tokens",
     "checkpoint_dtype",
     "expand_placeholders",
     "find_checkpoint",

@@ -28,9 +28,16 @@ _DTYPES = MappingProxyType(
 HfConfig = Any
 
 
-def read_model_config(directory: Path, name: str = "config.json", *, part: str | None = None) -> ModelConfig:
+class _NotNative(ConfigError):
+    """What isn't done here, and may be done by transformers' own code."""
+
+
+def read_model_config(
+    directory: Path, name: str = "config.json", *, part: str | None = None, drafts: bool = False
+) -> ModelConfig:
     """See :meth:`ModelConfig.from_checkpoint`; ``name`` is the file in ``directory`` that the shape is read from, ``part``
-    the key in it under which the shape is (None: at its top).
+    the key in it under which the shape is (None: at its top). ``drafts``: it's of what drafts for another model, which
+    transformers' own code can't run.
     """
     path = directory / name
     refuse_other_formats(directory)
@@ -40,27 +47,41 @@ def read_model_config(directory: Path, name: str = "config.json", *, part: str |
         if not isinstance(inner, dict):
             raise CheckpointError(f"{path}: {part} is {shown(inner)}, expected a config of its own")
         raw = inner
-    family = raw.get("model_type")
-    if not isinstance(family, str) or family not in _FAMILIES:
-        reason = REFUSED.get(family) if isinstance(family, str) else None
-        if reason is not None:
-            raise CheckpointError(f"{path}: model_type is {shown(family)}, which isn't supported: {reason}")
-        raise CheckpointError(
-            f"{path}: model_type is {shown(family)} (architectures {shown(raw.get('architectures'))}), which isn't "
-            f"supported; supported are {', '.join(sorted(_FAMILIES))}; other decoders may run through transformers' own "
-            "code, slower: --through-transformers"
-        )
-    with reading(path, f"a {family} config"):
-        whole = _whole(family, raw)
-        hf = whole.get_text_config()
-        fields = _common(hf) | _FAMILIES[family](hf)
-        fields["tie_embeddings"] = bool(whole.tie_word_embeddings)  # a property of the whole, not of its text part
-        if family in _VISION_FAMILIES:
-            fields["vision"] = _vision(whole)
-        fields["eos_token_ids"], fields["bos_token_id"] = special_tokens(directory, hf)
-        config = ModelConfig(family=family, rope=_rope(hf, mrope=family in _VISION_FAMILIES), **fields)
-        _check_rope(config)
+    with reading(path, f"a {shown(raw.get('model_type'))} config"):
+        try:
+            return _model_config(directory, raw)
+        except _NotNative as error:
+            plain = raw.get("quantization_config") is None
+            raise ConfigError(f"{error}; {_DRAFTS if drafts else _DOOR if plain else _QUANTIZED}") from error
+
+
+def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
+    family = _family(raw)
+    whole = _whole(family, raw)
+    hf = whole.get_text_config()
+    fields = _common(hf) | _FAMILIES[family](hf)
+    fields["tie_embeddings"] = bool(whole.tie_word_embeddings)  # a property of the whole, not of its text part
+    if family in _VISION_FAMILIES:
+        fields["vision"] = _vision(whole)
+    fields["eos_token_ids"], fields["bos_token_id"] = special_tokens(directory, hf)
+    config = ModelConfig(family=family, rope=_rope(hf, mrope=family in _VISION_FAMILIES), **fields)
+    _check_rope(config)
     return config
+
+
+def _family(raw: Mapping[str, Any]) -> str:
+    """The model type, if it's one of ours."""
+    family = raw.get("model_type")
+    if isinstance(family, str) and family in _FAMILIES:
+        return family
+    reason = REFUSED.get(family) if isinstance(family, str) else None
+    if reason is not None:
+        kind = _NotNative if reason.elsewhere else ConfigError
+        raise kind(f"model_type is {shown(family)}, which isn't supported: {reason.why}")
+    raise _NotNative(
+        f"model_type is {shown(family)} (architectures {shown(raw.get('architectures'))}), which isn't supported; supported "
+        f"are {', '.join(sorted(_FAMILIES))}"
+    )
 
 
 def checkpoint_dtype(directory: Path) -> torch.dtype | None:
@@ -101,7 +122,7 @@ def _through_transformers(family: str, known: dict[str, Any]) -> HfConfig:
 
 def _common(hf: HfConfig) -> dict[str, Any]:
     if hf.hidden_act not in _SILU:
-        raise ConfigError(f"hidden_act is {shown(hf.hidden_act)}, only 'silu' (also called 'swish') is supported; {_DOOR}")
+        raise _NotNative(f"hidden_act is {shown(hf.hidden_act)}, only 'silu' (also called 'swish') is supported")
     return {
         "vocab_size": hf.vocab_size,
         "hidden_size": hf.hidden_size,
@@ -154,7 +175,9 @@ _MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and what a config
 
 
 _MAX_ENDS = 1024
-_DOOR = "a whole model may run through transformers' own code, slower: --through-transformers"
+_DOOR = "it may run through transformers' own code, slower: --through-transformers"
+_QUANTIZED = "transformers' own code runs plain checkpoints alone here (--through-transformers), and this one is quantised"
+_DRAFTS = "what drafts runs natively alone (--through-transformers is for the model that it drafts for); take another draft"
 _SILU = ("silu", "swish")
 
 
@@ -176,7 +199,7 @@ def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
     given = dict(hf.rope_parameters)
     kind = given.get("rope_type") or "default"
     if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"partial_rotary_factor is {given['partial_rotary_factor']}, only 1 is supported; {_DOOR}")
+        raise _NotNative(f"partial_rotary_factor is {given['partial_rotary_factor']}, only 1 is supported")
     optional = {
         name: given[name]
         for name in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -12,14 +13,21 @@ from outrider.model.config import ExpertsConfig
 
 EXPERT_FAMILIES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
 
-_LATENT = (
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a family isn't run. ``elsewhere``: transformers' own code may run it on the paged cache."""
+
+    why: str
+    elsewhere: bool = False
+
+
+_LATENT = Refusal(
     "its attention (MLA) caches one latent vector a token, and the paged cache holds keys and values of one size; it doesn't "
     "run through transformers here either"
 )
-_GROUPS = (
-    "its experts are chosen by a sigmoid with a bias, in groups of them, which isn't done here; it may run through "
-    "transformers' own code, slower: --through-transformers"
-)
+_GROUPS = Refusal("its experts are chosen by a sigmoid with a bias, in groups of them, which isn't done here", elsewhere=True)
+_SINKS = Refusal("its attention has sinks and its experts have biases and a clamped activation, which aren't done here")
 _LATENTS = (
     "deepseek_v2",
     "deepseek_v3",
@@ -31,11 +39,11 @@ _LATENTS = (
     "glm_moe_dsa",
 )
 _GROUPED = ("glm4_moe", "dots1", "exaone_moe", "ernie4_5_moe", "minimax_m2")
-REFUSED: Mapping[str, str] = MappingProxyType(
+REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
         **dict.fromkeys(_LATENTS, _LATENT),
         **dict.fromkeys(_GROUPED, _GROUPS),
-        "gpt_oss": "its attention has sinks and its experts have biases and a clamped activation, which aren't done here",
+        "gpt_oss": _SINKS,
     }
 )
 """Model types with experts that aren't run, and why."""
@@ -90,9 +98,14 @@ def _experts(hf: Hf, *, shared: int) -> ExpertsConfig | None:
 
 
 def layer_windows(hf: Hf) -> tuple[int, ...]:
-    """What a token of each layer sees, by layer_types."""
+    """What a token of each layer sees, by layer_types. A sliding layer needs a window: what one without it does differs."""
     kinds = {"full_attention": 0, "sliding_attention": hf.sliding_window or 0}
     unknown = sorted(set(hf.layer_types) - set(kinds))
     if unknown:
         raise ConfigError(f"layer_types has {shown(unknown)}, expected {' or '.join(kinds)}")
+    if not hf.sliding_window and "sliding_attention" in hf.layer_types:
+        raise ConfigError(
+            "layer_types has 'sliding_attention', but there's no window: sliding_window is 0 or missing, or "
+            "use_sliding_window isn't true; expected both, or 'full_attention' for every layer"
+        )
     return tuple(kinds[kind] for kind in hf.layer_types)

@@ -189,7 +189,7 @@ def head_config(
     """The head's config, with what it takes from its target and with the biases that its layer ``layer`` has. ``part``: the
     key of the file under which it is; None: it is the file.
     """
-    config = read_model_config(directory, part=part)
+    config = read_model_config(directory, part=part, drafts=True)
     if config.vocab_size != target.config.vocab_size:
         raise _foreign(directory, "vocab_size", config.vocab_size, target.config.vocab_size)
     if dtype != target.dtype:

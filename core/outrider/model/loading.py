@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.device import Backend, KernelSet
 from outrider.errors import CheckpointError
-from outrider.model.config import ModelConfig
+from outrider.model.checkpoint_config import read_model_config
 from outrider.model.decoder import Decoder
 from outrider.model.expert_mapping import check_count
 from outrider.model.files import CheckpointFiles, open_checkpoint
@@ -33,10 +33,12 @@ def load_decoder(
     quantized: QuantizedMode = QuantizedMode.KERNELS,
     kv_dtype: str = "auto",
     kernels: KernelSet | None = None,
+    drafts: bool = False,
 ) -> Decoder:
     """Load a decoder's checkpoint onto ``backend`` in ``dtype``; with ``ranks`` the part of it that is this rank's, of which
     alone the tensors are read. ``quantized``: how quantised weights are loaded. ``kv_dtype``: what its KV cache is to
-    hold, as an engine's config has it. ``kernels``: what it runs on, those of ``backend`` unless told.
+    hold, as an engine's config has it. ``kernels``: what it runs on, those of ``backend`` unless told. ``drafts``: it's to
+    draft for another model.
 
     Blocks until the weights are on the device, so that any stream may read them. Raises :class:`CheckpointError` that
     names file and tensor when anything is missing, superfluous, of the wrong shape or unreadable, and
@@ -44,7 +46,7 @@ def load_decoder(
     or for such a cache.
     """
     kernels = backend.kernels_in_use if kernels is None else kernels
-    config = ModelConfig.from_checkpoint(directory)
+    config = read_model_config(Path(directory), drafts=drafts)
     shards = Shards() if ranks is None else ranks.shards
     local = shards.local(config, str(directory))
     files = open_checkpoint(Path(directory))

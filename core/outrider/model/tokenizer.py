@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as HfTokenizer
 
 from outrider.device import ConfigError
-from outrider.errors import CheckpointError, RequestError
+from outrider.errors import CheckpointError, RequestError, shown
 from outrider.model.reading import present, read_bytes, reading
 from outrider.model.stream_decoder import StreamDecoder
 
@@ -28,7 +28,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: HfTokenizer, origin: Path = Path("tokenizer")) -> None:
         self._tokenizer = tokenizer
-        self._origin = origin  # for messages: what a tokenizer can't do may show when it's used
+        self.origin = origin  # for messages: what a tokenizer can't do may show when it's used
         # a tokenizer.json may carry the padding and truncation of its training
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -63,6 +63,10 @@ class Tokenizer:
         """Number of tokens, added ones included; a model's vocabulary may be larger, for padding."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    def spellings(self) -> dict[int, str]:
+        """How the tokenizer's file spells each token."""
+        return {token: spelling for spelling, token in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; with the start token where the checkpoint's own post-processor adds one.
 
@@ -73,12 +77,12 @@ class Tokenizer:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise RequestError(f"the text has half a character at {error.start} (a lone surrogate)") from error
-        with reading(self._origin, "a tokenizer"):
+        with reading(self.origin, "a tokenizer"):
             return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text of ``ids``; ids that the tokenizer doesn't know are skipped. ``special_tokens``: whether those give text."""
-        with reading(self._origin, "a tokenizer"):
+        with reading(self.origin, "a tokenizer"):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens))
 
     def token_id(self, token: str) -> int | None:
@@ -114,7 +118,7 @@ class Tokenizer:
         """
         if not (self._byte_level or self._spaced):
             raise ConfigError(
-                f"{self._origin}: tokens have no bytes of their own; expected a decoder ByteLevel, ByteFallback or Metaspace"
+                f"{self.origin}: tokens have no bytes of their own; expected a decoder ByteLevel, ByteFallback or Metaspace"
             )
         found = [b""] * vocabulary
         added = self._tokenizer.get_added_tokens_decoder()
@@ -141,6 +145,30 @@ class Tokenizer:
         """Whether the token is one byte of a run that is only decoded as a whole (sentencepiece's byte fallback)."""
         spelling = self._tokenizer.id_to_token(token)
         return spelling is not None and len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">")
+
+
+def check_same_tokens(own: Tokenizer, directory: Path) -> None:
+    """Raise :class:`CheckpointError` where a draft has a tokenizer.json, and most of its tokens aren't those of ``own``, the
+    target's: as large a vocabulary may be another one, and then hardly a draft is accepted.
+
+    A draft without that file, or with one that can't be read, isn't asked.
+    """
+    try:
+        if read_bytes(own.origin, _LIMIT) == read_bytes(directory / _FILE, _LIMIT):
+            return
+        other = Tokenizer.from_checkpoint(directory)
+    except CheckpointError:
+        return
+    here, there = own.spellings(), other.spellings()
+    both = sorted(here.keys() & there.keys())
+    differing = [token for token in both if here[token] != there[token]]
+    if 2 * len(differing) > len(both):
+        token = differing[0]
+        raise CheckpointError(
+            f"{other.origin}: {len(differing)} of {len(both)} tokens aren't the target's: token {token} is "
+            f"{shown(there[token])}, and {shown(here[token])} there, so it would draft another text than the target reads; "
+            "expected a draft with the target's tokenizer"
+        )
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -140,6 +140,7 @@ def _draft_model(options: DraftOptions) -> Proposer:
         progress=options.progress,
         ranks=options.target.ranks,
         quantized=options.quantized,
+        drafts=True,
     )
     if model.config.vocab_size != options.target.config.vocab_size:
         raise CheckpointError(

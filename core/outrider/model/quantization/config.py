@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outrider.device import ConfigError
-from outrider.errors import shown
+from outrider.errors import CheckpointError, shown
 from outrider.model.config_fields import is_whole
 from outrider.model.quantization.cache import KEY, MODELOPT_KEY
 from outrider.model.quantization.loading import Quantization, QuantizedMode
@@ -61,6 +61,19 @@ def read_quantization(
             cache=cache,
             weights=method != "compressed-tensors" or bool(given.get("config_groups")),
         )
+
+
+def refuse_quantized(directory: Path) -> None:
+    """Raise :class:`CheckpointError` where a checkpoint says that it's quantised: only plain ones are read then."""
+    path, given = _given(directory, "config.json")
+    if given is None:
+        return
+    method = given.get("quant_method") or _method_of(path, given) if isinstance(given, dict) else None
+    raise CheckpointError(
+        f"{path}: says how weights are quantised ({shown(method)}), and transformers' own code runs plain ones alone here; "
+        "take the plain checkpoint, or one of a family that runs natively, without --through-transformers (outrider models "
+        "lists them)"
+    )
 
 
 def _given(directory: Path, name: str) -> tuple[Path, Any]:
@@ -179,6 +192,7 @@ def _group_scheme(name: str, group: Any, overall: str) -> Scheme | None:
         bits=weights.num_bits if storage == "packed" else 8,
         dtype=torch.int8 if whole else torch.float8_e4m3fn,
         symmetric=bool(weights.symmetric),
+        packed_zeros=weights.strategy in ("channel", "group"),
         activations=_input_activations(source, group.input_activations),
     )
 
@@ -229,9 +243,9 @@ def _fp8(given: Mapping[str, Any]) -> Find:
 
 
 def _awq(given: Mapping[str, Any]) -> Find:
-    version = given.get("version", "gemm")
-    if not isinstance(version, str) or version.lower() != "gemm":
-        raise ConfigError(f"version is {shown(version)}, and of AWQ only gemm is supported; {_INSTEAD}")
+    key, version = _layout(given, "version", "gemm")
+    if version != "gemm":
+        raise ConfigError(f"{key} is {shown(given[key])}, and of AWQ only gemm is supported; {_INSTEAD}")
     bits = given.get("bits", given.get("w_bit", 4))
     if bits != 4:
         raise ConfigError(f"bits is {shown(bits)}, expected 4 for AWQ")
@@ -272,11 +286,11 @@ def _gptq(given: Mapping[str, Any]) -> Find:
 
 
 def _gptq_scheme(given: Mapping[str, Any]) -> Scheme:
-    bits, layout = given.get("bits"), given.get("checkpoint_format") or "gptq"
+    bits, (key, layout) = given.get("bits"), _layout(given, "checkpoint_format", "gptq")
     if bits not in (4, 8) or isinstance(bits, bool):
         raise ConfigError(f"bits is {shown(bits)}, expected 4 or 8 for GPTQ; {_INSTEAD}")
     if layout not in ("gptq", "gptq_v2"):
-        raise ConfigError(f"checkpoint_format is {shown(layout)}, expected gptq or gptq_v2; {_INSTEAD}")
+        raise ConfigError(f"{key} is {shown(given[key])}, expected gptq or gptq_v2; {_INSTEAD}")
     return Scheme(
         storage="gptq",
         block=(1, _group_size(given.get("group_size", 128))),
@@ -285,6 +299,13 @@ def _gptq_scheme(given: Mapping[str, Any]) -> Scheme:
         symmetric=_flag(given, "sym", True),
         zero_offset=1 if layout == "gptq" else 0,
     )
+
+
+def _layout(given: Mapping[str, Any], older: str, default: str) -> tuple[str, object]:
+    """The layout of the words, in small letters, and the key that names it: ``older``, or ``format`` of later releases."""
+    key = older if given.get(older) is not None or given.get("format") is None else "format"
+    value = given.get(key)
+    return key, default if value is None else value.lower() if isinstance(value, str) else value
 
 
 def _modelopt(given: Mapping[str, Any]) -> Find:

@@ -45,7 +45,7 @@ def weight_of(scheme: Scheme, shape: tuple[int, int], held: Mapping[str, Tensor]
         data = held["weight"]
     scales = _plain_scales(held[scheme.scale]).reshape(grid)
     zeros = held.get("weight_zero_point")
-    if zeros is not None and scheme.storage == "packed":
+    if zeros is not None and scheme.storage == "packed" and scheme.packed_zeros:
         zeros = (_unpacked(zeros, scheme.bits, dim=0, count=grid[0]).to(torch.int16) - (1 << scheme.bits - 1)).to(torch.int8)
     if zeros is not None:
         zeros = zeros.reshape(grid)

@@ -82,7 +82,7 @@ class Quantization:
         if scheme is None:
             return None
         stored = scheme.stored((piece.shape[0], piece.shape[1]))
-        marks = [f"{module}.{each.suffix}" for each in stored if each.suffix != "weight"]
+        marks = [each.key(module, files.tensors) for each in stored if each.suffix != "weight"]
         if piece.key in files.tensors and files.dtype(piece.key) in FLOATS and not any(key in files.tensors for key in marks):
             return None
         return scheme
@@ -101,7 +101,7 @@ class Quantization:
                 continue
             shape, module = (piece.shape[0], piece.shape[1]), piece.key.removesuffix(_WEIGHT)
             for each in scheme.stored(shape):
-                key = f"{module}.{each.suffix}"
+                key = each.key(module, files.tensors)
                 there = key in files.tensors
                 if each.optional and not there:
                     continue
@@ -185,7 +185,7 @@ class Quantization:
 
     def _read(self, files: CheckpointFiles, piece: Piece, scheme: Scheme) -> QuantizedWeight:
         module, shape = piece.key.removesuffix(_WEIGHT), (piece.shape[0], piece.shape[1])
-        keys = {each.suffix: f"{module}.{each.suffix}" for each in scheme.stored(shape)}
+        keys = {each.suffix: each.key(module, files.tensors) for each in scheme.stored(shape)}
         held = {suffix: files.read_stored(key) for suffix, key in keys.items() if key in files.tensors}
         try:
             return weight_of(scheme, shape, held, ordered=self.mode is not QuantizedMode.DEQUANTIZE)

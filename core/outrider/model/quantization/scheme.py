@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -13,6 +13,7 @@ _SCALES = (*FLOATS, torch.float8_e8m0fnu)
 _WHOLE = (torch.int32, torch.int64)
 SUFFIXES = frozenset(
     {
+        "activation_scale",
         "g_idx",
         "input_scale",
         "qweight",
@@ -28,19 +29,29 @@ SUFFIXES = frozenset(
 )
 """Ends of names that tensors of plain weights don't have."""
 _NAMES: Mapping[torch.dtype, str] = MappingProxyType({torch.float8_e4m3fn: "fp8", torch.int8: "int8"})
+# What stands for the same number: vLLM's writers name a scale the one way, transformers the other.
+_OTHERS: Mapping[str, str] = MappingProxyType(
+    {"weight_scale": "weight_scale_inv", "weight_scale_inv": "weight_scale", "input_scale": "activation_scale"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor that a module's weight is stored in: the end of its name, the shapes and the dtypes that it may have.
 
-    ``optional``: a module may lack it.
+    ``optional``: a module may lack it. ``other``: how other writers end its name; empty: all end it alike.
     """
 
     suffix: str
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     optional: bool = False
+    other: str = ""
+
+    def key(self, module: str, present: Container[str]) -> str:
+        """Its name in a checkpoint with the tensors ``present``, whether it's among them or not."""
+        key, other = f"{module}.{self.suffix}", f"{module}.{self.other}"
+        return other if self.other and key not in present and other in present else key
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +71,9 @@ class Scheme:
 
     ``storage``: ``values`` (a tensor of the quantised dtype ``dtype``), ``packed`` (compressed-tensors), ``awq`` or
     ``gptq``. ``bits``: of a value in the last three, 4 or 8. ``block``: rows and columns that share a scale; 0: all of them.
-    ``symmetric``: without stored zero points. ``scale``: the end of the scale's name. ``zero_offset``: what is added to
-    stored zero points. ``source``: where the config says so, for messages.
+    ``symmetric``: without stored zero points. ``scale``: the end of the scale's name. ``packed_zeros``: zero points of
+    packed values are packed as well. ``zero_offset``: what is added to stored zero points. ``source``: where the config says
+    so, for messages.
     """
 
     storage: str
@@ -71,6 +83,7 @@ class Scheme:
     dtype: torch.dtype = torch.int8
     symmetric: bool = True
     scale: str = "weight_scale"
+    packed_zeros: bool = True
     zero_offset: int = 0
     activations: Activations | None = None
 
@@ -111,13 +124,13 @@ class Scheme:
             found.append(Stored("weight_shape", ((2,),), _WHOLE))
         else:
             found.append(Stored("weight", (shape,), (self.dtype,)))
-        found.append(Stored(self.scale, _scale_shapes(grid), _SCALES))
-        if not self.symmetric and self.storage == "packed":
+        found.append(Stored(self.scale, _scale_shapes(grid), _SCALES, other=_OTHERS[self.scale]))
+        if not self.symmetric and self.storage == "packed" and self.packed_zeros:
             found.append(Stored("weight_zero_point", ((-(-grid[0] // words), grid[1]),), _WHOLE[:1]))
         elif not self.symmetric:
             found.append(Stored("weight_zero_point", _scale_shapes(grid), (torch.int8,)))
         if self.activations is not None and self.activations.static:
-            found.append(Stored("input_scale", ((1,), (), (1, 1)), FLOATS))
+            found.append(Stored("input_scale", ((1,), (), (1, 1)), FLOATS, other=_OTHERS["input_scale"]))
         return tuple(found)
 
 

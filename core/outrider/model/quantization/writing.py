@@ -37,6 +37,8 @@ _PRODUCTS = frozenset(
 _HEAD = "lm_head"
 _SUFFIX = ".weight"
 _INDEX = "model.safetensors.index.json"
+_MORE = "additional_chat_templates"
+"""The one folder that belongs to a checkpoint as it's served."""
 _TENSORS = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth")
 _E4M3_MAX = 448.0
 
@@ -90,6 +92,8 @@ def quantize_checkpoint(
         for other in sorted(source.iterdir()):
             if other.is_file() and other.name != "config.json" and not any(other.match(each) for each in _TENSORS):
                 shutil.copyfile(other, partial / other.name)
+        if (source / _MORE).is_dir():
+            shutil.copytree(source / _MORE, partial / _MORE)
         partial.rename(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
