@@ -17,6 +17,7 @@ from outrider.cli.chat_options import ChatTemplateOption, read_template
 from outrider.cli.engine_options import AnyModelOptions, with_options
 from outrider.cli.environment import api_keys_from_environment
 from outrider.cli.inputs import read_bounded
+from outrider.cli.listening import check_listening
 from outrider.cli.rank_processes import DataParallelOption, TensorParallelOption
 from outrider.device.errors import ConfigError
 from outrider.serve.extra import require_kv_events, require_serve
@@ -178,16 +179,19 @@ def serve(
     answers = _answers(response_template, tool_format)
     from outrider.serve.engine_ranks import engine_process
     from outrider.serve.logs import log_to_stderr
-    from outrider.serve.prompts import Prompter
+    from outrider.serve.prompts import Prompter, Wording
     from outrider.serve.server import Address
     from outrider.serve.server import serve as serve_until_ended
     from outrider.serve.tracing import Spans
 
+    # What can be wrong without the model is said before minutes of loading it.
+    check_listening("--host and --port", host, port)
+    wording = Wording(speculation.model, chat_template=template, response_template=answers)
     spans = Spans() if otel else None
     log_to_stderr(log_format)
 
     def make_prompter(info: EngineInfo) -> Prompter:
-        return Prompter(speculation.model, info, chat_template=template, response_template=answers)
+        return Prompter(speculation.model, info, wording)
 
     def started(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host
