@@ -223,6 +223,7 @@ def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider)
         (("--plot", "x.png"), "expected a file that ends in .svg"),
         (("--plot", "x.svg", "--phases", "mixed"), "add decode, context, prefill"),
         (("--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg', and nothing can be written in '/nowhere'"),
+        (("--keep", "/proc/x"), "--keep is '/proc/x', and no files can be written there"),
         (("--so-far", "/nowhere/x.json"), "--so-far is '/nowhere/x.json', and nothing can be written in '/nowhere'"),
         (("--memory", "-3"), "--memory is -3; expected a share"),
     ],

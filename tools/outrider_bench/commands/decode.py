@@ -31,8 +31,9 @@ from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few
 from outrider_bench.engines import check_room
-from outrider_bench.outputs import check_output, write_plot
+from outrider_bench.outputs import write_plot
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel, check_acceptance
+from outrider_sanitizer.files import check_output
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

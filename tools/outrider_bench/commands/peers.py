@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.directories import check_directory
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import DraftTokensOption, ModeOption, PrefillChunkOption, TuneOption
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
@@ -22,11 +23,12 @@ from outrider.registry import Registry
 from outrider_bench.child import ChildFailed
 from outrider_bench.commands.decode import sizes_of
 from outrider_bench.mixed_load import length_range
-from outrider_bench.outputs import check_output, write_output, write_plot
+from outrider_bench.outputs import write_output, write_plot
 from outrider_bench.peers.comparing import OURS, Found, compared, render
 from outrider_bench.peers.session import Session, session
 from outrider_bench.peers.sglang import variables as _sglang_variables
 from outrider_bench.peers.work import PHASES, Work
+from outrider_sanitizer.files import check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -136,6 +138,8 @@ def peers(
     kinds = _some("--speculate", speculate, ("eagle", "none"))
     check_output("--plot", plot, ".svg")
     check_output("--so-far", so_far)
+    if keep is not None:
+        check_directory("--keep", keep)
     if memory is not None and not 0 < memory <= 1:
         raise ConfigError(f"--memory is {memory:g}; expected a share of the device's memory, above 0 and at most 1")
     if plot is not None and not set(_ACROSS) & set(_some("--phases", phases, PHASES)):
