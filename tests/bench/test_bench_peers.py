@@ -10,7 +10,7 @@ import pytest
 
 from outrider_bench.child import ChildFailed
 from outrider_bench.commands import peers
-from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles
+from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles, token_ids
 from outrider_bench.peers.comparing import Found, compared, over
 from outrider_bench.peers.session import session
 from outrider_bench.peers.work import Work
@@ -373,7 +373,17 @@ def test_a_load_is_drawn_from_its_ranges_and_by_its_seed():
 
 def test_quantiles():
     assert quantiles([]) is None
-    assert quantiles([0.001 * n for n in range(1, 101)]) == pytest.approx({"p50": 51, "p95": 96, "p99": 100, "max": 100})
+    assert quantiles([0.001 * n for n in range(1, 101)]) == pytest.approx({"p50": 50, "p95": 95, "p99": 99, "max": 100})
+    for count in (1, 2, 3, 19, 20, 21, 99, 101, 250):
+        values = [0.001 * n * n for n in reversed(range(count))]
+        for share in (50, 95, 99):
+            reached = [value for value in values if 100 * sum(other <= value for other in values) >= share * count]
+            assert quantiles(values)[f"p{share}"] == 1e3 * min(reached)
+
+
+def test_prompts_are_tokens_however_small_the_vocabulary():
+    for vocabulary in (1, 2, 5, 6, 400):
+        assert {0 <= token < vocabulary for token in token_ids(7, 50, vocabulary)} == {True}
 
 
 def test_gaps_are_between_what_one_request_gets():
