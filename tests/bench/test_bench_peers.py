@@ -223,6 +223,12 @@ def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider)
         (("--plot", "x.png"), "expected a file that ends in .svg"),
         (("--plot", "x.svg", "--phases", "mixed"), "add decode, context, prefill"),
         (("--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg', and nothing can be written in '/nowhere'"),
+        (("--batch", "8", "--max-requests", "2"), "--max-requests is 2, and --batch 8 requests decode together"),
+        (("--phases", "decode,context", "--contexts", "99999999"), "a request of --contexts and --new-tokens has 100000"),
+        (
+            ("--phases", "mixed", "--max-context", "9"),
+            "a request of --prompts and --outputs has 1436 tokens, and 9 are there",
+        ),
         (("--keep", "/proc/x"), "--keep is '/proc/x', and no files can be written there"),
         (("--so-far", "/nowhere/x.json"), "--so-far is '/nowhere/x.json', and nothing can be written in '/nowhere'"),
         (("--memory", "-3"), "--memory is -3; expected a share"),

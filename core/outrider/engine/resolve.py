@@ -282,8 +282,8 @@ def _check_left(share: float, memory: Memory, work: int) -> None:
     if share > most:
         advice = f"lower it to {max(0, int(100 * most)) / 100:g}" if most >= 0.01 else "leave it out, or free memory"
         raise OutOfDeviceMemory(
-            f"kv_memory is {share:g} of the {memory.free / GIB:.1f} GiB that the host has free, and the work beside the cache "
-            f"takes {work / GIB:.1f} GiB: that leaves less than a tenth to everything else on this machine; {advice}"
+            f"kv_memory is {share:g} of the {memory.free / GIB:.1f} GiB that the host has free, and the work beside the "
+            f"cache takes {work / GIB:.1f} GiB: that leaves less than a tenth to everything else on this machine; {advice}"
         )
 
 

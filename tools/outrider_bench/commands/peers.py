@@ -182,6 +182,14 @@ def peers(
         quantize=quantize,
         quantize_head=lm_head,
     )
+    tokens, whose = work.longest
+    room = min(max_context or work.shape_context, work.shape_context)
+    if tokens > room:
+        raise ConfigError(f"a request of {whose} has {tokens} tokens, and {room} are there for one; ask for fewer")
+    if "decode" in measured and work.max_requests < max(batches):
+        raise ConfigError(
+            f"--max-requests is {work.max_requests}, and --batch {max(batches)} requests decode together; raise it"
+        )
     jobs = [(name, kind) for kind in kinds for name in _ORDER if name in chosen and (name == OURS or kind in PEERS[name])]
     groups = [[job] for job in jobs] if repeat == 1 else [[job for job in jobs if job[1] == kind] for kind in kinds]
     found = [Found(engine=name, speculate=kind) for name, kind in jobs]

@@ -110,8 +110,15 @@ def serve(
     names = [name.strip() for name in engines.split(",")]
     if not set(names) <= set(_ENGINES):
         raise ConfigError(f"--engines is {engines!r}; expected some of {', '.join(_ENGINES)}")
+    from outrider.model.shapes import shape_config
     from outrider_bench.served import Setup
 
+    room = shape_config(shape).max_context
+    if prompt_tokens + new_tokens > room:
+        raise ConfigError(
+            f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} don't fit in the context of {shape}, which is "
+            f"{room}; ask for fewer"
+        )
     setup = Setup(
         shape=shape,
         speculate=speculate,
@@ -120,7 +127,7 @@ def serve(
         dtype=dtype,
         backend=backend,
         max_requests=max(sizes),
-        max_context=prompt_tokens + new_tokens + 2 * (draft_tokens + 1),
+        max_context=min(prompt_tokens + new_tokens + 2 * (draft_tokens + 1), room),
     )
     if logs is not None:
         check_directory("--logs", logs)
