@@ -223,7 +223,7 @@ def decode(
         started = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]
         known = sum(engine.model.kernels.compiled().values())
         bandwidth = measure_bandwidth(engine.backend)
-        run_batch(engine, max(sizes), max(lengths), _WARM_UP_TOKENS)
+        run_batch(engine, max(sizes), max(lengths), min(_WARM_UP_TOKENS, new_tokens))
         cases = [(size, length) for length in lengths for size in sizes]
         measured = [(case, _measure(engine, *case, new_tokens, bandwidth, costs[case[0]])) for case in cases]
         missing = [case for case, row in measured if row is None]
