@@ -127,6 +127,7 @@ def test_what_was_measured_before_a_failure_is_shown(outrider, monkeypatch):
     given = ("--url", "http://host:1/base/v1/", "--model", "m", "--concurrency", "2,4,8", "--json")
     result = outrider("bench", "serve", *given)
     assert result.code == 1
+    assert (result.json["model"], result.json["concurrency"]) == ("m", [2, 4, 8])
     (engine,) = result.json["engines"]
     assert engine["failed"] == "too many"
     assert [row["concurrency"] for row in engine["results"]] == [2]

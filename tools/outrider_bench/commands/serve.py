@@ -93,7 +93,15 @@ def serve(
         new_tokens=new_tokens,
         seed=secrets.randbelow(_SEED),  # a server that runs already may know the prompts of an earlier run
     )
-    data: dict[str, Any] = {**asdict(load), "concurrency": sizes, "shape": None if url else shape, "generator": generator}
+    data: dict[str, Any] = {
+        "rounds": rounds,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "seed": load.seed,
+        "concurrency": sizes,
+        "shape": None if url else shape,
+        "generator": generator,
+    }
     if url is not None:
         if model is None:
             raise ConfigError("--url needs --model NAME: what the server calls its model")
@@ -102,7 +110,7 @@ def serve(
                 "--generator vllm and --tokenizer DIR go together: it draws prompts from the model's vocabulary"
             )
         load = replace(load, url=_server_url(url), model=model)
-        return _report({**data, "engines": [{"engine": url, **_results(url, load, sizes, tokenizer)}]})
+        return _report({**data, "model": model, "engines": [{"engine": url, **_results(url, load, sizes, tokenizer)}]})
     if tokenizer is not None:
         raise ConfigError("--tokenizer goes with --url; servers that are started here have a tokenizer of their own")
     if model is not None:
