@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
@@ -98,7 +99,7 @@ class TunedStore:
 
 def write_whole(path: Path, text: str) -> None:
     """Write beside and rename: who reads meanwhile finds what was there or all of this."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    beside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")  # engines may have a thread each
     try:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)

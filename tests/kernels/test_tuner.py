@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +233,15 @@ def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         store.write([{**FINE, "us": 3.0}])
     assert store.read() == [FINE]
+    assert len(os.listdir(store.home)) == 1
+
+
+def test_threads_may_keep_the_same_choice_at_the_same_time(tmp_path):
+    store, times = TunedStore(tmp_path, FACTS), range(100)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: store.write([{**FINE, "us": float(number)}]), times))
+    (kept,) = store.read()
+    assert kept["us"] in times
     assert len(os.listdir(store.home)) == 1
 
 
