@@ -241,14 +241,18 @@ def _plane_ring_bytes(operator: str, config: MatmulConfig) -> int:
     )
 
 
+def fold(operator: str, config: MatmulConfig) -> int:
+    """Rows of a ring that one row of the weight is multiplied as: the halves of its columns, where a product ends it."""
+    return 2 if operator in ("linear", *_ADDED) or (operator == "linear_parts" and config.split == 1) else 1
+
+
 def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: Stored = PLAIN) -> int:
     """Bytes of shared memory of a program, a few too many rather than too few."""
     tokens, columns = config.block_m, config.block_k
     if config.descriptor == STREAMED and stored.made:
         return _plane_ring_bytes(operator, config)
     if config.descriptor == STREAMED:
-        folded = operator in ("linear", *_ADDED) or (operator == "linear_parts" and config.split == 1)
-        width = tokens * (2 if folded else 1)
+        width = tokens * fold(operator, config)
         # Barriers are padded, and the sums of squares that a scaled product reads are added up through shared memory.
         scratch = 1152 if operator in ("scaled_silu_mul", "linear_rope") else 640
         held = (2 * _PAIRS + width) * columns * stored.token_bytes

@@ -40,7 +40,7 @@ class PromptStore:
             row = json.loads(self._path(key).read_text(encoding="utf-8"))
             ranked = {count: tuple(map(str, row["ranked"][str(count)])) for count in counts}
             alike = row["libraries"] == libraries()
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return {}
         return ranked if alike and all(ranked.values()) else {}
 

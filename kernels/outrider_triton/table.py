@@ -194,7 +194,7 @@ def load(device: str) -> Table | None:
         return None
     try:
         return parse(json.loads(file.read_text(encoding="utf-8")))
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise BackendLoadError(
             f"the table of tuned kernels {file} can't be used: {type(error).__name__}: {error}; restore the file, or choose "
             "kernels=torch"

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
@@ -19,9 +20,14 @@ from typing import Any
 import torch
 import triton
 
-from outrider_triton.derive import OPERATORS, shared_bytes
+from outrider_triton.derive import MOST, OPERATORS, fold, shared_bytes
 from outrider_triton.facts import DeviceFacts
-from outrider_triton.table import ANY, Table, by_layer, parse, slug
+from outrider_triton.table import ANY, STREAMED, AttentionConfig, MatmulConfig, Table, by_layer, parse, slug
+
+_WARPS = (1, 2, 4, 8, 16, 32)
+_AHEAD = 256  # columns of a weight that are asked for at once
+_MOST = 64  # splits, and stages
+_FEWEST, _WIDEST = 16, 1024  # of a block: the matrix unit takes no fewer, and none has ever been larger
 
 Row = Mapping[str, Any]
 """A choice as a table's file has it: of a product (``operator`` among its keys), or of attention. ``layer``: the one that it
@@ -61,21 +67,28 @@ class TunedStore:
             row = json.loads(path.read_text(encoding="utf-8"))
             parse(_data(self._facts.name, [row]))
             sane = path.name == _name(row) and self._fits(row)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
             return None
         return row if sane else None
 
     def _fits(self, row: Row) -> bool:
-        if "operator" not in row or row["config"] is None:
+        """Whether a launch can be cut up so: what is damaged is found here, and not where it's compiled or divided by."""
+        table = parse(_data("", [row]))
+        if "operator" not in row:
+            (found,) = table.attention
+            return min(found.groups, found.max_kv) > 0 and (found.config is None or _cuts_attention(found.config))
+        ((entries,),) = (found.values() for found in table.entries.values())
+        (entry,), operator = entries, row["operator"]
+        if not 0 < entry.m <= MOST or operator not in OPERATORS:
+            return False
+        config = entry.config
+        if config is None:
             return True
-        ((entries,),) = (found.values() for found in parse(_data("", [row])).entries.values())
-        config = entries[0].config
-        return (
-            config is not None
-            and row["operator"] in OPERATORS
-            and min(config.as_list()) >= 0
-            and (shared_bytes(self._facts, row["operator"], config) <= self._facts.shared_bytes)
-        )
+        if not _cuts(config):
+            return False
+        # A ring brings whole tiles alone.
+        whole = config.descriptor != STREAMED or row["k"] % (config.split * config.block_k * fold(operator, config)) == 0
+        return whole and shared_bytes(self._facts, operator, config) <= self._facts.shared_bytes
 
     def write(self, rows: Sequence[Row]) -> None:
         """Keep choices; each replaces the one of the same name. Raises OSError where the directory can't be written."""
@@ -86,7 +99,7 @@ class TunedStore:
 
 def write_whole(path: Path, text: str) -> None:
     """Write beside and rename: who reads meanwhile finds what was there or all of this."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    beside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")  # engines may have a thread each
     try:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
@@ -108,6 +121,41 @@ def merged(table: Table | None, facts: DeviceFacts, rows: Sequence[Row]) -> Tabl
     places = {(entry.groups, entry.head_size, entry.group, entry.layer) for entry in made.attention}
     kept = tuple(e for e in table.attention if (e.groups, e.head_size, e.group, e.layer) not in places)
     return replace(table, entries=entries, attention=(*kept, *made.attention))
+
+
+def _cuts(config: MatmulConfig) -> bool:
+    """Whether the kernels of products can be cut up so, on some device."""
+    ring = config.descriptor == STREAMED
+    return (
+        all(type(value) is int for value in config.as_list())
+        and all(map(_divides, (config.block_m, config.block_n, config.block_k, config.split)))
+        and max(config.block_m, config.block_n, config.block_k) <= _WIDEST
+        and config.split <= _MOST
+        and config.warps in _WARPS
+        and 0 < config.stages <= _MOST
+        and config.ahead >= 0
+        and config.ahead % _AHEAD == 0
+        and config.descriptor in (0, 1, STREAMED)
+        and config.each >= int(ring)
+    )
+
+
+def _cuts_attention(config: AttentionConfig) -> bool:
+    """The same of attention's."""
+    return (
+        all(type(value) is int for value in (config.block_kv, config.split, config.warps, config.stages))
+        and _divides(config.block_kv)
+        and _FEWEST <= config.block_kv <= _WIDEST
+        and _divides(config.split)
+        and config.split <= _MOST
+        and config.warps in _WARPS
+        and 0 < config.stages <= _MOST
+    )
+
+
+def _divides(size: int) -> bool:
+    """Whether it's a power of two: blocks of other sizes aren't compiled."""
+    return size > 0 and size & (size - 1) == 0
 
 
 def _data(device: str, rows: Sequence[Row]) -> dict[str, Any]:

@@ -112,6 +112,16 @@ def test_plain(outrider):
     assert result["results"][0]["iterations"] == 6  # one of the 8 is prefill's, and the last iteration ends the request
 
 
+def test_a_limit_that_isnt_known_is_absent(outrider, tmp_path):
+    plot = tmp_path / "plot.svg"
+    given = ("--backend", "cpu", "--speculate", "ngram", "--prompt-tokens", "8", "--new-tokens", "8", "--plot", str(plot))
+    (row,) = outrider("bench", "decode", *given, "--json").json["results"]
+    assert row["iteration_ms"] > 0
+    assert row["limit_ms"] is row["ratio_to_limit"] is row["bytes_per_iteration"] is None
+    assert "<circle" in plot.read_text()
+    assert "limit 0" not in plot.read_text()
+
+
 def test_for_people(outrider):
     result = outrider("bench", "decode", "--new-tokens", "8")
     assert result.code == 0

@@ -56,6 +56,9 @@ def test_a_checkpoint_goes_where_nothing_else_lies(outrider, tmp_path):
     assert "holds something else" in outrider(*arguments, "--shape", "tiny").err
     (tmp_path / "written.json").write_text('{"shape": "other", "bytes": 3}')
     assert "holds a checkpoint of other, not of tiny" in outrider(*arguments, "--shape", "tiny").err
+    for text in ("", "{", "[]", '{"shape": "tiny"}', '{"shape": "tiny", "bytes": "many"}'):
+        (tmp_path / "written.json").write_text(text)
+        assert "written.json doesn't say which checkpoint lies beside it" in outrider(*arguments, "--shape", "tiny").err
 
 
 def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
@@ -88,6 +91,9 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
     [
         (("startup", "--shape", "no-such-shape"), "there is no shape 'no-such-shape'"),
         (("startup", "--speculate", "mtp"), "--speculate is 'mtp'"),
+        (("startup", "--shape", "tiny", "--directory", "/proc"), "--directory is '/proc', and no files can be written there"),
+        (("startup", "--shape", "tiny", "--directory", "/proc/x"), "--directory is '/proc/x', and no files can be written"),
+        (("startup", "--shape", "tiny", "--checkpoint", "/proc/x"), "checkpoint of tiny in /proc/x can't be read or written"),
         (("sanitizer", "--modes", "quick"), "--modes is 'quick'"),
     ],
 )

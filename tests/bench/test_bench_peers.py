@@ -10,7 +10,7 @@ import pytest
 
 from outrider_bench.child import ChildFailed
 from outrider_bench.commands import peers
-from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles
+from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles, token_ids
 from outrider_bench.peers.comparing import Found, compared, over
 from outrider_bench.peers.session import session
 from outrider_bench.peers.work import Work
@@ -223,6 +223,13 @@ def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider)
         (("--plot", "x.png"), "expected a file that ends in .svg"),
         (("--plot", "x.svg", "--phases", "mixed"), "add decode, context, prefill"),
         (("--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg', and nothing can be written in '/nowhere'"),
+        (("--batch", "8", "--max-requests", "2"), "--max-requests is 2, and --batch 8 requests decode together"),
+        (("--phases", "decode,context", "--contexts", "99999999"), "a request of --contexts and --new-tokens has 100000"),
+        (
+            ("--phases", "mixed", "--max-context", "9"),
+            "a request of --prompts and --outputs has 1436 tokens, and 9 are there",
+        ),
+        (("--keep", "/proc/x"), "--keep is '/proc/x', and no files can be written there"),
         (("--so-far", "/nowhere/x.json"), "--so-far is '/nowhere/x.json', and nothing can be written in '/nowhere'"),
         (("--memory", "-3"), "--memory is -3; expected a share"),
     ],
@@ -372,7 +379,17 @@ def test_a_load_is_drawn_from_its_ranges_and_by_its_seed():
 
 def test_quantiles():
     assert quantiles([]) is None
-    assert quantiles([0.001 * n for n in range(1, 101)]) == pytest.approx({"p50": 51, "p95": 96, "p99": 100, "max": 100})
+    assert quantiles([0.001 * n for n in range(1, 101)]) == pytest.approx({"p50": 50, "p95": 95, "p99": 99, "max": 100})
+    for count in (1, 2, 3, 19, 20, 21, 99, 101, 250):
+        values = [0.001 * n * n for n in reversed(range(count))]
+        for share in (50, 95, 99):
+            reached = [value for value in values if 100 * sum(other <= value for other in values) >= share * count]
+            assert quantiles(values)[f"p{share}"] == 1e3 * min(reached)
+
+
+def test_prompts_are_tokens_however_small_the_vocabulary():
+    for vocabulary in (1, 2, 5, 6, 400):
+        assert {0 <= token < vocabulary for token in token_ids(7, 50, vocabulary)} == {True}
 
 
 def test_gaps_are_between_what_one_request_gets():

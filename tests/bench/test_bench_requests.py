@@ -1,8 +1,13 @@
 """bench prefill and bench mixed: whole requests, on the clock."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from outrider import Engine
+from outrider.model.shapes import shape_config
+from outrider_bench.peers.work import checkpoint_config
 from outrider_bench.random_checkpoint import write_checkpoint
 
 SMALL = ("--backend", "cpu", "--shape", "tiny", "--dtype", "float32")
@@ -68,7 +73,13 @@ def test_the_bundled_model_serves_a_load_too(outrider):
         (("decode", "--prompt-tokens", "8,90", "--max-context", "64"), "in the context of 64: they are 154; ask for fewer"),
         (("mixed", "--prompts", "9-9", "--outputs", "8-8", "--max-context", "16"), "--prompts 9 and --outputs 8 tokens"),
         (("tokens", "--prompts", "1", "--max-context", "64", "--new-tokens", "80"), "of a prompt and --new-tokens 80"),
+        (("decode", "--shape", "tiny", "--speculate", "none", "--draft-length", "load"), "drafts nothing; leave draft_"),
         (("mixed", "--shape", "tiny", "--draft", "x"), "leave out --model and --draft"),
+        (("prefill", "--prompt-tokens", "2041"), "--prompt-tokens 2041 and the 8 tokens behind them don't fit"),
+        (("mixed", "--prompts", "9000-9000"), "in the context of 2048: they are 9"),
+        (("prefill", "--shape", "tiny", "--prompt-tokens", "99999999"), "--prompt-tokens 99999999 and the 8 tokens behind"),
+        (("decode", "--shape", "tiny", "--new-tokens", "99999999"), "and --new-tokens 99999999 don't fit in the context of"),
+        (("serve", "--shape", "tiny", "--new-tokens", "99999999"), "and --new-tokens 99999999 don't fit in the context of"),
     ],
 )
 def test_bad_input(outrider, arguments, message):
@@ -76,6 +87,17 @@ def test_bad_input(outrider, arguments, message):
     result = outrider("bench", command, "--backend", "cpu", *rest)
     assert result.code == 1
     assert message in result.err
+
+
+def test_a_prompt_may_be_as_long_as_the_models_context_lets_it(outrider, tmp_path):
+    """Room for drafts isn't needed beyond it."""
+    shape = checkpoint_config(replace(shape_config("tiny"), max_context=40), dtype="float32")
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    given = ("--backend", "cpu", "--shape", str(tmp_path / "config.json"), "--prompt-tokens", "32")
+    result = outrider("bench", "prefill", *given, "--repeat", "1", "--json")
+    assert (result.code, result.json["max_context"]) == (0, 40), result.err
+    few = ("--prompt-tokens", "36", "--new-tokens", "4")
+    assert outrider("bench", "decode", *given, *few, "--json").json["results"][0]["iterations"] > 0
 
 
 @pytest.mark.parametrize(

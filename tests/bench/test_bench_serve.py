@@ -67,6 +67,72 @@ def test_a_server_that_fails():
             asyncio.run(answered_by(answer, replace(LOAD, clients=1, rounds=1)))
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "something else than completions"),
+        (b"HTTP/1.1\r\n\r\n", "something else than completions"),
+        (chunked(b"", 10).replace(b"\r\n0\r\n", b"\r\nx\r\n"), "something else than completions"),
+        (chunked(b"data: {]\n\n", 100), "something else than completions"),
+        (chunked(b'data: {"text": "x"}\n\n', 100), "something else than completions"),
+        (chunked(b'data: {"choices": [{"text": "x"}]}\n\n', 100), "return_token_ids"),
+        (chunked(events([1, 3]), 100), "asked for 7 new tokens, an answer had 4: that isn't the same work"),
+    ],
+)
+def test_what_isnt_the_same_work_has_no_figures(answer, said):
+    with pytest.raises(ServerFailed, match=re.escape(said)):
+        asyncio.run(asyncio.wait_for(answered_by(answer, replace(LOAD, clients=1, rounds=1)), 20))
+
+
+def test_a_server_that_isnt_there():
+    with pytest.raises(ServerFailed, match="can't be reached"):
+        asyncio.run(run_load(replace(LOAD, url="http://127.0.0.1:1")))
+
+
+def test_no_prompt_is_known_from_another_request_or_an_earlier_run():
+    """A server that keeps prefixes would have read the prompt already."""
+    loads = [each for number in (1, 2) for each in [LOAD.again(clients=128, number=number)]]
+    loads += [each.warm_up for each in loads] + [replace(LOAD, clients=128, seed=5)]
+    heads = [tuple(each.prompt(client, round_)) for each in loads for client in range(128) for round_ in range(each.rounds)]
+    assert len(set(heads)) == len(heads)
+    assert loads[0].prompt(3, 1) == replace(loads[0], first=3).prompt(0, 1)  # whichever process asks
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--url", "localhost:8000", "--model", "m"), "--url is 'localhost:8000'; expected where a server"),
+        (("--url", "https://a", "--model", "m"), "without TLS"),
+        (("--url", "http://a:port", "--model", "m"), "--url is 'http://a:port'"),
+        (("--url", "", "--model", "m"), "--url is ''"),
+        (("--url", "http://a", "--model", "m", "--tokenizer", "t"), "--generator vllm and --tokenizer DIR go together"),
+        (("--model", "m"), "--model is what a server at --url calls its model"),
+        (("--logs", "/proc/x"), "--logs is '/proc/x', and no files can be written there"),
+    ],
+)
+def test_bad_input(outrider, given, said):
+    result = outrider("bench", "serve", *given)
+    assert result.code == 1
+    assert said in result.err
+
+
+def test_what_was_measured_before_a_failure_is_shown(outrider, monkeypatch):
+    def measured(load):
+        if load.clients == 4:
+            raise ServerFailed("too many")
+        assert load.url == "http://host:1/base"
+        return [Streamed(began=1.0, times=(2.0, 3.0), tokens=(1, 6))]
+
+    monkeypatch.setattr("outrider_bench.commands.serve._all_clients", measured)
+    given = ("--url", "http://host:1/base/v1/", "--model", "m", "--concurrency", "2,4,8", "--json")
+    result = outrider("bench", "serve", *given)
+    assert result.code == 1
+    assert (result.json["model"], result.json["concurrency"]) == ("m", [2, 4, 8])
+    (engine,) = result.json["engines"]
+    assert engine["failed"] == "too many"
+    assert [row["concurrency"] for row in engine["results"]] == [2]
+
+
 def test_figures_of_a_load():
     answers = [
         Streamed(began=10.0, times=(10.5, 11.0, 11.2), tokens=(1, 3, 2)),

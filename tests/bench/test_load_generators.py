@@ -35,6 +35,7 @@ def test_the_same_load_is_asked_for():
     given = dict(zip(words[2::2], words[3::2], strict=False))
     assert words[:2] == ["bench", "serve"]
     assert (given["--num-prompts"], given["--max-concurrency"], given["--num-warmups"]) == ("12", "4", "4")
+    assert given["--seed"] == str(LOAD.seed)
     assert (given["--random-input-len"], given["--random-output-len"]) == ("16", "8")
     assert (given["--result-dir"], given["--result-filename"]) == ("/kept", "result.json")
     assert "--ignore-eos" in words

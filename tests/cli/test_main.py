@@ -88,7 +88,13 @@ def test_wrong_usage_is_exit_2(outrider, arguments, message):
     ("error", "code", "kind", "message"),
     [
         (ConfigError("temperature is nan"), 1, "ConfigError", "temperature is nan"),
-        (FileNotFoundError(2, "No such file or directory", "p.txt"), 1, "FileNotFoundError", "p.txt: No such file"),
+        (
+            FileNotFoundError(2, "No such file or directory", "p.txt"),
+            1,
+            "FileNotFoundError",
+            "p.txt: No such file or directory; check",
+        ),
+        (PermissionError(13, "Permission denied", "p.txt"), 1, "PermissionError", "p.txt: Permission denied; give yourself"),
         (OSError(28, "No space left on device", "trace.json"), 1, "OSError", "writing trace.json failed: no space left"),
         (BrokenPipeError(32, "Broken pipe"), 1, "BrokenPipe", "closed by its reader"),
         (KeyboardInterrupt(), 130, "Interrupted", "interrupted"),

@@ -1,12 +1,14 @@
 """``outrider support``: the table says what records show, and not a word more."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from outrider.device import Capabilities, ConfigError
 from outrider_conformance.support import Record, Tier, from_report, load_records, parse_record, render
+from outrider_conformance.waivers import read_waivers
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIDENCE = ROOT / "docs" / "evidence" / "support"
@@ -72,6 +74,33 @@ def test_a_tier_is_lowered_and_never_raised():
 def test_what_is_no_record(text):
     with pytest.raises(ConfigError, match=r"x\.json isn't a record of support"):
         parse_record(text, "x.json")
+
+
+BAD = [(b"\x8e\xff", "not UTF-8 text"), (b"[" * 100_000, "recursion"), (None, "expected a file with"), ("/dev/zero", "MiB")]
+
+
+@pytest.mark.parametrize(("content", "said"), BAD, ids=["binary", "deep", "a directory", "without an end"])
+def test_files_that_hold_anything_else_are_told(outrider, content, said, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider_conformance.report.MOST_BYTES", 1 << 20)
+    file = tmp_path / "x.json"
+    if content is None:
+        file.mkdir()
+        said = "a directory|No such file"
+    elif isinstance(content, str):
+        file.symlink_to(content)
+    else:
+        file.write_bytes(content)
+    asked = [("conform", "--verify", str(file)), ("support", "--add", str(file), "--name", "y", "--evidence", str(tmp_path))]
+    asked += [("support", "--evidence", str(tmp_path))]
+    for arguments in asked:
+        result = outrider(*arguments, "--json")
+        assert (result.code, result.json["error"]["type"]) == (1, "ConfigError"), result.out
+        assert re.search(said, result.json["error"]["message"])
+    with pytest.raises(ConfigError):
+        read_waivers(file)
+    if not isinstance(content, str):
+        result = outrider("support", "--check", str(file), "--evidence", str(EVIDENCE), "--json")
+        assert (result.code, result.json["up_to_date"]) == (1, False)
 
 
 def test_records_survive_a_round_trip(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+import time
 
 import pytest
 
@@ -184,7 +185,32 @@ def test_closing_drains_or_aborts():
 
     assert asyncio.run(main(True)) == [(tiny.plain(PROMPTS[1], 10),)]
     (ended,) = asyncio.run(main(False))
-    assert isinstance(ended, AsyncEngineClosed | tuple)
+    assert isinstance(ended, AsyncEngineClosed) or ended == (tiny.plain(PROMPTS[1], 10),)
+
+
+@pytest.mark.parametrize(
+    ("closes", "error", "said"),
+    [(True, AsyncEngineClosed, "the engine was closed; close"), (False, RequestError, "stream.. gives")],
+)
+def test_what_was_aborted_is_no_output(closes, error, said):
+    """Its caller would take a part of the tokens, or none, for all of them."""
+
+    async def main():
+        engine = AsyncEngine(make())
+        await engine.start()
+        step = engine.engine.step
+        engine.engine.step = lambda: time.sleep(0.02) or step()  # it can't have ended by then
+        params = SamplingParams(max_tokens=50, ignore_eos=True)
+        task = asyncio.create_task(engine.generate(PROMPTS[1], params))
+        while not (ids := list(await engine.call(lambda inner: inner.open_requests))):
+            await asyncio.sleep(0)
+        # In the engine's thread, so that no iteration comes between.
+        await (engine.close() if closes else engine.call(lambda inner: inner.abort(ids[0])))
+        with pytest.raises(error, match=rf"request {ids[0]} was aborted after \d+ tokens.*{said}"):
+            await task
+        await engine.close()
+
+    asyncio.run(main())
 
 
 def test_what_making_raises_comes_out_of_start():

@@ -76,6 +76,18 @@ def test_every_proposer_runs_in_a_bucket_that_isnt_full(name, mode):
     assert [done.token_ids for done in found] == [tiny.plain(prompt, 10) for prompt in prompts]
 
 
+@pytest.mark.parametrize("more", [{"buckets": (8,)}, {"draft_length": "load"}], ids=["padded", "measured"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "draft-model"])
+def test_there_may_be_room_for_more_requests_than_there_are_pages(name, more):
+    """Few of them run then, and batches are padded to as many all the same; so are those that are captured or measured."""
+    proposer = MAKERS[name](tiny.target(), tiny.BACKEND)
+    sizes = {"max_requests": 8, "num_pages": 4, "max_context": 16}
+    engine = tiny.engine(proposer, mode="fused", **sizes, **more)
+    prompts = [(1, 2, 3), (4, 5)]
+    found = engine.generate(prompts, SamplingParams(max_tokens=10))
+    assert [done.token_ids for done in found] == [tiny.plain(prompt, 10) for prompt in prompts]
+
+
 def test_padding_is_what_each_buffer_declares(bundle, tiny_tokens):
     """A batch of 4, then one of 3 in the same bucket: nothing of the fourth request is left behind the third."""
     config = {"max_requests": 4, "max_context": 64, "draft_tokens": 3, "graphs": True}

@@ -95,6 +95,25 @@ def test_a_share_of_the_memory_is_that_share():
     assert decided(max_requests=1, max_context=100, kv_memory=0.5).num_pages == made.num_pages
 
 
+def test_a_share_of_the_hosts_memory_leaves_some_for_others():
+    """Nothing refuses an allocation there: the system ends a process instead."""
+    work = 512 * HOST.prompt_token_bytes + 8 * (5 * HOST.drafted_token_bytes + HOST.request_bytes)
+    most = 0.9 - work / (20 * GIB)
+    made = decided(HOST, kv_memory=most)
+    assert made.num_pages == int(20 * GIB * most) // (16 * HOST.token_bytes)
+    for share in (1, 0.9, most + 0.001):
+        with pytest.raises(OutOfDeviceMemory, match=r"kv_memory is .* host has free.* lower it to 0\.89"):
+            decided(HOST, kv_memory=share)
+    with pytest.raises(OutOfDeviceMemory, match="leave it out, or free memory"):
+        decided(replace(HOST, memory=Memory(24 * GIB, work, shared=True)), kv_memory=0.5)
+    assert decided(kv_memory=1).num_pages == 123 * GIB // (16 * LLAMA_8B.token_bytes)  # a device says itself what doesn't fit
+
+
+def test_a_share_that_holds_no_request_is_to_be_raised():
+    with pytest.raises(OutOfDeviceMemory, match=r"room for no request; free memory, or raise kv_memory"):
+        decided(kv_memory=1e-9)
+
+
 @pytest.mark.parametrize("wrong", [0, -0.1, 1.01, True, "0.5", float("nan")])
 def test_a_share_is_above_0_and_at_most_1(wrong):
     with pytest.raises(ConfigError, match="kv_memory"):

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +180,8 @@ FINE = {**ROW, "config": [16, 64, 128, 1, 4, 3, 0, 0, 0]}
         json.dumps({**FINE, "operator": "linear_everything"}),
         json.dumps({**FINE, "config": [128, 128, 256, 1, 8, 9, 0, 0, 0]}),  # more than the device has
         json.dumps({**FINE, "config": [-16, 64, 128, 1, 4, 3, 0, 0, 0]}),
+        "[" * 100_000,
+        json.dumps({**FINE, "us": 1}).replace('"n": 64', '"n": 1e999'),
     ],
 )
 def test_a_bad_file_is_a_miss(text, tmp_path):
@@ -190,6 +193,31 @@ def test_a_bad_file_is_a_miss(text, tmp_path):
     assert store.read() == []
     store.write([FINE])
     assert store.read() == [FINE]
+
+
+RING = {**ROW, "n": 4096, "k": 4096, "config": [8, 32, 128, 1, 4, 6, 0, 2, 32]}
+ATTENTION = {"groups": 8, "max_kv": 640, "head_size": 128, "group": 4, "config": [64, 4, 4, 2, False]}
+
+
+@pytest.mark.parametrize("row", [FINE, RING, ATTENTION], ids=["product", "ring", "attention"])
+@pytest.mark.parametrize("wrong", [0, -1, 3, 1.0, 1 << 20, None, "8", True])
+def test_a_damaged_cut_is_a_miss_and_not_a_launch_that_fails(row, wrong, tmp_path):
+    store = TunedStore(tmp_path, FACTS)
+    store.write([row])
+    assert store.read() == [row]
+    for place in range(4):  # the sizes of blocks, splits and warps
+        config = list(row["config"])
+        config[place] = wrong
+        store.write([{**row, "config": config}])
+        fewer = row is ATTENTION and place == 3 and wrong == 3  # so many stages are as good as others
+        assert store.read() == ([{**row, "config": config}] if fewer else [])
+
+
+def test_a_ring_brings_whole_tiles_and_attention_is_measured_with_programs(tmp_path):
+    store = TunedStore(tmp_path, FACTS)
+    store.write([{**RING, "k": 4096 + 128}, {**ATTENTION, "groups": 0}, {**ATTENTION, "groups": 4, "max_kv": 0}])
+    store.write([{**FINE, "m": 0}, {**FINE, "m": 129}, {**RING, "config": [*RING["config"][:-1], 0]}])
+    assert store.read() == []
 
 
 def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
@@ -205,6 +233,15 @@ def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         store.write([{**FINE, "us": 3.0}])
     assert store.read() == [FINE]
+    assert len(os.listdir(store.home)) == 1
+
+
+def test_threads_may_keep_the_same_choice_at_the_same_time(tmp_path):
+    store, times = TunedStore(tmp_path, FACTS), range(100)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: store.write([{**FINE, "us": float(number)}]), times))
+    (kept,) = store.read()
+    assert kept["us"] in times
     assert len(os.listdir(store.home)) == 1
 
 

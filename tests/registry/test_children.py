@@ -1,12 +1,14 @@
 """Children end with their parent."""
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from outrider.registry.children import started
+from outrider.registry.children import deaf_from_the_start, started, stay_deaf
 from processes import alive, gone
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks processes up in /proc")
@@ -26,6 +28,18 @@ def test_leaving_the_scope_ends_children_of_the_child_too():
     child, inner = found
     assert child.returncode is not None
     assert gone(inner, seconds=2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_is_told_to_end_by_its_parent_is_deaf_from_its_first_moment(number):
+    """Ctrl-C comes to it while it still imports what it will run; afterwards it may ignore what has come."""
+    process = multiprocessing.get_context("spawn").Process(target=stay_deaf)
+    with deaf_from_the_start():
+        process.start()
+        os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 0
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a call of Linux")

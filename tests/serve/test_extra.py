@@ -1,7 +1,10 @@
 """Without the extra, the core says what to install."""
 
+import socket
+
 import pytest
 
+from outrider.cli.main import main
 from outrider.device import ConfigError
 from outrider.serve import extra
 
@@ -15,8 +18,6 @@ def test_what_is_missing_is_named(monkeypatch):
 
 
 def test_the_command_says_so_too(monkeypatch, capsys):
-    from outrider.cli.main import main
-
     monkeypatch.setattr(extra, "find_spec", lambda name: None if name == "fastapi" else object())
     assert main(["serve"]) == 1
     assert "pip install 'outrider[serve]'" in capsys.readouterr().err
@@ -32,9 +33,54 @@ def test_the_command_says_so_too(monkeypatch, capsys):
     ],
 )
 def test_options_that_are_wrong(options, said, capsys):
-    from outrider.cli.main import main
-
     assert main(["serve", *options]) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Fails where a command begins to load a model."""
+
+    def load(*arguments, **options):
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr("outrider.serve.engine_ranks.engine_process", load)
+    monkeypatch.setattr("outrider.cli.engine_options.load", load)
+
+
+@pytest.mark.parametrize("command", ["serve", "prefill-server", "decode-server"])
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_place_where_nothing_can_listen_is_found_before_the_model_is_loaded(unloaded, command, taken, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        host, port = ("127.0.0.1", other.getsockname()[1]) if taken else ("192.0.2.1", 0)
+        if command == "serve":
+            given = ["serve", "--host", host, "--port", str(port)]
+        else:
+            secret = [] if taken else ["--secret-file", __file__]
+            given = [command, "--listen", f"{host}:{port}", *secret]
+            given += ["--prefill", "127.0.0.1:1"] if command == "decode-server" else []
+        assert main(given) == 1
+    said = capsys.readouterr().err
+    assert f"nothing can listen at {host}, port {port}: " in said
+    assert ("Address already in use" if taken else "Cannot assign requested address") in said
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("chat_template.jinja", "{% for", "can't be read as Jinja"),
+        ("chat_template.jinja", " ", "the chat template is empty"),
+        ("tokenizer.json", "{", "tokenizer.json"),
+    ],
+)
+def test_broken_words_of_a_checkpoint_are_found_before_its_weights_are_loaded(
+    unloaded, bundled_target, tmp_path, file, text, said, capsys
+):
+    for each in bundled_target.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    (tmp_path / file).unlink(missing_ok=True)
+    (tmp_path / file).write_text(text)
+    assert main(["serve", "--port", "0", "--model", str(tmp_path), "--speculate", "none"]) == 1
     assert said in capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ from outrider.serve.app import create_app
 from outrider.serve.config import ServeConfig
 from outrider.serve.engine_thread import EngineThread
 from outrider.serve.page import policy
-from outrider.serve.prompts import Prompter
+from outrider.serve.prompts import Prompter, Wording
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 
@@ -99,7 +99,7 @@ def served(*, template=None, **config):
         info = await client.start()
         app = create_app(
             client,
-            Prompter(BUNDLED / "target", info, chat_template=template),
+            Prompter(BUNDLED / "target", info, Wording(BUNDLED / "target", chat_template=template)),
             ServeConfig(names=(NAME,), **config),
         )
         server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, ws="none"))

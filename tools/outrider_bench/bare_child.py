@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from outrider_bench.child import answer
@@ -14,9 +13,9 @@ from outrider_bench.served import make_engine, run_bare
 def _work(given: Mapping[str, Any]) -> Mapping[str, object]:
     engine = make_engine(given["setup"])
     results = []
-    for size in given["sizes"]:
-        load = replace(load_of(given["load"]), clients=size)
-        run_bare(engine, replace(load, rounds=1, first=100_000))
+    for number, size in enumerate(given["sizes"], 1):
+        load = load_of(given["load"]).again(clients=size, number=number)
+        run_bare(engine, load.warm_up)
         results.append({"concurrency": size, **summary(run_bare(engine, load))})
     return {"results": results}
 

@@ -83,13 +83,18 @@ class Asked:
 
     def made(self, *, say: bool) -> tuple[Engine, Mapping[str, object]]:
         """The engine, and what a report says about it. Raises :class:`ConfigError` for options that don't go together."""
+        from outrider.model import ModelConfig
+        from outrider.model.shapes import shape_config
+
         check_acceptance(self.accept_length, self.shape)
         requests = self.sizes.max_requests or self.requests
         if self.shape is None:
             speculation = Speculation.choose(
                 self.speculate, model=self.model, draft=self.draft, draft_tokens=self.draft_tokens
             )
-            sizes = self.sizes if self.sizes.max_context else replace(self.sizes, max_context=self.context)
+            # What is longer than the model's own context is said of what was asked for, by `check_room`.
+            context = min(self.context, ModelConfig.from_checkpoint(speculation.model).max_context)
+            sizes = self.sizes if self.sizes.max_context else replace(self.sizes, max_context=context)
             engine = load(
                 self.backend,
                 speculation,
@@ -119,7 +124,7 @@ class Asked:
                 running=self.running,
                 max_requests=requests,
                 dtype=self.dtype,
-                max_context=self.context,
+                max_context=min(self.context, shape_config(self.shape).max_context),
                 sizes=self.sizes,
                 say=say,
             )

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
 from outrider.device.errors import OutriderError
-from outrider_bench.mixed_load import quantiles, token_ids
+from outrider_bench.mixed_load import quantiles
 
 _VOCABULARY = 400
+_SEEDS, _WARM_UP = 1 << 20, 1 << 19
 _LIMIT_S = 600.0
 _LINE = 1 << 22
 
@@ -31,7 +33,9 @@ class ServerFailed(OutriderError):
 class HttpLoad:
     """Requests for completions: ``clients`` at a time, ``rounds`` of each, with ``prompt_tokens`` and ``new_tokens`` each.
 
-    ``first``: the number of the first client; each request's prompt differs from every other one's.
+    ``url``: ``http://HOST:PORT`` and whatever comes before ``/v1``. ``seed``: what prompts are drawn from; ``first``: the
+    number of the first client. A server may keep prefixes: two requests, or two seeds, have no more than a few tokens of one
+    in common.
     """
 
     url: str
@@ -41,10 +45,21 @@ class HttpLoad:
     prompt_tokens: int
     new_tokens: int
     first: int = 0
+    seed: int = 0
 
     def prompt(self, client: int, round_: int, vocabulary: int = _VOCABULARY) -> list[int]:
-        """Token ids of a request; those of two requests differ."""
-        return token_ids((self.first + client) * 1009 + round_, self.prompt_tokens, vocabulary)
+        """Token ids of a request, drawn."""
+        drawn = random.Random(f"{self.seed}, {self.first + client}, {round_}")
+        return drawn.choices(range(min(5, vocabulary - 1), vocabulary), k=self.prompt_tokens)
+
+    def again(self, *, clients: int, number: int) -> HttpLoad:
+        """The same with so many clients, and prompts of its own; ``number`` tells loads apart, and is above 0."""
+        return replace(self, clients=clients, seed=self.seed + number * _SEEDS)
+
+    @property
+    def warm_up(self) -> HttpLoad:
+        """A round with other prompts, to be run before."""
+        return replace(self, rounds=1, seed=self.seed + _WARM_UP)
 
     def body(self, client: int, round_: int) -> bytes:
         """A request: greedy, to its full length, as a stream with the ids of the tokens."""
@@ -77,27 +92,45 @@ async def run_load(load: HttpLoad) -> list[Streamed]:
 
 async def _client(load: HttpLoad, number: int) -> list[Streamed]:
     parts = urlsplit(load.url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 80
-    reader, writer = await asyncio.open_connection(host, port, limit=_LINE)
+    host, port = parts.hostname or "", parts.port or 80
     answers: list[Streamed] = []
+    writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(_LIMIT_S):
+            reader, writer = await asyncio.open_connection(host, port, limit=_LINE)
             for round_ in range(load.rounds):
                 body = load.body(number, round_)
                 head = (
-                    f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-                    f"Content-Length: {len(body)}\r\n\r\n"
+                    f"POST {parts.path}/v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+                    f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
                 )
                 began = time.time()
                 writer.write(head.encode() + body)
-                answers.append(await _answer(reader, began))
+                answers.append(_whole(await _answer(reader, began), load.new_tokens))
     except TimeoutError:
         raise ServerFailed(f"{load.url} didn't answer within {_LIMIT_S:g} s") from None
     except (asyncio.IncompleteReadError, ConnectionError) as error:
-        raise ServerFailed(f"{load.url} hung up: {error}") from None
+        how = "can't be reached" if writer is None else "hung up"
+        raise ServerFailed(f"{load.url} {how}: {error}") from None
+    except OSError as error:
+        raise ServerFailed(f"{load.url} can't be reached: {error.strerror or error}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, asyncio.LimitOverrunError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ServerFailed(f"{load.url} answered with something else than completions of OpenAI's API: {why}") from None
     finally:
-        writer.close()
+        if writer is not None:
+            writer.close()
     return answers
+
+
+def _whole(answer: Streamed, wanted: int) -> Streamed:
+    """The answer, if it has all tokens that were asked for. Raises :class:`ServerFailed`."""
+    found = sum(answer.tokens)
+    if not found:
+        raise ServerFailed("an answer said of no token that it has one: the load is for servers that know return_token_ids")
+    if found != wanted:
+        raise ServerFailed(f"asked for {wanted} new tokens, an answer had {found}: that isn't the same work")
+    return answer
 
 
 async def _answer(reader: asyncio.StreamReader, began: float) -> Streamed:

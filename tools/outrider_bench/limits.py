@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from outrider.device.errors import ConfigError
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -60,16 +58,15 @@ def _median_seconds(backend: Backend, stream: Stream, work: Callable[[], object]
     return statistics.median(seconds)
 
 
-def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float:
-    """Bytes that one decode iteration must read: each weight once a pass, and the keys and values of the context.
+def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | None:
+    """Bytes that one decode iteration must read: each weight once a pass, and the keys and values of the context. None for a
+    model or a proposer whose bytes aren't counted here.
 
     Of a mixture those experts count that its tokens go to, if each expert is as likely as the next.
 
     The embedding table counts only where the output head is the same tensor: otherwise a few rows of it are read. A
     chain of K drafted tokens costs K passes of the head, each with the target's output head; a block costs one, and one
     of the weights of keys and values, for the text. Activations don't count.
-
-    Raises :class:`ConfigError` for a model or a proposer whose bytes aren't counted here.
     """
     from outrider.model import Decoder, EagleHead
     from outrider.speculative.block import BlockProposer
@@ -78,7 +75,7 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float:
 
     target = engine.model
     if not isinstance(target, Decoder):
-        raise ConfigError("the byte limit is known for native models alone; leave out --through-transformers")
+        return None
     output = target.weights.head.nbytes
     tokens = batch * (1 + engine.proposer.depth)
     weights = _bytes(target.weights.layers) - _idle_bytes(target, tokens) + target.weights.norm.nbytes + output
@@ -94,7 +91,7 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float:
         weights += _bytes(drafter.weights) + _text_bytes(drafter) + output
         cached += _cached_bytes(drafter.config, target.dtype.itemsize)
     elif not isinstance(proposer, PlainProposer):
-        raise ConfigError(f"the byte limit isn't known for the proposer {proposer.name!r}; use eagle, dflash or none")
+        return None
     return float(weights + batch * context * cached)
 
 

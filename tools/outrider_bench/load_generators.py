@@ -58,6 +58,7 @@ def vllm_arguments(load: HttpLoad, tokenizer: Path, result: Path) -> list[str]:
         "num-prompts": load.clients * load.rounds,
         "max-concurrency": load.clients,
         "num-warmups": load.clients,
+        "seed": load.seed,
         "temperature": 0,
         "percentile-metrics": "ttft,tpot,itl",
         "metric-percentiles": ",".join(map(str, _PERCENTILES)),

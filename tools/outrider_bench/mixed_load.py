@@ -97,17 +97,22 @@ class Arrivals:
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """p50, p95, p99 and the largest, in milliseconds; None of nothing."""
+    """p50, p95, p99 and the largest, in milliseconds, each by the nearest rank: the least that so many per cent of all don't
+    exceed. None of nothing.
+    """
     if not seconds:
         return None
     ordered = sorted(seconds)
-    found = {f"p{share}": 1e3 * ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in _QUANTILES}
+    found = {f"p{share}": 1e3 * ordered[-(-len(ordered) * share // 100) - 1] for share in _QUANTILES}
     return found | {"max": 1e3 * ordered[-1]}
 
 
 def token_ids(request: int, count: int, vocabulary: int) -> list[int]:
-    """A prompt of random weights: different ones differ from their first token on."""
-    return [(97 * request + 31 * place) % (vocabulary - 5) + 5 for place in range(count)]
+    """A prompt for random weights: requests of numbers less than ``vocabulary`` - 5 apart differ from their first token
+    on.
+    """
+    least = min(5, vocabulary - 1)
+    return [(97 * request + 31 * place) % (vocabulary - least) + least for place in range(count)]
 
 
 Arrived = Callable[[object, int], None]

@@ -14,11 +14,11 @@ _TICKS = 6
 
 def limits_svg(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
     """``rows`` of ``bench decode``: a colour for each prompt length, batch sizes along the axis; lines that are drawn are
-    measured, dashed ones are the limit.
+    measured, dashed ones are the limit, where it's known.
     """
     batches = sorted({int(row["batch"]) for row in rows})
     prompts = sorted({int(row["prompt_tokens"]) for row in rows})
-    top = _nice(max(max(row["iteration_ms"], row["limit_ms"]) for row in rows))
+    top = _nice(max(max(row["iteration_ms"], row["limit_ms"] or 0.0) for row in rows))
 
     def x(batch: int) -> float:
         span = _WIDTH - _LEFT - _RIGHT
@@ -35,12 +35,11 @@ def limits_svg(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
         colour = _COLOURS[number % len(_COLOURS)]
         of_prompt = sorted((row for row in rows if row["prompt_tokens"] == prompt), key=lambda row: int(row["batch"]))
         for key, dash in (("iteration_ms", ""), ("limit_ms", ' stroke-dasharray="5 4"')):
-            line = " ".join(f"{x(row['batch']):.1f},{y(row[key]):.1f}" for row in of_prompt)
+            line = " ".join(f"{x(row['batch']):.1f},{y(row[key]):.1f}" for row in of_prompt if row[key] is not None)
             parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
         parts += [
             f'<circle cx="{x(row["batch"]):.1f}" cy="{y(row["iteration_ms"]):.1f}" r="3.5" fill="{colour}">'
-            f"<title>batch {row['batch']}, prompt {prompt}: {row['iteration_ms']:.3f} ms, limit {row['limit_ms']:.3f} ms, "
-            f"ratio {row['ratio_to_limit']:.2f}</title></circle>"
+            f"<title>batch {row['batch']}, prompt {prompt}: {row['iteration_ms']:.3f} ms{_of_limit(row)}</title></circle>"
             for row in of_prompt
         ]
         at = _TOP + 10 + 18 * number
@@ -50,6 +49,12 @@ def limits_svg(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
     parts.append(f'<path d="M{_WIDTH - _RIGHT + 14} {at}h24" stroke="#555555" stroke-width="2" stroke-dasharray="5 4"/>')
     parts.append(_text(_WIDTH - _RIGHT + 44, at + 4, "its limit"))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _of_limit(row: Mapping[str, Any]) -> str:
+    if row["limit_ms"] is None:
+        return ""
+    return f", limit {row['limit_ms']:.3f} ms, ratio {row['ratio_to_limit']:.2f}"
 
 
 def series_svg(series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, across: str, up: str) -> str:

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import IO
 
+from outrider.device.errors import ConfigError
 from outrider_bench.peers.work import checkpoint_config
 
 _SHARD = 4 << 30
@@ -33,26 +34,45 @@ def kept_checkpoint(shape: str, root: Path) -> tuple[Written, bool]:
     """The checkpoint of ``shape`` in ``root``, and whether it lay there: read through then, so that it's in the page cache as
     one is that was written just now. A directory that isn't there or is empty gets one.
 
-    Raises :class:`ConfigError` for a directory that holds anything else.
+    Raises :class:`ConfigError` for a directory that holds anything else, or can't be read or written.
     """
-    from outrider.device.errors import ConfigError
+    try:
+        return _kept(shape, root)
+    except OSError as error:
+        raise ConfigError(
+            f"the checkpoint of {shape} in {root} can't be read or written: {error.strerror or error}; name another directory"
+        ) from error
 
+
+def _kept(shape: str, root: Path) -> tuple[Written, bool]:
     mark = root / _MARK
     if mark.is_file():
-        said = json.loads(mark.read_text(encoding="utf-8"))
-        if said["shape"] != shape:
-            raise ConfigError(f"{root} holds a checkpoint of {said['shape']}, not of {shape}; name another directory")
+        there, size = _marked(mark)
+        if there != shape:
+            raise ConfigError(f"{root} holds a checkpoint of {there}, not of {shape}; name another directory")
         for file in root.glob("*/*.safetensors"):
             with file.open("rb", buffering=0) as opened:
                 while opened.read(_BLOCK):
                     pass
-        return Written(root / "target", root / "draft", said["bytes"]), True
+        return Written(root / "target", root / "draft", size), True
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise ConfigError(f"{root} holds something else than a checkpoint that was written whole; name an empty directory")
     root.mkdir(parents=True, exist_ok=True)
     written = write_checkpoint(shape, root)
     mark.write_text(json.dumps({"shape": shape, "bytes": written.bytes}), encoding="utf-8")
     return written, False
+
+
+def _marked(mark: Path) -> tuple[str, int]:
+    """Shape and bytes of the checkpoint that lies beside ``mark``."""
+    try:
+        said = json.loads(mark.read_text(encoding="utf-8"))
+        return str(said["shape"]), int(said["bytes"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{mark} doesn't say which checkpoint lies beside it ({type(error).__name__}: {error}); remove that directory, "
+            "or name another one"
+        ) from error
 
 
 def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: int = _SHARD) -> Written:

@@ -94,7 +94,7 @@ class RandomModel:
             prefix_cache=False,
             penalties=False,
             max_logprobs=0,
-            **asdict(replace(running, draft_length=None) if self.speculate == "none" else running),
+            **asdict(running),
             **least | (sizes or Sizes()).given,
         )
 

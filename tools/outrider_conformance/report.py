@@ -171,11 +171,15 @@ def _problems(report: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+MOST_BYTES = 1 << 28
+"""Of a report's file: more than any has."""
+
+
 def load_report(text: str, where: str) -> dict[str, Any]:
     """Read a report's JSON. Raises :class:`ConfigError` for anything else."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} isn't JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{where} isn't a report: expected a JSON object")

@@ -14,6 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from outrider.cli.inputs import read_utf8
 from outrider.device.errors import ConfigError
 
 
@@ -86,7 +87,7 @@ def parse_record(text: str, where: str) -> Record:
         data = json.loads(text)
         tier = Tier[data.pop("tier").upper().replace("-", "_")]
         return Record(tier=tier, **data)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{where} isn't a record of support: {type(error).__name__}: {error}") from error
 
 
@@ -94,7 +95,7 @@ def load_records(directory: Path) -> list[Record]:
     """Every record in a directory, in the order of their files' names."""
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory} with records of support")
-    return [parse_record(path.read_text(encoding="utf-8"), str(path)) for path in sorted(directory.glob("*.json"))]
+    return [parse_record(read_utf8(path, "a record"), str(path)) for path in sorted(directory.glob("*.json"))]
 
 
 def from_report(report: Mapping[str, Any], *, tier: Tier | None = None, note: str = "") -> Record:

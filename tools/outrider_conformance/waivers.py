@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from outrider.cli.inputs import read_utf8
 from outrider.device import ConfigError
 
 _KEYS = ("test", "reason", "link", "expires")
@@ -41,10 +42,8 @@ def read_waivers(path: Path) -> tuple[Waiver, ...]:
     Raises :class:`ConfigError` for a file that can't be read and for a waiver that lacks any of them.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"waivers {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+        data = tomllib.loads(read_utf8(path, "waivers"))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"waivers {path}: not TOML: {error}") from error
     unknown = sorted(set(data) - {"waiver"})
     if unknown or not isinstance(data.get("waiver", []), list):

@@ -1,4 +1,4 @@
-"""Files of commands that may be interrupted: written whole, and gone when they were for a while."""
+"""Files of commands that may be interrupted: looked at before the work, written whole, and gone if for a while."""
 
 from __future__ import annotations
 
@@ -8,7 +8,28 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from outrider.device.errors import ConfigError
 from outrider.registry.interruptions import interruptions_held
+
+
+def check_output(option: str, path: Path | None, suffix: str | None = None) -> None:
+    """Raise :class:`ConfigError` where no file can be written at ``path``, or its name doesn't end in ``suffix``."""
+    if path is None:
+        return
+    if suffix is not None and path.suffix != suffix:
+        raise ConfigError(f"{option} is {str(path)!r}; expected a file that ends in {suffix}")
+    if path.is_dir():
+        raise ConfigError(f"{option} is {str(path)!r}, which is a directory; name a file")
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # a device, a pipe, or a link to something
+        return
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as file:
+            file.write(b"\n")
+    except OSError as error:
+        raise ConfigError(
+            f"{option} is {str(path)!r}, and nothing can be written in {str(path.parent)!r}: {error.strerror}; "
+            "name a file elsewhere"
+        ) from None
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -12,8 +12,9 @@ from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.device.errors import ConfigError
 from outrider.registry import Registry
-from outrider_sanitizer.files import write_whole
+from outrider_sanitizer.files import check_output, write_whole
 from outrider_sanitizer.scripts import run_script, script_path
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def trace(
     from outrider_trace.timeline import record
 
     path = script_path(script, "trace")
+    target = picture or out.with_suffix(".html")
+    if target == out:
+        raise ConfigError(f"{out} would get the timeline and the picture; name another file for one, with --out or --picture")
+    check_output("--out", out)
+    check_output("--picture" if picture is not None else "the picture beside --out", target)
     registry = Registry()
     timelines: list[tuple[Backend, Timeline]] = []
     first = registry.create(registry.select(backend, backend_from_environment()))
@@ -47,7 +53,6 @@ def trace(
     )
     # The busiest device is the one that the script is about.
     device, timeline = max(timelines, key=lambda pair: sum(map(len, pair[1].spans.values())))
-    target = picture or out.with_suffix(".html")
     title = f"{path.name} on {device.label}"
     write_whole(out, json.dumps(timeline.perfetto()))
     shown = timeline.between(start, timeline.end if end is None else end)

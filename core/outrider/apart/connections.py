@@ -60,6 +60,11 @@ class Address:
             raise ConfigError(f"{text!r} isn't an address; expected HOST:PORT")
         return cls(host, int(port))
 
+    @property
+    def family(self) -> int:
+        """Of the address, as sockets name it: IPv6 where it has colons."""
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
@@ -112,9 +117,8 @@ class Hub:
         self.address = listen
         if listen is not None:
             check_exposed(listen.host, secret)
-            family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
             try:
-                self._listener = socket.create_server((listen.host, listen.port), family=family)
+                self._listener = socket.create_server((listen.host, listen.port), family=listen.family)
             except OSError as error:
                 raise ConfigError(f"can't listen on {listen}: {error.strerror}") from None
             self._listener.setblocking(False)

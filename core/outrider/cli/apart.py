@@ -16,11 +16,13 @@ from rich.console import Console
 from outrider.cli.decode_ranks import DecodeRanks
 from outrider.cli.engine_options import DecodeOptions, EngineOptions, with_options
 from outrider.cli.inputs import read_bounded
+from outrider.cli.listening import check_listening
 from outrider.cli.report import JsonOption, Report
 from outrider.cli.stopping import Stop
 from outrider.device.errors import ConfigError
 
 if TYPE_CHECKING:
+    from outrider.apart.connections import Address
     from outrider.apart.server import Server
     from outrider.engine.engine import Engine
 
@@ -82,14 +84,13 @@ def prefill_server(
     json_output: JsonOption = False,
 ) -> Report:
     """Prefill prompts for decode servers, which connect to it. Ends at SIGTERM, when running requests have ended."""
-    from outrider.apart.connections import Address
     from outrider.apart.server import PrefillServer
     from outrider.registry.transports import get_transport
 
     place = _Place(
         listen=listen, transport=transport, secret_file=secret_file, drain_s=drain_seconds, silence_s=silence_seconds
     )
-    address, secret = Address.parse(listen), place.secret()
+    address, secret = _listening(place)
     start = _loader(options, say=not json_output)
     moves = get_transport(transport)
     engine = start()
@@ -139,7 +140,8 @@ def decode_server(
     place = _Place(
         listen=listen, transport=transport, secret_file=secret_file, drain_s=drain_seconds, silence_s=silence_seconds
     )
-    address, secret, peers = Address.parse(listen), place.secret(), [Address.parse(each) for each in prefill]
+    address, secret = _listening(place)
+    peers = [Address.parse(each) for each in prefill]
     start = _loader(options, say=not json_output)
     moves = get_transport(transport)
     with DecodeRanks(start, transport, data_parallel) as ranks:
@@ -154,6 +156,16 @@ def decode_server(
             say=_say,
         )
         return _serve(server, place)
+
+
+def _listening(place: _Place) -> tuple[Address, bytes]:
+    """Address and secret, looked at before a model is loaded. Raises :class:`ConfigError`."""
+    from outrider.apart.connections import Address, check_exposed
+
+    address, secret = Address.parse(place.listen), place.secret()
+    check_exposed(address.host, secret)
+    check_listening("--listen", address.host, address.port, family=address.family)
+    return address, secret
 
 
 def _loader(options: EngineOptions, *, say: bool) -> Callable[..., Engine]:

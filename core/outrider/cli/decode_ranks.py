@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.rank_processes import Joined, Place
+from outrider.registry.children import deaf_from_the_start, end_with_parent, stay_deaf
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -43,7 +43,8 @@ class DecodeRanks:
         for rank in range(1, self._data):
             given = (self._start, self._transport, _place(rank, self._data, self._store.port))
             process = context.Process(target=follow, args=given, name=f"outrider-rank-{rank}", daemon=True)
-            process.start()
+            with deaf_from_the_start():
+                process.start()
             self._stack.callback(_end, process)
         joined = self._stack.enter_context(Joined(1, self._data, _place(0, self._data, self._store.port)))
         engine = self._start(joined=joined)
@@ -58,11 +59,9 @@ class DecodeRanks:
 def follow(start: Callable[..., Engine], transport: str, place: Place) -> None:
     """Another rank: does what the first one does, until that ends."""
     from outrider.apart.landing import RankPages
-    from outrider.registry.children import end_with_parent
     from outrider.registry.transports import get_transport
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    stay_deaf()
     end_with_parent()
     with Joined(1, place.world, place) as joined:
         engine = start(joined=joined)

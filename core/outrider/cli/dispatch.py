@@ -12,8 +12,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import typer
@@ -34,6 +35,23 @@ _HELP = """Overlapped speculative decoding of LLMs behind a small hardware-backe
 """
 
 _WIDEST = 10_000
+_TODO: Mapping[int, str] = MappingProxyType(
+    {
+        errno.ENOENT: "check the name and the directories before it",
+        errno.ENOTDIR: "a part of that path is a file; name another path",
+        errno.EISDIR: "name a file, not a directory",
+        errno.EEXIST: "name something that isn't there yet",
+        errno.EACCES: "give yourself the right to it, or name another place",
+        errno.EPERM: "give yourself the right to it, or name another place",
+        errno.EROFS: "what lies there can't be changed; name another place",
+        errno.ENAMETOOLONG: "choose a shorter name",
+        errno.ELOOP: "links there lead to each other; name the file itself",
+        errno.EMFILE: "let processes open more files: ulimit -n",
+        errno.EDQUOT: "free some of what is yours there, or write elsewhere",
+        errno.EIO: "the disk or its connection fails; use another one",
+    }
+)
+"""What to do where the system says no: its own words don't say it."""
 
 
 class _Console(Console):
@@ -177,8 +195,9 @@ def _os_error(error: OSError) -> str:
         return f"writing {error.filename or 'the output'} failed: no space left on the device; free some or write elsewhere"
     if error.errno == errno.EBADF and error.filename is None:
         return "standard output is closed; the output is lost"
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}"
+    said = f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror or error}"
+    todo = _TODO.get(error.errno or 0)
+    return said if todo is None else f"{said}; {todo}"
 
 
 def _usage_error(error: Any) -> str:

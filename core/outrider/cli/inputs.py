@@ -8,6 +8,7 @@ import stat
 import sys
 from pathlib import Path
 
+from outrider.device.errors import ConfigError
 from outrider.errors import RequestError
 
 MAX_BYTES = 16 * 2**20
@@ -35,6 +36,20 @@ def read_bounded(path: Path, what: str = "the text of a prompt", most: int = MAX
         return _read(descriptor, path, what, most)
     finally:
         os.close(descriptor)
+
+
+def read_utf8(path: Path, what: str, most: int = MAX_BYTES) -> str:
+    """The text of a file that should hold ``what``. Raises :class:`ConfigError` for one that can't be read, that isn't text
+    in UTF-8, or that has more than ``most`` bytes.
+    """
+    try:
+        return read_bounded(path, what, most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}; expected {what}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; expected a file with {what}") from error
+    except RequestError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _read(descriptor: int, path: Path, what: str, most: int) -> bytes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.directories import check_directory
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.starting import chosen, progress_shown, say_what_started, say_what_was_chosen
 from outrider.device.errors import ConfigError
@@ -271,6 +272,8 @@ def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seco
 
     directory = tuned_directory()
     if tune_seconds:
+        if directory is not None and device.kernels_in_use.tunes:
+            check_directory("--tune-seconds keeps what is found: the cache", directory)
         return prepare_kernels(
             device,
             config(),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from outrider.cli.directories import check_directory
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.models import ModelOption, bundled
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
@@ -66,6 +67,7 @@ def tune(
         raise CapabilityError(
             f"the kernels of {device.label}, {kernels.name!r}, don't tune; choose a backend or kernels that do: --backend"
         )
+    check_directory("--cache", directory)
     data: dict[str, Any] = {
         "backend": device.name,
         "device": str(device.device),

@@ -159,14 +159,23 @@ class AsyncEngine:
         media: Sequence[Media] = (),
     ) -> tuple[tuple[int, ...], ...]:
         """Run a request to its end: the output tokens of each of its samples, in order. A request that ends with an error
-        raises it as :class:`RequestError`.
+        raises it as :class:`RequestError`, and so does one that is aborted: its tokens would look like a whole output. Where
+        closing the engine aborted it, that is an :class:`AsyncEngineClosed`.
         """
         outputs: dict[int, list[int]] = {}
         async for output in self.stream(tokens, params, priority=priority, media=media):
             outputs.setdefault(output.request_id, []).extend(output.tokens)
             if output.finish_reason is FinishReason.ERROR:
                 raise RequestError(output.error or f"request {output.request_id} ended with an error")
+            if output.finish_reason is FinishReason.ABORT:
+                raise self._aborted(output.request_id, len(outputs[output.request_id]))
         return tuple(tuple(outputs[request]) for request in sorted(outputs))
+
+    def _aborted(self, request_id: int, tokens: int) -> OutriderError:
+        what = f"request {request_id} was aborted after {tokens} tokens"
+        if self._stop:
+            return AsyncEngineClosed(f"{what}, since the engine was closed; close(drain=True) lets open requests end")
+        return RequestError(f"{what}; stream() gives what a request has put out until then")
 
     async def abort(self, request_id: int) -> None:
         """End a request; its stream ends with the finish reason ``abort``. Raises :class:`RequestError` for an unknown id."""

@@ -8,6 +8,7 @@ import torch
 
 from outrider.device import CACHE_FORMATS, ConfigError, StepMode
 from outrider.errors import shown
+from outrider.speculative.proposer import MOST_REQUESTS
 
 DTYPES = {
     "float64": torch.float64,
@@ -26,7 +27,7 @@ MAX_DRAFT_NODES = 4096
 """Nodes of a draft tree at most: its mask has a bit for each pair of them."""
 
 SIZES = {
-    "max_requests": (1, 4096),
+    "max_requests": (1, MOST_REQUESTS),
     "page_size": (1, 65536),
     "prefill_chunk": (1, 2**20),
     "prefill_graphs": (0, 2**20),

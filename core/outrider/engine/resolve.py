@@ -19,6 +19,8 @@ KV_SHARE = 0.9
 """Of the memory that is free after the weights, for the KV cache at most: estimates don't count everything."""
 HOST_KV_SHARE = 0.25
 """The same where the device's memory is the host's, which others use too."""
+HOST_MOST = 0.9
+"""Of the host's free memory, for a cache that was asked for and the work beside it at most."""
 COMMON_CONTEXT = 4096
 """Tokens that a request has room for where nothing is known of the memory, and all but one where it's the host's."""
 
@@ -221,9 +223,12 @@ def _cache(choices: _Choices, known: Situation) -> None:
     most, why = _most_pages(choices, known, page_bytes)
     holds = (most - 1) * page_size - known.slots
     if holds < 2:
+        todo = "take a smaller model, page_size, prefill_chunk or max_requests"
+        if config.kv_memory is not None:
+            todo = "raise kv_memory, or take a smaller page_size"
         raise OutOfDeviceMemory(
             f"the KV cache may take {max(most, 0)} pages of {page_bytes} bytes, {why}: room for no request; free memory, or "
-            "take a smaller model, page_size, prefill_chunk or max_requests"
+            f"{todo}"
         )
     if holds < limit:
         choices.add("max_context", holds, f"the memory holds no more, the {known.context_of}'s is {limit}")
@@ -255,16 +260,31 @@ def _most_pages(choices: _Choices, known: Situation, page_bytes: int) -> tuple[i
     memory, share = known.memory, choices.config.kv_memory
     assert memory is not None
     free = f"{memory.free / GIB:.1f} GiB that are free"
-    if share is not None:
-        return int(memory.free * share) // page_bytes, f"kv_memory {share:g} of the {free}"
     chunk, requests = choices.number("prefill_chunk"), choices.number("max_requests")
     work = known.fixed_bytes + chunk * known.prompt_token_bytes
     work += requests * (known.slots * known.drafted_token_bytes + known.request_bytes)
+    if share is not None:
+        if memory.shared:
+            _check_left(share, memory, work)
+        return int(memory.free * share) // page_bytes, f"kv_memory {share:g} of the {free}"
     share = HOST_KV_SHARE if memory.shared else KV_SHARE
     room = int(memory.free * share)
     if memory.free - work < room:
         return (memory.free - work) // page_bytes, f"what {work / GIB:.1f} GiB of work leave of the {free}"
     return room // page_bytes, f"{share:g} of the {free}"
+
+
+def _check_left(share: float, memory: Memory, work: int) -> None:
+    """Raise :class:`OutOfDeviceMemory` where a cache of that share, and the work beside it, leave the host too little: there
+    nothing refuses an allocation, and whoever needs memory next is ended by the system.
+    """
+    most = HOST_MOST - work / max(memory.free, 1)
+    if share > most:
+        advice = f"lower it to {max(0, int(100 * most)) / 100:g}" if most >= 0.01 else "leave it out, or free memory"
+        raise OutOfDeviceMemory(
+            f"kv_memory is {share:g} of the {memory.free / GIB:.1f} GiB that the host has free, and the work beside the "
+            f"cache takes {work / GIB:.1f} GiB: that leaves less than a tenth to everything else on this machine; {advice}"
+        )
 
 
 def _width(context: int, slots: int, page_size: int) -> int:

@@ -34,7 +34,7 @@ from outrider.serve.app import create_app
 from outrider.serve.config import ServeConfig
 from outrider.serve.engine_ranks import engine_process
 from outrider.serve.errors import SERVER, ApiError
-from outrider.serve.prompts import Prompter
+from outrider.serve.prompts import Prompter, Wording
 
 _LOG = logging.getLogger("outrider.ray")
 _LOAD = "outrider_load"
@@ -112,13 +112,15 @@ class Replica:
         make = functools.partial(
             load, settings.backend, speculation, max_requests=None, dtype=settings.dtype, sizes=sizes, say=True
         )
-        self._engine = engine_process(make, tensor=settings.tensor_parallel, data=settings.data_parallel)
-        info = await self._engine.start()
         template = None if settings.chat_template is None else settings.chat_template.read_text("utf-8")
+        # What can be wrong without the model is said before minutes of loading it.
+        wording = await asyncio.to_thread(Wording, speculation.model, chat_template=template)
         keys = () if settings.api_key_file is None else tuple(settings.api_key_file.read_text("utf-8").split())
         name = settings.served_model_name or ("outrider-bundled" if settings.model is None else settings.model.resolve().name)
         config = ServeConfig(names=(name,), max_queued=settings.max_queued, api_keys=keys)
-        prompter = await asyncio.to_thread(Prompter, speculation.model, info, chat_template=template)
+        self._engine = engine_process(make, tensor=settings.tensor_parallel, data=settings.data_parallel)
+        info = await self._engine.start()
+        prompter = await asyncio.to_thread(Prompter, speculation.model, info, wording)
         self._app = create_app(self._engine, prompter, config)
         self._rows = info.max_requests
         tags = {"replica": serve.get_replica_context().replica_id.unique_id}

@@ -14,6 +14,7 @@ from typing import Any
 from outrider.registry.interruptions import interruptions_held
 
 _PR_SET_PDEATHSIG = 1
+_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
@@ -29,6 +30,28 @@ def started(
             child = stack.enter_context(subprocess.Popen(command, env=environment, start_new_session=True, **options))
             stack.callback(kill_session, child)
         yield child
+
+
+@contextmanager
+def deaf_from_the_start() -> Generator[None]:
+    """Processes of ``multiprocessing`` that are started in the scope don't see SIGINT and SIGTERM, which come to a whole
+    group of processes, until they call :func:`stay_deaf`: who starts them tells them to end. Keep it short.
+    """
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # where it's started later, it lets what is blocked through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stay_deaf() -> None:
+    """Ignore SIGINT and SIGTERM from now on, those too that came since the process was started. For its main thread."""
+    for number in _INTERRUPTIONS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTIONS)
 
 
 def kill_session(child: subprocess.Popen[bytes]) -> None:

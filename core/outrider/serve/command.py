@@ -16,7 +16,8 @@ import typer
 from outrider.cli.chat_options import ChatTemplateOption, read_template
 from outrider.cli.engine_options import AnyModelOptions, with_options
 from outrider.cli.environment import api_keys_from_environment
-from outrider.cli.inputs import read_bounded
+from outrider.cli.inputs import read_utf8
+from outrider.cli.listening import check_listening
 from outrider.cli.rank_processes import DataParallelOption, TensorParallelOption
 from outrider.device.errors import ConfigError
 from outrider.serve.extra import require_kv_events, require_serve
@@ -178,16 +179,19 @@ def serve(
     answers = _answers(response_template, tool_format)
     from outrider.serve.engine_ranks import engine_process
     from outrider.serve.logs import log_to_stderr
-    from outrider.serve.prompts import Prompter
+    from outrider.serve.prompts import Prompter, Wording
     from outrider.serve.server import Address
     from outrider.serve.server import serve as serve_until_ended
     from outrider.serve.tracing import Spans
 
+    # What can be wrong without the model is said before minutes of loading it.
+    check_listening("--host and --port", host, port)
+    wording = Wording(speculation.model, chat_template=template, response_template=answers)
     spans = Spans() if otel else None
     log_to_stderr(log_format)
 
     def make_prompter(info: EngineInfo) -> Prompter:
-        return Prompter(speculation.model, info, chat_template=template, response_template=answers)
+        return Prompter(speculation.model, info, wording)
 
     def started(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host
@@ -237,7 +241,7 @@ def _keys(file: Path | None) -> tuple[str, ...]:
     """API keys of the file and of the environment."""
     found = list(api_keys_from_environment())
     if file is not None:
-        lines = [line.strip() for line in _text(file, "API keys").splitlines()]
+        lines = [line.strip() for line in read_utf8(file, "API keys", _MOST_BYTES).splitlines()]
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
             raise ConfigError(f"{file}: has no API key; expected one a line")
@@ -245,17 +249,11 @@ def _keys(file: Path | None) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _text(file: Path, what: str) -> str:
-    try:
-        return read_bounded(file, what, _MOST_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-
-
 def _object(file: Path) -> dict[str, Any]:
+    read = read_utf8(file, "a response template", _MOST_BYTES)
     try:
-        found = json.loads(_text(file, "a response template"))
-    except ValueError as error:
+        found = json.loads(read)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: has a {type(found).__name__}; expected a JSON object")

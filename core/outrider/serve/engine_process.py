@@ -6,14 +6,13 @@ import asyncio
 import multiprocessing
 import os
 import select
-import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from outrider.engine.engine import Engine
-from outrider.registry.children import end_with_parent
+from outrider.registry.children import deaf_from_the_start, end_with_parent, stay_deaf
 from outrider.serve.client import EngineClient, EngineGone
 from outrider.serve.engine_loop import EngineLoop
 from outrider.serve.messages import Command, EngineInfo, Event, Failed, Ready, Stop
@@ -68,7 +67,8 @@ class EngineProcess(EngineClient):
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_serve, args=(self._make, theirs), name="outrider-engine", daemon=True)
         # From this thread: the child ends with the thread that started it. That takes some milliseconds.
-        self._process.start()
+        with deaf_from_the_start():
+            self._process.start()
         theirs.close()
         ours.setblocking(False)
         transport, _ = await asyncio.get_running_loop().create_connection(lambda: _Line(self), sock=ours)
@@ -135,8 +135,7 @@ class _ChildPort:
 
 def _serve(make: Callable[[], Engine], line: socket.socket) -> None:
     """What the child runs."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    stay_deaf()
     end_with_parent()
     port = _ChildPort(line)
     try:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import multiprocessing
-import signal
 from collections.abc import Callable
 from typing import Any
 
 from outrider.cli.environment import become_rank
 from outrider.cli.rank_processes import Joined
 from outrider.engine.engine import Engine
-from outrider.registry.children import end_with_parent
+from outrider.registry.children import deaf_from_the_start, end_with_parent, stay_deaf
 from outrider.serve.client import EngineGone
 from outrider.serve.engine_process import EngineProcess
 
@@ -58,7 +57,8 @@ class EngineRanks(EngineProcess):
         context = multiprocessing.get_context("spawn")
         for rank in range(1, self._tensor * self._data):
             process = context.Process(target=ranks(rank=rank).follow, name=f"outrider-rank-{rank}", daemon=True)
-            process.start()
+            with deaf_from_the_start():
+                process.start()
             self._followers.append(process)
         self._make = ranks(rank=0).engine
         await super()._launch()
@@ -82,8 +82,7 @@ class _Rank:
 
     def follow(self) -> None:
         """Do what the first rank does, until that ends."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        stay_deaf()
         end_with_parent()
         become_rank(rank=self._rank, world=self._tensor * self._data, port=self._port)
         with Joined(self._tensor, self._data) as joined:

@@ -33,29 +33,37 @@ class Prompt:
     text: str = ""
 
 
-class Prompter:
-    """Makes prompts for one model. May be shared by threads.
+class Wording:
+    """What a checkpoint says of text, which can be read before its weights are: tokenizer and templates. Immutable.
 
     ``chat_template``: a Jinja template in place of the checkpoint's. ``response_template``: how the model writes calls of
-    tools and its reasoning, as transformers' ``response_template``, in place of the checkpoint's.
+    tools and its reasoning, as transformers' ``response_template``, in place of the checkpoint's. Raises
+    :class:`CheckpointError` and :class:`ConfigError` for what can't be read.
     """
 
     def __init__(
         self,
         model_dir: Path,
-        info: EngineInfo,
         *,
         chat_template: str | None = None,
         response_template: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = Tokenizer.from_checkpoint(model_dir)
-        self._info = info
-        self._processor = None if info.image_token is None else _processor(model_dir)
-        self._chat = ChatTemplate.from_checkpoint(model_dir, source=chat_template)
-        own = None if self._chat is None else self._chat.response_template
+        self.chat = ChatTemplate.from_checkpoint(model_dir, source=chat_template)
+        own = None if self.chat is None else self.chat.response_template
         self.response_template: Mapping[str, Any] | None = response_template or own
         if self.response_template is not None:
             _check_response_template(self.response_template)
+
+
+class Prompter:
+    """Makes prompts for one model. May be shared by threads. ``wording``: the model's, if it was read already."""
+
+    def __init__(self, model_dir: Path, info: EngineInfo, wording: Wording | None = None) -> None:
+        read = Wording(model_dir) if wording is None else wording
+        self.tokenizer, self.response_template, self._chat = read.tokenizer, read.response_template, read.chat
+        self._info = info
+        self._processor = None if info.image_token is None else _processor(model_dir)
 
     @property
     def chats(self) -> bool:

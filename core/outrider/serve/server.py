@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.device import OutriderError
+from outrider.device import ConfigError, OutriderError
 from outrider.serve.client import EngineClient, EngineGone
 from outrider.serve.config import ServeConfig
 from outrider.serve.gate import LOG
@@ -123,8 +123,12 @@ def _server_class() -> Any:
             yield
 
         async def startup(self, sockets: Any = None) -> None:
-            """Say where it listens."""
-            await super().startup(sockets)
+            """Say where it listens. Raises :class:`ConfigError` where it can't."""
+            try:
+                await super().startup(sockets)
+            except SystemExit:  # uvicorn has logged why
+                where = f"{self.config.host}, port {self.config.port}"
+                raise ConfigError(f"nothing can listen at {where}: the log has the reason; choose another") from None
             if self.started and self.on_started is not None:
                 host, port = self.servers[0].sockets[0].getsockname()[:2]
                 self.on_started(host, port)

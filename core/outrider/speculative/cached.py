@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError, KernelSet
 from outrider.model import KVCache, ModelConfig
-from outrider.speculative.proposer import DraftInputs, Proposer
+from outrider.speculative.proposer import MOST_REQUESTS, DraftInputs, Proposer
 from outrider.speculative.tree import TreeShape
 
 _UNBOUNDED = 1 << 62
@@ -67,8 +67,8 @@ class CachedProposer(Proposer):
         """Keys and values of each layer."""
         config = self._config
         self._page_size = page_size
-        # A request has a page at least, so there are no more requests than pages.
-        self._query_start = torch.arange(pages + 1, dtype=torch.int32, device=backend.device)
+        # Not by the pages: batches that are captured or measured are padded, also where requests have fewer pages than that.
+        self._query_start = torch.arange(MOST_REQUESTS + 1, dtype=torch.int32, device=backend.device)
         self._cache = KVCache.allocate(
             config.num_layers,
             config.num_kv_heads,

@@ -20,6 +20,9 @@ from outrider.model import KeptRows
 from outrider.speculative.seq_lens import HostSeqLens
 from outrider.speculative.tree import Tree
 
+MOST_REQUESTS = 4096
+"""Requests of a batch at most, padding included."""
+
 
 @dataclass(frozen=True, slots=True)
 class RelaySpec:

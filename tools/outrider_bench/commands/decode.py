@@ -31,8 +31,9 @@ from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few
 from outrider_bench.engines import check_room
-from outrider_bench.outputs import check_output, write_plot
+from outrider_bench.outputs import write_plot
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel, check_acceptance
+from outrider_sanitizer.files import check_output
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -147,6 +148,7 @@ def decode(
     if spread_out is not None:
         return spread_out
     from outrider.engine.config import Choice
+    from outrider.model.shapes import shape_config
     from outrider_bench.collective_limits import measure_collectives
     from outrider_bench.limits import measure_bandwidth
 
@@ -169,7 +171,7 @@ def decode(
             quantize_head=lm_head,
             draft_layers=draft_layers or DRAFT_LAYERS,
         )
-        room = max(lengths) + new_tokens + 2 * (draft_tokens + 1)
+        room = min(max(lengths) + new_tokens + 2 * (draft_tokens + 1), shape_config(shape).max_context)
         if max_context is None:
             beside.append(Choice("max_context", room, "prompt and new tokens"))
         engine = work.load(
@@ -221,7 +223,7 @@ def decode(
         started = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]
         known = sum(engine.model.kernels.compiled().values())
         bandwidth = measure_bandwidth(engine.backend)
-        run_batch(engine, max(sizes), max(lengths), _WARM_UP_TOKENS)
+        run_batch(engine, max(sizes), max(lengths), min(_WARM_UP_TOKENS, new_tokens))
         cases = [(size, length) for length in lengths for size in sizes]
         measured = [(case, _measure(engine, *case, new_tokens, bandwidth, costs[case[0]])) for case in cases]
         missing = [case for case, row in measured if row is None]
@@ -274,7 +276,7 @@ def _measure(
         return None
     needed = iteration_bytes(engine, batch=batch, context=found.context)
     iteration_ms = 1e3 * statistics.median(seconds)
-    limit_ms = 1e3 * (needed / bandwidth + collectives.seconds)
+    limit_ms = None if needed is None else 1e3 * (needed / bandwidth + collectives.seconds)
     return {
         "batch": batch,
         "prompt_tokens": prompt_tokens,
@@ -283,12 +285,12 @@ def _measure(
         "iteration_ms_max": 1e3 * max(seconds),
         "tokens_per_s": tokens / sum(seconds),
         "acceptance_length": tokens / (len(seconds) * batch),
-        "bytes_per_iteration": round(needed),
+        "bytes_per_iteration": None if needed is None else round(needed),
         "mean_context": found.context,
         "collectives": collectives.calls,
         "collectives_ms": 1e3 * collectives.seconds,
         "limit_ms": limit_ms,
-        "ratio_to_limit": iteration_ms / limit_ms,
+        "ratio_to_limit": None if limit_ms is None else iteration_ms / limit_ms,
         "host_ms": 1e3 * statistics.median(found.host_seconds),
         "iterations": len(seconds),
     }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.directories import check_directory
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import DraftTokensOption, ModeOption, PrefillChunkOption, TuneOption
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
@@ -22,11 +23,12 @@ from outrider.registry import Registry
 from outrider_bench.child import ChildFailed
 from outrider_bench.commands.decode import sizes_of
 from outrider_bench.mixed_load import length_range
-from outrider_bench.outputs import check_output, write_output, write_plot
+from outrider_bench.outputs import write_output, write_plot
 from outrider_bench.peers.comparing import OURS, Found, compared, render
 from outrider_bench.peers.session import Session, session
 from outrider_bench.peers.sglang import variables as _sglang_variables
 from outrider_bench.peers.work import PHASES, Work
+from outrider_sanitizer.files import check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -136,6 +138,8 @@ def peers(
     kinds = _some("--speculate", speculate, ("eagle", "none"))
     check_output("--plot", plot, ".svg")
     check_output("--so-far", so_far)
+    if keep is not None:
+        check_directory("--keep", keep)
     if memory is not None and not 0 < memory <= 1:
         raise ConfigError(f"--memory is {memory:g}; expected a share of the device's memory, above 0 and at most 1")
     if plot is not None and not set(_ACROSS) & set(_some("--phases", phases, PHASES)):
@@ -178,6 +182,14 @@ def peers(
         quantize=quantize,
         quantize_head=lm_head,
     )
+    tokens, whose = work.longest
+    room = min(max_context or work.shape_context, work.shape_context)
+    if tokens > room:
+        raise ConfigError(f"a request of {whose} has {tokens} tokens, and {room} are there for one; ask for fewer")
+    if "decode" in measured and work.max_requests < max(batches):
+        raise ConfigError(
+            f"--max-requests is {work.max_requests}, and --batch {max(batches)} requests decode together; raise it"
+        )
     jobs = [(name, kind) for kind in kinds for name in _ORDER if name in chosen and (name == OURS or kind in PEERS[name])]
     groups = [[job] for job in jobs] if repeat == 1 else [[job for job in jobs if job[1] == kind] for kind in kinds]
     found = [Found(engine=name, speculate=kind) for name, kind in jobs]

@@ -16,7 +16,8 @@ from outrider.cli.report import JsonOption, Report
 from outrider_bench.commands.decode import sizes_of
 from outrider_bench.engines import WorkOptions, check_room
 from outrider_bench.mixed_load import token_ids
-from outrider_bench.outputs import check_output, write_plot
+from outrider_bench.outputs import write_plot
+from outrider_sanitizer.files import check_output
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

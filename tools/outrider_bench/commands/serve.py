@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -10,11 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.directories import check_directory
 from outrider.cli.models import DraftTokensOption, DtypeOption
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
@@ -31,6 +34,7 @@ _GENERATORS = ("own", "vllm")
 _PROCESSES = 4
 _CLIENTS = 8  # of one process
 _LIMIT_S = 900.0
+_SEED = 1 << 18
 
 
 def serve(
@@ -80,22 +84,49 @@ def serve(
     sizes = sizes_of(concurrency, "--concurrency", "1,32")
     if generator not in _GENERATORS:
         raise ConfigError(f"--generator is {generator!r}; expected one of {', '.join(_GENERATORS)}")
-    load = HttpLoad(url="", model="measured", clients=1, rounds=rounds, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-    data: dict[str, Any] = {**asdict(load), "concurrency": sizes, "shape": None if url else shape, "generator": generator}
+    load = HttpLoad(
+        url="",
+        model="measured",
+        clients=1,
+        rounds=rounds,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        seed=secrets.randbelow(_SEED),  # a server that runs already may know the prompts of an earlier run
+    )
+    data: dict[str, Any] = {
+        "rounds": rounds,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "seed": load.seed,
+        "concurrency": sizes,
+        "shape": None if url else shape,
+        "generator": generator,
+    }
     if url is not None:
         if model is None:
             raise ConfigError("--url needs --model NAME: what the server calls its model")
-        if generator == "vllm" and tokenizer is None:
-            raise ConfigError("--generator vllm needs --tokenizer DIR: it draws prompts from the model's vocabulary")
-        results = [_measured_over_http(url, replace(load, url=url, model=model, clients=size), tokenizer) for size in sizes]
-        return _report({**data, "engines": [{"engine": url, "results": results}]})
+        if (generator == "vllm") != (tokenizer is not None):
+            raise ConfigError(
+                "--generator vllm and --tokenizer DIR go together: it draws prompts from the model's vocabulary"
+            )
+        load = replace(load, url=_server_url(url), model=model)
+        return _report({**data, "model": model, "engines": [{"engine": url, **_results(url, load, sizes, tokenizer)}]})
     if tokenizer is not None:
         raise ConfigError("--tokenizer goes with --url; servers that are started here have a tokenizer of their own")
+    if model is not None:
+        raise ConfigError("--model is what a server at --url calls its model; servers that are started here have --shape")
     names = [name.strip() for name in engines.split(",")]
     if not set(names) <= set(_ENGINES):
         raise ConfigError(f"--engines is {engines!r}; expected some of {', '.join(_ENGINES)}")
+    from outrider.model.shapes import shape_config
     from outrider_bench.served import Setup
 
+    room = shape_config(shape).max_context
+    if prompt_tokens + new_tokens > room:
+        raise ConfigError(
+            f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} don't fit in the context of {shape}, which is "
+            f"{room}; ask for fewer"
+        )
     setup = Setup(
         shape=shape,
         speculate=speculate,
@@ -104,11 +135,12 @@ def serve(
         dtype=dtype,
         backend=backend,
         max_requests=max(sizes),
-        max_context=prompt_tokens + new_tokens + 2 * (draft_tokens + 1),
+        max_context=min(prompt_tokens + new_tokens + 2 * (draft_tokens + 1), room),
     )
+    if logs is not None:
+        check_directory("--logs", logs)
     with TemporaryDirectory(prefix="outrider-bench-") as kept:
         where = logs or Path(kept)
-        where.mkdir(parents=True, exist_ok=True)
         found = [_measured(name, setup, load, sizes, where, limit, generator) for name in names]
     return _report({**data, **asdict(setup), "engines": found})
 
@@ -130,11 +162,38 @@ def _measured(
         with served(name, setup, directory=logs, limit_s=limit) as server:
             start_s = time.monotonic() - began
             tokenizer = server.tokenizer if generator == "vllm" else None
-            loads = [replace(load, url=server.url, clients=size) for size in sizes]
-            results = [_measured_over_http(name, each, tokenizer) for each in loads]
-            return {"engine": name, "start_s": start_s, "results": results}
-    except (ChildFailed, ServerFailed) as failed:
+            return {
+                "engine": name,
+                "start_s": start_s,
+                **_results(name, replace(load, url=server.url), sizes, tokenizer),
+            }
+    except ChildFailed as failed:
         return {"engine": name, "failed": str(failed), "results": []}
+
+
+def _results(name: str, load: HttpLoad, sizes: list[int], tokenizer: Path | None) -> dict[str, Any]:
+    """Results for each number of clients, until one fails, and why that did."""
+    results: list[dict[str, Any]] = []
+    try:
+        for number, size in enumerate(sizes, 1):
+            results.append(_measured_over_http(name, load.again(clients=size, number=number), tokenizer))
+    except (ChildFailed, ServerFailed) as failed:
+        return {"failed": str(failed), "results": results}
+    return {"results": results}
+
+
+def _server_url(text: str) -> str:
+    """``http://HOST:PORT`` and what comes before ``/v1`` of a server. Raises :class:`ConfigError`."""
+    parts = urlsplit(text)
+    try:
+        known = parts.scheme == "http" and parts.hostname and parts.port != 0 and not parts.username
+    except ValueError:  # a port that is no number
+        known = False
+    if not known or parts.query or parts.fragment or not text.isascii() or any(each <= " " for each in text):
+        raise ConfigError(
+            f"--url is {text!r}; expected where a server of OpenAI's API is, without TLS, such as http://127.0.0.1:8000"
+        )
+    return f"http://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def _measured_over_http(name: str, load: HttpLoad, tokenizer: Path | None) -> dict[str, Any]:
@@ -142,7 +201,7 @@ def _measured_over_http(name: str, load: HttpLoad, tokenizer: Path | None) -> di
     if tokenizer is not None:
         found = run_vllm_bench(load, tokenizer, limit_s=_LIMIT_S)
     else:
-        _all_clients(replace(load, rounds=1, first=100_000))
+        _all_clients(load.warm_up)
         found = summary(_all_clients(load))
     row = {"concurrency": load.clients, **found}
     _tell(name, row)

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.directories import check_directory
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import (
     DraftTokensOption,
@@ -88,6 +89,8 @@ def startup(
         raise ConfigError(
             "--directory is for a checkpoint that is removed, --checkpoint for one that stays; give one of them"
         )
+    if directory is not None:
+        check_directory("--directory", directory, make=False)
     about: dict[str, object] | None = None
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.inputs import read_utf8
 from outrider.cli.models import (
     DraftTokensOption,
     DtypeOption,
@@ -128,9 +129,10 @@ def _texts(file: Path | None, count: int, engine: Engine) -> list[list[int]]:
     """Token ids of the prompts: from a file, or slices of source code."""
     tokenizer = engine.tokenizer
     if file is not None:
+        read = read_utf8(file, "prompts")
         try:
-            texts = [str(each["text"]) for each in json.loads(file.read_text(encoding="utf-8"))["prompts"]]
-        except (ValueError, KeyError, TypeError) as error:
+            texts = [str(each["text"]) for each in json.loads(read)["prompts"]]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f'{file}: {type(error).__name__}: {error}; expected {{"prompts": [{{"text": "…"}}]}}') from None
         return [tokenizer.encode(text) for text in texts[:count]]
     sources = sorted(Path(str(resources.files("outrider").joinpath("engine"))).glob("*.py"))

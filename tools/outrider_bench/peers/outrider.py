@@ -61,7 +61,8 @@ class Outrider(Peer):
         """See :class:`~outrider_bench.peers.measuring.Peer`."""
         from outrider_bench.limits import iteration_bytes
 
-        return 1e3 * iteration_bytes(self._engine, batch=batch, context=context) / self._bandwidth
+        needed = iteration_bytes(self._engine, batch=batch, context=context)
+        return None if needed is None else 1e3 * needed / self._bandwidth
 
 
 @contextmanager

@@ -78,15 +78,31 @@ class Work:
         return 2 * (self.draft_tokens + 1)
 
     @property
+    def longest(self) -> tuple[int, str]:
+        """Tokens of a request at its longest, and the options that say so."""
+        found = {
+            "decode": (self.prompt_tokens + self.new_tokens, "--prompt-tokens and --new-tokens"),
+            "prefill": (max(self.lengths) + 1, "--prefill-tokens and a new token"),
+            "mixed": (self.load.longest, "--prompts and --outputs"),
+            "context": (max(self.contexts) + self.new_tokens, "--contexts and --new-tokens"),
+        }
+        return max(found[phase] for phase in self.phases)
+
+    @property
+    def shape_context(self) -> int:
+        """Tokens that a model of this shape was made for."""
+        from outrider.model.shapes import shape_config
+
+        return shape_config(self.shape).max_context
+
+    @property
     def context(self) -> int:
-        """Tokens of a request that an engine is made for: ``max_context``, or at its longest, drafts included."""
+        """Tokens of a request that an engine is made for: ``max_context``, or at its longest, with room for drafts where the
+        model has it.
+        """
         if self.max_context is not None:
             return self.max_context
-        longest = [self.prompt_tokens + self.new_tokens] if "decode" in self.phases else []
-        longest += [max(self.lengths) + 1] if "prefill" in self.phases else []
-        longest += [self.load.longest] if "mixed" in self.phases else []
-        longest += [max(self.contexts) + self.new_tokens] if "context" in self.phases else []
-        return max(longest) + self._drafts
+        return min(self.longest[0] + self._drafts, self.shape_context)
 
     @property
     def cached_tokens(self) -> int:

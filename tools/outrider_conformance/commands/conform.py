@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli.environment import backend_from_environment
+from outrider.cli.inputs import read_utf8
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 
@@ -106,15 +107,11 @@ def conform(
 
 
 def _verify(path: Path) -> Report:
-    from outrider_conformance.report import load_report
+    from outrider_conformance.report import MOST_BYTES, load_report
     from outrider_conformance.report import verify as problems_of
 
     path = path / "report.json" if path.is_dir() else path
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} isn't a report: {error}") from error
-    data: Mapping[str, Any] = load_report(text, str(path))
+    data: Mapping[str, Any] = load_report(read_utf8(path, "a report of the suite", MOST_BYTES), str(path))
     problems = problems_of(data)
 
     def render(console: Console) -> None:

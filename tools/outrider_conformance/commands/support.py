@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from outrider.cli.inputs import read_utf8
 from outrider.cli.report import JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider_sanitizer.files import write_whole
@@ -36,13 +37,13 @@ def support(
 ) -> Report:
     """Print the support table made from recorded evidence, or write it, check it, or add a record to it."""
     del json_output
-    from outrider_conformance.report import load_report, verify
+    from outrider_conformance.report import MOST_BYTES, load_report, verify
     from outrider_conformance.support import Tier, from_report, load_records, render
 
     if add is not None:
         if not name:
             raise ConfigError("--add needs --name: what the record's file is called")
-        report = load_report(add.read_text(encoding="utf-8"), str(add))
+        report = load_report(read_utf8(add, "a report of the suite", MOST_BYTES), str(add))
         problems = [problem for problem in verify(report) if "suite" not in problem]
         if problems:
             raise ConfigError(f"{add} doesn't hold: {problems[0]}")
@@ -54,7 +55,7 @@ def support(
     page = render(records, COMMAND)
     if write is not None:
         write_whole(write, page)
-    same = check is None or (check.is_file() and check.read_text(encoding="utf-8") == page)
+    same = check is None or (check.is_file() and check.read_bytes() == page.encode())
 
     def show(console: Console) -> None:
         if write is not None:
