@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,24 +17,11 @@ from outrider_triton.jit.planes import UNIT
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.planes_ops import laying
 from outrider_triton.prompts import PromptAttention, Prompts
-from outrider_triton.quantized import Normed, Rows, TritonQuantized, is_dynamic, kept_as
-from outrider_triton.quantized_ops import LONGEST, Plan
+from outrider_triton.quantized import Normed, Rows, TritonQuantized
+from outrider_triton.quantized_ops import Plan
 from outrider_triton.table import AttentionConfig, MatmulConfig, Table
 
 _TRITON = torch.ops.outrider
-
-
-class Left(NamedTuple):
-    """How rows of attention are left: in ``planes``, or quantised in a ``format`` and kept in a ``dtype``, or plainly."""
-
-    planes: int
-    format: str
-    dtype: torch.dtype | None
-
-
-_PLAINLY = Left(0, "", None)
-_JOINED_AT_ONCE = 64 << 10
-"""Bytes of a token's parts that one program joins and quantises sooner than many join them and one more quantises."""
 
 
 class TritonAttention(TritonQuantized):
@@ -80,7 +67,7 @@ class TritonAttention(TritonQuantized):
         if not self._attends(q):
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
         call = Prompts(q, k_cache, v_cache, metadata, scale, window)
-        self._compile_attention(call, _PLAINLY)
+        self._compile_attention(call, 0)
         if self._prompts.serves(q, metadata):
             if self._scope.depth:
                 self._prompts.measure(call)
@@ -105,7 +92,7 @@ class TritonAttention(TritonQuantized):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """What joins the splits of attention leaves rows as the product takes them: a kernel less."""
+        """What joins the splits of attention leaves rows as a product of four bits takes them: a kernel less."""
         call = Prompts(q, k_cache, v_cache, metadata, scale, window)
         behind = residual, norm, eps, weight, bias
         normed = self._attention_normed(call, output, output_bias, *behind)
@@ -164,32 +151,23 @@ class TritonAttention(TritonQuantized):
 
         def attended(way: Plan, config: MatmulConfig) -> Rows:
             # Of more requests it isn't split: rows lie plainly then.
-            every = self._every(output, way) if self._scope.depth else ()
-            ways = {_PLAINLY, *(_left(call, output, way, each) for each in every)}
-            return self._joined(call, _left(call, output, way, config), ways)
+            ways = {0, *(_planes(call, way, each) for each in self._every(output, way))} if self._scope.depth else ()
+            return self._joined(call, _planes(call, way, config), ways)
 
         added = QuantizedProduct(whole, output, output_bias)
         return self._normed(added, residual, norm, eps, weight, bias, parts=False, taken=attended)
 
-    def _joined(self, call: Prompts, left: Left, ways: Iterable[Left]) -> Rows:
-        """Rows [T, Hq D] of attention, as ``left`` says where it's split. ``ways``: as they may be for other batches."""
-        if left != _PLAINLY and self._attends(call.q):
-            for each in sorted(ways, key=str):  # in the same order each time
+    def _joined(self, call: Prompts, planes: int, ways: Iterable[int]) -> Rows:
+        """Rows [T, Hq D] of attention, in ``planes`` where it's split. ``ways``: in which they may be for other batches."""
+        if planes and self._attends(call.q):
+            for each in sorted(ways):  # in the same order each time
                 self._compile_attention(call, each)
             config = self.attention_config(call.q, call.k_cache, call.metadata)
-            if _leaves(call, config, left) and not self._prompts.serves(call.q, call.metadata):
-                return self._split(call, config, left)
+            if config[2] > 1 and not self._prompts.serves(call.q, call.metadata):
+                return Rows(_TRITON.paged_attention.triton_planes(*self._operands(call, config), planes), None, True)
         operands = call.q, call.k_cache, call.v_cache, call.metadata
         out = self.paged_attention(*operands, scale=call.scale, window=call.window)
         return Rows(out.reshape(out.shape[0], -1), None, False)
-
-    def _split(self, call: Prompts, config: list[int], left: Left) -> Rows:
-        """Attention that is split, its rows as ``left`` says."""
-        operands = self._operands(call, config)
-        if left.planes:
-            return Rows(_TRITON.paged_attention.triton_planes(*operands, left.planes), None, True)
-        rows, scales = _TRITON.paged_attention.triton_quantize(*operands, left.format, left.dtype)
-        return Rows(rows, scales, False)
 
     def _attends(self, q: Tensor) -> bool:
         return self._uses("paged_attention", q) and q.shape[-1] <= 256
@@ -201,11 +179,11 @@ class TritonAttention(TritonQuantized):
         settled = self.pdl and metadata.settled and reads_early(config)
         return call.q, call.k_cache, call.v_cache, *held, *sizes, settled, config, self.pdl
 
-    def _compile_attention(self, call: Prompts, left: Left) -> None:
+    def _compile_attention(self, call: Prompts, planes: int) -> None:
         """Every way to cut it up; once, in the scope alone."""
         q, k_cache, metadata = call.q, call.k_cache, call.metadata
         longest = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
-        variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, call.window, left
+        variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, call.window, planes
         if self._scope.first(("attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._layer)):
             for each in self._scope.attention_configs(
                 (q.dtype, *q.shape[1:], k_cache.shape[2], self._layer),
@@ -214,29 +192,16 @@ class TritonAttention(TritonQuantized):
                 capacity=metadata.block_table.shape[1] * k_cache.shape[1],
             ):
                 with ahead():
-                    if left == _PLAINLY:
+                    if not planes:
                         _TRITON.paged_attention.triton(*self._operands(call, list(each)))
-                    elif _leaves(call, list(each), left):
-                        self._split(call, list(each), left)
+                    elif each[2] > 1:
+                        _TRITON.paged_attention.triton_planes(*self._operands(call, list(each)), planes)
 
 
-def _leaves(call: Prompts, config: list[int], left: Left) -> bool:
-    """Whether attention that is cut up so leaves its rows in that way."""
-    heads, size = call.q.shape[1:]
-    return config[2] > 1 and (left.planes > 0 or config[2] * heads * size * 4 <= _JOINED_AT_ONCE)
-
-
-def _left(call: Prompts, weight: QuantizedWeight, way: Plan, config: MatmulConfig) -> Left:
-    """How what joins the splits leaves rows for such a product."""
-    heads, size = call.q.shape[1:]
-    if power_of_two(size) != size:
-        return _PLAINLY
-    if way.planes and size % UNIT.value == 0:
-        return Left(laying(config), "", None)
-    format, group, kept = kept_as(weight, way)
-    if is_dynamic(weight) and not group and size >= 16 and power_of_two(heads) * size <= LONGEST:
-        return Left(0, format, kept)
-    return _PLAINLY
+def _planes(call: Prompts, way: Plan, config: MatmulConfig) -> int:
+    """How rows are laid out for such a product; 0: plainly."""
+    size = call.q.shape[2]
+    return laying(config) if way.planes and size % UNIT.value == 0 and power_of_two(size) == size else 0
 
 
 def _heads(q: Tensor, k_cache: Tensor) -> Heads:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
-from outrider_triton.jit import activations, attention, attention_ring
-from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.jit import attention, attention_ring
+from outrider_triton.launch import launch, power_of_two
 from outrider_triton.planes_ops import room, stride_of
-from outrider_triton.quantized_ops import room_quantized
 from outrider_triton.streamed import descriptor
 
 _ATTENTION = (
@@ -146,32 +145,6 @@ def _paged_attention_planes(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_s
     return _join(parts, stats, query_start, q, out, operands[-1], grains=grains, planes=planes)
 
 
-def _paged_attention_quantize(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    *operands, format, dtype = rest
-    _, parts, stats = _attend(q, k_cache, v_cache, query_start, *operands, padding=False)
-    tokens, heads, size = q.shape
-    expect(
-        parts is not q and power_of_two(size) == size,
-        lambda: f"attention quantises rows of split heads of a power of two, not those of {size} in a cut {operands[-2]}",
-    )
-    out, scales = room_quantized(q.view(tokens, -1), heads * size, 0, dtype)
-    block = power_of_two(heads)
-    launch(
-        activations.join_splits_quantize,
-        (tokens,),
-        *(parts, stats, query_start, q, out, scales, query_start.shape[0] - 1, heads, size),
-        FORMAT=format,
-        SPLITS=parts.shape[2],
-        BLOCK_HEADS=block,
-        BLOCK_SIZE=size,
-        pdl=operands[-1],
-        warps=warps_for(block * size),
-    )
-    return out, scales
-
-
 define(
     f"paged_attention.triton({_ATTENTION}) -> Tensor",
     _paged_attention,
@@ -181,9 +154,4 @@ define(
     f"paged_attention.triton_planes({_ATTENTION}, int planes) -> Tensor",
     _paged_attention_planes,
     lambda q, *rest: room(q, (q.shape[0], q.shape[1] * q.shape[2]), rest[-1])[0],
-)
-define(
-    f"paged_attention.triton_quantize({_ATTENTION}, str format, ScalarType dtype) -> (Tensor, Tensor)",
-    _paged_attention_quantize,
-    lambda q, *rest: room_quantized(q.new_empty((q.shape[0], 1)), q.shape[1] * q.shape[2], 0, rest[-1]),
 )

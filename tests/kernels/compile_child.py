@@ -125,8 +125,6 @@ def quantized_kernels(capability):
          {"given": None, "FORMAT": "fp8", "GIVEN": False, "PLAIN": False, "BLOCK": 4096}),
         (activations.quantize_rows, {"k": "i32", "out": "*i8", "scales": WIDE, "given": WIDE},
          {"FORMAT": "int8", "GIVEN": True, "PLAIN": False, "BLOCK": 4096}),
-        (activations.join_splits_quantize, {"parts": WIDE, "stats": WIDE, "out": E4M3 if fp8 else "*i8", "scales": WIDE},
-         {"FORMAT": "fp8" if fp8 else "int8", "SPLITS": 8, "BLOCK_HEADS": 32, "BLOCK_SIZE": 128}),
         (activations.quantize_by_maxima, {"maxima": WIDE, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
          {"FORMAT": "fp8", "SHARES": 128, "BLOCK": 1024}),
         (activations.add_rms_norm_quantize, {"x": WIDE, "bias": HALF, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},

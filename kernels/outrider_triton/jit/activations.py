@@ -147,53 +147,6 @@ def add_rms_norm_quantize(
 
 
 @triton.jit
-def join_splits_quantize(
-    parts,
-    stats,
-    query_start,
-    like,
-    out,
-    scales,
-    batch,
-    heads,
-    size,
-    FORMAT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One token: :func:`outrider_triton.jit.attention.join_splits` of all its heads, each of BLOCK_SIZE numbers, rounded to
-    the dtype of ``like``, and then the row is quantised; of padding as zeros are.
-    """
-    begin(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, BLOCK_HEADS)
-    there = head < heads
-    place = (token * heads + head) * SPLITS
-    lane = tl.arange(0, BLOCK_SIZE)
-    real = token < tl.load(query_start + batch)
-    highest = tl.full([BLOCK_HEADS], -float("inf"), tl.float32)
-    for split in tl.static_range(SPLITS):
-        highest = tl.maximum(highest, tl.load(stats + (place + split) * 2, mask=there, other=-float("inf")))
-    highest = tl.where(real & (highest > -float("inf")), highest, 0.0)
-    total = tl.zeros([BLOCK_HEADS], tl.float32)
-    made = tl.zeros([BLOCK_HEADS, BLOCK_SIZE], tl.float32)
-    for split in tl.static_range(SPLITS):
-        # What is padding is left out only once it's here: that takes a load of its own.
-        best = tl.where(real, tl.load(stats + (place + split) * 2, mask=there, other=-float("inf")), -float("inf"))
-        weight = tl.exp2(best - highest)
-        # Nobody wrote the part of a split whose maximum is -inf, and anything may lie there.
-        some = best > -float("inf")
-        total += tl.where(some, tl.load(stats + (place + split) * 2 + 1, mask=there, other=0.0), 0.0) * weight
-        part = tl.load(parts + (place + split)[:, None] * size + lane[None, :], mask=there[:, None], other=0.0)
-        made += tl.where(some[:, None], part, 0.0) * weight[:, None]
-    made = made / tl.where(total == 0.0, 1.0, total)[:, None]
-    row = tl.reshape(made.to(like.dtype.element_ty).to(tl.float32), [BLOCK_HEADS * BLOCK_SIZE])
-    _quantize_row(row, token, out, scales, heads * size, FORMAT, 0, BLOCK_HEADS * BLOCK_SIZE)
-
-
-@triton.jit
 def silu_mul_quantize(
     gate_up,
     out,
