@@ -13,18 +13,15 @@ from torch import Tensor
 from outrider.device import ConfigError, KernelSet, WrappedKernels
 
 _PLACES = 0xFFFF
-_LONGEST = 1 << 20
-"""Tokens of a request, at most."""
 _APART = 40503  # between the places of neighbouring requests; odd, so that no two of 65536 coincide
 _ROUNDS = ((7, 0x2993), (5, 0xE877), (9, 0x0235))
 """A hash of 16 bits onto themselves without a pattern in neighbours: how far a step goes depends on the luck before it."""
 
 
 class _Verdicts(NamedTuple):
-    """What is decided beforehand, int64: ``by_place`` [places, K+2], by a hash of the place how many are accepted, and
-    where each token of the result then comes from: a draft, the real token behind them, or the -1 behind that; every 2**16
-    places the same, so that nothing is left to compute but a sum; ``none`` [1, 1]; ``offsets`` [2**16], each below 2**16,
-    set the requests of a batch apart.
+    """What is decided beforehand, int64: ``by_place`` [K+2, 2**16], by a hash of the place how many are accepted, and
+    where each token of the result then comes from: a draft, the real token behind them, or the -1 behind that; ``none``
+    [B, 1]; ``offsets`` [B] sets the requests of a batch apart.
     """
 
     by_place: Tensor
@@ -37,7 +34,7 @@ class _Synthetic(WrappedKernels):
         super().__init__(inner)
         self.name = f"{inner.name}, synthetic acceptance of {described}"
         self.rates = rates
-        self.verdicts: dict[tuple[int, torch.device], _Verdicts] = {}
+        self.verdicts: dict[tuple[int, int, torch.device], _Verdicts] = {}
 
     def verify_chain(
         self,
@@ -51,17 +48,17 @@ class _Synthetic(WrappedKernels):
         """Run the real verification, so that its cost is measured, then replace its result; a few launches more."""
         tokens, _ = super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
         batch, drafted = draft_tokens.shape
-        key = (drafted, tokens.device)
+        key = (batch, drafted, tokens.device)
         if key not in self.verdicts:
             self.verdicts[key] = _decide(self.rates, *key)
         decided = self.verdicts[key]
-        verdicts = decided.by_place.index_select(0, positions + decided.offsets[:batch])
+        verdicts = decided.by_place.index_select(1, positions + decided.offsets & _PLACES)
         # Of the real verdict the first token alone is certain to be one.
-        known = torch.cat((draft_tokens, tokens[:, :1], decided.none.expand(batch, 1)), dim=1)
-        return known.gather(1, verdicts[:, 1:]), verdicts[:, 0]
+        known = torch.cat((draft_tokens, tokens[:, :1], decided.none), dim=1)
+        return known.gather(1, verdicts[1:].t()), verdicts[0]
 
 
-def _decide(rates: tuple[float, ...], drafted: int, device: torch.device) -> _Verdicts:
+def _decide(rates: tuple[float, ...], batch: int, drafted: int, device: torch.device) -> _Verdicts:
     """A request's luck at a place of its text, by a hash of both: it passes each place whose rate is above."""
     luck = torch.arange(_PLACES + 1, device=device)
     for shift, factor in _ROUNDS:
@@ -70,9 +67,9 @@ def _decide(rates: tuple[float, ...], drafted: int, device: torch.device) -> _Ve
     accepted = sum((luck < round(rate * 65536)).to(torch.int64) for rate in rates[:drafted]) + torch.zeros_like(luck)
     lane, count = torch.arange(drafted + 1, device=device), torch.arange(drafted + 1, device=device).unsqueeze(1)
     sources = torch.where(lane < count, lane, torch.where(lane == count, drafted, drafted + 1))
-    by_place = torch.cat((accepted.unsqueeze(1), sources[accepted]), dim=1).repeat(_LONGEST // (_PLACES + 1) + 1, 1)
-    offsets = torch.arange(_PLACES + 1, device=device) * _APART & _PLACES
-    return _Verdicts(by_place, torch.full((1, 1), -1, device=device), offsets)
+    by_place = torch.cat((accepted.unsqueeze(0), sources[accepted].t()))
+    offsets = torch.arange(batch, device=device) * _APART & _PLACES
+    return _Verdicts(by_place, torch.full((batch, 1), -1, device=device), offsets)
 
 
 def rates_of_length(accept_length: float, draft_tokens: int) -> tuple[float, ...]:
