@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, KernelSet, RequestInputs, RequestRows, Stream
@@ -196,7 +195,6 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         self._depth = proposer.depth
         self._layers = proposer.aux_hidden_state_layers
         self._keeps_states = _has_work_behind(proposer)
-        self._none_accepted = torch.zeros_like(future.last_tokens)  # constant
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
         """The lengths behind its own tokens."""
@@ -276,7 +274,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         after = inputs.seq_lens + 1 if sampling else inputs.seq_lens
         if draft.tree is None:  # nothing was drafted
             tokens = kernels.sample(logits.squeeze(1), inputs.temperature, inputs.seeds, after).unsqueeze(1)
-            return tokens, None, self._none_accepted[: given.batch.count]
+            return tokens, None, self._results.none_accepted(given.batch.count)
         return kernels.verify_tree(
             logits,
             given.plan.tokens.view(logits.shape[:2]),

@@ -73,6 +73,7 @@ class Results:
         self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
         self._shared = None if data is None else self._device.new_empty((data.size, *shape))
         whole = self._device if self._shared is None else self._shared
+        self._none = torch.zeros(max_requests, dtype=torch.int64, device=backend.device)
         self._kept = [torch.empty_like(whole) for _ in range(entries)]
         self._ring: list[PinnedBuffer] = [
             backend.empty_pinned(f"results[{entry}]", whole.shape, torch.int64) for entry in range(entries)
@@ -84,6 +85,10 @@ class Results:
     def decided(self, count: int, path: int) -> Tensor:
         """Where accepted and ``path`` tokens of ``count`` decoding requests go, int64 [count, 1 + path]; on forward."""
         return self._device[:count, : 1 + path]
+
+    def none_accepted(self, count: int) -> Tensor:
+        """What ``count`` requests accept for which nothing was drafted, int64 [count]: a constant."""
+        return self._none[:count]
 
     def found(self, count: int) -> Tensor:
         """Where probes of ``count`` decoding requests write, int64 [count, width]; on forward."""
