@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, Group, PinnedBuffer, Stream
+from outrider.device import Backend, Group, Stream
 from outrider.engine.requests.logprobs import TokenLogprobs
+from outrider.engine.state.outgoing import Outgoing
 
 
 class LogprobBuffers:
@@ -23,15 +24,11 @@ class LogprobBuffers:
     ) -> None:
         """``data``: see ``Results``."""
         self._data = data
-        self._backend = backend
         self._most = most
         shape = (2 * max_requests, width, 1 + 2 * most)
         self._device = torch.zeros(shape, dtype=torch.int32, device=backend.device)
         self._shared = self._device.unsqueeze(0) if data is None else self._device.new_zeros((data.size, *shape))
-        self._kept = [torch.empty_like(self._shared) for _ in range(entries)]
-        self._ring: list[PinnedBuffer] = [
-            backend.empty_pinned(f"logprobs[{entry}]", self._shared.shape, torch.int32) for entry in range(entries)
-        ]
+        self._out = Outgoing(backend, "logprobs", self._shared, entries=entries)
 
     def write(self, first_row: int, values: Tensor, ids: Tensor) -> None:
         """``values`` float32 [B, N, 1+c] and ``ids`` int64 [B, N, c], c at most n, for rows from ``first_row`` on."""
@@ -47,20 +44,17 @@ class LogprobBuffers:
 
     def keep(self, entry: int) -> None:
         """Copy them within the device, in the caller's scope; on forward."""
-        self._kept[entry].copy_(self._shared)
+        self._out.keep(entry)
 
     def copy_out(self, entry: int, stream: Stream) -> int:
         """Copy what was kept into the pinned entry on ``stream``; returns the entry's generation."""
-        buffer = self._ring[entry]
-        generation = buffer.renew()
-        self._backend.copy_async(buffer.tensor, self._kept[entry], stream=stream)
-        return generation
+        return self._out.copy_out(entry, stream)
 
     def read(
         self, entry: int, generation: int, row: int, tokens: tuple[int, ...], count: int, group: int = 0
     ) -> tuple[TokenLogprobs, ...]:
         """Host, behind the fence: the report on ``tokens`` of one row of a group, with ``count`` likeliest tokens each."""
-        bits = self._ring[entry].read(generation)[group, row, : len(tokens)]
+        bits = self._out.read(entry, generation)[group, row, : len(tokens)]
         values: list[list[float]] = bits[:, : 1 + count].contiguous().view(torch.float32).tolist()
         ids: list[list[int]] = bits[:, 1 + self._most : 1 + self._most + count].tolist()
         return tuple(

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, Fence, Group, PinnedBuffer, Stream
+from outrider.device import Backend, Fence, Group, Stream
 from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.features import logprobs_of
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.state.logprobs import LogprobBuffers
+from outrider.engine.state.outgoing import Outgoing
 from outrider.engine.state.probes import HOST, BadValue, Probes
 
 
@@ -64,7 +65,6 @@ class Results:
     ) -> None:
         """``data``: one rank of each data-parallel group, whose results are shared; None: there is one group."""
         self._data = data
-        self._backend = backend
         self._max_requests = max_requests
         self._probes = probes
         self._tokens = depth + 2
@@ -74,10 +74,7 @@ class Results:
         self._shared = None if data is None else self._device.new_empty((data.size, *shape))
         whole = self._device if self._shared is None else self._shared
         self._none = torch.zeros(max_requests, dtype=torch.int64, device=backend.device)
-        self._kept = [torch.empty_like(whole) for _ in range(entries)]
-        self._ring: list[PinnedBuffer] = [
-            backend.empty_pinned(f"results[{entry}]", whole.shape, torch.int64) for entry in range(entries)
-        ]
+        self._out = Outgoing(backend, "results", whole, entries=entries)
         self._logprobs = LogprobBuffers(
             backend, entries=entries, max_requests=max_requests, width=depth + 1, most=max_logprobs, data=data
         )
@@ -140,22 +137,20 @@ class Results:
 
     def keep(self, batch: Batch, entry: int) -> None:
         """Copy them within the device, out of the way of the next iteration; on forward, in the caller's scope."""
-        self._kept[entry].copy_(self._device if self._shared is None else self._shared)
+        self._out.keep(entry)
         if _wants_logprobs(batch):
             self._logprobs.keep(entry)
 
     def copy_out(self, batch: Batch, entry: int, stream: Stream) -> Ticket:
         """Copy what was kept into the pinned entry on ``stream``."""
-        buffer = self._ring[entry]
-        generation = buffer.renew()
-        self._backend.copy_async(buffer.tensor, self._kept[entry], stream=stream)
+        generation = self._out.copy_out(entry, stream)
         logprobs = self._logprobs.copy_out(entry, stream) if _wants_logprobs(batch) else None
         return Ticket(batch, entry, generation, logprobs, dict(self._said))
 
     def redeem(self, ticket: Ticket, copied: Fence) -> tuple[Outcome, ...]:
         """Host: wait until the copy has landed, then read it: what came of the batch of each data-parallel group."""
         copied.wait_host()
-        landed = self._ring[ticket.entry].read(ticket.generation)
+        landed = self._out.read(ticket.entry, ticket.generation)
         if self._data is None:
             return (self._outcome(ticket, ticket.batch, 0, landed.tolist()),)
         groups = range(self._data.size) if ticket.batch.together is not None else (self._data.rank,)

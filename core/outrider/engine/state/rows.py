@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, Fence, KernelSet, PinnedBuffer, Stream
+from outrider.device import Backend, Fence, KernelSet, Stream
 from outrider.engine.requests.batch import Batch
+from outrider.engine.state.outgoing import Outgoing
 from outrider.speculative.proposer import RelaySpec
 
 View = Callable[[tuple[int, int]], Tensor]
@@ -97,25 +98,19 @@ class SeqLensRing:
     """
 
     def __init__(self, backend: Backend, seq_lens: Tensor, *, entries: int) -> None:
-        self._backend = backend
-        self._seq_lens = seq_lens
-        self._kept = [torch.empty_like(seq_lens) for _ in range(entries)]
-        self._ring: list[PinnedBuffer] = [
-            backend.empty_pinned(f"lengths[{entry}]", seq_lens.shape, torch.int64) for entry in range(entries)
-        ]
+        self._out = Outgoing(backend, "lengths", seq_lens, entries=entries)
         self._generations = [0] * entries
 
     def keep(self, entry: int) -> None:
         """Copy every row's length within the device, in the caller's scope; on forward."""
-        self._kept[entry].copy_(self._seq_lens)
+        self._out.keep(entry)
 
     def copy_out(self, entry: int, stream: Stream) -> None:
         """Copy what was kept to the host on ``stream``, which the caller has ordered behind it."""
-        self._generations[entry] = self._ring[entry].renew()
-        self._backend.copy_async(self._ring[entry].tensor, self._kept[entry], stream=stream)
+        self._generations[entry] = self._out.copy_out(entry, stream)
 
     def read(self, entry: int, copied: Fence) -> list[int]:
         """Host: wait for the copy of one entry, and read it."""
         copied.wait_host()
-        found: list[int] = self._ring[entry].read(self._generations[entry]).tolist()
+        found: list[int] = self._out.read(entry, self._generations[entry]).tolist()
         return found
