@@ -6,9 +6,11 @@ import pytest
 
 from outrider import EngineConfig, SamplingParams
 from outrider.device import ConfigError
+from outrider.engine import loop
 from outrider.engine.requests.media import _spans
 from outrider.engine.requests.request import FinishReason, Request
 from outrider.errors import RequestError
+from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
 
 
@@ -138,6 +140,55 @@ def test_no_iteration_is_launched_that_adds_to_nobodys_output(overlap, others):
     assert tuple(record.output) == tiny.plain((1, 2, 3), 8)[: len(record.output)]
     assert record.iterations == 7, "the prompt gives a token, each iteration one more"
     assert engine.stats.iterations == (11 if others else 8)
+
+
+def needless(engine_of, requests):
+    """Iterations behind the last one that a request needed, and those that were needed, over many lengths of output."""
+    launched = needed = 0
+    for most in range(2, 24):
+        engine = engine_of()
+        ids = [
+            engine.add_request((3, 1, 4 + each), SamplingParams(max_tokens=most, ignore_eos=True)) for each in range(requests)
+        ]
+        records = [engine._requests[request] for request in ids]
+        for _ in iter_steps(engine):
+            pass
+        launched += engine.stats.iterations - 1  # but for the prompts' own
+        needed += max(record.iterations for record in records)
+    return launched - needed, needed
+
+
+@pytest.mark.parametrize(("requests", "most", "blindly"), [(1, 0, 16), (2, 3, 14), (3, 3, 7)])
+def test_results_that_may_be_the_last_are_waited_for(requests, most, blindly, monkeypatch):
+    """An accepted draft may end a request while the next iteration is under way, which nobody needs then."""
+
+    def engine():
+        return tiny.engine(EagleProposer(tiny.eagle_head(), draft_tokens=3), max_requests=4, overlap=True)
+
+    wasted, needed = needless(engine, requests)
+    assert wasted <= most
+    monkeypatch.setattr(loop, "_LIKELY_THE_LAST", 2.0)
+    assert needless(engine, requests) == (blindly, needed)
+
+
+@pytest.mark.parametrize(
+    ("left", "decoding", "accepted", "chance"),
+    [
+        (1, 1, 3.0, 1.0),  # sure
+        (2, 1, 3.0, 2 / 3),
+        (4, 1, 3.0, 8 / 27),
+        (5, 1, 3.0, 0.0),  # more than an iteration can bring
+        (2, 1, 1.0, 0.0),  # nothing was accepted so far
+        (2, 1, None, 0.6),  # nothing is known: half of the drafts
+        (2, 0, 3.0, 0.0),  # nothing is under way
+    ],
+)
+def test_how_likely_a_request_ends(left, decoding, accepted, chance):
+    request = Request(0, (1, 2), SamplingParams(max_tokens=10), frozenset(), output=[7] * (10 - left))
+    request.tokens_in_flight = request.decodes_in_flight = decoding
+    if accepted is not None:
+        request.iterations, request.verified_tokens = 5, round(5 * accepted)
+    assert request.chance_of_end(4) == pytest.approx(chance)
 
 
 def test_only_what_a_guide_refuses_counts_as_refused():

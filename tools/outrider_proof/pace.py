@@ -40,7 +40,8 @@ class Pace:
 
     *Batching.* Each batch has every running request whose context was launched and whose output isn't sure to be complete.
     *Overlap.* An iteration that follows another is launched before the results of that one are handled, unless the engine
-    had to settle what is in flight: before it preempts, or for a hand-over. One with a guided request runs alone.
+    had to settle what is in flight: before it preempts, or for a hand-over; or unless those results could complete all there
+    is to do. One with a guided request runs alone.
     *Rows.* A row and its pages are given back when no iteration of their request is in flight.
     *Launch.* Nothing in a launch blocks the host, but at the fences where the backend's policy says so, and where it prefills
     images.
@@ -116,6 +117,7 @@ class _Watched:
         self._around(loop.scheduler, "next_batch", self._next_batch)
         self._around(loop.scheduler, "_release", self._release)
         self._around(loop.step, "launch", self._launch)
+        self._around(loop, "_handle_oldest", self._handle)
         for name in ("_drain", "settle", "_undo"):
             self._around(loop, name, self._settled)
 
@@ -126,6 +128,23 @@ class _Watched:
     def _settled(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         self._followed = False
         return original(*arguments, **named)
+
+    def _handle(self, original: Callable[..., None], **named: Any) -> None:
+        if len(self._loop._in_flight) == 1 and self._may_be_the_last():
+            self._followed = False
+        original(**named)
+
+    def _may_be_the_last(self) -> bool:
+        """Whether what is in flight could complete every output, if all that was drafted passes."""
+        scheduler: Any = self._loop.scheduler
+        groups = getattr(scheduler, "_schedulers", (scheduler,))
+        return not any(group._waiting for group in groups) and all(
+            request.prefilled >= len(request.context)
+            and request.params.max_tokens - len(request.output) - request.tokens_in_flight
+            <= request.decodes_in_flight * (self._loop.step._growth - 1)
+            for request in scheduler.running
+            if request.finish_reason is None
+        )
 
     def _next_batch(self, original: Callable[[], Batch | None]) -> Batch | None:
         batch = original()

@@ -20,6 +20,11 @@ from outrider.engine.state.results import Outcome, Results, Ticket
 from outrider.engine.step import Step
 from outrider.engine.streams import Streams
 
+_LIKELY_THE_LAST = 0.1
+"""From here on results are waited for before another iteration is launched. A launch that the device waits for takes a tenth
+of an iteration or less; one that nobody needs takes a whole one.
+"""
+
 
 class Loop:
     """Launches what ``scheduler`` decides by ``step``, and takes the results in.
@@ -101,6 +106,10 @@ class Loop:
         A request that can't be put into a batch, or whose media can't be read, ends with an error; the others go on.
         """
         with self.lifeline.working("running an iteration"):
+            if self._in_flight and self.scheduler.chance_of_end > _LIKELY_THE_LAST:
+                while self._in_flight:
+                    self._handle_oldest(timed=len(self._in_flight) == 1)
+                self._landed = None  # the device waits for the next one
             batch = self._next_batch()
             if self.course is not None:
                 self.course.act("iterate", decisions_of(batch), then=lambda: self.step.shape(batch))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import prod
 
 from outrider.engine.requests.batch import Batch, PrefillChunk, Together
 from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
@@ -55,6 +56,11 @@ class GroupScheduler:
     def has_work(self) -> bool:
         """Whether an iteration would do anything in some group."""
         return any(scheduler.has_work for scheduler in self._schedulers)
+
+    @property
+    def chance_of_end(self) -> float:
+        """See :attr:`Scheduler.chance_of_end`; in all groups."""
+        return prod(scheduler.chance_of_end for scheduler in self._schedulers)
 
     @property
     def preemptions(self) -> int:

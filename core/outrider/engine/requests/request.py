@@ -161,6 +161,18 @@ class Request:
         """Whether the iterations in flight are sure to complete the output: none that is launched behind them adds to it."""
         return len(self.output) + self.tokens_in_flight >= self.params.max_tokens
 
+    def chance_of_end(self, growth: int) -> float:
+        """How likely the iterations in flight complete the output, where one adds ``growth`` tokens at most: that a token is
+        followed by another one in its iteration is as likely as it was so far.
+        """
+        left = self.params.max_tokens - len(self.output) - self.tokens_in_flight  # beyond those that are sure to come
+        if left <= 0:
+            return 1.0
+        if left > self.decodes_in_flight * (growth - 1):
+            return 0.0
+        usual = self.verified_tokens / self.iterations if self.iterations else (1 + growth) / 2
+        return float((1.0 - 1.0 / usual) ** left)
+
     @property
     def urgency(self) -> tuple[int, int]:
         """Sorts requests, most urgent first: by priority, then by arrival."""

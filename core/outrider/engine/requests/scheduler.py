@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy
@@ -73,6 +74,16 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether an iteration would do anything."""
         return bool(self._waiting) or any(not request.finished and not request.rests for request in self._running)
+
+    @property
+    def chance_of_end(self) -> float:
+        """How likely the iterations in flight complete every output, so that another one would be for nobody; 0 where a
+        request waits, or its prompt is to be computed.
+        """
+        decoding = [request for request in self._running if not request.finished and not request.lends]
+        if self._waiting or any(request.needs_prefill for request in decoding):
+            return 0.0
+        return prod(request.chance_of_end(self._limits.growth) for request in decoding)
 
     @property
     def running(self) -> tuple[Request, ...]:
