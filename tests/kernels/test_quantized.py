@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES, SMALL
 from kernels.test_numerics import close
 from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
+from outrider.device.kernels.quantized_reference import quantize_activations
 from outrider_triton import quantized_ops
 from outrider_triton.derive import Stored, choose
 from outrider_triton.kernelset import TritonKernels
@@ -112,6 +113,20 @@ def test_parts_are_added(name, split, either):
         MatmulConfig(16, 16, 128, split, 1, 2, 0, 0, 8),
     )
     check(either.linear_quantized(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("group", [0, 32])
+def test_the_largest_of_a_row_is_one_step_whatever_its_last_bits(group, either):
+    """Over half of the range it would be either of two, as the division rounds: the same row could differ by a step."""
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    made, scales = quantized_ops.quantized_rows(x, "int8", group, None, torch.float32, either.pdl)
+    groups = x.view(64, -1, group or 128)
+    place = groups.abs().argmax(-1, keepdim=True)
+    largest, step = groups.gather(-1, place), made.view_as(groups).gather(-1, place)
+    assert torch.equal(step, torch.where(largest < 0, -128.0, 127.0))
+    for wide in (x, x.double(), x.double() * (1 + 2**-50)):
+        right = quantize_activations(wide, "int8", group, None).view_as(groups).gather(-1, place)
+        torch.testing.assert_close(right, (step * scales.view(64, -1, 1)).to(right.dtype), rtol=1e-6, atol=0)
 
 
 def test_a_given_scale_clamps(either):

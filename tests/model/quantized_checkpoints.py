@@ -13,6 +13,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
+from outrider.device.kernels.quantized_reference import INT8_LARGEST
+
 LINEARS = ("_proj", "fc")
 
 
@@ -274,3 +276,19 @@ def write_gptq(
         **more,
     }
     return rewrite(directory, Path(out), convert, config, head=head)
+
+
+def off_the_border(monkeypatch):
+    """Have compressed-tensors divide rows of int8 by the same scale as this: at its own, their largest magnitude lies between
+    two steps, and becomes either by its last bit.
+    """
+    from compressed_tensors.quantization.lifecycle import forward
+
+    original = forward.compute_dynamic_scales_and_zp
+
+    def settled(*arguments, **named):
+        scale, zero_point = original(*arguments, **named)
+        args = named.get("args", arguments[1] if len(arguments) > 1 else None)
+        return (scale * (127.5 / INT8_LARGEST) if str(args.type) == "int" else scale), zero_point
+
+    monkeypatch.setattr(forward, "compute_dynamic_scales_and_zp", settled)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from model.harness import Driver
+from model.quantized_checkpoints import off_the_border
 from outrider.cli.main import main
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize
@@ -36,10 +37,11 @@ def quantize(capfd, *arguments):
 
 
 @pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
-def test_transformers_reads_what_is_written(tmp_path, backend, plain, capfd, format):
+def test_transformers_reads_what_is_written(tmp_path, backend, plain, capfd, format, monkeypatch):
     """The same logits by its own quantised run, the head quantised in two of three."""
     import transformers
 
+    off_the_border(monkeypatch)
     head = [] if format == "int8" else ["--lm-head"]
     group = ["--group", 16] if format == "int4" else []
     code, said = quantize(capfd, "--model", plain, "--format", format, "--out", tmp_path / "q", *group, *head)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from outrider.device.kernels.quantized_reference import INT8_LARGEST
 from outrider_triton.jit.dependent import begin
 from outrider_triton.jit.matmul import gated
 from outrider_triton.jit.rows import add_row, nearest_e4m3, norm
+
+_INT8_LARGEST = tl.constexpr(INT8_LARGEST)
 
 
 @triton.jit
@@ -31,7 +34,7 @@ def _quantize_row(value, row, out, scales, size, FORMAT: tl.constexpr, GROUP: tl
     """A row as :func:`quantize_rows` leaves it, with a scale for each GROUP numbers (0: one). Behind ``size`` it's 0."""
     WIDTH: tl.constexpr = GROUP if GROUP else BLOCK
     COUNT: tl.constexpr = BLOCK // WIDTH
-    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else 127.5
+    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else _INT8_LARGEST
     value = tl.reshape(value, [COUNT, WIDTH])
     magnitude = tl.abs(value)
     scale = tl.max(magnitude, axis=1) / largest
@@ -70,7 +73,7 @@ def quantize_rows(
     column = part * group + lane
     inside = (lane < group) & (column < k)
     value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else 127.5
+    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else _INT8_LARGEST
     if GIVEN:
         scale = tl.load(given)
         wrong = tl.max((value != value).to(tl.int32), axis=0)
@@ -111,7 +114,7 @@ def quantize_by_maxima(
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     share = tl.arange(0, SHARES)
     found = tl.max(tl.load(maxima + share * tl.num_programs(0) + row, mask=share < shares, other=0.0), axis=0)
-    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else 127.5
+    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else _INT8_LARGEST
     scale = tl.where(found > 0, found / largest, 1.0)
     tl.store(out + place, _rounded(value / scale, FORMAT).to(out.dtype.element_ty), mask=inside)
     if part == 0:

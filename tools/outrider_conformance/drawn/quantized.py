@@ -28,7 +28,7 @@ from outrider_conformance.drawn.dense import EPS
 from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
 
 _BLOCKS = ("channel", "group", "block", "wide group")
-_MAGNITUDES = {"fp8": 448.0, "int8": 127.5}
+_MAGNITUDES = {"fp8": 448.0, "int8": 127.5 + 2.0**-13}
 
 
 def _block(shape: Shape) -> tuple[int, int]:

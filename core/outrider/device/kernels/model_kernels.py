@@ -97,8 +97,9 @@ class ModelKernels:
         *Activations*, where ``weight.activations`` says so, are quantised first. x is divided by its scale, rounded to the
         nearest (ties to even), clamped to the format's range, and multiplied by the scale again, before the product or
         behind it. ``fp8`` is e4m3: the range is -448 to 448, and a scale that isn't given is the largest magnitude over
-        448. ``int8``: -128 to 127, and the largest magnitude over 127.5. A group of zeros stays zeros. No scale depends on
-        another row, so a request's tokens don't depend on its neighbours.
+        448. ``int8``: -128 to 127, and the largest magnitude over 127.5 + 2**-13: at 127.5 that number itself would lie
+        between two steps, and become either by its last bit; so it becomes -128, or 127. A group of zeros stays zeros. No
+        scale depends on another row, so a request's tokens don't depend on its neighbours.
 
         *Numerics.* As for every kernel, but x near the border of two steps may be rounded to either.
         """

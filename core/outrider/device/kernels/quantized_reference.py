@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _E4M3_MAX = 448.0
-_INT8_HALF_RANGE = 127.5
-"""Half of the range of int8, from -128 to 127: the scale of a row is its largest magnitude over this."""
+INT8_LARGEST = 127.5 + 2.0**-13
+"""The scale of a row is its largest magnitude over this: half of the range of int8, from -128 to 127, and a little. Over half
+of the range alone, that number itself would lie between two steps, and the last bit would decide which one it becomes.
+"""
 
 
 def dequantize(
@@ -58,7 +60,7 @@ def quantize_activations(x: Tensor, format: str, group: int, input_scale: Tensor
 
 def _scaled(x: Tensor, format: str) -> Tensor:
     """Quantised by the largest magnitude of the last dimension. Zeros stay zeros."""
-    largest = _E4M3_MAX if format == "fp8" else _INT8_HALF_RANGE
+    largest = _E4M3_MAX if format == "fp8" else INT8_LARGEST
     scale = x.abs().amax(dim=-1, keepdim=True) / largest
     return _rounded(x, torch.where(scale > 0, scale, 1.0), format)
 
