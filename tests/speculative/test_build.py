@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as WordTokenizer
+from tokenizers.models import WordLevel
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
-from outrider.model import load_decoder, load_mtp
+from outrider.model import load_decoder, load_mtp, of_vocabulary
 from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
@@ -138,10 +140,77 @@ def test_options_that_do_not_go_together_are_refused(checkpoints, name, fields, 
         build(name, options(checkpoints, directory=checkpoints / name, **fields))
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(checkpoints, tmp_path):
-    write_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1, vocab_size=64)
-    with pytest.raises(CheckpointError, match="vocab_size is 64, the target's is 96"):
+def words(directory, count):
+    """A tokenizer of so many tokens beside a checkpoint."""
+    WordTokenizer(WordLevel({f"t{token}": token for token in range(count)}, unk_token="t0")).save(
+        str(directory / "tokenizer.json")
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "used", "match"),
+    [
+        (64, None, "vocab_size is 64, the target's is 96: .* no tokenizer says which are used"),
+        (104, 97, "vocab_size is 104, the target's is 96: .* the draft's tokenizer has 97"),
+        (92, 93, "vocab_size is 92, the target's is 96: .* the draft's tokenizer has 93"),
+    ],
+)
+def test_a_draft_model_of_another_vocabulary_is_refused(checkpoints, tmp_path, rows, used, match):
+    write_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1, vocab_size=rows)
+    if used is not None:
+        words(tmp_path / "other", used)
+    with pytest.raises(CheckpointError, match=match):
         build("draft-model", options(checkpoints, directory=tmp_path / "other"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_that_lack_are_never_the_likeliest(tmp_path, tied):
+    """They are as likely as the last one that is there, which comes first."""
+    write_checkpoint(tmp_path, "llama", tie_word_embeddings=tied)
+    words(tmp_path, 90)
+    backend = CpuBackend()
+    model = load_decoder(tmp_path, backend=backend, dtype=torch.float64)
+    made = of_vocabulary(model, 100, directory=tmp_path, backend=backend)
+    hidden = torch.randn(5, model.config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    logits = made.logits(hidden)
+    assert torch.equal(logits[:, :96], model.logits(hidden))
+    assert torch.equal(logits[:, 96:], logits[:, 95:96].expand(-1, 4))
+    assert torch.equal(made.embed(torch.arange(96)), model.embed(torch.arange(96)))
+
+
+@pytest.mark.parametrize("rows", [92, 96, 104])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("topk", [1, 2])
+def test_a_draft_model_may_differ_in_rows_that_no_token_uses(tmp_path, rows, tied, topk):
+    """The target drafts for itself, with fewer rows or more: as much is accepted as with the same."""
+    write_checkpoint(tmp_path / "target", "llama", vocab_size=96, tie_word_embeddings=tied, seed=5)
+    state = load_file(tmp_path / "target" / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in state:
+            more = 9 * torch.ones(max(rows - 96, 0), state[name].shape[1])  # would be likelier than any other
+            state[name] = torch.cat((state[name][:rows], more))
+    (tmp_path / "draft").mkdir()
+    save_file(state, tmp_path / "draft" / "model.safetensors")
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    words(tmp_path / "draft", 90)
+    backend = CpuBackend()
+    target = load_decoder(tmp_path / "target", backend=backend, dtype=torch.float64)
+    parts = {"target": target, "backend": backend, "dtype": torch.float64, "draft_tokens": 3, "topk": topk}
+    prompts, params = [(3, 1, 4), (2, 7)], SamplingParams(max_tokens=21, ignore_eos=True)
+    plain = Engine(target, backend, proposer=PlainProposer(), config=plain_config(dtype="float64")).generate(prompts, params)
+    drafted, as_many = (
+        Engine(
+            target,
+            backend,
+            proposer=build("draft-model", DraftOptions(directory=tmp_path / name, **parts)),
+            config=plain_config(dtype="float64"),
+        ).generate(prompts, params)
+        for name in ("draft", "target")
+    )
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    assert all(token < 92 for each in plain for token in each.token_ids), "drawn so that a shorter table has them all"
+    assert [each.iterations for each in drafted] == [each.iterations for each in as_many]
 
 
 def test_a_context_beyond_the_draft_model_is_refused(checkpoints, tmp_path):

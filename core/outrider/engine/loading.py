@@ -28,10 +28,12 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
+from outrider.model.files import open_checkpoint
 from outrider.model.products import quantized_products
 from outrider.model.quantization import read_quantization
 from outrider.registry.proposers import plugin_builders
 from outrider.speculative.build import Builder, DraftOptions, build
+from outrider.speculative.names import FIRST, OWN_PROPOSERS
 from outrider.speculative.proposer import Proposer
 
 
@@ -77,6 +79,8 @@ def load_checkpoint(
     if config.dtype is None:
         chosen = (choose_dtype(backend.capabilities, checkpoint_dtype(directory)),)
         config = replace(config, dtype=str(chosen[0].value))
+    if draft_dir is not None and speculate.removeprefix(FIRST) in OWN_PROPOSERS and speculate not in builders:
+        open_checkpoint(draft_dir)  # its files' headers, for what is wrong with them: before the target is read
     assert config.dtype is not None
     dtype = DTYPES[config.dtype]
     if through_transformers and ranks is not None:

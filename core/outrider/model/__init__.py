@@ -36,6 +36,7 @@ from outrider.model.tokenizer import Tokenizer, check_same_tokens, has_tokenizer
 from outrider.model.transformers_decoder import TransformersDecoder
 from outrider.model.transformers_loading import load_through_transformers
 from outrider.model.vision import VisionTower, load_vision
+from outrider.model.vocabulary import of_vocabulary
 
 __all__ = [
     "DFlashHead",
@@ -85,6 +86,7 @@ __all__ = [
     "load_peagle",
     "load_through_transformers",
     "load_vision",
+    "of_vocabulary",
     "prompt_positions",
     "speculative_positions",
     "supported_families",

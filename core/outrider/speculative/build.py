@@ -11,7 +11,6 @@ from typing import TypeVar
 import torch
 
 from outrider.device import Backend, ConfigError
-from outrider.errors import CheckpointError
 from outrider.model import (
     LanguageModel,
     Progress,
@@ -22,6 +21,7 @@ from outrider.model import (
     load_eagle3,
     load_mtp,
     load_peagle,
+    of_vocabulary,
 )
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer
@@ -142,11 +142,7 @@ def _draft_model(options: DraftOptions) -> Proposer:
         quantized=options.quantized,
         drafts=True,
     )
-    if model.config.vocab_size != options.target.config.vocab_size:
-        raise CheckpointError(
-            f"{directory / 'config.json'}: the draft model's vocab_size is {model.config.vocab_size}, the target's is "
-            f"{options.target.config.vocab_size}: drafts must be tokens of the target"
-        )
+    model = of_vocabulary(model, options.target.config.vocab_size, directory=directory, backend=options.backend)
     if options.topk == 1:
         return DraftModelProposer(model, target=options.target, draft_tokens=options.draft_tokens)
     return DraftModelTreeProposer(model, target=options.target, shape=_shape(options))

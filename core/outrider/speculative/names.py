@@ -12,7 +12,7 @@ OWN_PROPOSERS: Mapping[str, str] = MappingProxyType(
         "peagle": "a P-EAGLE head (EAGLE-3 with mask_hidden, one or more layers): a draft in one pass, a chain",
         "dflash": "a DFlash head (fc, hidden_norm, layers.*, dflash_config): a block in one pass, a chain",
         "mtp": "heads of multi-token prediction (model.mtp_layers.*), one a step: chain or tree",
-        "draft-model": "any supported decoder with the same vocabulary: chain or tree",
+        "draft-model": "any supported decoder with the same tokenizer: chain or tree",
         "ngram": "nothing: it looks the last tokens up in what was there before",
         "suffix": "nothing: it looks the last tokens up in the request's text and in past outputs: chain",
         "none": "nothing: plain decoding",
