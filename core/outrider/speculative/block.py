@@ -12,10 +12,9 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import DFlashHead, ForwardInput
-from outrider.speculative.cached import CachedProposer
+from outrider.speculative.cached import UNBOUNDED, CachedProposer
 from outrider.speculative.places import given_places, text_places
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw_rows
-from outrider.speculative.slots import slots_of
+from outrider.speculative.proposer import MOST_REQUESTS, Draft, DraftInputs, ExtendInputs, RelaySpec, draw_rows
 
 
 class BlockProposer(CachedProposer):
@@ -41,7 +40,8 @@ class BlockProposer(CachedProposer):
         self._head = head
         self._draft_tokens = draft_tokens
         self._seen = torch.empty(0, 0, dtype=torch.bool)
-        self._offsets = torch.empty(0, dtype=torch.int64)
+        self._masks = torch.empty(1, 0, dtype=torch.int64)
+        self._starts = torch.empty(0, dtype=torch.int32)
 
     @property
     def head(self) -> DFlashHead:
@@ -84,33 +84,37 @@ class BlockProposer(CachedProposer):
         return ()
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """The cache, and the block's mask."""
+        """The cache, and what of a block never changes."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
-        width = self._draft_tokens + 1
+        width, device = self._draft_tokens + 1, backend.device
         seen = torch.ones(width, width, dtype=torch.bool)
-        self._seen = (seen.tril() if self._head.causal else seen).to(backend.device)
-        self._offsets = torch.arange(width, device=backend.device)
+        self._seen = (seen.tril() if self._head.causal else seen).repeat(MOST_REQUESTS, 1).to(device)
+        self._masks = torch.full((1, self._draft_tokens), self._head.mask_token, device=device)
+        self._starts = torch.arange(0, (MOST_REQUESTS + 1) * width, width, dtype=torch.int32, device=device)
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """One pass over the blocks."""
         head, batch, width = self._head, inputs.seq_lens.shape[0], self._draft_tokens + 1
-        tokens = inputs.last_tokens.new_full((batch, width), head.mask_token)
-        tokens[:, 0] = inputs.last_tokens
-        positions = inputs.seq_lens.unsqueeze(1) + self._offsets
+        tokens = torch.cat((inputs.last_tokens.unsqueeze(1), self._masks.expand(batch, -1)), dim=1)
+        positions = torch.empty_like(tokens)
+        slots = torch.empty_like(tokens)
+        behind = torch.empty_like(inputs.seq_lens, dtype=torch.int32)
+        written = positions, slots, behind.unsqueeze(1)
+        head.kernels.place_tokens(inputs.seq_lens, inputs.tables, self._page_size, UNBOUNDED, *written)
         attention = AttentionMetadata(
-            query_start=torch.arange(0, batch * width + 1, width, dtype=torch.int32, device=tokens.device),
-            seq_lens=(inputs.seq_lens + width).to(torch.int32),
+            query_start=self._starts[: batch + 1],
+            seq_lens=behind,
             block_table=inputs.tables,
             max_query=width,
             max_kv=inputs.max_kv,
-            tree_mask=self._seen.repeat(batch, 1),
+            tree_mask=self._seen[: batch * width],
             uniform=True,
             seq_lens_host=None if inputs.seq_lens_host is None else inputs.seq_lens_host.param("draft.block", width),
         )
         flat = ForwardInput(
             tokens.flatten(),
             text_places(head.config.rope, positions.flatten(), inputs.mrope_position_deltas),
-            slots_of(positions, inputs.tables, self._page_size).flatten(),
+            slots.flatten(),
             attention,
         )
         hidden = head.forward(flat, self.cache).view(batch, width, -1)[:, 1:]

@@ -12,7 +12,8 @@ from outrider.model import KVCache, ModelConfig
 from outrider.speculative.proposer import MOST_REQUESTS, DraftInputs, Proposer
 from outrider.speculative.tree import TreeShape
 
-_UNBOUNDED = 1 << 62
+UNBOUNDED = 1 << 62
+"""A last position beyond all."""
 
 
 class Places:
@@ -26,7 +27,7 @@ class Places:
         self.slots = torch.empty_like(self.positions)
         self._seq_lens = torch.empty_like(self.positions, dtype=torch.int32)
         columns = (self.positions.t(), self.slots.t(), self._seq_lens.t())
-        kernels.place_tokens(inputs.seq_lens, inputs.tables, page_size, _UNBOUNDED, *columns)
+        kernels.place_tokens(inputs.seq_lens, inputs.tables, page_size, UNBOUNDED, *columns)
 
     def attention(self, index: int, host_name: str) -> AttentionMetadata:
         """What a pass over the tokens at ``index`` is told; ``host_name``: its lengths, where the host has them."""

@@ -150,13 +150,12 @@ def draw_rows(kernels: KernelSet, logits: Tensor, inputs: DraftInputs, positions
     """:func:`draw` for n places of each request at once: ``logits`` [B * n, V] at ``positions`` int64 [B, n] → tokens [B, n]
     and distributions [B, n, V].
     """
-    count = positions.shape[1]
-    each = replace(
-        inputs,
-        temperature=inputs.temperature.repeat_interleave(count),
-        seeds=inputs.seeds.repeat_interleave(count),
-    )
-    drawn, probs = draw(kernels, logits, each, positions.flatten())
+    count, places = positions.shape[1], positions.flatten()
+    if inputs.sampling:
+        temperature, seeds = inputs.temperature.repeat_interleave(count), inputs.seeds.repeat_interleave(count)
+    else:  # nobody looks at seeds, and every temperature is 0
+        temperature, seeds = inputs.temperature.new_zeros(places.shape), places
+    drawn, probs = draw(kernels, logits, replace(inputs, temperature=temperature, seeds=seeds), places)
     return drawn.view(positions.shape), probs.view(*positions.shape, -1)
 
 
