@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy
@@ -80,10 +79,13 @@ class Scheduler:
         """How likely the iterations in flight complete every output, so that another one would be for nobody; 0 where a
         request waits, or its prompt is to be computed.
         """
-        decoding = [request for request in self._running if not request.finished and not request.lends]
-        if self._waiting or any(request.needs_prefill for request in decoding):
-            return 0.0
-        return prod(request.chance_of_end(self._limits.growth) for request in decoding)
+        chance = 0.0 if self._waiting else 1.0
+        for request in self._running:
+            if not chance:
+                break  # mostly at the first one: this is asked in each iteration
+            if not request.finished and not request.lends:
+                chance *= 0.0 if request.needs_prefill else request.chance_of_end(self._limits.growth)
+        return chance
 
     @property
     def running(self) -> tuple[Request, ...]:
