@@ -116,8 +116,8 @@ class _TorchFile(TensorFile):
         size = regular_size(path)
         with reading(path, "a torch file of plain tensors", _AGAIN):
             _check_archive(path, size)
-            # weights_only: a pickle may run code, and a checkpoint is somebody else's file
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            # weights_only: a pickle may run code, and a checkpoint is somebody else's file. mmap: opening reads no values.
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(state, dict) or not all(
             isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
         ):
@@ -132,7 +132,7 @@ class _TorchFile(TensorFile):
 
     def read(self, name: str, cut: Cut | None = None) -> Tensor:
         whole = self._state[name].detach()
-        return whole if cut is None else whole[cut.index(whole.dim())]
+        return (whole if cut is None else whole[cut.index(whole.dim())]).clone()  # what is mapped changes with the file
 
     def dtype(self, name: str) -> torch.dtype | None:
         return self._state[name].dtype
