@@ -107,8 +107,7 @@ class Loop:
         """
         with self.lifeline.working("running an iteration"):
             if self._in_flight and self.scheduler.chance_of_end > _LIKELY_THE_LAST:
-                while self._in_flight:
-                    self._handle_oldest(timed=len(self._in_flight) == 1)
+                self._handle_all_but(0)
                 self._landed = None  # the device waits for the next one
             batch = self._next_batch()
             if self.course is not None:
@@ -127,11 +126,7 @@ class Loop:
                             if chunk.final:
                                 self.start_followers(chunk.request)
             # What a guide allows next follows from the tokens of this iteration.
-            keep = 1 if self._runs_ahead and batch is not None and not batch.guided else 0
-            timed = True
-            while len(self._in_flight) > keep:
-                self._handle_oldest(timed=timed)
-                timed = False
+            self._handle_all_but(1 if self._runs_ahead and batch is not None and not batch.guided else 0)
             self.scheduler.retire()
             self._backend.release_finished()
 
@@ -198,6 +193,13 @@ class Loop:
         except OutOfPages:
             self._drain()
             return self._next_batch()
+
+    def _handle_all_but(self, kept: int) -> None:
+        """Take in results until so many iterations are in flight; only the first of these was waited for by itself."""
+        timed = True
+        while len(self._in_flight) > kept:
+            self._handle_oldest(timed=timed)
+            timed = False
 
     def _handle_oldest(self, *, timed: bool = False) -> None:
         """Take in the results of the oldest iteration in flight; those of finished requests are dropped. ``timed``: from the

@@ -13,7 +13,8 @@ from outrider.errors import CheckpointError, RequestError, one_line, shown
 from outrider.model.reading import present, read_json, reading
 
 _FILE, _OLDER = "chat_template.jinja", "chat_template.json"
-_MORE = "additional_chat_templates"
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of a checkpoint with those that are for some conversations."""
 _CONFIG = "tokenizer_config.json"
 _KEY = "chat_template"
 _USUAL, _TOOLS = "default", "tool_use"
@@ -120,7 +121,7 @@ class ChatTemplate:
 
 
 def _has_template(directory: Path) -> bool:
-    if any(present(directory / name) for name in (_FILE, _OLDER)) or (directory / _MORE).is_dir():
+    if any(present(directory / name) for name in (_FILE, _OLDER)) or (directory / MORE_TEMPLATES).is_dir():
         return True
     config = directory / _CONFIG
     return present(config) and _KEY in read_json(config)

@@ -159,19 +159,23 @@ class Request:
     @property
     def will_finish(self) -> bool:
         """Whether the iterations in flight are sure to complete the output: none that is launched behind them adds to it."""
-        return len(self.output) + self.tokens_in_flight >= self.params.max_tokens
+        return self._unsure <= 0
+
+    @property
+    def _unsure(self) -> int:
+        """Tokens up to the limit that the iterations in flight aren't sure to bring."""
+        return self.params.max_tokens - len(self.output) - self.tokens_in_flight
 
     def chance_of_end(self, growth: int) -> float:
         """How likely the iterations in flight complete the output, where one adds ``growth`` tokens at most: that a token is
         followed by another one in its iteration is as likely as it was so far.
         """
-        left = self.params.max_tokens - len(self.output) - self.tokens_in_flight  # beyond those that are sure to come
-        if left <= 0:
+        if self.will_finish:
             return 1.0
-        if left > self.decodes_in_flight * (growth - 1):
+        if self._unsure > self.decodes_in_flight * (growth - 1):
             return 0.0
         usual = self.verified_tokens / self.iterations if self.iterations else (1 + growth) / 2
-        return float((1.0 - 1.0 / usual) ** left)
+        return float((1.0 - 1.0 / usual) ** self._unsure)
 
     @property
     def urgency(self) -> tuple[int, int]:

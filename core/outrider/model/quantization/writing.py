@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
+from outrider.model.chat_template import MORE_TEMPLATES
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.location import refuse_other_formats
 from outrider.model.mapping import vision_name
@@ -37,8 +38,6 @@ _PRODUCTS = frozenset(
 _HEAD = "lm_head"
 _SUFFIX = ".weight"
 _INDEX = "model.safetensors.index.json"
-_MORE = "additional_chat_templates"
-"""The one folder that belongs to a checkpoint as it's served."""
 _TENSORS = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth")
 _E4M3_MAX = 448.0
 
@@ -92,8 +91,8 @@ def quantize_checkpoint(
         for other in sorted(source.iterdir()):
             if other.is_file() and other.name != "config.json" and not any(other.match(each) for each in _TENSORS):
                 shutil.copyfile(other, partial / other.name)
-        if (source / _MORE).is_dir():
-            shutil.copytree(source / _MORE, partial / _MORE)
+        if (source / MORE_TEMPLATES).is_dir():
+            shutil.copytree(source / MORE_TEMPLATES, partial / MORE_TEMPLATES)
         partial.rename(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
