@@ -3,11 +3,10 @@
 import pytest
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from model.test_vision import IMAGE, picture, reference_inputs
 from outrider.model import MediaProcessor, ModelConfig, expand_placeholders
-from outrider_proof.checkpoints import VISION_TOKENS, write_vision_checkpoint
+from outrider_proof.checkpoints import VISION_TOKENS, word_tokenizer, write_vision_checkpoint
 
 NAMES = {
     "vision_start_token_id": "<|vision_start|>",
@@ -23,9 +22,7 @@ def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("vl")
     model = write_vision_checkpoint(directory, "qwen2_vl")
     special = {VISION_TOKENS[key]: name for key, name in NAMES.items()}
-    vocabulary = {special.get(index, f"w{index}"): index for index in range(96)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = word_tokenizer([special.get(index, f"w{index}") for index in range(96)])
     tokenizer.add_special_tokens(list(special.values()))
     tokenizer.save(str(directory / "tokenizer.json"))
     for seed, size in enumerate([(20, 28), (40, 17)]):

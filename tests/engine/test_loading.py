@@ -1,13 +1,11 @@
 """What is looked at of a draft before the target is read, which may take minutes."""
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from outrider import Engine, EngineConfig
 from outrider.errors import CheckpointError
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import write_checkpoint, write_eagle
+from outrider_proof.checkpoints import word_tokenizer, write_checkpoint, write_eagle
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +17,8 @@ def target(tmp_path_factory):
 
 
 def spell(directory, letter, *, first=0):
-    words = {f"{letter if token >= first else 't'}{token}": token for token in range(96)}
-    Tokenizer(WordLevel(words, unk_token=f"{letter}95")).save(str(directory / "tokenizer.json"))
+    words = [f"{letter if token >= first else 't'}{token}" for token in range(96)]
+    word_tokenizer(words).save(str(directory / "tokenizer.json"))
 
 
 def read_before_it_failed(target, draft, speculate, match):

@@ -7,12 +7,12 @@ import json
 import httpx
 import pytest
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders
 
 from outrider import Engine, SamplingParams
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import VISION_TOKENS, picture, write_vision_checkpoint
+from outrider_proof.checkpoints import VISION_TOKENS, picture, word_tokenizer, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from serve.running import running
 
@@ -30,9 +30,7 @@ TEMPLATE = (
 
 def write_tokenizer(directory, size):
     taken = {token: spelling for spelling, token in SPECIAL.items()}
-    vocabulary = {taken.get(token, f"w{token}"): token for token in range(size)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = word_tokenizer([taken.get(token, f"w{token}") for token in range(size)])
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(spelling, special=True) for spelling in SPECIAL])
     tokenizer.save(str(directory / "tokenizer.json"))

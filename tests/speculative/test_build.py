@@ -5,8 +5,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer as WordTokenizer
-from tokenizers.models import WordLevel
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
@@ -18,6 +16,7 @@ from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import (
     byte_level_tokenizer,
     tiny_config,
+    word_tokenizer,
     write_checkpoint,
     write_dflash,
     write_eagle,
@@ -142,9 +141,7 @@ def test_options_that_do_not_go_together_are_refused(checkpoints, name, fields, 
 
 def words(directory, count):
     """A tokenizer of so many tokens beside a checkpoint."""
-    WordTokenizer(WordLevel({f"t{token}": token for token in range(count)}, unk_token="t0")).save(
-        str(directory / "tokenizer.json")
-    )
+    word_tokenizer([f"t{token}" for token in range(count)]).save(str(directory / "tokenizer.json"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +336,13 @@ def byte_level_tokenizer(size: int = 300) -> Tokenizer:
     )
     tokenizer.train_from_iterator(TEXT * 3, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    return tokenizer
+
+
+def word_tokenizer(words: Sequence[str]) -> Tokenizer:
+    """A token for each of ``words``, in their order; the first stands for any other."""
+    tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
 
 
