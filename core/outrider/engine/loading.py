@@ -73,13 +73,14 @@ def load_checkpoint(
         raise ConfigError("trust_remote_code runs code of the checkpoint, which only through_transformers runs; leave it out")
     mode = QuantizedMode.of(quantized)
     tokenizer = Tokenizer.from_checkpoint(directory) if has_tokenizer(directory) else None
-    if draft_dir is not None:
-        own = speculate.removeprefix(FIRST) in OWN_PROPOSERS and speculate not in builders
-        _look_at_draft(draft_dir, tokenizer, own=own)
+    if tokenizer is not None and draft_dir is not None:
+        check_same_tokens(tokenizer, draft_dir)
     chosen: tuple[Choice, ...] = ()
     if config.dtype is None:
         chosen = (choose_dtype(backend.capabilities, checkpoint_dtype(directory)),)
         config = replace(config, dtype=str(chosen[0].value))
+    if draft_dir is not None and speculate.removeprefix(FIRST) in OWN_PROPOSERS and speculate not in builders:
+        open_checkpoint(draft_dir)  # its files' headers, for what is wrong with them: before the target is read
     assert config.dtype is not None
     dtype = DTYPES[config.dtype]
     if through_transformers and ranks is not None:
@@ -116,16 +117,6 @@ def load_checkpoint(
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
     decided = resolve(config, situation_of(backend, model, proposer), chosen)
     return Loaded(decided, model, proposer, tokenizer, vision)
-
-
-def _look_at_draft(directory: Path, tokenizer: Tokenizer | None, *, own: bool) -> None:
-    """Raise :class:`CheckpointError` for what is wrong with a draft's tokenizer or files, before the target is read.
-    ``own``: one of ours reads it; who knows how others keep theirs.
-    """
-    if tokenizer is not None:
-        check_same_tokens(tokenizer, directory)
-    if own:
-        open_checkpoint(directory)
 
 
 def _load_native(
