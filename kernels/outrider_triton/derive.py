@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import power_of_two
-from outrider_triton.table import BUCKETS, STREAMED, MatmulConfig, bucket
+from outrider_triton.table import BUCKETS, STREAMED, TALL, MatmulConfig, bucket
 
 MOST = 128
-"""More tokens than this are a matrix product for the library. From 65 on they are unless something else was measured."""
+"""More tokens than this are a matrix product for the library. From 65 on they are but for gates, unless something else was
+measured.
+"""
 OPERATORS = ("linear", "linear_parts", "linear_silu_mul", "linear_add", "linear_add_scaled", "scaled_silu_mul", "linear_rope")
 
 _GATED = ("linear_silu_mul", "scaled_silu_mul")
@@ -28,6 +30,16 @@ _TALL = 64  # rows of a tile of four bits; outrider_triton.jit.planes_ring says 
 _PAIRED = 8  # low or high rows beside each other in one with pairs; likewise
 _FEW = 16
 """To so many tokens four bits come through a ring."""
+_GROUP = 64  # pairs of a group of four warps with a tall tile; outrider_triton.jit.tall says the same
+_TALL_COLUMNS = 64  # of a tall tile: 128 bytes, as many as a row of shared memory has in one piece
+_TALL_TOKENS = 80 << 10  # bytes of tokens on their way: fewer take longer, 9 % with 48 KB and 37 % with 32 of 128 tokens
+_TALL_SCRATCH = 4608  # through which results change from the layout of the matrix unit, and barriers
+_AGAIN = 1.2e-7  # for each of more than 32 tokens: a ring of gates reads them again for each tile
+_TALL_TIMES = 1.05  # times a tile's bytes or products
+_TALL_END = 3e-6  # seconds behind the last bytes: the last products, the activation, and its rows
+_TALL_REACHED = 0.9  # share of the matrix units' rate that tall tiles reach
+_LIBRARY = 1.12  # times the weight's bytes, and a launch and the activation: gates of 65 to 128 tokens by the library
+_LIBRARY_END = 8e-6
 _OURS = 64
 """To so many tokens our products win wherever they were measured; to twice as many here and there, by a twentieth."""
 _LATENCY = 1.0e-6  # seconds until a byte comes while memory is busy
@@ -90,7 +102,9 @@ def choose(
     ``stored`` plain: ``linear`` and ``linear_parts``, and through rings alone ``linear_rope`` and ``linear_silu_mul``.
     """
     ranked = rank(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
-    return ranked[0] if ranked and _wins(operator, m=m, n=n, k=k) else None
+    if m > _OURS:
+        ranked = [config for config in ranked if config.descriptor == TALL]
+    return ranked[0] if ranked and _wins(facts, operator, ranked[0], m=m, n=n, k=k) else None
 
 
 def rank(
@@ -109,11 +123,11 @@ def size_of(m: int, stored: Stored = PLAIN) -> int:
     return _DIGITS if stored.ring and stored.made and m <= _DIGITS else bucket(m)
 
 
-def _wins(operator: str, *, m: int, n: int, k: int) -> bool:
+def _wins(facts: DeviceFacts, operator: str, best: MatmulConfig, *, m: int, n: int, k: int) -> bool:
     """Whether a kernel of ours is expected to be faster than the library's and what comes around it."""
     if operator == "linear_add_scaled" and (k > 2 * n or m > 32):
         return False  # so long a row is better shared out in parts, and their sum normed; so are many
-    return m <= _OURS
+    return m <= _OURS or _by_tiles(facts, best, n=n, k=k) < _LIBRARY * 2 * n * k / facts.bytes_per_second + _LIBRARY_END
 
 
 # -- candidates ----------------------------------------------------------------------------------------------------
@@ -128,6 +142,8 @@ def candidates(
         made += _rings(facts, operator, m, n, k, half, stored)
     elif facts.rings and m <= _FEW and stored.ring:
         made += _plane_rings(facts, operator, m, n, k, half, stored)
+    if facts.rings and m >= _OURS and stored == PLAIN and operator == "linear_silu_mul":
+        made += _tall(facts, m, n, k)
     return [config for config in dict.fromkeys(made) if shared_bytes(facts, operator, config, stored) <= facts.shared_bytes]
 
 
@@ -196,6 +212,20 @@ def _rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int,
                 yield MatmulConfig(max(8, m), box, block_k, split, 4, stages, 0, STREAMED, each)
 
 
+def _tall(facts: DeviceFacts, m: int, n: int, k: int) -> Iterator[MatmulConfig]:
+    """Those of :mod:`outrider_triton.jit.tall`: a program a multiprocessor, of one group of warps or two."""
+    pairs, row = n // 2, _TALL_COLUMNS * 2
+    if k % _TALL_COLUMNS or pairs % 8:
+        return
+    each = -(-pairs // (facts.processors * 8)) * 8
+    box = next(rows for rows in (64, 32, 16, 8) if each % rows == 0 and pairs % rows == 0)
+    deep = _TALL_TOKENS // (m * row)
+    for groups in (2, 1):
+        stages = (facts.shared_bytes - _TALL_SCRATCH - deep * m * row) // (2 * groups * _GROUP * row)
+        if stages > 1:
+            yield MatmulConfig(m, box, _TALL_COLUMNS, 1, 4 * groups, stages, deep, TALL, each)
+
+
 def _plane_rings(
     facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int, stored: Stored
 ) -> Iterator[MatmulConfig]:
@@ -249,6 +279,8 @@ def fold(operator: str, config: MatmulConfig) -> int:
 def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: Stored = PLAIN) -> int:
     """Bytes of shared memory of a program, a few too many rather than too few."""
     tokens, columns = config.block_m, config.block_k
+    if config.descriptor == TALL:
+        return 2 * columns * (2 * _GROUP * config.warps // 4 * config.stages + tokens * config.ahead) + _TALL_SCRATCH
     if config.descriptor == STREAMED and stored.made:
         return _plane_ring_bytes(operator, config)
     if config.descriptor == STREAMED:
@@ -288,6 +320,8 @@ def estimate(
     ``gap``: seconds between the product before and this one, in which a ring of quantised weights fills; 0 where products are
     measured one behind the other.
     """
+    if config.descriptor == TALL:
+        return _by_tiles(facts, config, n=n, k=k)
     if stored != PLAIN and (stored.made or config.descriptor != STREAMED):
         return _by_steps(facts, operator, config, m=m, n=n, k=k, stored=stored, gap=gap)
     streamed = config.descriptor == STREAMED
@@ -329,11 +363,24 @@ def estimate(
         behind = 4.0 * m * n / (_CACHED * facts.bytes_per_second)
     # A program that comes after another on the same multiprocessor begins with nothing on its way, unless two fit beside.
     starts = 0.1e-6 * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
+    if streamed and operator in _GATED and m > 32:
+        starts += _AGAIN * (m - 32)
     even = k % (config.split * config.block_k) == 0
     # Pointers to 128 bytes of a row are more requests than those to 256.
     plain = (1.03 if even else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
     slower = _BOXES[config.block_n] if streamed else plain * _TILES[config.block_n]
     return (max(memory, cache, unit) + starts + behind) * slower + _LAUNCH
+
+
+def _by_tiles(facts: DeviceFacts, config: MatmulConfig, *, n: int, k: int) -> float:
+    """Seconds of gates in tall tiles: of each tile its bytes or its products, which are those of a full one, and an end."""
+    tall = _GROUP * config.warps // 4
+    programs, rest = -(-n // (2 * config.each)), config.each % tall
+    rounds = -(-programs // facts.processors)
+    unit = 4.0 * tall * config.block_m * k * facts.processors / (_TALL_REACHED * facts.flops)
+    row = 4.0 * k * min(programs, facts.processors) / facts.bytes_per_second  # a pair of every program
+    tiles = config.each // tall * max(tall * row, unit) + (max(rest * row, unit) if rest else 0.0)
+    return _TALL_TIMES * rounds * tiles + _TALL_END + _LAUNCH
 
 
 def _by_steps(

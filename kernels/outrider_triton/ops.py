@@ -17,7 +17,7 @@ from outrider_triton.define import define
 from outrider_triton.jit import matmul, rows
 from outrider_triton.launch import launch, power_of_two, warps_for
 from outrider_triton.planes_ops import room, stride_of
-from outrider_triton.table import STREAMED, MatmulConfig
+from outrider_triton.table import STREAMED, TALL, MatmulConfig
 
 _MOVES = 256
 """The most rows that a program of ``move_cache`` holds at once."""
@@ -348,6 +348,9 @@ def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: lis
     out = x.new_empty((*x.shape[:-1], n))
     if descriptor == STREAMED:
         streamed.silu_mul(flat, None, weight, bias, out, 0.0, MatmulConfig(*config), pdl)
+        return out
+    if descriptor == TALL:
+        streamed.silu_mul_tall(flat, weight, bias, out, MatmulConfig(*config), pdl)
         return out
     each = each or block_n
     grid = triton.cdiv(n, each), triton.cdiv(m, block_m)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from outrider.device.kernels.checks import expect
-from outrider_triton.jit import planes_ring, streamed
+from outrider_triton.jit import planes_ring, streamed, tall
 from outrider_triton.jit.ring import PAIRS
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.table import MatmulConfig
@@ -89,6 +89,38 @@ def silu_mul(
     own = squares, bias, out, eps, m, n, k, shares, config.each, x_scales, scales, maxima
     flags |= {"ROWS": rows}
     _launch(streamed.streamed_silu_mul, x, weight, config, own, pairs=n, half=n, pdl=pdl, **flags)
+
+
+def silu_mul_tall(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
+    """:func:`silu_mul` of rows that are normed, by :mod:`outrider_triton.jit.tall`."""
+    (m, k), n, box, groups = x.shape, weight.shape[0] // 2, config.block_n, config.warps // 4
+    expect(
+        (k % config.block_k, n % box, tall.GROUP.value % box, config.each % box, config.split) == (0, 0, 0, 0, 1)
+        and config.warps in (4, 8)
+        and box >= tall.UNIT.value
+        and min(config.stages, config.ahead) > 1,
+        lambda: (
+            f"gates of {tuple(weight.shape)} can't be cut up as {config}: expected columns in multiples of {config.block_k}, "
+            f"boxes of {tall.UNIT.value} rows or more that divide {n}, {tall.GROUP.value} and {config.each}, 4 or 8 warps, "
+            "no parts, and two stages or more of both operands"
+        ),
+    )
+    launch(
+        tall.tall_silu_mul,
+        (-(-n // config.each), -(-m // config.block_m)),
+        *(descriptor(x, config.block_m, config.block_k), descriptor(weight, box, config.block_k)),
+        *(bias, out, m, n, config.each),
+        HAS_BIAS=bias is not None,
+        GROUPS=groups,
+        STEPS=k // config.block_k,
+        BLOCK_M=config.block_m,
+        BLOCK_K=config.block_k,
+        STAGES=config.stages,
+        DEEP=config.ahead,
+        maxnreg=112 if groups == 1 else 128,  # so few that the norm ahead fits in beside; what multiplies has more of them
+        pdl=pdl,
+        warps=4,
+    )
 
 
 def rope_write_cache(
@@ -175,23 +207,23 @@ def _launch_planes(
     half: int = 0,
 ) -> None:
     (digits, k), n, box = x.shape, data.shape[0], config.block_n
-    tall = planes_ring.ROWS.value // (2 if half else 1)  # of a tile, in what ``each`` counts
+    height = planes_ring.ROWS.value // (2 if half else 1)  # of a tile, in what ``each`` counts
     columns, groups = config.ahead, config.warps // 4
     m, steps = digits // 2, config.block_k // max(columns, 1)
     expect(
         k == config.split * config.block_k
         and columns in (256, 512)
-        and (config.block_k % columns, config.warps % 4, tall % box, config.each % box) == (0, 0, 0, 0)
+        and (config.block_k % columns, config.warps % 4, height % box, config.each % box) == (0, 0, 0, 0)
         and max(m, 4) <= config.block_m  # digits of four tokens are the least that the matrix unit takes
         and 0 < groups <= min(steps, 2)
         # Else a place would change hands between groups, and one of them would take its last filling for the next.
         and config.stages % groups == 0
-        and (steps % groups == 0 or config.each <= tall)
+        and (steps % groups == 0 or config.each <= height)
         and config.stages > 1,
         lambda: (
             f"a product of {m} tokens and a weight of {n} x {k} in planes can't be cut up as {config}: expected all columns, "
-            f"in multiples of {columns}, boxes of rows that divide {tall} and {config.each}, no more tokens, and stages (and "
-            f"units of several tiles) in multiples of {groups}"
+            f"in multiples of {columns}, boxes of rows that divide {height} and {config.each}, no more tokens, and stages ("
+            f"and units of several tiles) in multiples of {groups}"
         ),
     )
     many = groups > 1 and columns > 256
@@ -203,7 +235,7 @@ def _launch_planes(
         HAS_BIAS=bias is not None,
         GROUPS=groups,
         STEPS=steps,
-        TILES=-(-config.each // tall),
+        TILES=-(-config.each // height),
         HALF=half,
         BLOCK_M=config.block_m,
         STAGES=config.stages,

@@ -25,6 +25,8 @@ BUCKETS = (8, 16, 32, 64, 128)
 """Numbers of tokens for which configurations are told apart; each serves those down to the one before."""
 STREAMED = 2
 """``descriptor`` of products whose operands a warp of its own brings."""
+TALL = 3
+"""And of gates in tall tiles."""
 ANY = ""
 """Layer of what was measured alone, or of an entry that doesn't say where it was measured: every layer's."""
 
@@ -59,7 +61,8 @@ class MatmulConfig:
     the *pairs* of rows a program has (in a product that isn't split, those that are one row, folded), and ``ahead`` 0: what
     is asked for ahead is as much as the stages hold. With weights of four bits it is :mod:`outrider_triton.jit.planes_ring`:
     ``block_n`` is the rows of a box, ``block_k`` all columns of a program and ``ahead`` those of a tile, ``each`` its rows,
-    and four ``warps`` a group.
+    and four ``warps`` a group. ``descriptor`` TALL: :mod:`outrider_triton.jit.tall`, as a STREAMED one, with four ``warps`` a
+    group; ``ahead``: stages of tokens.
     """
 
     block_m: int

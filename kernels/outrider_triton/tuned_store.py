@@ -22,7 +22,7 @@ import triton
 
 from outrider_triton.derive import MOST, OPERATORS, fold, shared_bytes
 from outrider_triton.facts import DeviceFacts
-from outrider_triton.table import ANY, STREAMED, AttentionConfig, MatmulConfig, Table, by_layer, parse, slug
+from outrider_triton.table import ANY, STREAMED, TALL, AttentionConfig, MatmulConfig, Table, by_layer, parse, slug
 
 _WARPS = (1, 2, 4, 8, 16, 32)
 _AHEAD = 256  # columns of a weight that are asked for at once
@@ -87,7 +87,8 @@ class TunedStore:
         if not _cuts(config):
             return False
         # A ring brings whole tiles alone.
-        whole = config.descriptor != STREAMED or row["k"] % (config.split * config.block_k * fold(operator, config)) == 0
+        ring = config.descriptor in (STREAMED, TALL)
+        whole = not ring or row["k"] % (config.split * config.block_k * fold(operator, config)) == 0
         return whole and shared_bytes(self._facts, operator, config) <= self._facts.shared_bytes
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -125,7 +126,7 @@ def merged(table: Table | None, facts: DeviceFacts, rows: Sequence[Row]) -> Tabl
 
 def _cuts(config: MatmulConfig) -> bool:
     """Whether the kernels of products can be cut up so, on some device."""
-    ring = config.descriptor == STREAMED
+    ring = config.descriptor in (STREAMED, TALL)
     return (
         all(type(value) is int for value in config.as_list())
         and all(map(_divides, (config.block_m, config.block_n, config.block_k, config.split)))
@@ -133,11 +134,17 @@ def _cuts(config: MatmulConfig) -> bool:
         and config.split <= _MOST
         and config.warps in _WARPS
         and 0 < config.stages <= _MOST
-        and config.ahead >= 0
-        and config.ahead % _AHEAD == 0
-        and config.descriptor in (0, 1, STREAMED)
+        and _asks_ahead(config)
+        and config.descriptor in (0, 1, STREAMED, TALL)
         and config.each >= int(ring)
     )
+
+
+def _asks_ahead(config: MatmulConfig) -> bool:
+    """Whether ``ahead`` is columns of a weight, or where tiles are tall as many places as a ring may have."""
+    if config.descriptor == TALL:
+        return 1 < config.ahead <= _MOST
+    return config.ahead >= 0 and config.ahead % _AHEAD == 0
 
 
 def _cuts_attention(config: AttentionConfig) -> bool:

@@ -28,7 +28,7 @@ from outrider_triton.chain import Chain, with_choice
 from outrider_triton.compiling import AttentionJob, Compilers, Job, ProductJob
 from outrider_triton.derive import choose, rank
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import ANY, AttentionConfig, AttentionEntry, Key, MatmulConfig, Table, layer_of
+from outrider_triton.table import ANY, TALL, AttentionConfig, AttentionEntry, Key, MatmulConfig, Table, layer_of
 from outrider_triton.tuned_store import Row, TunedStore, merged
 from outrider_tune.chain import normal
 from outrider_tune.timing import microseconds
@@ -102,17 +102,19 @@ class _Keys:
 
 
 def candidates(kernels: TritonKernels, shape: DecoderShape, key: Key, m: int) -> list[MatmulConfig]:
-    """The first of the ranking, with no more than two that are cut up alike."""
+    """The first of the ranking, with no more than two that are cut up alike; and the first with tall tiles."""
     found: list[MatmulConfig] = []
     alike: dict[tuple[int, ...], int] = {}
-    for config in rank(kernels.facts, key[0], m=m, n=key[2], k=key[3], half=shape.head_size // 2):
+    ranked = rank(kernels.facts, key[0], m=m, n=key[2], k=key[3], half=shape.head_size // 2)
+    for config in ranked:
         cut = config.descriptor, config.block_n, config.split, config.each
         alike[cut] = alike.get(cut, 0) + 1
         if alike[cut] <= _ALIKE:
             found.append(config)
         if len(found) == _CANDIDATES:
             break
-    return found
+    tall = next((config for config in ranked if config.descriptor == TALL), None)
+    return found if tall is None or tall in found else [*found, tall]
 
 
 def tune(

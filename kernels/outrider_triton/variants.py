@@ -29,6 +29,7 @@ from outrider_triton.jit import (
     quantized,
     rows,
     streamed,
+    tall,
 )
 from outrider_triton.launch import power_of_two, shares
 from outrider_triton.table import ANY, BUCKETS, MatmulConfig, Table
@@ -159,6 +160,7 @@ def compiled() -> Mapping[str, int]:
         quantized,
         rows,
         streamed,
+        tall,
     )
     for module in modules:
         for name, kernel in vars(module).items():

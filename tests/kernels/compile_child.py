@@ -30,6 +30,7 @@ from outrider_triton.jit import (
     quantized,
     rows,
     streamed,
+    tall,
 )
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
@@ -290,6 +291,11 @@ STREAMED = [
     (streamed.streamed_rope_write_cache, {"k": "i32", **NARROW}, {**PLAIN, **UNQUANTIZED, "HALF": 64}),
 ]
 """For devices with a copy engine alone."""
+GATES = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_K": 64}
+TALL = [
+    (tall.tall_silu_mul, {}, {**GATES, "GROUPS": 2, "BLOCK_M": 128, "STAGES": 4, "DEEP": 5}),
+    (tall.tall_silu_mul, {}, {**GATES, "GROUPS": 1, "BLOCK_M": 64, "STAGES": 8, "DEEP": 10}),
+]
 BY_ROW = {"x_scales": WIDE, "scales": WIDE}
 STREAMED_E4M3 = [
     (streamed.streamed_linear, BY_ROW, {**RING, "FOLD": True, "ROWS": 1}),
@@ -313,7 +319,7 @@ PAGED = [
 ]
 """For devices with a copy engine, too."""
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantized"}
-LATE |= {"expert_gates"}
+LATE |= {"expert_gates", "tall_silu_mul"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
 READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized", "linear_planes", "streamed_planes"}
@@ -335,6 +341,7 @@ SOME |= {
     "expert_outputs",
     "add_rms_norm_quantize",
     "expert_quantized",
+    "tall_silu_mul",
 }
 
 
@@ -367,6 +374,15 @@ def main() -> None:
             ends = {"x": descriptor(8, 128), "w": descriptor(16, 128)}
             made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             check_order_of_both(kernel.__name__, made.asm["ptx"])
+            check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
+            print(kernel.__name__, flush=True)
+        for kernel, types, constants in TALL:
+            if some and constants["GROUPS"] == 1:
+                print(f"({kernel.__name__})")
+                continue
+            ends = {"x": descriptor(constants["BLOCK_M"], 64), "w": descriptor(16, 64)}
+            made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
+            check_order_of_groups(kernel.__name__, made.asm["ptx"], constants["GROUPS"])
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             print(kernel.__name__, flush=True)
         for kernel, types, constants in () if some else STREAMED_E4M3:
@@ -468,6 +484,19 @@ def check_order_beside_a_weight(name: str, ptx: str) -> None:
     weight = behind[behind.rindex("st.global") :]
     assert "cp.async.bulk.tensor" in weight, f"{name}: nobody brings the weight"
     assert "ld.global" not in weight, f"{name}: the warp that brings reads"
+    check_arrivals(name, ptx)
+
+
+def check_order_of_groups(name: str, ptx: str, groups: int) -> None:
+    """The same of a kernel whose groups of warps each wait, and one warp beside that brings tokens; another the weight."""
+    order = re.findall("griddepcontrol.(wait|launch_dependents)", ptx)
+    assert order == ["wait"] * groups + ["wait", "launch_dependents"], f"{name}: waits and lets the next one start as {order}"
+    before, *each, tokens = ptx.split("griddepcontrol.wait")
+    assert not {access for access in ("st.global", "cp.async.bulk.tensor") if access in before}, f"{name}: before the wait"
+    assert all("st.global" in own for own in each), f"{name}: a group writes nothing"
+    assert "cp.async.bulk.tensor" in tokens, f"{name}: nobody brings tokens"
+    assert "st.global" not in tokens, f"{name}: a warp that brings writes"
+    assert "ld.global" not in ptx, f"{name}: reads otherwise"
     check_arrivals(name, ptx)
 
 

@@ -26,10 +26,10 @@ from kernels.test_derive import products, shards
 from outrider.model.shapes import SHAPES
 from outrider_triton.derive import choose, shared_bytes
 from outrider_triton.derive_attention import Heads, attention_bytes, cut, reads_early, ring_bytes
-from outrider_triton.jit import attention, attention_ring, fused, matmul, planes, planes_ring, quantized, streamed
+from outrider_triton.jit import attention, attention_ring, fused, matmul, planes, planes_ring, quantized, streamed, tall
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized_ops import plan
-from outrider_triton.table import BUCKETS, STREAMED
+from outrider_triton.table import BUCKETS, STREAMED, TALL
 from outrider_tune.quantized import RandomFormat, random_quantized
 
 OF = {"sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "L4", "sm_90": "H100", "sm_100": "B200", "sm_120": "RTX 5090"}
@@ -67,6 +67,11 @@ def chosen(facts, shapes):
 
 def product(facts, operator, config, even, k, half, target):
     pdl = facts.pdl
+    if config.descriptor == TALL:
+        ends = {"x": descriptor(config.block_m, config.block_k), "w": descriptor(config.block_n, config.block_k)}
+        own = {"STEPS": k // config.block_k, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
+        own |= {"DEEP": config.ahead, "GROUPS": config.warps // 4, "bias": None, "HAS_BIAS": False, "PDL": pdl}
+        return compiled(GluonASTSource, tall.tall_silu_mul, ends, own, target, aligned=("n", "out"))
     if config.descriptor == STREAMED:
         fold = operator in ("linear", "linear_add", "linear_add_scaled") or (operator == "linear_parts" and config.split == 1)
         span = config.split * config.block_k * (2 if fold else 1)
@@ -213,7 +218,7 @@ def few(facts, found):
             ring = " ring" if key[1][5] else ""
             kind, size = f"attention {key[2]}{ring}", bytes_of_attention(facts, beside, key[1])
         else:
-            kind = "ring" if key[1].descriptor == STREAMED else "product"
+            kind = {STREAMED: "ring", TALL: "tall"}.get(key[1].descriptor, "product")
             size = shared_bytes(facts, key[0], key[1])
         if kind != "attention 4" and (kind not in kinds or size > kinds[kind][0]):
             kinds[kind] = size, key

@@ -25,7 +25,7 @@ from outrider_triton.derive import OPERATORS, choose, estimate, rank, shared_byt
 from outrider_triton.derive_attention import Heads, attention_bytes, cut, programs
 from outrider_triton.facts import DeviceFacts, facts_of
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import BUCKETS, STREAMED, AttentionConfig, MatmulConfig
+from outrider_triton.table import BUCKETS, STREAMED, TALL, AttentionConfig, MatmulConfig
 
 MODELS = sorted(set(SHAPES) - {"tiny"})
 
@@ -64,6 +64,12 @@ def check(facts, operator, config, n, k, m, half):
     assert config.block_m >= m or config.descriptor != STREAMED, "a ring reads its weight once"
     if operator not in ("linear_parts",):
         assert config.split == 1
+    if config.descriptor == TALL:
+        assert facts.rings
+        assert operator == "linear_silu_mul"
+        assert (k % config.block_k, n // 2 % config.block_n, config.each % config.block_n) == (0, 0, 0)
+        assert min(config.stages, config.ahead) > 1
+        return
     if config.descriptor != STREAMED:
         assert config.block_m in (16, 32, 64, 128)
         if operator == "linear_rope":
@@ -168,7 +174,9 @@ def test_the_table_and_the_rule_choose_the_same_kind():
         assert made.descriptor == STREAMED
         assert -(-4096 // made.each) // (1 if made.split == 1 else 2) * made.split in range(100, 265)
     assert choose(facts, "linear", m=128, n=6144, k=4096) is None
-    assert rank(facts, "linear_silu_mul", m=128, n=28672, k=4096)[0].as_list()[:3] == [128, 128, 64]
+    assert choose(facts, "linear_silu_mul", m=128, n=28672, k=4096) == MatmulConfig(128, 16, 64, 1, 8, 4, 5, TALL, 112)
+    # 132 programs of 136 pairs: 8 of them in a tile of their own, as long as a full one.
+    assert choose(facts, "linear_silu_mul", m=128, n=34816, k=5120) is None
     assert choose(facts, "linear_add_scaled", m=8, n=4096, k=14336) is None
     small = choose(DEVICES["RTX 4090"], "linear_parts", m=8, n=4096, k=4096)
     assert small.descriptor == 0

@@ -16,7 +16,7 @@ from outrider.device import KernelSet, Product, RotaryArgs
 from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton.chain import Chain
 from outrider_triton.kernelset import TritonKernels, _cuts_heads
-from outrider_triton.table import STREAMED, MatmulConfig, load
+from outrider_triton.table import STREAMED, TALL, MatmulConfig, load
 
 REFERENCE = KernelSet()
 HALF = torch.bfloat16
@@ -30,6 +30,13 @@ CONFIGS = [
     [8, 8, 256, 1, 4, 3, 0, STREAMED, 56],
 ]
 TOKENS = [1, 4, 16, 37]
+# One group of warps and two; shares of a tile, of part of one, of several; rings whose depths divide nothing.
+TALLER = [
+    [128, 16, 64, 1, 8, 4, 5, TALL, 112],
+    [128, 64, 64, 1, 4, 8, 5, TALL, 64],
+    [64, 8, 64, 1, 8, 4, 10, TALL, 264],
+    [64, 16, 64, 1, 4, 3, 7, TALL, 144],
+]
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +120,15 @@ def test_gates(m, inner, config, with_norm, hopper, ops):
     close(made, wanted.cpu(), HALF)
 
 
+@pytest.mark.parametrize(("inner", "config"), [(n, c) for n in (64, 208, 3584) for c in TALLER if n % c[1] == 0], ids=str)
+@pytest.mark.parametrize("m", [1, 64, 65, 128, 200])
+def test_gates_of_many_tokens(m, inner, config, hopper, ops):
+    x, weight, bias = product(hopper, m, 2 * inner, 1024)
+    for each in (None, bias):
+        wanted = REFERENCE.linear_silu_mul(x.double(), weight.double(), None if each is None else each.double())
+        close(ops.linear_silu_mul.triton(x, weight, each, config, True), wanted.cpu(), HALF)
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize("with_norm", [False, True])
@@ -144,7 +160,7 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(m, config, with_norm
         close(one, two.cpu(), HALF)
 
 
-@pytest.mark.parametrize(("batch", "width"), [(1, 4), (16, 1), (8, 4), (16, 4)])
+@pytest.mark.parametrize(("batch", "width"), [(1, 4), (16, 1), (8, 4), (16, 4), (32, 4)])
 def test_layers_one_after_another(batch, width, hopper):
     """Each kernel begins while the one before still runs and has its weights come then: what all make is the same without."""
     kernels = TritonKernels(DEVICES["H200"], table=load("NVIDIA H200"), everywhere=True)
@@ -183,6 +199,27 @@ def test_boxes_that_straddle_halves_are_refused(ops):
     x, weight = torch.zeros(4, 1024, dtype=HALF), torch.zeros(2 * 72, 1024, dtype=HALF)
     with pytest.raises(RuntimeError, match="divide 72"):
         ops.linear_silu_mul.triton(x, weight, None, CONFIGS[2], True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stages": 1},
+        {"ahead": 1},
+        {"block_k": 96},
+        {"each": 100},
+        {"block_n": 128},
+        {"block_n": 4},
+        {"warps": 16},
+        {"split": 2},
+    ],
+    ids=str,
+)
+def test_gates_that_cannot_be_cut_up_are_refused(change, ops):
+    fields = dict(zip(MatmulConfig.__dataclass_fields__, TALLER[0], strict=True))
+    x, weight = torch.zeros(80, 1024, dtype=HALF), torch.zeros(2 * 3584, 1024, dtype=HALF)
+    with pytest.raises(RuntimeError, match="cut up|isn't split"):
+        ops.linear_silu_mul.triton(x, weight, None, list({**fields, **change}.values()), True)
 
 
 def test_more_than_a_tile_is_refused_where_squares_are_left(ops):
