@@ -80,6 +80,8 @@ def test_the_bundled_model_serves_a_load_too(outrider):
         (("prefill", "--shape", "tiny", "--prompt-tokens", "99999999"), "--prompt-tokens 99999999 and the 8 tokens behind"),
         (("decode", "--shape", "tiny", "--new-tokens", "99999999"), "and --new-tokens 99999999 don't fit in the context of"),
         (("serve", "--shape", "tiny", "--new-tokens", "99999999"), "and --new-tokens 99999999 don't fit in the context of"),
+        (("overlap", "--shape", "tiny", "--new-tokens", "99999999"), "and --new-tokens 99999999 don't fit in the context of"),
+        (("overlap", "--prompt-tokens", "2048"), "don't fit in the context of the bundled model, which is 2048"),
     ],
 )
 def test_bad_input(outrider, arguments, message):

@@ -192,6 +192,7 @@ def test_buckets_say_how_many_requests():
         (GPU, torch.bfloat16, "bfloat16", "the checkpoint's"),
         (GPU, torch.float32, "float32", "the checkpoint's"),
         (GPU, None, "float32", "names no dtype"),
+        (GPU, torch.float8_e4m3fn, "float32", "the checkpoint is in float8_e4m3fn, in which nothing is computed"),
         (NPU, torch.float16, "float16", "the checkpoint's"),
         (
             NPU,

@@ -119,10 +119,11 @@ def test_what_cannot_be_written(tmp_path, plain, capfd, monkeypatch):
     assert "up_proj.weight' has values that aren't finite" in error(
         "--model", tmp_path / "tied", "--format", "fp8", "--out", out
     )
-    used = type("Usage", (), {"free": 100})
-    with monkeypatch.context() as patched:
-        patched.setattr("shutil.disk_usage", lambda path: used)
-        assert "no space left on the device" in error("--model", plain, "--format", "fp8", "--out", out)
+    for total, said in ((1000, "no space left on the device"), (0, "holds no files of others")):  # 0: as /proc has
+        used = type("Usage", (), {"free": min(total, 100), "total": total})
+        with monkeypatch.context() as patched:
+            patched.setattr("shutil.disk_usage", lambda path, used=used: used)
+            assert said in error("--model", plain, "--format", "fp8", "--out", out)
     assert quantize(capfd, "--model", plain, "--format", "fp8", "--out", out)[0] == 0
     assert "is quantised already" in error("--model", out, "--format", "int8", "--out", tmp_path / "again")
     assert sorted(os.listdir(tmp_path)) == ["q", "tied"]  # nothing is left of what failed

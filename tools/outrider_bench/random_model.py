@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend
     from outrider.engine.config import Choice, EngineConfig
     from outrider.engine.engine import Engine
-    from outrider.model import LanguageModel, ModelRanks
+    from outrider.model import LanguageModel, ModelConfig, ModelRanks
     from outrider.model.tuning import Prepared
     from outrider.speculative.proposer import Proposer
 
@@ -33,6 +33,15 @@ def check_acceptance(accept_length: float | None, shape: str | None) -> None:
     """Raise :class:`ConfigError` where synthetic acceptance is asked of a real model."""
     if accept_length is not None and shape is None:
         raise ConfigError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
+
+
+def check_lengths(config: ModelConfig, of: str, *, prompt_tokens: int, new_tokens: int) -> None:
+    """Raise :class:`ConfigError` where a request is longer than the context of the model of ``config``, which is ``of``."""
+    if prompt_tokens + new_tokens > config.max_context:
+        raise ConfigError(
+            f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} don't fit in the context of {of}, which is "
+            f"{config.max_context}; ask for fewer"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

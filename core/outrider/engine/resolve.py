@@ -87,7 +87,12 @@ def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> 
     """The dtype in which a checkpoint in ``checkpoint`` is loaded; None: it names none."""
     own = checkpoint if checkpoint in _NAMES else torch.float32
     assert own is not None
-    says = f"the checkpoint is in {_NAMES[own]}" if checkpoint in _NAMES else "the checkpoint names no dtype"
+    if checkpoint is None:
+        says = "the checkpoint names no dtype"
+    elif checkpoint in _NAMES:
+        says = f"the checkpoint is in {_NAMES[own]}"
+    else:
+        says = f"the checkpoint is in {str(checkpoint).removeprefix('torch.')}, in which nothing is computed"
     preferred = tuple(dtype for dtype in capabilities.preferred_dtypes if dtype in _NAMES)
     if own in preferred or (not preferred and own in capabilities.dtypes):
         return Choice("dtype", _NAMES[own], "the checkpoint's" if checkpoint in _NAMES else says)

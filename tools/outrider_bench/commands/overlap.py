@@ -20,13 +20,13 @@ from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.decoding import prompts_for
-from outrider_bench.random_model import RandomModel, check_acceptance
+from outrider_bench.random_model import RandomModel, check_acceptance, check_lengths
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Fence
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
-    from outrider.model import Decoder, EagleHead
+    from outrider.model import Decoder, EagleHead, ModelConfig
     from outrider.registry import BackendSpec
     from outrider.speculative.proposer import Proposer
 
@@ -97,6 +97,8 @@ def overlap(
     if speculate != "eagle":
         raise ConfigError(f"--speculate is {speculate!r}; the columns that speculate draft with eagle")
     check_acceptance(accept_length, shape)
+    model = _config_of(shape)
+    check_lengths(model, shape or "the bundled model", prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     device = registry.create(spec)
@@ -108,6 +110,7 @@ def overlap(
         graphs=graphs is not False,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
+        context=min(model.max_context, max(512, prompt_tokens + new_tokens + 2 * (draft_tokens + 1))),
         dtype=dtype,
         random=None
         if shape is None
@@ -141,6 +144,13 @@ def overlap(
     return Report(data=data, render=lambda console: _render(console, data, rows))
 
 
+def _config_of(shape: str | None) -> ModelConfig:
+    from outrider.model import ModelConfig
+    from outrider.model.shapes import shape_config
+
+    return ModelConfig.from_checkpoint(bundled("target")) if shape is None else shape_config(shape)
+
+
 @dataclass(kw_only=True, slots=True)
 class _Work:
     """What every column does. Random weights are made once; on a simulated device, once for each column."""
@@ -151,6 +161,7 @@ class _Work:
     graphs: bool
     prompt_tokens: int
     new_tokens: int
+    context: int
     dtype: str
     random: RandomModel | None
     _shared: tuple[Decoder, EagleHead] | None = None
@@ -172,7 +183,7 @@ class _Work:
 
         config = EngineConfig(
             max_requests=self.batch,
-            max_context=max(512, self.prompt_tokens + self.new_tokens + 2 * (self.draft_tokens + 1)),
+            max_context=self.context,
             draft_tokens=self.draft_tokens,
             dtype=self.dtype,
             overlap=True,

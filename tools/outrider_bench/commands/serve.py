@@ -25,6 +25,7 @@ from outrider_bench.child import ChildFailed, run_child
 from outrider_bench.commands.decode import sizes_of
 from outrider_bench.http_load import HttpLoad, ServerFailed, Streamed, streamed_of, summary
 from outrider_bench.load_generators import run_vllm_bench
+from outrider_bench.random_model import check_lengths
 
 if TYPE_CHECKING:
     from outrider_bench.served import Setup
@@ -121,12 +122,8 @@ def serve(
     from outrider.model.shapes import shape_config
     from outrider_bench.served import Setup
 
-    room = shape_config(shape).max_context
-    if prompt_tokens + new_tokens > room:
-        raise ConfigError(
-            f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} don't fit in the context of {shape}, which is "
-            f"{room}; ask for fewer"
-        )
+    config = shape_config(shape)
+    check_lengths(config, shape, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     setup = Setup(
         shape=shape,
         speculate=speculate,
@@ -135,7 +132,7 @@ def serve(
         dtype=dtype,
         backend=backend,
         max_requests=max(sizes),
-        max_context=min(prompt_tokens + new_tokens + 2 * (draft_tokens + 1), room),
+        max_context=min(prompt_tokens + new_tokens + 2 * (draft_tokens + 1), config.max_context),
     )
     if logs is not None:
         check_directory("--logs", logs)

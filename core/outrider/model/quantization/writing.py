@@ -219,7 +219,10 @@ def _check_room(files: CheckpointFiles, keys: list[str], out: Path, format: str)
             else size // (2 if format == "int4" else 1)
         )
     parent = next(each for each in (out.parent.absolute(), *out.parent.absolute().parents) if each.exists())
-    free = shutil.disk_usage(parent).free
+    there = shutil.disk_usage(parent)
+    if not there.total:  # of the system's own, such as /proc
+        raise OSError(errno.EROFS, f"{parent} holds no files of others", str(out))
+    free = there.free
     if free < needed:
         raise OSError(errno.ENOSPC, f"needs {needed} bytes, and {free} are free", str(out))
 
