@@ -86,10 +86,9 @@ class TunedStore:
             return True
         if not _cuts(config):
             return False
-        # A ring brings whole tiles alone.
-        ring = config.descriptor in (STREAMED, TALL)
-        whole = not ring or row["k"] % (config.split * config.block_k * fold(operator, config)) == 0
-        return whole and shared_bytes(self._facts, operator, config) <= self._facts.shared_bytes
+        if config.descriptor in (STREAMED, TALL) and not _brings(operator, config, n=row["n"], k=row["k"]):
+            return False
+        return shared_bytes(self._facts, operator, config) <= self._facts.shared_bytes
 
     def write(self, rows: Sequence[Row]) -> None:
         """Keep choices; each replaces the one of the same name. Raises OSError where the directory can't be written."""
@@ -138,6 +137,18 @@ def _cuts(config: MatmulConfig) -> bool:
         and config.descriptor in (0, 1, STREAMED, TALL)
         and config.each >= int(ring)
     )
+
+
+def _brings(operator: str, config: MatmulConfig, *, n: int, k: int) -> bool:
+    """Whether a ring brings such a weight: whole boxes and whole tiles alone."""
+    box, gated = config.block_n, operator in ("linear_silu_mul", "scaled_silu_mul")
+    able = (k % (config.split * config.block_k * fold(operator, config)), config.each % box) == (0, 0)
+    able = able and config.stages > 1 and config.block_m <= MOST and (not gated or n // 2 % box == 0)
+    if config.descriptor == TALL:
+        return (
+            able and operator == "linear_silu_mul" and config.warps in (4, 8) and config.split == 1 and box in (8, 16, 32, 64)
+        )
+    return able and config.warps == 4 and box in (8, 16, 32)
 
 
 def _asks_ahead(config: MatmulConfig) -> bool:

@@ -20,6 +20,7 @@ from kernels.devices import DEVICES
 from outrider.device import CapabilityError, ConfigError, KernelSet, WrappedKernels
 from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton import tuner
+from outrider_triton.derive import OPERATORS, rank
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import MatmulConfig, layer_of
 from outrider_triton.tuned_store import TunedStore, merged
@@ -196,10 +197,11 @@ def test_a_bad_file_is_a_miss(text, tmp_path):
 
 
 RING = {**ROW, "n": 4096, "k": 4096, "config": [8, 32, 128, 1, 4, 6, 0, 2, 32]}
+TALLER = {**ROW, "operator": "linear_silu_mul", "n": 28672, "k": 4096, "m": 128, "config": [128, 16, 64, 1, 8, 4, 5, 3, 112]}
 ATTENTION = {"groups": 8, "max_kv": 640, "head_size": 128, "group": 4, "config": [64, 4, 4, 2, False]}
 
 
-@pytest.mark.parametrize("row", [FINE, RING, ATTENTION], ids=["product", "ring", "attention"])
+@pytest.mark.parametrize("row", [FINE, RING, TALLER, ATTENTION], ids=["product", "ring", "tall", "attention"])
 @pytest.mark.parametrize("wrong", [0, -1, 3, 1.0, 1 << 20, None, "8", True])
 def test_a_damaged_cut_is_a_miss_and_not_a_launch_that_fails(row, wrong, tmp_path):
     store = TunedStore(tmp_path, FACTS)
@@ -211,6 +213,42 @@ def test_a_damaged_cut_is_a_miss_and_not_a_launch_that_fails(row, wrong, tmp_pat
         store.write([{**row, "config": config}])
         fewer = row is ATTENTION and place == 3 and wrong == 3  # so many stages are as good as others
         assert store.read() == ([{**row, "config": config}] if fewer else [])
+
+
+@pytest.mark.parametrize(
+    ("row", "place", "wrong"),
+    [
+        *((RING, place, wrong) for place, wrong in ((1, 64), (4, 8), (5, 1), (8, 20))),
+        *((TALLER, place, wrong) for place, wrong in ((0, 256), (1, 4), (1, 128), (3, 2), (4, 16), (5, 1), (6, 1), (6, 256))),
+        *((TALLER, 8, each) for each in (0, 100)),
+    ],
+)
+def test_a_ring_that_a_launch_would_refuse_is_a_miss(row, place, wrong, tmp_path):
+    store = TunedStore(tmp_path, FACTS)
+    config = list(row["config"])
+    config[place] = wrong
+    store.write([{**row, "config": config}])
+    assert store.read() == []
+
+
+@pytest.mark.parametrize("device", ["H100", "H20", "A100"])
+def test_what_is_derived_can_be_kept(device, tmp_path):
+    store = TunedStore(tmp_path, DEVICES[device])
+    for operator, n, k, m in (
+        (operator, n, k, m)
+        for operator in OPERATORS
+        for n, k in ((28672, 4096), (9728, 896), (4096, 14336), (1000, 64))
+        for m in (1, 32, 64, 128)
+    ):
+        for config in rank(DEVICES[device], operator, m=m, n=n, k=k, half=64):
+            row = {**ROW, "operator": operator, "n": n, "k": k, "m": m, "config": config.as_list()}
+            assert store._fits(row), row
+
+
+def test_tall_tiles_are_of_gates_whose_boxes_divide_them(tmp_path):
+    store = TunedStore(tmp_path, FACTS)
+    store.write([{**TALLER, "operator": "scaled_silu_mul"}, {**TALLER, "operator": "linear"}, {**TALLER, "n": 28672 + 16}])
+    assert store.read() == []
 
 
 def test_a_ring_brings_whole_tiles_and_attention_is_measured_with_programs(tmp_path):
