@@ -30,15 +30,20 @@ def _rounded(quotient, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _scale_of(most, FORMAT: tl.constexpr):
+    """What numbers are divided by whose largest magnitude is ``most``; 1 for none but zeros."""
+    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else _INT8_LARGEST
+    return tl.where(most / largest > 0, most / largest, 1.0)
+
+
+@triton.jit
 def _quantize_row(value, row, out, scales, size, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """A row as :func:`quantize_rows` leaves it, with a scale for each GROUP numbers (0: one). Behind ``size`` it's 0."""
     WIDTH: tl.constexpr = GROUP if GROUP else BLOCK
     COUNT: tl.constexpr = BLOCK // WIDTH
-    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else _INT8_LARGEST
     value = tl.reshape(value, [COUNT, WIDTH])
     magnitude = tl.abs(value)
-    scale = tl.max(magnitude, axis=1) / largest
-    scale = tl.where(scale > 0, scale, 1.0)
+    scale = _scale_of(tl.max(magnitude, axis=1), FORMAT)
     wrong = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=1)
     divided = _rounded(value / scale[:, None], FORMAT)
     lane = tl.arange(0, COUNT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -73,14 +78,12 @@ def quantize_rows(
     column = part * group + lane
     inside = (lane < group) & (column < k)
     value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else _INT8_LARGEST
     if GIVEN:
         scale = tl.load(given)
         wrong = tl.max((value != value).to(tl.int32), axis=0)
     else:
         magnitude = tl.abs(value)
-        scale = tl.max(magnitude, axis=0) / largest
-        scale = tl.where(scale > 0, scale, 1.0)
+        scale = _scale_of(tl.max(magnitude, axis=0), FORMAT)
         wrong = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=0)
     divided = _rounded(value / scale, FORMAT)
     scale = tl.where(wrong > 0, float("nan"), scale)
@@ -114,8 +117,7 @@ def quantize_by_maxima(
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     share = tl.arange(0, SHARES)
     found = tl.max(tl.load(maxima + share * tl.num_programs(0) + row, mask=share < shares, other=0.0), axis=0)
-    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else _INT8_LARGEST
-    scale = tl.where(found > 0, found / largest, 1.0)
+    scale = _scale_of(found, FORMAT)
     tl.store(out + place, _rounded(value / scale, FORMAT).to(out.dtype.element_ty), mask=inside)
     if part == 0:
         tl.store(scales + row, tl.where(found < float("inf"), scale, float("nan")))
