@@ -12,7 +12,7 @@ from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import fused
 from outrider_triton.launch import launch, power_of_two
-from outrider_triton.ops import flat_product
+from outrider_triton.ops import expect_blocks, flat_product
 from outrider_triton.planes_ops import digits_of
 from outrider_triton.table import STREAMED, MatmulConfig
 
@@ -40,6 +40,7 @@ def _add(
     if descriptor == STREAMED:
         streamed.add(flat, weight, bias, residual, norm, (scaled, squares), MatmulConfig(*config), pdl)
         return scaled, squares
+    expect_blocks(config)
     launch(
         fused.linear_add,
         (shares, triton.cdiv(m, block_m)),
@@ -92,6 +93,7 @@ def _scaled_silu_mul(
     if descriptor == STREAMED:
         streamed.silu_mul(flat, squares, weight, bias, out, eps, MatmulConfig(*config), pdl)
         return out
+    expect_blocks(config)
     launch(
         fused.scaled_silu_mul,
         (triton.cdiv(n, each or block_n), triton.cdiv(m, block_m)),
@@ -149,6 +151,7 @@ def _linear_rope_write_cache(
         rotary = cos, sin, k_cache, v_cache, slots
         streamed.rope_write_cache(flat, squares, weight, bias, eps, rotary, q, MatmulConfig(*config), pdl)
         return q
+    expect_blocks(config)
     expect(2 * each <= block_n, lambda: f"{each} pairs of rows don't fit into a block of {block_n}")
     shares = 1 if squares is None else squares.shape[0]
     launch(

@@ -282,12 +282,21 @@ def flat_product(x: Tensor, weight: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
+def expect_blocks(config: list[int]) -> None:
+    """Raise unless each program's share of a weight is within its block, and no ring is meant: else rows are left out."""
+    expect(
+        config[8] <= config[1] and config[7] in (0, 1),
+        lambda: f"a product can't be cut up as {config}: expected no more rows of a program than a block has, and no ring",
+    )
+
+
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: list[int], pdl: bool) -> None:
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
     flat = flat_product(x, weight)
     if descriptor == STREAMED:
         streamed.multiply(flat, weight, bias, out, MatmulConfig(*config), pdl)
         return
+    expect_blocks(config)
     (m, k), n = flat.shape, weight.shape[0]
     each = each or block_n
     grid = triton.cdiv(n, each), split, triton.cdiv(m, block_m)
@@ -352,6 +361,7 @@ def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: lis
     if descriptor == TALL:
         streamed.silu_mul_tall(flat, weight, bias, out, MatmulConfig(*config), pdl)
         return out
+    expect_blocks(config)
     each = each or block_n
     grid = triton.cdiv(n, each), triton.cdiv(m, block_m)
     launch(

@@ -108,7 +108,7 @@ def silu_mul_tall(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, c
     launch(
         tall.tall_silu_mul,
         (-(-n // config.each), -(-m // config.block_m)),
-        *(descriptor(x, config.block_m, config.block_k), descriptor(weight, box, config.block_k)),
+        *(_of_tokens(x, config.block_m, config.block_k), descriptor(weight, box, config.block_k)),
         *(bias, out, m, n, config.each),
         HAS_BIAS=bias is not None,
         GROUPS=groups,
@@ -257,6 +257,14 @@ def descriptor(rows: Tensor, count: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, [count, columns], getattr(made, "value", made))  # a constexpr in some releases
 
 
+def _of_tokens(x: Tensor, count: int, columns: int) -> TensorDescriptor:
+    """:func:`descriptor` of tokens: of a copy where rows don't lie apart or don't begin at multiples of 16 bytes, which the
+    copy engine wants.
+    """
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(0) >= x.shape[1]
+    return descriptor(x if aligned else x.clone(memory_format=torch.contiguous_format), count, columns)
+
+
 def _launch(
     kernel: Any,
     x: Tensor,
@@ -281,7 +289,7 @@ def _launch(
     launch(
         kernel,
         (-(-pairs // config.each), config.split, -(-m // config.block_m)),
-        *(descriptor(x, config.block_m, config.block_k), descriptor(weight, box, config.block_k), *own),
+        *(_of_tokens(x, config.block_m, config.block_k), descriptor(weight, box, config.block_k), *own),
         **flags,
         STEPS=k // span,
         BLOCK_M=config.block_m,

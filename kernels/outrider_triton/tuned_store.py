@@ -26,7 +26,9 @@ from outrider_triton.table import ANY, STREAMED, TALL, AttentionConfig, MatmulCo
 
 _WARPS = (1, 2, 4, 8, 16, 32)
 _AHEAD = 256  # columns of a weight that are asked for at once
+_COLUMNS = 64  # of a ring's tile: fewer than 128 bytes of a row come in no piece that the matrix unit reads
 _MOST = 64  # splits, and stages
+_ATTENTION_WARPS, _ATTENTION_STAGES = (1, 2, 4, 8), 4  # without a ring: more have never been tried
 _FEWEST, _WIDEST = 16, 1024  # of a block: the matrix unit takes no fewer, and none has ever been larger
 
 Row = Mapping[str, Any]
@@ -76,7 +78,8 @@ class TunedStore:
         table = parse(_data("", [row]))
         if "operator" not in row:
             (found,) = table.attention
-            return min(found.groups, found.max_kv) > 0 and (found.config is None or _cuts_attention(found.config))
+            able = found.config is None or _cuts_attention(found.config, rings=self._facts.rings)
+            return min(found.groups, found.max_kv) > 0 and able
         ((entries,),) = (found.values() for found in table.entries.values())
         (entry,), operator = entries, row["operator"]
         if not 0 < entry.m <= MOST or operator not in OPERATORS:
@@ -86,9 +89,11 @@ class TunedStore:
             return True
         if not _cuts(config):
             return False
-        if config.descriptor in (STREAMED, TALL) and not _brings(operator, config, n=row["n"], k=row["k"]):
-            return False
-        return shared_bytes(self._facts, operator, config) <= self._facts.shared_bytes
+        if config.descriptor in (STREAMED, TALL):
+            whole = self._facts.rings and _brings(operator, config, n=row["n"], k=row["k"])
+        else:  # a program has no more rows than a block: the others would be nobody's
+            whole = config.each * (2 if operator == "linear_rope" else 1) <= config.block_n
+        return whole and shared_bytes(self._facts, operator, config) <= self._facts.shared_bytes
 
     def write(self, rows: Sequence[Row]) -> None:
         """Keep choices; each replaces the one of the same name. Raises OSError where the directory can't be written."""
@@ -143,7 +148,8 @@ def _brings(operator: str, config: MatmulConfig, *, n: int, k: int) -> bool:
     """Whether a ring brings such a weight: whole boxes and whole tiles alone."""
     box, gated = config.block_n, operator in ("linear_silu_mul", "scaled_silu_mul")
     able = (k % (config.split * config.block_k * fold(operator, config)), config.each % box) == (0, 0)
-    able = able and config.stages > 1 and config.block_m <= MOST and (not gated or n // 2 % box == 0)
+    able = able and config.stages > 1 and 8 <= config.block_m <= MOST and config.block_k >= _COLUMNS
+    able = able and config.each <= n and (not gated or n // 2 % box == 0)
     if config.descriptor == TALL:
         return (
             able and operator == "linear_silu_mul" and config.warps in (4, 8) and config.split == 1 and box in (8, 16, 32, 64)
@@ -158,17 +164,19 @@ def _asks_ahead(config: MatmulConfig) -> bool:
     return config.ahead >= 0 and config.ahead % _AHEAD == 0
 
 
-def _cuts_attention(config: AttentionConfig) -> bool:
-    """The same of attention's."""
-    return (
+def _cuts_attention(config: AttentionConfig, *, rings: bool) -> bool:
+    """The same of attention's. What a launch makes of ``block_kv`` and of a ring's stages fits the device in any case."""
+    able = (
         all(type(value) is int for value in (config.block_kv, config.split, config.warps, config.stages))
+        and type(config.ring) is bool
         and _divides(config.block_kv)
-        and _FEWEST <= config.block_kv <= _WIDEST
         and _divides(config.split)
         and config.split <= _MOST
-        and config.warps in _WARPS
-        and 0 < config.stages <= _MOST
     )
+    if config.ring:
+        return able and rings and config.block_kv in (64, 128) and config.warps == 4 and 0 < config.stages <= _MOST
+    few = config.warps in _ATTENTION_WARPS and 0 < config.stages <= _ATTENTION_STAGES
+    return able and few and _FEWEST <= config.block_kv <= _WIDEST
 
 
 def _divides(size: int) -> bool:

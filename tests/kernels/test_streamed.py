@@ -14,6 +14,7 @@ from kernels.devices import DEVICES
 from kernels.test_numerics import close
 from outrider.device import KernelSet, Product, RotaryArgs
 from outrider.model.shapes import decoder_shape, shape_config
+from outrider_triton import streamed
 from outrider_triton.chain import Chain
 from outrider_triton.kernelset import TritonKernels, _cuts_heads
 from outrider_triton.table import STREAMED, TALL, MatmulConfig, load
@@ -220,6 +221,31 @@ def test_gates_that_cannot_be_cut_up_are_refused(change, ops):
     x, weight = torch.zeros(80, 1024, dtype=HALF), torch.zeros(2 * 3584, 1024, dtype=HALF)
     with pytest.raises(RuntimeError, match="cut up|isn't split"):
         ops.linear_silu_mul.triton(x, weight, None, list({**fields, **change}.values()), True)
+
+
+ROWS = torch.arange(80 * 1032, dtype=torch.float32).to(HALF)
+
+
+@pytest.mark.parametrize(
+    ("x", "copied"),
+    [
+        (ROWS[: 80 * 1024].view(80, 1024), False),
+        (ROWS.view(80, 1032)[:, :1024], False),
+        (ROWS.view(80, 1032)[:, 4:1028], True),  # begins within 16 bytes
+        (ROWS[: 79 * 1028 + 1024].as_strided((80, 1024), (1028, 1)), True),  # the second row does
+        (ROWS[:1024].expand(80, 1024), True),
+    ],
+    ids=["whole", "apart", "begins within", "lies within", "one row"],
+)
+@pytest.mark.parametrize("config", [TALLER[0], CONFIGS[1]], ids=str)
+def test_tokens_that_the_copy_engine_cannot_bring_are_copied(config, x, copied, ops, monkeypatch):
+    seen = []
+    monkeypatch.setattr(streamed, "launch", lambda kernel, grid, tokens, *rest, **named: seen.append(tokens))
+    ops.linear_silu_mul.triton(x, torch.zeros(2 * 3584, 1024, dtype=HALF), None, config, True)
+    (tokens,) = seen
+    assert torch.equal(tokens.base, x)
+    assert (tokens.base.data_ptr() != x.data_ptr()) is copied
+    assert (tokens.base.data_ptr() % 16, tokens.strides[0] * 2 % 16, tokens.strides[0] >= 1024) == (0, 0, True)
 
 
 def test_more_than_a_tile_is_refused_where_squares_are_left(ops):

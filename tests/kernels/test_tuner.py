@@ -22,7 +22,7 @@ from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton import tuner
 from outrider_triton.derive import OPERATORS, rank
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import MatmulConfig, layer_of
+from outrider_triton.table import TALL, MatmulConfig, layer_of
 from outrider_triton.tuned_store import TunedStore, merged
 
 FACTS = replace(DEVICES["H200"], name="made up")
@@ -243,6 +243,48 @@ def test_what_is_derived_can_be_kept(device, tmp_path):
         for config in rank(DEVICES[device], operator, m=m, n=n, k=k, half=64):
             row = {**ROW, "operator": operator, "n": n, "k": k, "m": m, "config": config.as_list()}
             assert store._fits(row), row
+
+
+@pytest.mark.parametrize(
+    ("row", "device"),
+    [
+        ({**FINE, "config": [16, 64, 128, 1, 4, 3, 0, 0, 72]}, "H200"),  # more rows than a block has: the rest is nobody's
+        ({**FINE, "operator": "linear_rope", "config": [16, 64, 128, 1, 4, 3, 0, 0, 40]}, "H200"),  # pairs of them
+        ({**TALLER, "config": [4, 16, 64, 1, 8, 4, 5, 3, 112]}, "H200"),
+        ({**TALLER, "config": [128, 16, 8, 1, 8, 4, 5, 3, 112]}, "H200"),
+        ({**TALLER, "config": [128, 16, 64, 1, 8, 4, 5, 3, 16 << 40]}, "H200"),
+        ({**TALLER, "config": [128, 16, 64, 1, 4, 3, 4, 3, 112]}, "A100"),
+        ({**RING, "config": [8, 32, 128, 1, 4, 3, 0, 2, 32]}, "A100"),
+        ({**ATTENTION, "config": [64, 4, 4, 3, True]}, "A100"),
+        *(({**ATTENTION, "config": [block, 4, 4, 3, True]}, "H200") for block in (16, 32, 256, 1024)),
+        ({**ATTENTION, "config": [64, 4, 8, 3, True]}, "H200"),
+        ({**ATTENTION, "config": [64, 4, 4, 3, 2]}, "H200"),
+        ({**ATTENTION, "config": [64, 4, 4, 64, False]}, "H200"),
+        ({**ATTENTION, "config": [64, 4, 32, 2, False]}, "H200"),
+    ],
+    ids=str,
+)
+def test_what_no_kernel_takes_is_a_miss(row, device, tmp_path):
+    store = TunedStore(tmp_path, DEVICES[device])
+    store.write([row])
+    assert store.read() == []
+
+
+@pytest.mark.parametrize("config", [[16, 32, 64, 1, 4, 3, 0, 0, 64], [16, 32, 64, 1, 4, 3, 0, TALL, 32]], ids=str)
+def test_a_product_of_more_rows_than_a_block_is_refused(config):
+    x, weight = torch.zeros(4, 256, dtype=torch.float16), torch.zeros(256, 256, dtype=torch.float16)
+    ops, residual = torch.ops.outrider, torch.zeros(4, 256, dtype=torch.float16)
+    calls = [
+        lambda: ops.linear.triton(x, weight, None, config, False),
+        lambda: ops.linear_parts.triton(x, weight, config, False),
+        lambda: ops.linear_add.triton(x, weight, None, residual, config, False),
+        lambda: ops.scaled_silu_mul.triton(x, torch.ones(1, 4), weight, None, 1e-5, config, False),
+    ]
+    if config[7] != TALL:
+        calls.append(lambda: ops.linear_silu_mul.triton(x, weight, None, config, False))
+    for call in calls:
+        with pytest.raises(RuntimeError, match="than a block has, and no ring"):
+            call()
 
 
 def test_tall_tiles_are_of_gates_whose_boxes_divide_them(tmp_path):
