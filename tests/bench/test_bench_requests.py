@@ -103,6 +103,25 @@ def test_a_prompt_may_be_as_long_as_the_models_context_lets_it(outrider, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("named", "dtype", "why"),
+    [
+        ("float32", "float32", "the config's"),
+        ("float64", "float64", "the config's"),
+        ("int8", "bfloat16", "the published checkpoint's"),
+        (None, "bfloat16", "the published checkpoint's"),
+    ],
+)
+def test_a_config_says_the_dtype_of_its_shape(named, dtype, why, outrider, tmp_path):
+    config = checkpoint_config(shape_config("tiny"), dtype="float32") | {"dtype": named, "torch_dtype": named}
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    given = ("--backend", "cpu", "--shape", str(tmp_path / "config.json"), "--prompt-tokens", "8", "--repeat", "1")
+    result = outrider("bench", "prefill", *given, "--json")
+    assert result.code == 0, result.err
+    (found,) = [each for each in result.json["chosen"] if each["name"] == "dtype"]
+    assert (found["value"], found["why"]) == (dtype, why)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("prefill", "--prompt-tokens", "64,64,128", "--repeat", "1", "--kv-memory", "0.005"),

@@ -321,6 +321,24 @@ def test_a_signal_that_a_destructor_drops_is_raised_again(outrider, command, num
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_torch_imports_numpy_is_not_lost(number, code):
+    """torch's compiled part imports it, and drops what is raised meanwhile."""
+    text = f"""
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy.matrixlib":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), {int(number)})
+sys.meta_path.insert(0, Finder())
+from outrider.cli.main import main
+sys.exit(main(["generate", "--prompt", "x", "--max-tokens", "1", "--backend", "cpu"]))
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stdout) == (code, "")
+
+
 def test_sigint_in_a_text_that_is_executed_is_an_exit_code(tmp_path):
     code = """
 import os, signal, sys

@@ -204,3 +204,20 @@ def test_schemas_hold(dtype):
     check(operators.bias_logits.default, arguments, test_utils=utils)
     check(operators.apply_token_bitmask.default, (logits, torch.full((2, 3, 1), 5, dtype=torch.int32)), test_utils=utils)
     check(operators.logprobs.default, (logits, tokens, 3), test_utils=utils)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_equally_likely_tokens_come_by_their_ids_however_many_are_asked_for(dtype):
+    """What a neighbour asks for decides how many are computed: the others' lists mustn't change by it."""
+    logits = (torch.randn(3, 2, 301, generator=torch.Generator().manual_seed(0)) * 2).to(torch.bfloat16).to(dtype)
+    logits[0, 0] = 1.0  # all alike
+    logits[1, 1, 7:] = -torch.inf  # fewer than are asked for
+    tokens = torch.zeros(3, 2, dtype=torch.int64)
+    order = torch.sort(KERNELS.logprobs(logits, tokens, 301)[1], stable=True).values
+    assert torch.equal(order, torch.arange(301).expand(3, 2, 301))  # each once
+    expected = torch.sort(logits, dim=-1, descending=True, stable=True).indices
+    for count in (0, 1, 2, 5, 20, 300, 301):
+        values, ids = KERNELS.logprobs(logits, tokens, count)
+        assert torch.equal(ids, expected[..., :count])
+        wide = logits.to(torch.promote_types(dtype, torch.float32))
+        assert torch.equal(values[..., 1:], torch.log_softmax(wide, -1).gather(2, ids).to(torch.float32))

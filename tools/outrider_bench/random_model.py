@@ -200,12 +200,15 @@ class RandomModel:
         say_what_started(engine)
         return engine
 
-    @staticmethod
-    def dtype(device: Backend) -> Choice:
-        """The dtype of the weights where none is named: that in which such models are published."""
+    def dtype(self, device: Backend) -> Choice:
+        """The dtype of the weights where none is asked for: the config's, or that in which such models are published."""
         import torch
 
         from outrider.engine.resolve import choose_dtype
+        from outrider.model.shapes import shape_dtype
 
-        chosen = choose_dtype(device.capabilities, torch.bfloat16)
-        return replace(chosen, why=chosen.why.replace("the checkpoint", "the published checkpoint"))
+        own = shape_dtype(self.shape)
+        chosen = choose_dtype(device.capabilities, own or torch.bfloat16)
+        return replace(
+            chosen, why=chosen.why.replace("the checkpoint", "the published checkpoint" if own is None else "the config")
+        )

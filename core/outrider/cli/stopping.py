@@ -108,8 +108,17 @@ class Stop:
             self._hook(found)
 
     def _raise(self) -> None:
-        if not self.done:
-            raise Stopped("terminated" if self.signal == signal.SIGTERM else "interrupted")
+        if self.done:
+            return
+        if _is_being_imported("torch"):  # its compiled part imports numpy, and drops what is raised there
+            _after(_AGAIN_S, self._raise)
+            return
+        raise Stopped("terminated" if self.signal == signal.SIGTERM else "interrupted")
+
+
+def _is_being_imported(name: str) -> bool:
+    """Whether an import of the module has begun and not ended."""
+    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
 
 
 def _watch(stop: Stop, numbers: Collection[int]) -> None:

@@ -84,15 +84,15 @@ def _family(raw: Mapping[str, Any]) -> str:
     )
 
 
-def checkpoint_dtype(directory: Path) -> torch.dtype | None:
-    """The dtype that ``config.json`` names for the checkpoint's tensors; None where it names none, or none that we know."""
-    raw = read_json(directory / "config.json")
+def checkpoint_dtype(directory: Path, name: str = "config.json") -> torch.dtype | None:
+    """The dtype that the config names for the checkpoint's tensors; None where it names none, or none that we know."""
+    raw = read_json(directory / name)
     text = raw.get("text_config")
     for part in (raw, text if isinstance(text, dict) else {}):
         for key in ("dtype", "torch_dtype"):
-            name = part.get(key)
-            if isinstance(name, str):
-                return _DTYPES.get(name.removeprefix("torch."))
+            found = part.get(key)
+            if isinstance(found, str):
+                return _DTYPES.get(found.removeprefix("torch."))
     return None
 
 

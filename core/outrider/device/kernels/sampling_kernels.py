@@ -140,6 +140,7 @@ class SamplingKernels:
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Log-softmax of ``logits`` [B, N, V]: float32 [B, N, 1+count], that of ``tokens`` int64 [B, N] (where it is
-        negative, anything), then of the ``count`` likeliest tokens, in order; and their ids, int64 [B, N, count].
+        negative, anything), then of the ``count`` likeliest tokens, in order, of equals the lower id first; and their ids,
+        int64 [B, N, count].
         """
         return torch.ops.outrider.logprobs(logits, tokens, count)  # type: ignore[no-any-return]

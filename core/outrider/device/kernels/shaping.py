@@ -90,5 +90,20 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor
     """Log-probabilities of ``tokens`` and of the ``count`` likeliest tokens, and the latter's ids."""
     logs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     chosen = logs.gather(2, tokens.clamp(min=0).unsqueeze(2))
-    best, ids = torch.topk(logs, count, dim=-1)
-    return torch.cat((chosen, best), dim=2).to(torch.float32), ids
+    ids = _likeliest(logs, count)
+    return torch.cat((chosen, logs.gather(2, ids)), dim=2).to(torch.float32), ids
+
+
+def _likeliest(logs: Tensor, count: int) -> Tensor:
+    """Ids of the ``count`` largest of each row, of equals the lower first: others in a batch may decide ``count``, and it
+    changes nobody's list.
+    """
+    if not count:
+        return torch.topk(logs, count, dim=-1).indices
+    vocabulary = logs.shape[-1]
+    least = torch.topk(logs, count, dim=-1).values[..., -1:]
+    # Who is among them, by keys that no two have alike: above the least, then equal to it, the lower id first.
+    places = torch.arange(vocabulary, 0, -1, dtype=torch.float32, device=logs.device)
+    keys = torch.where(logs > least, places + vocabulary, torch.where(logs == least, places, 0.0))
+    found = torch.topk(keys, count, dim=-1).indices
+    return found.gather(2, torch.sort(logs.gather(2, found), dim=-1, descending=True, stable=True).indices)
