@@ -9,6 +9,7 @@ from huggingface_hub import constants
 
 from outrider.errors import CheckpointError
 from outrider.model import ModelConfig, Tokenizer, find_checkpoint, has_tokenizer, load_decoder
+from outrider.model.files import open_checkpoint
 from outrider_proof.checkpoints import write_checkpoint
 
 COMMIT = "0" * 40
@@ -122,6 +123,11 @@ def test_tensor_files_by_other_names_are_named(checkpoint, tmp_path, backend, na
         shutil.copy(checkpoint / "model.safetensors", tmp_path / name)
     with pytest.raises(CheckpointError, match=f"no tensor files; expected .*{told}"):
         load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+
+
+def test_a_directory_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(CheckpointError, match="missing: no such directory; expected a checkpoint directory as Hugging Face"):
+        open_checkpoint(tmp_path / "missing")
 
 
 def test_a_file_is_no_directory(checkpoint):
