@@ -478,6 +478,16 @@ def test_a_config_beside_the_config(tmp_path, backend, plain):
         ours(tmp_path, backend)
 
 
+def test_a_mode_may_be_given_by_its_name(tmp_path, plain, backend):
+    write_compressed(plain.directory, tmp_path, "int4-g128")
+    for mode in QuantizedMode:
+        by_name, meant = (ours(tmp_path, backend, given)[0] for given in (str(mode.value), mode))
+        assert quantized_products(by_name.weights) == quantized_products(meant.weights)
+    for directory in (tmp_path, plain.directory):
+        with pytest.raises(ConfigError, match="quantized is 'no', expected one of kernels"):
+            ours(directory, backend, "no")
+
+
 class Without(CpuBackend):
     capabilities = Capabilities(host_writes_memory=True, quantized_formats=frozenset({"fp8"}))
 
