@@ -16,8 +16,21 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.reading import describe, present
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?")
-_READ = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model")
+_READ = (
+    "*.json",
+    "*.jinja",
+    "*.safetensors",
+    "tokenizer.model",
+    "spiece.model",
+    "*.tiktoken",
+    "tiktoken.model",
+    "merges.txt",
+    "vocab.txt",
+)
 _OLDER = ("pytorch_model*.bin",)
+_TENSORS = ("*.safetensors", *_OLDER)
+_COPIES = ("consolidated*", "*/*.safetensors", "*/*.bin")
+"""Tensor files that are never read: Mistral's own, and those of subfolders."""
 
 _ORIGINAL = "take the repository that has config.json and model.safetensors, as Hugging Face writes them"
 _CONVERT = "load it with the library that wrote it and save it with transformers' save_pretrained"
@@ -68,11 +81,18 @@ def _snapshot(given: str) -> Path:
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     name, _, revision = given.partition("@")
+
+    wanted = list(_READ)
+
+    def fetch(allowed: list[str]) -> Path:
+        ignored = list(_COPIES)
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=allowed, ignore_patterns=ignored))
+
     end = "; expected a directory that is there, or a repository of the Hugging Face Hub"
     try:
-        found = Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_READ)))
+        found = fetch(wanted)
         if not any(found.glob("*.safetensors")):
-            found = Path(snapshot_download(name, revision=revision or None, allow_patterns=[*_READ, *_OLDER]))
+            found = fetch([*wanted, *_OLDER])
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"{given}: there's no such directory, the Hub's cache doesn't hold it, and the Hub can't be reached{end}"
@@ -86,7 +106,19 @@ def _snapshot(given: str) -> Path:
     except Exception as error:  # its network stack raises many kinds
         raise CheckpointError(f"{given}: the Hub's snapshot can't be had: {describe(error)}{end}") from error
     refuse_other_formats(found)
+    if not any(any(found.glob(pattern)) for pattern in _TENSORS):
+        _refuse_names(Path(given), _listed(name, revision))  # weights of other formats haven't come
     return found
+
+
+def _listed(name: str, revision: str) -> list[str]:
+    """The files of a repository of the Hub; none where that can't be asked."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        return sorted(list_repo_files(name, revision=revision or None))
+    except Exception:  # its network stack raises many kinds; reading the snapshot says what is missing
+        return []
 
 
 def refuse_other_formats(directory: Path, file: str | None = None) -> None:
@@ -104,10 +136,14 @@ def refuse_other_formats(directory: Path, file: str | None = None) -> None:
         names = [file] if file is not None else sorted(path.name for path in directory.iterdir())
     except OSError:
         return  # reading it says what is wrong
-    ours = ("*.safetensors", "pytorch_model*.bin") if file is None else ()
+    ours = _TENSORS if file is None else ()
     lower = [name.lower() for name in names]
     if any(fnmatchcase(name, pattern) and not name.startswith("consolidated") for name in lower for pattern in ours):
         return
+    _refuse_names(directory, names)
+
+
+def _refuse_names(directory: Path, names: list[str]) -> None:
     for pattern, (kind, instead) in _OTHERS.items():
         for name in names:
             if fnmatchcase(name.lower(), pattern):
