@@ -28,6 +28,7 @@ _READ = (
     "vocab.txt",
 )
 _OLDER = ("pytorch_model*.bin",)
+_CODE = ("*.py",)
 _TENSORS = ("*.safetensors", *_OLDER)
 _COPIES = ("consolidated*", "*/*.safetensors", "*/*.bin")
 """Tensor files that are never read: Mistral's own, and those of subfolders."""
@@ -56,10 +57,12 @@ _OTHERS: Mapping[str, tuple[str, str]] = MappingProxyType(
 _ADAPTER = "adapter_config.json"
 
 
-def find_checkpoint(given: str | Path) -> Path:
+def find_checkpoint(given: str | Path, *, code: bool = False) -> Path:
     """The directory of a checkpoint: ``given`` itself where it's there, else the Hub's snapshot of ``owner/name[@revision]``.
 
     A snapshot comes out of the Hub's cache, and what that lacks is fetched; without a network the cache alone serves.
+    ``code``: with the Python code that a repository brings, which is never run here.
+
     Raises :class:`CheckpointError` for a name that is neither, for a file in place of a directory, for other formats, and
     where the Hub has no such repository or can't be reached.
     """
@@ -73,16 +76,15 @@ def find_checkpoint(given: str | Path) -> Path:
     name = str(given)
     if not _NAME.fullmatch(name):
         return path  # reading it says what is missing
-    return _snapshot(name)
+    return _snapshot(name, code)
 
 
-def _snapshot(given: str) -> Path:
+def _snapshot(given: str, code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     name, _, revision = given.partition("@")
-
-    wanted = list(_READ)
+    wanted = [*_READ, *(_CODE if code else ())]
 
     def fetch(allowed: list[str]) -> Path:
         ignored = list(_COPIES)
