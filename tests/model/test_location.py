@@ -124,6 +124,13 @@ def test_a_vocabulary_and_merges_of_the_hub_are_a_tokenizer(repository):
     assert found.encode("def", special_tokens=False) == [257]
 
 
+def test_merges_come_only_where_they_are_needed(repository):
+    """A cache without them serves without a network where there's a tokenizer.json."""
+    for name in ("tokenizer.json", "merges.txt", "pytorch_model.bin"):
+        (repository / name).write_text("{}")
+    assert {path.name for path in find_checkpoint("owner/online").iterdir()} == {"tokenizer.json", "pytorch_model.bin"}
+
+
 @pytest.mark.parametrize(
     ("file", "says"), [each for each in FORMATS if each[0] != "adapter_config.json"] + [("Q4/a.gguf", "GGUF weights")]
 )

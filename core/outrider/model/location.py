@@ -16,17 +16,9 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.reading import describe, present
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?")
-_READ = (
-    "*.json",
-    "*.jinja",
-    "*.safetensors",
-    "tokenizer.model",
-    "spiece.model",
-    "*.tiktoken",
-    "tiktoken.model",
-    "merges.txt",
-    "vocab.txt",
-)
+_READ = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model")
+_WORDS = ("merges.txt", "vocab.txt", "spiece.model")
+"""What a tokenizer is made of besides, where there's no tokenizer.json."""
 _OLDER = ("pytorch_model*.bin",)
 _CODE = ("*.py",)
 _TENSORS = ("*.safetensors", *_OLDER)
@@ -93,8 +85,11 @@ def _snapshot(given: str, code: bool) -> Path:
     end = "; expected a directory that is there, or a repository of the Hugging Face Hub"
     try:
         found = fetch(wanted)
-        if not any(found.glob("*.safetensors")):
-            found = fetch([*wanted, *_OLDER])
+        # No more than is needed: without a network, all that is asked for must be in the cache.
+        older = () if any(found.glob("*.safetensors")) else _OLDER
+        words = () if present(found / "tokenizer.json") else _WORDS
+        if older or words:
+            found = fetch([*wanted, *older, *words])
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"{given}: there's no such directory, the Hub's cache doesn't hold it, and the Hub can't be reached{end}"
