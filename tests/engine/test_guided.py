@@ -226,6 +226,17 @@ def test_other_options_come_behind_the_mask(one, cpu):
     assert text == "bar"
 
 
+def test_a_special_token_is_refused_without_a_word_and_an_end_is_taken(cpu, capfd):
+    made = Grammars(cpu.tokenizer, vocabulary=cpu.tokenizer.vocab_size + 3, ends=(0,))
+    params, (letter,) = SamplingParams(guide=Regex("a*")), cpu.tokenizer.encode("a", special_tokens=False)
+    state = made.guidance(params, frozenset())
+    for token in (1, cpu.tokenizer.vocab_size + 2):  # the other special one, and one that the tokenizer doesn't know
+        assert "isn't allowed by the guide" in state.take(token)
+    assert [state.take(token) for token in (letter, 0)] == [None, None]
+    assert made.guidance(params, frozenset((1,))).take(1) is None  # a stop token of the request
+    assert capfd.readouterr() == ("", "")
+
+
 def test_log_probabilities_are_the_models_own(one, cpu):
     ((free, _),) = one(None, max_tokens=1, logprobs=3)
     ((guided, _),) = one(Choice(["zebra"]), max_tokens=1, logprobs=3)

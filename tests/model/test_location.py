@@ -6,9 +6,11 @@ import shutil
 import pytest
 import torch
 from huggingface_hub import constants
+from tokenizers.pre_tokenizers import ByteLevel
 
 from outrider.errors import CheckpointError
 from outrider.model import ModelConfig, Tokenizer, find_checkpoint, has_tokenizer, load_decoder
+from outrider.model.files import open_checkpoint
 from outrider_proof.checkpoints import write_checkpoint
 
 COMMIT = "0" * 40
@@ -98,6 +100,56 @@ def test_other_formats_are_refused_by_name(checkpoint, tmp_path, file, says, con
         find_checkpoint(tmp_path / file)
 
 
+def test_what_is_read_comes_from_the_hub_and_no_copy_of_it(repository):
+    read = [
+        *("config.json", "model.safetensors", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja"),
+        "additional_chat_templates/tools.jinja",
+    ]
+    copies = ["consolidated.safetensors", "original/model.safetensors", "onnx/weights.bin", "pytorch_model.bin", "code.py"]
+    for name in (*read, *copies):
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).write_text("{}")
+    found = find_checkpoint("owner/online")
+    assert sorted(path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()) == sorted(read)
+
+
+def test_a_vocabulary_and_merges_of_the_hub_are_a_tokenizer(repository):
+    alphabet = sorted(ByteLevel.alphabet())
+    (repository / "vocab.json").write_text(json.dumps({each: index for index, each in enumerate([*alphabet, "de", "def"])}))
+    (repository / "merges.txt").write_text("#version: 0.2\nd e\nde f\n")
+    (repository / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (repository / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    (repository / "model.safetensors").write_text("")
+    found = Tokenizer.from_checkpoint(find_checkpoint("owner/online"))
+    assert found.encode("def", special_tokens=False) == [257]
+
+
+def test_merges_come_only_where_they_are_needed(repository):
+    """A cache without them serves without a network where there's a tokenizer.json."""
+    for name in ("tokenizer.json", "merges.txt", "pytorch_model.bin"):
+        (repository / name).write_text("{}")
+    assert {path.name for path in find_checkpoint("owner/online").iterdir()} == {"tokenizer.json", "pytorch_model.bin"}
+
+
+@pytest.mark.parametrize(
+    ("file", "says"), [each for each in FORMATS if each[0] != "adapter_config.json"] + [("Q4/a.gguf", "GGUF weights")]
+)
+def test_other_formats_are_refused_by_name_without_their_weights(repository, tmp_path, file, says):
+    (repository / file).parent.mkdir(exist_ok=True)
+    (repository / file).write_text("")
+    (repository / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"^owner/online/{file}: is {says}"):
+        find_checkpoint("owner/online")
+    assert [path.name for path in (tmp_path / "snapshot").rglob("*")] == ["config.json"]
+
+
+def test_without_the_network_no_list_of_files_is_needed(hub, checkpoint, tmp_path):
+    (tmp_path / "source").mkdir()
+    shutil.copy(checkpoint / "config.json", tmp_path / "source")
+    snapshot = keep(hub, "owner/tiny", tmp_path / "source")
+    assert find_checkpoint("owner/tiny") == snapshot
+
+
 @pytest.mark.parametrize("option", ["--model", "--draft"])
 def test_the_command_line_refuses_them_by_name(outrider, tmp_path, option):
     """An adapter comes without config.json, and what is read first is that file."""
@@ -122,6 +174,11 @@ def test_tensor_files_by_other_names_are_named(checkpoint, tmp_path, backend, na
         shutil.copy(checkpoint / "model.safetensors", tmp_path / name)
     with pytest.raises(CheckpointError, match=f"no tensor files; expected .*{told}"):
         load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+
+
+def test_a_directory_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(CheckpointError, match="missing: no such directory; expected a checkpoint directory as Hugging Face"):
+        open_checkpoint(tmp_path / "missing")
 
 
 def test_a_file_is_no_directory(checkpoint):

@@ -478,6 +478,13 @@ def test_a_config_beside_the_config(tmp_path, backend, plain):
         ours(tmp_path, backend)
 
 
+def test_a_mode_may_be_given_by_its_name(tmp_path, plain, backend):
+    write_compressed(plain.directory, tmp_path, "int4-g128")
+    for mode in QuantizedMode:
+        by_name, meant = (ours(tmp_path, backend, given)[0] for given in (str(mode.value), mode))
+        assert quantized_products(by_name.weights) == quantized_products(meant.weights)
+
+
 class Without(CpuBackend):
     capabilities = Capabilities(host_writes_memory=True, quantized_formats=frozenset({"fp8"}))
 
@@ -490,4 +497,4 @@ def test_a_backend_that_lacks_a_format(tmp_path, plain):
     for mode in (QuantizedMode.REFERENCE, DEQUANTIZE):
         assert (ours(tmp_path, Without(), mode)[1] - logits_of(plain, state)).abs().max() < TOLERANCE
     with pytest.raises(ConfigError, match="quantized is 'no', expected one of kernels, reference, dequantize"):
-        QuantizedMode.of("no")
+        ours(tmp_path, Without(), "no")

@@ -115,6 +115,13 @@ def test_a_plugin_may_add_a_name(checkpoints):
     assert isinstance(made, PlainProposer)
 
 
+def test_suffix_decoding_drafts_as_many_tokens_as_the_heads_behind_it(checkpoints):
+    made = build("suffix+mtp", options(checkpoints, directory=checkpoints / "mtp", draft_tokens=4))
+    assert (made.name, made.depth, [part.depth for part in made.parts]) == ("suffix+mtp", 2, [2, 2])
+    with pytest.raises(ConfigError, match="'none' drafts nothing"):
+        build("suffix+mine", options(checkpoints), builders={"mine": lambda _: PlainProposer()})
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "match"),
     [

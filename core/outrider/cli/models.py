@@ -246,7 +246,7 @@ class Speculation:
 
         return cls(
             kind=kind or ("none" if draft is None else "eagle"),
-            model=bundled("target") if model is None else find_checkpoint(model),
+            model=bundled("target") if model is None else find_checkpoint(model, code=trust_remote_code),
             draft=None if draft is None else find_checkpoint(draft),
             draft_tokens=draft_tokens,
             draft_topk=draft_topk,

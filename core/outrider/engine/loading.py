@@ -65,7 +65,7 @@ def load_checkpoint(
     ranks: Ranks | None = None,
 ) -> Loaded:
     """See :meth:`outrider.engine.engine.Engine.from_checkpoint`."""
-    directory = find_checkpoint(directory)
+    directory = find_checkpoint(directory, code=trust_remote_code)
     draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)
     builders = dict(builders or {})
     builders |= plugin_builders(speculate, given=builders)  # before anything is loaded: it raises for an unknown name

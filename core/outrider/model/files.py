@@ -24,7 +24,7 @@ from torch import Tensor
 from outrider.errors import CheckpointError, shown
 from outrider.model.bulk import Extent
 from outrider.model.cuts import Cut
-from outrider.model.reading import JSON_LIMIT, present, read_json, reading, regular_size
+from outrider.model.reading import EXPECTED, JSON_LIMIT, present, read_json, reading, regular_size
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _AGAIN = "if it's truncated or corrupt, fetch it again"
@@ -202,8 +202,8 @@ class CheckpointFiles:
 def open_checkpoint(directory: Path) -> CheckpointFiles:
     """Open the tensor files of ``directory``: an index if there is one, else the single file; safetensors first.
 
-    Raises :class:`CheckpointError` when there is none, when a file is truncated or corrupt, when a shard is missing, or
-    when the index and the files disagree.
+    Raises :class:`CheckpointError` when there is no such directory or no such file in it, when a file is truncated or
+    corrupt, when a shard is missing, or when the index and the files disagree.
     """
     for single in _SINGLE:
         index = directory / f"{single}.index.json"
@@ -213,6 +213,8 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
         if present(path):
             file = _open_file(path)
             return CheckpointFiles(path, MappingProxyType(dict.fromkeys(file.shapes, file)))
+    if not directory.exists():
+        raise CheckpointError(f"{directory}: no such directory; {EXPECTED}")
     raise CheckpointError(
         f"{directory}: no tensor files; expected {' or '.join(_SINGLE)}, or their index{_others(directory)}"
     )

@@ -17,7 +17,13 @@ from outrider.model.reading import describe, present
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?")
 _READ = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model")
+_WORDS = ("merges.txt", "vocab.txt", "spiece.model")
+"""What a tokenizer is made of besides, where there's no tokenizer.json."""
 _OLDER = ("pytorch_model*.bin",)
+_CODE = ("*.py",)
+_TENSORS = ("*.safetensors", *_OLDER)
+_COPIES = ("consolidated*", "*/*.safetensors", "*/*.bin")
+"""Tensor files that are never read: Mistral's own, and those of subfolders."""
 
 _ORIGINAL = "take the repository that has config.json and model.safetensors, as Hugging Face writes them"
 _CONVERT = "load it with the library that wrote it and save it with transformers' save_pretrained"
@@ -43,10 +49,12 @@ _OTHERS: Mapping[str, tuple[str, str]] = MappingProxyType(
 _ADAPTER = "adapter_config.json"
 
 
-def find_checkpoint(given: str | Path) -> Path:
+def find_checkpoint(given: str | Path, *, code: bool = False) -> Path:
     """The directory of a checkpoint: ``given`` itself where it's there, else the Hub's snapshot of ``owner/name[@revision]``.
 
     A snapshot comes out of the Hub's cache, and what that lacks is fetched; without a network the cache alone serves.
+    ``code``: with the Python code that a repository brings, which is never run here.
+
     Raises :class:`CheckpointError` for a name that is neither, for a file in place of a directory, for other formats, and
     where the Hub has no such repository or can't be reached.
     """
@@ -60,19 +68,28 @@ def find_checkpoint(given: str | Path) -> Path:
     name = str(given)
     if not _NAME.fullmatch(name):
         return path  # reading it says what is missing
-    return _snapshot(name)
+    return _snapshot(name, code)
 
 
-def _snapshot(given: str) -> Path:
+def _snapshot(given: str, code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     name, _, revision = given.partition("@")
+    wanted = [*_READ, *(_CODE if code else ())]
+
+    def fetch(allowed: list[str]) -> Path:
+        ignored = list(_COPIES)
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=allowed, ignore_patterns=ignored))
+
     end = "; expected a directory that is there, or a repository of the Hugging Face Hub"
     try:
-        found = Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_READ)))
-        if not any(found.glob("*.safetensors")):
-            found = Path(snapshot_download(name, revision=revision or None, allow_patterns=[*_READ, *_OLDER]))
+        found = fetch(wanted)
+        # No more than is needed: without a network, all that is asked for must be in the cache.
+        older = () if any(found.glob("*.safetensors")) else _OLDER
+        words = () if present(found / "tokenizer.json") else _WORDS
+        if older or words:
+            found = fetch([*wanted, *older, *words])
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"{given}: there's no such directory, the Hub's cache doesn't hold it, and the Hub can't be reached{end}"
@@ -86,7 +103,19 @@ def _snapshot(given: str) -> Path:
     except Exception as error:  # its network stack raises many kinds
         raise CheckpointError(f"{given}: the Hub's snapshot can't be had: {describe(error)}{end}") from error
     refuse_other_formats(found)
+    if not any(any(found.glob(pattern)) for pattern in _TENSORS):
+        _refuse_names(Path(given), _listed(name, revision))  # weights of other formats haven't come
     return found
+
+
+def _listed(name: str, revision: str) -> list[str]:
+    """The files of a repository of the Hub; none where that can't be asked."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        return sorted(list_repo_files(name, revision=revision or None))
+    except Exception:  # its network stack raises many kinds; reading the snapshot says what is missing
+        return []
 
 
 def refuse_other_formats(directory: Path, file: str | None = None) -> None:
@@ -104,10 +133,14 @@ def refuse_other_formats(directory: Path, file: str | None = None) -> None:
         names = [file] if file is not None else sorted(path.name for path in directory.iterdir())
     except OSError:
         return  # reading it says what is wrong
-    ours = ("*.safetensors", "pytorch_model*.bin") if file is None else ()
+    ours = _TENSORS if file is None else ()
     lower = [name.lower() for name in names]
     if any(fnmatchcase(name, pattern) and not name.startswith("consolidated") for name in lower for pattern in ours):
         return
+    _refuse_names(directory, names)
+
+
+def _refuse_names(directory: Path, names: list[str]) -> None:
     for pattern, (kind, instead) in _OTHERS.items():
         for name in names:
             if fnmatchcase(name.lower(), pattern):

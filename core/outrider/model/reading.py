@@ -18,6 +18,8 @@ from outrider.errors import CheckpointError, one_line
 
 JSON_LIMIT = 64 << 20
 """Bytes of a JSON file: an index of a hundred thousand tensors has nine million."""
+EXPECTED = "expected a checkpoint directory as Hugging Face writes it"
+"""What a message says where there's nothing."""
 _DEPTH = 64  # a config nests four deep
 
 
@@ -60,7 +62,7 @@ def regular_size(path: Path) -> int:
     except FileNotFoundError:
         if path.is_symlink():
             raise CheckpointError(f"{path}: is a link to a file that isn't there") from None
-        raise CheckpointError(f"{path}: no such file; expected a checkpoint directory as Hugging Face writes it") from None
+        raise CheckpointError(f"{path}: no such file; {EXPECTED}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: can't be read: {describe(error)}") from error
     if not stat.S_ISREG(found.st_mode):

@@ -178,7 +178,9 @@ def _combined(name: str, options: DraftOptions, known: Mapping[str, Builder]) ->
         behind = ", ".join(sorted(set(known) - DRAFTLESS))
         raise ConfigError(f"speculate is {name!r}; expected one of {behind} behind {FIRST!r}")
     _chain_only(options, name)
-    return CombinedProposer(SuffixProposer.of(options.target, options.draft_tokens), known[other](options))
+    made = known[other](options)
+    # It may draft fewer tokens than were asked for, as heads of multi-token prediction do; both draft as many.
+    return CombinedProposer(SuffixProposer.of(options.target, made.depth or options.draft_tokens), made)
 
 
 def _suffix(options: DraftOptions) -> Proposer:

@@ -60,6 +60,7 @@ class Grammars:
         self._compiler: Any = None
         self._compiler_lock = threading.Lock()  # making it takes longer than anything under the other lock
         self._special = frozenset() if tokenizer is None else tokenizer.special_tokens
+        self._textless: frozenset[int] = frozenset()  # known once there is a compiler
 
     def compile(self, guide: Guide) -> Any:
         """The compiled grammar of a guide, from the cache or made now; blocks until it's there.
@@ -97,7 +98,7 @@ class Grammars:
         compiled = self.compile(params.guide)
         # A stop token that is text is text to the grammar: the request ends at it all the same.
         ends = frozenset(self._ends) | (stops & self._special)
-        matcher = XgrammarMatcher(compiled, sorted(ends))
+        matcher = XgrammarMatcher(compiled, sorted(ends), self._textless)
         overlooked = frozenset(self._ends) if params.ignore_eos else frozenset()
         banned = frozenset(token for token, value in params.biases if value == float("-inf"))
         return Guidance(
@@ -145,7 +146,8 @@ class Grammars:
                 f"the compiled guide takes {made.memory_size_bytes} bytes, at most {CACHE_BYTES // 4} are allowed; make it "
                 "smaller"
             )
-        matcher, words = XgrammarMatcher(made, sorted(self._ends)), _no_token(self._vocabulary)
+        matcher = XgrammarMatcher(made, sorted(self._ends), self._textless)
+        words = _no_token(self._vocabulary)
         if not matcher.over:
             matcher.fill(words, 0)
             if not bool(words.any()):
@@ -162,6 +164,7 @@ class Grammars:
                 ends = [token for token in self._ends if token < self._vocabulary]
                 for token in ends:
                     texts[token] = b""
+                self._textless = frozenset(token for token, text in enumerate(texts) if not text)
                 info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=self._vocabulary, stop_token_ids=ends)
                 # Its own threads would take the engine's cores, and the cache is ours.
                 self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -169,9 +172,12 @@ class Grammars:
 
 
 class XgrammarMatcher:
-    """A matcher of xgrammar. Without ``ends`` it's over as soon as the text is complete."""
+    """A matcher of xgrammar. Without ``ends`` it's over as soon as the text is complete. ``textless``: tokens without text,
+    which no grammar allows unless they're ends.
+    """
 
-    def __init__(self, compiled: Any, ends: list[int]) -> None:
+    def __init__(self, compiled: Any, ends: list[int], textless: frozenset[int]) -> None:
+        self._never = textless.difference(ends)
         library = import_module("xgrammar")
         self._matcher = library.GrammarMatcher(
             compiled, override_stop_tokens=ends or None, terminate_without_stop_token=not ends
@@ -179,7 +185,9 @@ class XgrammarMatcher:
 
     def accept(self, token: int) -> bool:
         """Take a token, if it's allowed."""
-        return not self.over and bool(self._matcher.accept_token(token))
+        if self.over or token in self._never:  # the library would write a warning for the latter to standard error
+            return False
+        return bool(self._matcher.accept_token(token))
 
     def rollback(self, count: int) -> None:
         """Undo tokens."""

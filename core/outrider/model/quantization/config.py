@@ -35,12 +35,14 @@ _INSTEAD = "take the checkpoint in another of these formats, or the plain one (o
 
 
 def read_quantization(
-    directory: Path, name: str = "config.json", *, mode: QuantizedMode = QuantizedMode.KERNELS
+    directory: Path, name: str = "config.json", *, mode: str = QuantizedMode.KERNELS
 ) -> Quantization | None:
     """What ``name`` in ``directory`` says of quantised weights; None where it says nothing.
 
-    Raises :class:`CheckpointError` for a method or a scheme that isn't supported; the error names it.
+    Raises :class:`CheckpointError` for a method or a scheme that isn't supported; the error names it. Raises
+    :class:`ConfigError` for a mode that there isn't.
     """
+    mode = QuantizedMode.of(mode)  # a caller may have its name alone, which is none of those that it's compared with
     path, given = _given(directory, name)
     if given is None:
         return None
