@@ -21,6 +21,7 @@ from outrider.cli.models import launched
 from outrider.cli.report import JsonOption, Report
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.stopping import Stop
+from outrider.cli.streams import note
 from outrider.errors import RequestError
 
 if TYPE_CHECKING:
@@ -242,5 +243,4 @@ def _write(text: str) -> None:
 
 def _say(text: str) -> None:
     """To the person, beside what the model says."""
-    sys.stderr.write(f"outrider: {text}\n")
-    sys.stderr.flush()
+    note(f"outrider: {text}\n")
