@@ -62,6 +62,26 @@ def test_a_checkpoint_goes_where_nothing_else_lies(outrider, tmp_path):
         assert "written.json doesn't say which checkpoint lies beside it" in outrider(*arguments, "--shape", "tiny").err
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_half_a_checkpoint_is_removed(outrider, tmp_path, monkeypatch, there):
+    place = tmp_path / "new" / "checkpoint"
+    if there:
+        place.mkdir(parents=True)
+    written = []
+
+    def full(file, block, size):
+        written.append(file.write(block[:1]))
+        if len(written) > 20:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("outrider_bench.random_checkpoint._put", full)
+    result = outrider("bench", "startup", "--backend", "cpu", "--shape", "tiny", "--checkpoint", str(place))
+    assert result.code == 1
+    assert f"in {place} can't be read or written: No space left on device" in result.err
+    assert len(written) > 20
+    assert [*tmp_path.rglob("*")] == ([place.parent, place] if there else [])
+
+
 class Full(io.StringIO):
     """A stream to a full disk."""
 
