@@ -24,7 +24,7 @@ from rich.table import Table
 
 from outrider.cli.commands import commands
 from outrider.cli.lazy import group
-from outrider.cli.report import Interrupted, Report, Unsaid, exit_code, to_json
+from outrider.cli.report import Interrupted, Report, Unfinished, Unsaid, exit_code, to_json
 from outrider.cli.stopping import Stop
 from outrider.cli.streams import kept_for_json, note, prepare_streams, write, write_json
 from outrider.device.errors import OutriderError
@@ -156,6 +156,8 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
         case SystemExit():
             kind, code = "Exit", exit_code(error)
             message = f"the command ended itself with exit code {code}: {error.code}"
+        case Unfinished():
+            kind, message, code, data = error.kind, str(error), 1, dict(error.data)
         case OutriderError():
             kind, message, code = type(error).__name__, str(error), 1
         case NotImplementedError():
