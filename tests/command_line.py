@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -43,19 +44,22 @@ def outrider(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 def child() -> Callable[..., Outcome]:
     """Run in a child process; ``path`` are directories that come first in its import path."""
 
-    def run(*arguments: str, path: tuple[object, ...] = (), stdout: Any = subprocess.PIPE, **environment: str) -> Outcome:
+    def run(
+        *arguments: str, path: tuple[object, ...] = (), stdout: Any = PIPE, stderr: Any = PIPE, **environment: str
+    ) -> Outcome:
         before = os.environ.get("PYTHONPATH", "")
         search = os.pathsep.join([*map(str, path), *([before] if before else [])])
         result = subprocess.run(
             [sys.executable, "-m", "outrider.cli.main", *arguments],
             env={**os.environ, "PYTHONPATH": search, **environment},
             stdout=stdout,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             timeout=300,
             check=False,
         )
-        assert "Traceback" not in result.stderr, result.stderr
-        return Outcome(result.returncode, result.stdout or "", result.stderr)
+        outcome = Outcome(result.returncode, result.stdout or "", result.stderr or "")
+        assert "Traceback" not in outcome.err, outcome.err
+        return outcome
 
     return run

@@ -1,5 +1,6 @@
 """Benchmarks that run in processes of their own: start-up, other engines, sanitizers."""
 
+import io
 import os
 import sys
 from dataclasses import replace
@@ -59,6 +60,43 @@ def test_a_checkpoint_goes_where_nothing_else_lies(outrider, tmp_path):
     for text in ("", "{", "[]", '{"shape": "tiny"}', '{"shape": "tiny", "bytes": "many"}'):
         (tmp_path / "written.json").write_text(text)
         assert "written.json doesn't say which checkpoint lies beside it" in outrider(*arguments, "--shape", "tiny").err
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_half_a_checkpoint_is_removed(outrider, tmp_path, monkeypatch, there):
+    place = tmp_path / "new" / "checkpoint"
+    if there:
+        place.mkdir(parents=True)
+    written = []
+
+    def full(file, block, size):
+        written.append(file.write(block[:1]))
+        if len(written) > 20:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("outrider_bench.random_checkpoint._put", full)
+    result = outrider("bench", "startup", "--backend", "cpu", "--shape", "tiny", "--checkpoint", str(place))
+    assert result.code == 1
+    assert f"in {place} can't be read or written: No space left on device" in result.err
+    assert len(written) > 20
+    assert [*tmp_path.rglob("*")] == ([place.parent, place] if there else [])
+
+
+class Full(io.StringIO):
+    """A stream to a full disk."""
+
+    def write(self, _):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_standard_error_takes_no_start_with_it(outrider, monkeypatch):
+    found = {"stages": {"import": 1.0}, "total": 1.0, "compiled": {}, "captured": None, "compiled_while_serving": 0}
+    found |= {"device": "x:0", "dtype": "bfloat16", "chosen": []}
+    monkeypatch.setattr("outrider_bench.commands.startup.run_child", lambda *_, **__: dict(found))
+    monkeypatch.setattr(sys, "stderr", Full())
+    result = outrider("bench", "startup", "--backend", "cpu")
+    assert result.code == 0
+    assert "import" in result.out
 
 
 def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):

@@ -208,7 +208,34 @@ def test_a_conversation_longer_than_the_context_is_told(outrider, checkpoint, ty
     typed(b"a b c d e f g h i j k l m n o p\n" * 3)
     result = outrider("chat", "--model", checkpoint, "--max-context", "48", "--max-tokens", "4", *COMMON)
     assert result.code == 1
-    assert "begin a new one with /reset, or give --max-context" in result.err
+    assert "put a line with /reset before it, or give --max-context" in result.err
+
+
+def test_answers_stay_where_a_later_line_is_refused(outrider, checkpoint, typed):
+    typed(b"hi\nagain\n\xff\n")
+    result = outrider("chat", "--model", checkpoint, "--max-tokens", "4", "--json", *COMMON)
+    assert result.code == 1
+    assert result.json["error"]["type"] == "RequestError"
+    assert "isn't UTF-8" in result.json["error"]["message"]
+    assert [len(answer["token_ids"]) for answer in result.json["answers"]] == [4, 4]
+    assert [each["role"] for each in result.json["messages"]] == ["user", "assistant"] * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "code"), [(signal.SIGINT, "Interrupted", 130), (signal.SIGTERM, "Terminated", 143)]
+)
+def test_answers_stay_where_a_signal_ends_it(outrider, checkpoint, monkeypatch, number, kind, code):
+    class Lines(io.BytesIO):
+        def readline(self, size=-1):
+            if self.tell():
+                os.kill(os.getpid(), number)
+            return super().readline(size)
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Lines(b"hi\nagain\n"), encoding="utf-8"))
+    result = outrider("chat", "--model", checkpoint, "--max-tokens", "4", "--json", *COMMON)
+    assert result.code == code
+    assert result.json["error"]["type"] == kind
+    assert [len(answer["token_ids"]) for answer in result.json["answers"]] == [4]
 
 
 def test_quotes_that_nobody_closes(outrider, checkpoint, typed):

@@ -253,6 +253,14 @@ def test_full_disk_while_streaming(child, arguments):
     assert len(beside_choices(result.err)) == 1
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_standard_error_takes_no_text_with_it(child):
+    with open("/dev/full", "w") as full:
+        result = child("generate", "--prompt", PROMPT, "--max-tokens", "8", stderr=full, PYTHONUNBUFFERED="")
+    assert result.code == 0
+    assert "tokens/s" in result.out
+
+
 def interrupt(process: subprocess.Popen[str], path: Path, characters: int) -> str:
     """Ctrl-C once that much has been streamed; returns what it says on standard error."""
     deadline = time.monotonic() + 240

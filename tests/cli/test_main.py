@@ -143,6 +143,16 @@ def test_full_disk(child, arguments):
     assert result.err.count("\n") == 1
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["bogus"], 2), (["bogus", "--json"], 2)])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_standard_error_changes_no_exit_code(child, arguments, code, unbuffered):
+    with open("/dev/full", "w") as full:
+        result = child(*arguments, stderr=full, PYTHONUNBUFFERED=unbuffered)
+    assert result.code == code
+    assert result.out.count("\n") == (arguments != ["bogus"])
+
+
 @pytest.mark.parametrize("arguments", [["backends"], ["--version", "--json"]])
 def test_closed_pipe(child, arguments):
     read, write = os.pipe()

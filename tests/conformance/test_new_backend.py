@@ -137,14 +137,14 @@ def test_nothing_is_left_half_written(outrider, tmp_path, monkeypatch):
 
     def fails(path, *arguments, **options):
         if written:
-            raise OSError(28, "No space left on device", str(path))
+            raise OSError(28, "No space left on device")
         written.append(path)
         return write(path, *arguments, **options)
 
     monkeypatch.setattr(command.Path, "write_text", fails)
     result = outrider("new-backend", "acme", str(tmp_path / "deep" / "acme"))
     assert result.code == 1
-    assert "no space left" in result.err
+    assert f"writing {tmp_path / 'deep' / 'acme'} failed: no space left" in result.err
     assert written
     assert list(tmp_path.iterdir()) == []
 

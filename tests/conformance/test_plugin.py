@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from outrider_conformance.run import ConformanceError, check, conform, passed
+from outrider_conformance.run import ConformanceError, _post_mortem, check, conform, passed
 
 SICK = """
     import os
@@ -151,15 +151,45 @@ def test_a_skip_by_the_plugin_is_a_failure(sick):
     assert "may not be skipped" in reason
 
 
-def test_a_crash_is_told(sick):
+@pytest.mark.parametrize("code", [42, 128])
+def test_a_crash_is_told(sick, code):
     sick(
-        """
+        f"""
         def memory_info(self):
-            os._exit(42)
+            os._exit({code})
         """
     )
-    with pytest.raises(ConformanceError, match=r"exit code 42 while running test_l1_memory::test_memory_figures"):
+    with pytest.raises(ConformanceError, match=rf"exit code {code} while running test_l1_memory::test_memory_figures"):
         conform("sick", level="L1", extra=MEMORY_ALONE)
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", ".report.json."])
+def test_a_full_disk_is_told(sick, tmp_path, capfd, name):
+    sick(
+        f"""
+        def memory_info(self):
+            from pathlib import Path
+            honest = Path.open
+            def full(path, *arguments, **options):
+                if path.name.startswith({name!r}):
+                    raise OSError(28, "No space left on device")
+                return honest(path, *arguments, **options)
+            Path.open = full
+            return super().memory_info()
+        """
+    )
+    with pytest.raises(ConformanceError, match="can't be written: No space left on device; free some") as caught:
+        conform("sick", level="L1", report=tmp_path, extra=MEMORY_ALONE)
+    assert str(tmp_path) in str(caught.value)
+    said = "".join(capfd.readouterr())
+    assert f"writing {tmp_path / name.strip('.')}".rstrip(".") in said
+    assert "INTERNALERROR" not in said
+    assert "Traceback" not in said
+
+
+def test_a_journal_that_was_cut_off_still_names_the_test(tmp_path):
+    (tmp_path / "journal.jsonl").write_text('{"started": "test_l1_x::a"}\n{"fini')
+    assert "while running test_l1_x::a" in _post_mortem(tmp_path / "journal.jsonl", -9, "chip")
 
 
 def test_a_hang_is_told(sick):

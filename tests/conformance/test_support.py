@@ -39,6 +39,18 @@ def test_a_page_that_is_not_up_to_date_is_told(outrider, monkeypatch, tmp_path):
     assert "isn't what the records give" in result.out
 
 
+def test_a_page_on_a_full_disk_is_named(outrider, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+
+    def full(path, *_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    result = outrider("support", "--write", str(tmp_path / "support.md"))
+    assert result.code == 1
+    assert f"writing {tmp_path / 'support.md'} failed: no space left on the device" in result.err
+
+
 def cell(page, capability):
     (line,) = [line for line in page.splitlines() if line.startswith(f"| {capability} |")]
     return line.split("|")[2].strip()

@@ -43,3 +43,11 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         write_whole(tmp_path / "none" / "a.json", "")
     assert caught.value.filename == str(tmp_path / "none" / "a.json")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_whole(tmp_path / "full", "text")
+    assert caught.value.filename == str(tmp_path / "full")

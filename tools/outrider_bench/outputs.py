@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from outrider.cli.streams import note
 from outrider_sanitizer.files import write_whole
 
 
@@ -14,8 +14,7 @@ def write_output(option: str, path: Path, text: str) -> str | None:
         write_whole(path, text)
     except OSError as error:
         reason = f"{option} {path} wasn't written: {error.strerror or error}"
-        sys.stderr.write(f"{reason}\n")
-        sys.stderr.flush()
+        note(f"{reason}\n")
         return reason
     return None
 
@@ -28,7 +27,7 @@ def write_plot(path: Path, drawn: str | None, data: dict[str, object]) -> int:
         failed = write_output("--plot", path, drawn)
     else:
         failed = "--plot has nothing to draw: nothing was measured"
-        sys.stderr.write(f"{failed}\n")
+        note(f"{failed}\n")
     if failed is None:
         return 0
     data["plot_failed"] = failed

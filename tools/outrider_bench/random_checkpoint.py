@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import IO
 
 from outrider.device.errors import ConfigError
+from outrider.registry.interruptions import interruptions_held
 from outrider_bench.peers.work import checkpoint_config
 
 _SHARD = 4 << 30
@@ -57,10 +59,26 @@ def _kept(shape: str, root: Path) -> tuple[Written, bool]:
         return Written(root / "target", root / "draft", size), True
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise ConfigError(f"{root} holds something else than a checkpoint that was written whole; name an empty directory")
-    root.mkdir(parents=True, exist_ok=True)
-    written = write_checkpoint(shape, root)
-    mark.write_text(json.dumps({"shape": shape, "bytes": written.bytes}), encoding="utf-8")
+    made = [each for each in (root, *root.parents) if not each.exists()]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        written = write_checkpoint(shape, root)
+        mark.write_text(json.dumps({"shape": shape, "bytes": written.bytes}), encoding="utf-8")
+    except BaseException:
+        with interruptions_held():
+            _remove(root, made)
+        raise
     return written, False
+
+
+def _remove(root: Path, made: Sequence[Path]) -> None:
+    """Remove what there is of a checkpoint that wasn't written whole, and the directories made for it, inner ones first."""
+    for part in ("target", "draft"):
+        shutil.rmtree(root / part, ignore_errors=True)
+    with suppress(OSError):  # why it wasn't written is what people need to hear
+        (root / _MARK).unlink(missing_ok=True)
+        for each in made:
+            each.rmdir()
 
 
 def _marked(mark: Path) -> tuple[str, int]:

@@ -7,8 +7,9 @@ import json
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -16,6 +17,7 @@ from outrider_conformance.counting import merged
 from outrider_conformance.kit import Kit, host_facts
 from outrider_conformance.levels import LEVELS, parse_level
 from outrider_conformance.report import complete, levels_of
+from outrider_conformance.run import UNWRITTEN
 from outrider_conformance.verdict import VERDICT, Verdict
 
 CALLS = "kernel calls"
@@ -82,7 +84,10 @@ class Recorder:
         elif self._directory is not None and self._records:
             from outrider_conformance.publish import publish
 
-            publish(self.report(), self._directory)
+            try:
+                publish(self.report(), self._directory)
+            except OSError as error:
+                self._give_up(error, self._directory)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
@@ -142,5 +147,17 @@ class Recorder:
 
     def _note(self, entry: dict[str, Any]) -> None:
         if self._journal is not None:
-            with self._journal.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            try:
+                with self._journal.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(entry) + "\n")
+            except OSError as error:
+                self._give_up(error, self._journal)
+
+    def _give_up(self, error: OSError, path: Path) -> NoReturn:
+        """End the run, without a report: what can't be written now is no report later."""
+        if self._journal is not None:
+            with suppress(OSError):
+                self._journal.unlink(missing_ok=True)
+        self._directory = self._journal = None
+        said = f"writing {error.filename or path} failed: {error.strerror or error}"
+        pytest.exit(said, returncode=UNWRITTEN + (error.errno or 0))

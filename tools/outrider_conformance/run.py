@@ -22,6 +22,11 @@ _PYTEST = (
     "import pytest; sys.exit(pytest.main())"
 )
 
+UNWRITTEN = 100
+"""Where a file of the report can't be written, pytest ends with this plus the system's error number, and without a journal: a
+crash leaves one, whatever the exit code.
+"""
+
 
 class ConformanceError(OutriderError):
     """The suite couldn't be run, or a backend didn't pass it."""
@@ -88,11 +93,17 @@ def conform(
             code = child.wait()
         if code == 4:
             raise ConformanceError(f"pytest refused the run for backend {backend!r}; it said why above")
+        journal = directory / "journal.jsonl"
+        if code >= UNWRITTEN and not journal.exists():
+            raise ConformanceError(
+                f"the suite ended early, since its report in {directory} can't be written: {os.strerror(code - UNWRITTEN)}; "
+                "free some space, or name another directory"
+            )
         found = directory / "report.json"
         if not found.exists():
-            raise ConformanceError(_post_mortem(directory / "journal.jsonl", code, backend))
+            raise ConformanceError(_post_mortem(journal, code, backend))
         data: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
-        (directory / "journal.jsonl").unlink(missing_ok=True)
+        journal.unlink(missing_ok=True)
         return data
 
 
@@ -127,7 +138,10 @@ def _post_mortem(journal: Path, code: int, backend: str) -> str:
         return f"the suite didn't start for backend {backend!r} (pytest ended with {code})"
     running = ""
     for line in journal.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break  # the last line, cut off where the process ended
         running = entry.get("started", running)
         if "finished" in entry and entry["finished"]["id"] == running:
             running = ""

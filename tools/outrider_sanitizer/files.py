@@ -33,21 +33,25 @@ def check_output(option: str, path: Path | None, suffix: str | None = None) -> N
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, all of it or nothing: a regular one is written beside its place first and then moved there."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):  # a device, a pipe, or a link to something
-        path.write_text(text, encoding="utf-8")
-        return
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file, all of it or nothing: a regular one is written beside its place first and then moved there.
+
+    An :class:`OSError` names ``path``, also where the disk is full.
+    """
     try:
-        beside.write_text(text, encoding="utf-8")
-        if path.exists():
-            beside.chmod(path.stat().st_mode & 0o7777)
-        beside.replace(path)
-    except BaseException as error:
-        beside.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is not None:
-            raise type(error)(error.errno, error.strerror, str(path)) from None
-        raise
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # a device, a pipe, or a link to something
+            path.write_text(text, encoding="utf-8")
+            return
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            if path.exists():
+                beside.chmod(path.stat().st_mode & 0o7777)
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from None
 
 
 @contextmanager

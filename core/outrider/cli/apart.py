@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from outrider.cli.inputs import read_bounded
 from outrider.cli.listening import check_listening
 from outrider.cli.report import JsonOption, Report
 from outrider.cli.stopping import Stop
+from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -207,5 +207,4 @@ def _ended_by_signals(end: Callable[[], None]) -> Generator[None]:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    note(f"{line}\n")

@@ -18,9 +18,11 @@ from outrider.cli.engine_options import AnyModelOptions, with_options
 from outrider.cli.images import Question
 from outrider.cli.inputs import MAX_BYTES, check_utf8
 from outrider.cli.models import launched
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import Interrupted, JsonOption, Report, Unfinished
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.stopping import Stop
+from outrider.cli.streams import note
+from outrider.device.errors import OutriderError
 from outrider.errors import RequestError
 
 if TYPE_CHECKING:
@@ -58,16 +60,25 @@ def chat(
     template = find_template(speculation.model, None if chat_template is None else read_template(chat_template))
     sampling.params(max_tokens=max_tokens)  # wrong options are told before a model is loaded
     with closing(options.loader(speculation, max_requests=1, say=not json_output)()) as engine:
-        talk = _Conversation(engine, template, sampling, max_tokens, system)
         terminal = not json_output and sys.stdin.isatty() and sys.stdout.isatty()
-        failed = _talk(talk, terminal, None if json_output else _write)
-        data = {
-            "messages": talk.messages,
-            "answers": [answer.data(engine) for answer in talk.answers],
-            "prefix_hits": engine.stats.prefix_hits,
-            "speculate": speculation.kind,
-            **launched(engine),
-        }
+        talk = _Conversation(engine, template, sampling, max_tokens, system, terminal)
+
+        def said() -> dict[str, object]:
+            return {
+                "messages": talk.messages,
+                "answers": [answer.data(engine) for answer in talk.answers],
+                "prefix_hits": engine.stats.prefix_hits,
+                "speculate": speculation.kind,
+                **launched(engine),
+            }
+
+        try:
+            failed = _talk(talk, None if json_output else _write)
+        except OutriderError as error:
+            raise Unfinished(error, said()) from error
+        except KeyboardInterrupt as error:
+            raise Interrupted(str(error), said()) from None
+        data = said()
     if failed is not None:
         data["error"] = failed
 
@@ -118,6 +129,7 @@ class _Conversation:
     sampling: SamplingOptions
     max_tokens: int
     system: str | None
+    terminal: bool
     messages: list[dict[str, str]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
 
@@ -137,20 +149,26 @@ class _Conversation:
         tokens = self.template.tokens(asked)
         room = self.engine.longest_request - len(tokens)
         if room < 1:
+            anew = "begin a new one with /reset" if self.terminal else "put a line with /reset before it"
             raise RequestError(
                 f"the conversation has {len(tokens)} tokens with this message, and the context holds "
-                f"{self.engine.longest_request} with an answer; begin a new one with /reset, or give --max-context"
+                f"{self.engine.longest_request} with an answer; {anew}, or give --max-context"
             )
         answer = Answer(Question(tokens))
-        answer.stream(self.engine, self.sampling.params(max_tokens=min(self.max_tokens, room)), write, ended=ended)
-        self.answers.append(answer)
+        self.answers.append(answer)  # also one that is interrupted
+        try:
+            answer.stream(self.engine, self.sampling.params(max_tokens=min(self.max_tokens, room)), write, ended=ended)
+        except RequestError:
+            self.answers.pop()
+            raise
         if answer.text or not ended():  # else there is nothing to go on with
             self.messages = [*asked, {"role": "assistant", "content": answer.text}]
         return answer.error
 
 
-def _talk(talk: _Conversation, terminal: bool, write: Callable[[str], object] | None) -> str | None:
+def _talk(talk: _Conversation, write: Callable[[str], object] | None) -> str | None:
     """Answer until there are no more lines; what went wrong on the device, if that ended it."""
+    terminal = talk.terminal
     interrupts = _Interrupts(terminal)
     stop = Stop.of_process()
     with ExitStack() as stack:
@@ -242,5 +260,4 @@ def _write(text: str) -> None:
 
 def _say(text: str) -> None:
     """To the person, beside what the model says."""
-    sys.stderr.write(f"outrider: {text}\n")
-    sys.stderr.flush()
+    note(f"outrider: {text}\n")

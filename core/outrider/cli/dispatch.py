@@ -24,9 +24,9 @@ from rich.table import Table
 
 from outrider.cli.commands import commands
 from outrider.cli.lazy import group
-from outrider.cli.report import Interrupted, Report, Unsaid, exit_code, to_json
+from outrider.cli.report import Interrupted, Report, Unfinished, Unsaid, exit_code, to_json
 from outrider.cli.stopping import Stop
-from outrider.cli.streams import kept_for_json, prepare_streams, write, write_json
+from outrider.cli.streams import kept_for_json, note, prepare_streams, write, write_json
 from outrider.device.errors import OutriderError
 
 _HELP = """Overlapped speculative decoding of LLMs behind a small hardware-backend interface.
@@ -82,6 +82,7 @@ def dispatch(arguments: Sequence[str] | None, stop: Stop) -> int:
     line = [item for item in given if item != "--debug"] if debug else given
     prepare_streams()
     with ExitStack() as stack:
+        stack.callback(note, "")  # what libraries couldn't write there doesn't decide the exit code
         stdout = stack.enter_context(kept_for_json(restore=arguments is not None)) if "--json" in options else None
         if stdout is not None:
             stop.last_words = lambda number: _say_ended(stdout, number)
@@ -91,7 +92,7 @@ def dispatch(arguments: Sequence[str] | None, stop: Stop) -> int:
         except BaseException as error:
             stop.done = True
             if debug:
-                traceback.print_exc(file=sys.stderr)
+                note(traceback.format_exc())
             return _report_failure(error, stdout, asked=stop.signal)
 
 
@@ -155,6 +156,8 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
         case SystemExit():
             kind, code = "Exit", exit_code(error)
             message = f"the command ended itself with exit code {code}: {error.code}"
+        case Unfinished():
+            kind, message, code, data = error.kind, str(error), 1, dict(error.data)
         case OutriderError():
             kind, message, code = type(error).__name__, str(error), 1
         case NotImplementedError():
@@ -186,7 +189,7 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
         with suppress(OSError):
             _show(error.render, sys.stdout)
             sys.stdout.flush()
-    _write_quietly(sys.stderr, f"outrider: {message}\n")
+    note(f"outrider: {message}\n")
     return _finish(code)
 
 
@@ -206,11 +209,6 @@ def _usage_error(error: Any) -> str:
     return f"{error.format_message().rstrip('.')}{hint}"
 
 
-def _write_quietly(stream: TextIO, text: str) -> None:
-    with suppress(OSError):  # the exit code is all that is left
-        write(stream, text)
-
-
 def _finish(code: int) -> int:
     """Flush what is left. Where that fails, point standard output elsewhere: Python flushes it again at exit."""
     try:
@@ -219,6 +217,6 @@ def _finish(code: int) -> int:
         with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):  # in a test it may be no real file
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         if code == 0:
-            _write_quietly(sys.stderr, f"outrider: {_os_error(error)}\n")
+            note(f"outrider: {_os_error(error)}\n")
             return 1
     return code

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from outrider.device.errors import OutriderError
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 BackendOption = Annotated[
     str | None,
@@ -38,6 +40,15 @@ class Report:
     def told_elsewhere(cls) -> Report:
         """What a rank has that follows another one."""
         return cls(data={}, render=lambda console: None, silent=True)
+
+
+class Unfinished(OutriderError):
+    """An error, with what had been made by then: ``data``, for scripts; people have seen it."""
+
+    def __init__(self, error: OutriderError, data: Mapping[str, object]) -> None:
+        super().__init__(str(error))
+        self.kind = type(error).__name__
+        self.data = data
 
 
 class Unsaid(typer.Exit):

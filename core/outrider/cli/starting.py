@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from outrider.cli.streams import note
 
 if TYPE_CHECKING:
     from outrider.engine.config import Choice
@@ -43,8 +44,7 @@ def say_what_was_chosen(engine: Engine, beside: Sequence[Choice] = ()) -> None:
     """The same for people: one line on standard error."""
     made = "; ".join(str(choice) for choice in (*beside, *engine.chosen))
     if made:
-        sys.stderr.write(f"outrider: chosen for {engine.backend.device}: {made}\n")
-        sys.stderr.flush()
+        note(f"outrider: chosen for {engine.backend.device}: {made}\n")
 
 
 def say_what_started(engine: Engine) -> None:

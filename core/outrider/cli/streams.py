@@ -80,6 +80,27 @@ def write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
+def note(text: str) -> None:
+    """Tell people ``text`` on standard error. Where it can't be written it's dropped: no result is lost for it."""
+    try:
+        write(sys.stderr, text)
+    except OSError:
+        _drop_unwritten(sys.stderr)
+
+
+def _drop_unwritten(stream: TextIO) -> None:
+    """Empty the buffer: it keeps what couldn't be written, and Python ends with 120 where it can't be flushed at exit."""
+    with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):  # in a test it may be no real file
+        descriptor = stream.fileno()
+        kept = os.dup(descriptor)
+        try:
+            os.dup2(nowhere.fileno(), descriptor)
+            stream.flush()
+        finally:
+            os.dup2(kept, descriptor)
+            os.close(kept)
+
+
 def _descriptor(stream: TextIO) -> int | None:
     try:
         descriptor = stream.fileno()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import DraftTokensOption, ModeOption, PrefillChunkOption, TuneOption
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
 from outrider.cli.starting import progress_shown
+from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import ChildFailed
@@ -210,8 +210,7 @@ def peers(
     def told(line: str) -> None:
         if so_far is not None:
             write_output("--so-far", so_far, json.dumps(described(), indent=1) + "\n")
-            sys.stderr.write(line + "\n")
-            sys.stderr.flush()
+            note(line + "\n")
 
     runs = _Alternating(work, spec, options, limit, told)
     with progress_shown() as tell:

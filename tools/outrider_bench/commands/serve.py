@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from rich.table import Table
 from outrider.cli.directories import check_directory
 from outrider.cli.models import DraftTokensOption, DtypeOption
 from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider_bench.child import ChildFailed, run_child
 from outrider_bench.commands.decode import sizes_of
@@ -209,7 +209,7 @@ def _tell(name: str, row: Mapping[str, Any]) -> None:
     """Show what is there, so that a run that is interrupted isn't lost."""
     first, between = row["first_token_ms"], row["between_outputs_ms"]
     gaps = "" if between is None else f", between outputs {between['p50']:.2f}, {between['p99']:.2f}"
-    sys.stderr.write(
+    note(
         f"{name}: {row['concurrency']} clients, {row['requests']} requests, {row['tokens_per_s']:.1f} tokens/s, "
         f"ms at p50, p99: first token {first['p50']:.2f}, {first['p99']:.2f}{gaps}\n"
     )

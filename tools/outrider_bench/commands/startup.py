@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from outrider.cli.models import (
     Sizes,
 )
 from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import run_child
@@ -139,8 +139,7 @@ def _names(count: int, *, compiles: bool) -> list[str]:
 def _say(name: str, found: Mapping[str, Any]) -> None:
     """One start, as soon as it's there: whoever is stopped has the ones before."""
     stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in found["stages"].items())
-    sys.stderr.write(f"{name}: {found['total']:.2f} s ({stages}); compiled while serving {found['compiled_while_serving']}\n")
-    sys.stderr.flush()
+    note(f"{name}: {found['total']:.2f} s ({stages}); compiled while serving {found['compiled_while_serving']}\n")
 
 
 def _render(console: Console, work: dict[str, Any], starts: dict[str, dict[str, Any]]) -> None:

@@ -21,7 +21,6 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from pathlib import Path
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.cli.models import bundled
+from outrider.cli.streams import note
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule, adaptive_lengths
 from outrider.registry import Registry
 
@@ -116,7 +116,7 @@ def _engines(backend: str, dtype: str, most: int, requests: int, context: int) -
                 prefix_cache=False,
             ),
         )
-        print(f"{name}: made in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+        note(f"{name}: made in {time.perf_counter() - began:.1f} s\n")
     return engines
 
 

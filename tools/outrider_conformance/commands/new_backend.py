@@ -186,12 +186,14 @@ def _write(place: Path, contents: Mapping[str, str]) -> None:
         if place.exists():
             place.rmdir()
         scratch.rename(place)
-    except BaseException:
+    except BaseException as error:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
         for parent in missing:
             if parent.exists() and not any(parent.iterdir()):
                 parent.rmdir()
+        if isinstance(error, OSError) and scratch is not None:  # a full disk names no file, and others lay in scratch
+            raise type(error)(error.errno, error.strerror, str(place)) from None
         raise
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from outrider.device import DeviceError
 from outrider.engine.ranks.ranks import Ranks
@@ -92,8 +93,9 @@ class Watch:
 
     def _end(self, failure: str) -> None:
         if self._speaks or (self._starter is not None and first_is_lost(failure)):
-            sys.stderr.write(f"outrider: {failure}\n")
-            sys.stderr.flush()
+            with suppress(OSError):  # the process ends all the same
+                sys.stderr.write(f"outrider: {failure}\n")
+                sys.stderr.flush()
         os._exit(1)
 
 
