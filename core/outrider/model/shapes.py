@@ -128,16 +128,6 @@ def shape_config(shape: str) -> ModelConfig:
     )
 
 
-def shape_dtype(shape: str) -> torch.dtype | None:
-    """The dtype that the config of a ``shape`` names; None for a name, or where it names none."""
-    from outrider.model.checkpoint_config import checkpoint_dtype
-
-    path = Path(shape)
-    if shape in SHAPES or not (path.is_dir() or path.suffix == ".json"):
-        return None
-    return checkpoint_dtype(path) if path.is_dir() else checkpoint_dtype(path.parent, path.name)
-
-
 def decoder_shape(config: ModelConfig, dtype: torch.dtype, *, fused: int | None = None) -> DecoderShape:
     """What kernels are tuned for; ``fused``: see there, by default that of an EAGLE head in the published form."""
     return DecoderShape(
