@@ -42,7 +42,8 @@ def kernels(streamed):
         "uniforms",
         "gumbel",
     }
-    apart = {"ring.py"} if streamed else {"ring.py", "streamed.py", "planes_ring.py", "tall.py"}  # helpers alone; rings
+    rings = {"streamed.py", "planes_ring.py", "tall.py", "attention_ring.py"}
+    apart = {"ring.py"} | (set() if streamed else rings)  # helpers alone, and what needs a copy engine
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in JIT.glob("*.py") if path.name not in apart]
     made = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
     return {name for name in made if not name.startswith("_")} - helpers
