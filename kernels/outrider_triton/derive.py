@@ -26,12 +26,12 @@ _GATED = ("linear_silu_mul", "scaled_silu_mul")
 _ADDED = ("linear_add", "linear_add_scaled")
 _PAIRS = 32  # of a tile of a ring; outrider_triton.jit.ring says the same
 _DIGITS = 4  # tokens that fill the least that the matrix unit takes, in two digits each
-_TALL = 64  # rows of a tile of four bits; outrider_triton.jit.planes_ring says the same
+_PLANE_ROWS = 64  # rows of a tile of four bits; outrider_triton.jit.planes_ring says the same
 _PAIRED = 8  # low or high rows beside each other in one with pairs; likewise
 _FEW = 16
 """To so many tokens four bits come through a ring."""
 _GROUP = 64  # pairs of a group of four warps with a tall tile; outrider_triton.jit.tall says the same
-_TALL_COLUMNS = 64  # of a tall tile: 128 bytes, as many as a row of shared memory has in one piece
+_RING_COLUMNS = 64  # of a ring's tile at least: 128 bytes, as many as a row of shared memory has in one piece
 _TALL_TOKENS = 80 << 10  # bytes of tokens on their way: fewer take longer, 9 % with 48 KB and 37 % with 32 of 128 tokens
 _TALL_SCRATCH = 4608  # through which results change from the layout of the matrix unit, and barriers
 _AGAIN = 1.2e-7  # for each of more than 32 tokens: a ring of gates reads them again for each tile
@@ -214,8 +214,8 @@ def _rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int,
 
 def _tall(facts: DeviceFacts, m: int, n: int, k: int) -> Iterator[MatmulConfig]:
     """Those of :mod:`outrider_triton.jit.tall`: a program a multiprocessor, of one group of warps or two."""
-    pairs, row = n // 2, _TALL_COLUMNS * 2
-    if k % _TALL_COLUMNS or pairs % 8:
+    pairs, row = n // 2, _RING_COLUMNS * 2
+    if k % _RING_COLUMNS or pairs % 8:
         return
     each = -(-pairs // (facts.processors * 8)) * 8
     box = next(rows for rows in (64, 32, 16, 8) if each % rows == 0 and pairs % rows == 0)
@@ -223,7 +223,7 @@ def _tall(facts: DeviceFacts, m: int, n: int, k: int) -> Iterator[MatmulConfig]:
     for groups in (2, 1):
         stages = (facts.shared_bytes - _TALL_SCRATCH - deep * m * row) // (2 * groups * _GROUP * row)
         if stages > 1:
-            yield MatmulConfig(m, box, _TALL_COLUMNS, 1, 4 * groups, stages, deep, TALL, each)
+            yield MatmulConfig(m, box, _RING_COLUMNS, 1, 4 * groups, stages, deep, TALL, each)
 
 
 def _plane_rings(
@@ -240,12 +240,12 @@ def _plane_rings(
         each = -(-n * split // (facts.processors * waves * box * rows_of)) * box
         steps, odd = divmod(k, split * wide)
         groups = warps // 4
-        if odd or steps < groups or (steps % groups and rows_of * each > _TALL):
+        if odd or steps < groups or (steps % groups and rows_of * each > _PLANE_ROWS):
             continue
-        units = -(-rows_of * each // _TALL) * steps
+        units = -(-rows_of * each // _PLANE_ROWS) * steps
         bare = MatmulConfig(max(_DIGITS, m), box, steps * wide, split, warps, 0, wide, STREAMED, each)
         room = min(facts.shared_bytes, facts.processor_shared // waves - 1024) - shared_bytes(facts, operator, bare, stored)
-        stages = min(max(units, 2), room // (_TALL * wide // 2 + 32)) // groups * groups  # a place belongs to one group
+        stages = min(max(units, 2), room // (_PLANE_ROWS * wide // 2 + 32)) // groups * groups  # a place belongs to one group
         if stages >= min(4, units):
             yield replace(bare, stages=stages)
 
@@ -257,12 +257,12 @@ def _rows_of(operator: str) -> int:
 
 def _plane_ring_bytes(operator: str, config: MatmulConfig) -> int:
     """Tiles, tokens, scales in float32, sums of groups of tokens, those of the second group of warps, barriers."""
-    wide, tiles = config.ahead, -(-_rows_of(operator) * config.each // _TALL)
-    scales = power_of_two(tiles) * power_of_two(config.block_k // 128) * _TALL * 4
-    sums = _TALL * config.block_m * 4 if config.warps > 4 else 0
+    wide, tiles = config.ahead, -(-_rows_of(operator) * config.each // _PLANE_ROWS)
+    scales = power_of_two(tiles) * power_of_two(config.block_k // 128) * _PLANE_ROWS * 4
+    sums = _PLANE_ROWS * config.block_m * 4 if config.warps > 4 else 0
     offsets = power_of_two(config.block_k // 128) * config.block_m * 4
     return (
-        config.stages * (_TALL * wide // 2 + 32)
+        config.stages * (_PLANE_ROWS * wide // 2 + 32)
         + config.block_k // wide * (config.block_m * wide * 2 + 16)
         + scales
         + offsets
@@ -274,6 +274,26 @@ def _plane_ring_bytes(operator: str, config: MatmulConfig) -> int:
 def fold(operator: str, config: MatmulConfig) -> int:
     """Rows of a ring that one row of the weight is multiplied as: the halves of its columns, where a product ends it."""
     return 2 if operator in ("linear", *_ADDED) or (operator == "linear_parts" and config.split == 1) else 1
+
+
+def whole_boxes(config: MatmulConfig, *, k: int, folded: int, inside: int) -> bool:
+    """Whether a ring of that cut brings whole tiles of ``k`` columns and whole boxes of rows alone, in two stages or more.
+
+    ``folded``: as :func:`fold` says. ``inside``: rows that no box may straddle the end of, half a head or a gate.
+    """
+    box, tile = config.block_n, _GROUP if config.descriptor == TALL else _PAIRS
+    rest = k % (config.split * config.block_k * folded), inside % box, tile % box, config.each % box
+    return rest == (0, 0, 0, 0) and config.stages > 1
+
+
+def brings(operator: str, config: MatmulConfig, *, n: int, k: int) -> bool:
+    """Whether a ring of that cut brings a weight [n, k] for ``operator``, but for what half a head asks."""
+    inside = n // 2 if operator in _GATED else _PAIRS
+    able = whole_boxes(config, k=k, folded=fold(operator, config), inside=inside)
+    able = able and config.block_n >= 8 and 8 <= config.block_m <= MOST and config.block_k >= _RING_COLUMNS
+    if config.descriptor == TALL:
+        return able and operator == "linear_silu_mul" and config.warps in (4, 8) and config.split == 1 and config.ahead > 1
+    return able and config.warps == 4
 
 
 def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: Stored = PLAIN) -> int:
@@ -423,11 +443,11 @@ def _by_units(facts: DeviceFacts, config: MatmulConfig, resident: int, *, m: int
     """
     programs = -(-n // config.each) * config.split
     rounds = -(-programs // facts.processors)
-    units = -(-config.each // _TALL) * (config.block_k // config.ahead)
+    units = -(-config.each // _PLANE_ROWS) * (config.block_k // config.ahead)
     own = rounds * config.each * config.block_k / 2
     memory = max(n * k / 2 / facts.bytes_per_second, own * facts.processors / (_ALONE * facts.bytes_per_second))
     # What rings hold comes while the small kernels ahead run: a tile that isn't full holds less of it.
-    held = min(rounds, resident) * config.stages * min(config.each, _TALL) * config.ahead / 2
+    held = min(rounds, resident) * config.stages * min(config.each, _PLANE_ROWS) * config.ahead / 2
     memory -= min(held * facts.processors / facts.bytes_per_second, gap, memory)
     groups = config.warps // 4
     issue = rounds * units * (config.ahead * _ISSUE_COLUMN + config.block_m * _UNIT_TOKEN)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from outrider.device.kernels.checks import expect
+from outrider_triton.derive import brings, whole_boxes
 from outrider_triton.jit import planes_ring, streamed, tall
 from outrider_triton.jit.ring import PAIRS
 from outrider_triton.launch import launch, power_of_two
@@ -95,14 +96,11 @@ def silu_mul_tall(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, c
     """:func:`silu_mul` of rows that are normed, by :mod:`outrider_triton.jit.tall`."""
     (m, k), n, box, groups = x.shape, weight.shape[0] // 2, config.block_n, config.warps // 4
     expect(
-        (k % config.block_k, n % box, tall.GROUP.value % box, config.each % box, config.split) == (0, 0, 0, 0, 1)
-        and config.warps in (4, 8)
-        and box >= tall.UNIT.value
-        and min(config.stages, config.ahead) > 1,
+        brings("linear_silu_mul", config, n=2 * n, k=k),
         lambda: (
             f"gates of {tuple(weight.shape)} can't be cut up as {config}: expected columns in multiples of {config.block_k}, "
-            f"boxes of {tall.UNIT.value} rows or more that divide {n}, {tall.GROUP.value} and {config.each}, 4 or 8 warps, "
-            "no parts, and two stages or more of both operands"
+            f"64 or more, boxes of {tall.UNIT.value} rows or more that divide {n}, {tall.GROUP.value} and {config.each}, "
+            "8 to 128 tokens, 4 or 8 warps, no parts, and two stages or more of both operands"
         ),
     )
     launch(
@@ -280,7 +278,7 @@ def _launch(
 ) -> None:
     (m, k), box, span = x.shape, config.block_n, config.split * config.block_k * (2 if fold else 1)
     expect(
-        k % span == 0 and half % box == 0 and _PAIRS % box == 0 and config.each % box == 0 and config.stages > 1,
+        whole_boxes(config, k=k, folded=2 if fold else 1, inside=half),
         lambda: (
             f"a streamed product of {tuple(weight.shape)} can't be cut up as {config}: expected columns in multiples of "
             f"{span}, boxes of rows that divide {half}, {_PAIRS} and {config.each}, and two stages or more"

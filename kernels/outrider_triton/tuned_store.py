@@ -20,13 +20,12 @@ from typing import Any
 import torch
 import triton
 
-from outrider_triton.derive import MOST, OPERATORS, fold, shared_bytes
+from outrider_triton.derive import MOST, OPERATORS, brings, shared_bytes
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.table import ANY, STREAMED, TALL, AttentionConfig, MatmulConfig, Table, by_layer, parse, slug
 
 _WARPS = (1, 2, 4, 8, 16, 32)
 _AHEAD = 256  # columns of a weight that are asked for at once
-_COLUMNS = 64  # of a ring's tile: fewer than 128 bytes of a row come in no piece that the matrix unit reads
 _MOST = 64  # splits, and stages
 _ATTENTION_WARPS, _ATTENTION_STAGES = (1, 2, 4, 8), 4  # without a ring: more have never been tried
 _FEWEST, _WIDEST = 16, 1024  # of a block: the matrix unit takes no fewer, and none has ever been larger
@@ -90,7 +89,8 @@ class TunedStore:
         if not _cuts(config):
             return False
         if config.descriptor in (STREAMED, TALL):
-            whole = self._facts.rings and _brings(operator, config, n=row["n"], k=row["k"])
+            n, k = row["n"], row["k"]
+            whole = self._facts.rings and config.each <= n and brings(operator, config, n=n, k=k)
         else:  # a program has no more rows than a block: the others would be nobody's
             whole = config.each * (2 if operator == "linear_rope" else 1) <= config.block_n
         return whole and shared_bytes(self._facts, operator, config) <= self._facts.shared_bytes
@@ -142,19 +142,6 @@ def _cuts(config: MatmulConfig) -> bool:
         and config.descriptor in (0, 1, STREAMED, TALL)
         and config.each >= int(ring)
     )
-
-
-def _brings(operator: str, config: MatmulConfig, *, n: int, k: int) -> bool:
-    """Whether a ring brings such a weight: whole boxes and whole tiles alone."""
-    box, gated = config.block_n, operator in ("linear_silu_mul", "scaled_silu_mul")
-    able = (k % (config.split * config.block_k * fold(operator, config)), config.each % box) == (0, 0)
-    able = able and config.stages > 1 and 8 <= config.block_m <= MOST and config.block_k >= _COLUMNS
-    able = able and config.each <= n and (not gated or n // 2 % box == 0)
-    if config.descriptor == TALL:
-        return (
-            able and operator == "linear_silu_mul" and config.warps in (4, 8) and config.split == 1 and box in (8, 16, 32, 64)
-        )
-    return able and config.warps == 4 and box in (8, 16, 32)
 
 
 def _asks_ahead(config: MatmulConfig) -> bool:
