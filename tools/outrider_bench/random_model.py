@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.cli.environment import backend_from_environment
@@ -43,17 +42,6 @@ def check_lengths(config: ModelConfig, of: str, *, prompt_tokens: int, new_token
             f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} don't fit in the context of {of}, which is "
             f"{config.max_context}; ask for fewer"
         )
-
-
-def _named_dtype(shape: str) -> torch.dtype | None:
-    """The dtype that the config of a shape names; None for a shape with a name of its own, or where it names none."""
-    from outrider.model.checkpoint_config import checkpoint_dtype
-    from outrider.model.shapes import SHAPES
-
-    path = Path(shape)
-    if shape in SHAPES or not (path.is_dir() or path.suffix == ".json"):
-        return None
-    return checkpoint_dtype(path) if path.is_dir() else checkpoint_dtype(path.parent, path.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,8 +205,11 @@ class RandomModel:
         import torch
 
         from outrider.engine.resolve import choose_dtype
+        from outrider.model.checkpoint_config import checkpoint_dtype
+        from outrider.model.shapes import shape_file
 
-        own = _named_dtype(self.shape)
+        file = shape_file(self.shape)
+        own = None if file is None else checkpoint_dtype(file.parent, file.name)
         chosen = choose_dtype(device.capabilities, own or torch.bfloat16)
         return replace(
             chosen, why=chosen.why.replace("the checkpoint", "the published checkpoint" if own is None else "the config")

@@ -115,17 +115,23 @@ def shape_config(shape: str) -> ModelConfig:
     name, _, ranks = shape.rpartition("/")
     if name in SHAPES and ranks.isdecimal():
         return shard(SHAPES[name], int(ranks))
-    path = Path(shape)
-    if path.is_dir():
-        return ModelConfig.from_checkpoint(path)
-    if path.suffix == ".json":
+    file = shape_file(shape)
+    if file is not None:
         from outrider.model.checkpoint_config import read_model_config
 
-        return read_model_config(path.parent, path.name)
+        return read_model_config(file.parent, file.name)
     raise ConfigError(
         f"there is no shape {shape!r}; expected one of {', '.join(sorted(SHAPES))}, one of them with /RANKS behind it "
         "(one rank's shard), or the path of a config.json"
     )
+
+
+def shape_file(shape: str) -> Path | None:
+    """The config.json of a ``shape`` that is its path, or that of its directory; None for a name."""
+    path = Path(shape)
+    if shape in SHAPES or not (path.is_dir() or path.suffix == ".json"):
+        return None
+    return path / "config.json" if path.is_dir() else path
 
 
 def decoder_shape(config: ModelConfig, dtype: torch.dtype, *, fused: int | None = None) -> DecoderShape:
