@@ -47,6 +47,7 @@ _LAUNCH = 2.0e-6  # seconds of a kernel beside its bytes
 _ALONE = 1.15  # how much more than its share of the bandwidth a multiprocessor can have while others have nothing to do
 _CACHED = 2.2  # how much faster than memory the second-level cache is
 _REACHED = 0.52  # share of the matrix units' rate that products reach whose tile is large
+_WIDE = 32  # tokens, to which units of 8 bits have 256 columns: what a program does between two units takes longer than those
 _THREADS = 1536
 _GAP = 4e-6  # seconds between two products in a layer, about
 _ROOMS = ((184 << 10, 208 << 10, 128 << 10), (112 << 10, 160 << 10, 208 << 10))
@@ -204,7 +205,8 @@ def _rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int,
         if inside % box or (plain and fold == 2 and each > _PAIRS):
             continue
         rooms = (facts.processor_shared // 2 - 1024,) if waves > 1 else _ROOMS[operator == "linear_add_scaled"]
-        for room, block_k in itertools.product(rooms, (128, 256) if plain else (128,)):
+        wide = 256 if m <= _WIDE and k % (256 * split * fold) == 0 else 128
+        for room, block_k in itertools.product(rooms, (128, 256) if plain else (wide,)):
             width = fold * max(8, m)
             stage = (2 * _PAIRS + width) * block_k * stored.token_bytes + (0 if plain else 24)  # and its barriers
             stages = (min(room, facts.shared_bytes) - 8 * _PAIRS * width - 1024) // stage

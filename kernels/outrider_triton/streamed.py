@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from outrider.device.kernels.checks import expect
 from outrider_triton.derive import brings, whole_boxes
 from outrider_triton.jit import planes_ring, streamed, tall
-from outrider_triton.jit.ring import PAIRS
+from outrider_triton.jit.ring import PAIRS, PIECE
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.table import MatmulConfig
 
@@ -263,6 +263,12 @@ def _of_tokens(x: Tensor, count: int, columns: int) -> TensorDescriptor:
     return descriptor(x if aligned else x.clone(memory_format=torch.contiguous_format), count, columns)
 
 
+def registers(config: MatmulConfig, folded: int, pieces: int) -> int:
+    """Of a thread: so few that programs of the next kernel, and of small ones between, fit in beside."""
+    sums = config.block_m * folded // 2 * (5 if pieces > 1 else 1)  # of two units, and what they're added to
+    return 64 if config.block_m <= 16 and sums <= 48 else 96 if config.block_m <= 32 and sums <= 96 else 128
+
+
 def _launch(
     kernel: Any,
     x: Tensor,
@@ -284,17 +290,17 @@ def _launch(
             f"{span}, boxes of rows that divide {half}, {_PAIRS} and {config.each}, and two stages or more"
         ),
     )
+    columns = config.block_k if x.element_size() > 1 else min(config.block_k, PIECE.value)
     launch(
         kernel,
         (-(-pairs // config.each), config.split, -(-m // config.block_m)),
-        *(_of_tokens(x, config.block_m, config.block_k), descriptor(weight, box, config.block_k), *own),
+        *(_of_tokens(x, config.block_m, columns), descriptor(weight, box, columns), *own),
         **flags,
         STEPS=k // span,
         BLOCK_M=config.block_m,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
-        # So few that programs of the next kernel, and of small ones between, fit in beside.
-        maxnreg=64 if config.block_m <= 16 else 96 if config.block_m <= 32 else 128,
+        maxnreg=registers(config, 2 if fold else 1, config.block_k // columns),
         pdl=pdl,
         warps=config.warps,
     )

@@ -12,6 +12,7 @@ from compiled_order import (
     check_order_beside_pages,
     check_order_of_both,
     check_order_of_groups,
+    one_by_one,
 )
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -305,6 +306,7 @@ TALL = [
 BY_ROW = {"x_scales": WIDE, "scales": WIDE}
 STREAMED_E4M3 = [
     (streamed.streamed_linear, BY_ROW, {**RING, "FOLD": True, "ROWS": 1}),
+    (streamed.streamed_linear, BY_ROW, {**RING, "FOLD": True, "ROWS": 1, "STEPS": 7, "BLOCK_K": 256}),
     (streamed.streamed_silu_mul, {"k": "i32", "maxima": WIDE, **BY_ROW}, {**PLAIN, "STEPS": 7, "ROWS": 1}),
     (streamed.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**PLAIN, "STEPS": 7, "HALF": 64, "ROWS": 1}),
 ]
@@ -385,6 +387,7 @@ def main() -> None:
             made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             check_order_of_both(kernel.__name__, made.asm["ptx"], late=True)
             assert ".e4m3.e4m3" in made.asm["ptx"]
+            assert one_by_one(made) is False, kernel.__name__
             print(kernel.__name__, flush=True)
         for kernel, types, constants in IN_PLANES:
             if some and (constants["GROUPS"] == 1 or constants["HALF"]):
@@ -407,12 +410,13 @@ def main() -> None:
             print(kernel.__name__, flush=True)
 
 
-def compiled(source, kernel, types, given, target, *, warps=4, stages=3, aligned=()):
+def compiled(source, kernel, types, given, target, *, warps=4, stages=3, aligned=(), **options):
     signature = {n: "constexpr" if n in given else {**TYPES, **types}.get(n, "i32") for n in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in given.items()}
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in given}
     arguments = (kernel, signature, places, attributes) if attributes else (kernel, signature, places)
-    return triton.compile(source(*arguments), target=target, options={"num_warps": warps, "num_stages": stages})
+    options |= {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source(*arguments), target=target, options=options)
 
 
 def check_sizes_of_one(source, kernel, types, given, target):

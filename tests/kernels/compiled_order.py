@@ -1,6 +1,10 @@
 """The order in which a compiled kernel waits for the one ahead, lets the next one start, reads and writes."""
 
 import re
+import subprocess
+import tempfile
+
+import triton
 
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantized"}
 LATE |= {"expert_gates", "tall_silu_mul"}
@@ -92,3 +96,19 @@ def check_arrivals(name: str, ptx: str) -> None:
         assert "bar.sync" in ptx[used : arrival.start()], (
             f"{name}: one warp says that all are done with what others still use"
         )
+
+
+def one_by_one(made) -> bool | None:
+    """Whether each instruction of the matrix unit waits for the one before, as the compiler has it where it can't tell that
+    sums aren't read too early, or has no registers for them. None: there are none of Hopper's.
+    """
+    if "wgmma" not in made.asm.get("ptx", ""):
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.nvdisasm.path
+        code = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    products, begun = len(re.findall(r"\b[HQI]GMMA\b", code)), code.count("WARPGROUP.ARRIVE")
+    assert products, "the disassembler names the matrix unit's instructions otherwise"
+    return begun * 2 > products

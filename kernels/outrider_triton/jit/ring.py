@@ -25,6 +25,8 @@ from outrider_triton.jit.dependent import let_next_start, wait_for_last
 
 PAIRS = gl.constexpr(32)
 """Pairs of rows of a tile."""
+PIECE = gl.constexpr(128)
+"""Columns in 8 bits that the matrix unit adds up by itself: it does so with few bits."""
 AT_ONCE = gl.constexpr(64 << 10)
 """Bytes that a program asks for at once while it fills its ring: as many as memory takes to answer at its full rate."""
 
@@ -53,11 +55,13 @@ def keep_pace(full, unit, BYTES: gl.constexpr):
 @gluon.jit
 def make_ring(x, w, FOLD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Tiles of weights and of tokens, and for each place in the ring whether it's full, whether it's used up, and whether its
-    tokens have come.
+    tokens have come. A place has the pieces of BLOCK_K columns that descriptors bring: one, or two.
     """
     WIDTH: gl.constexpr = 2 * BLOCK_M if FOLD else BLOCK_M
-    wide = gl.allocate_shared_memory(w.dtype, [STAGES, 2 * PAIRS, BLOCK_K], w.layout)
-    narrow = gl.allocate_shared_memory(x.dtype, [STAGES, WIDTH, BLOCK_K], x.layout)
+    COLUMNS: gl.constexpr = w.block_type.shape[1]
+    PIECES: gl.constexpr = BLOCK_K // COLUMNS
+    wide = gl.allocate_shared_memory(w.dtype, [STAGES * PIECES, 2 * PAIRS, COLUMNS], w.layout)
+    narrow = gl.allocate_shared_memory(x.dtype, [STAGES * PIECES, WIDTH, COLUMNS], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     have = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -71,15 +75,15 @@ def make_ring(x, w, FOLD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.const
 @gluon.jit
 def _weights_of(w, wide, full, unit, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr):
     """Unit u is columns u % STEPS of tile u // STEPS."""
-    STAGES: gl.constexpr = wide.shape[0]
-    BLOCK_K: gl.constexpr = wide.shape[2]
+    STAGES: gl.constexpr = full.shape[0]
+    COLUMNS: gl.constexpr = wide.shape[2]
+    PIECES: gl.constexpr = wide.shape[0] // STAGES
     BOX: gl.constexpr = w.block_type.shape[0]
     BOXES: gl.constexpr = PAIRS // BOX
-    BYTES: gl.constexpr = BLOCK_K * w.dtype.primitive_bitwidth // 8  # of a row
+    BYTES: gl.constexpr = PIECES * COLUMNS * w.dtype.primitive_bitwidth // 8  # of a row
     come = full.index(unit % STAGES)
-    tile = wide.index(unit % STAGES)
     before = unit // STEPS * PAIRS
-    column = (gl.program_id(1) * STEPS + unit % STEPS) * BLOCK_K
+    column = (gl.program_id(1) * STEPS + unit % STEPS) * (PIECES * COLUMNS)
     left = each - before
     expect_boxes(come, left, BOX, BOXES, 2 * BOX * BYTES)
     for box in gl.static_range(BOXES):
@@ -87,40 +91,48 @@ def _weights_of(w, wide, full, unit, each, half, FOLD: gl.constexpr, STEPS: gl.c
         if FOLD:
             low = pair
             high = pair
-            farther = column + STEPS * BLOCK_K
+            farther = column + STEPS * (PIECES * COLUMNS)
         else:
             low = pair // half * (2 * half) + pair % half
             high = low + half
             farther = column
         there = left > box * BOX
-        tma.async_copy_global_to_shared(w, [low, column], come, tile.slice(box * BOX, BOX, 0), pred=there)
-        tma.async_copy_global_to_shared(w, [high, farther], come, tile.slice(PAIRS + box * BOX, BOX, 0), pred=there)
+        for piece in gl.static_range(PIECES):
+            tile = wide.index(unit % STAGES * PIECES + piece)
+            more = piece * COLUMNS
+            tma.async_copy_global_to_shared(w, [low, column + more], come, tile.slice(box * BOX, BOX, 0), pred=there)
+            behind = tile.slice(PAIRS + box * BOX, BOX, 0)
+            tma.async_copy_global_to_shared(w, [high, farther + more], come, behind, pred=there)
 
 
 @gluon.jit
 def _tokens_of(x, narrow, have, unit, FOLD: gl.constexpr, STEPS: gl.constexpr):
-    STAGES: gl.constexpr = narrow.shape[0]
+    STAGES: gl.constexpr = have.shape[0]
     WIDTH: gl.constexpr = narrow.shape[1]
-    BLOCK_K: gl.constexpr = narrow.shape[2]
+    COLUMNS: gl.constexpr = narrow.shape[2]
+    PIECES: gl.constexpr = narrow.shape[0] // STAGES
+    BLOCK_K: gl.constexpr = PIECES * COLUMNS
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     come = have.index(unit % STAGES)
-    tile = narrow.index(unit % STAGES)
     mbarrier.expect(come, WIDTH * BLOCK_K * x.dtype.primitive_bitwidth // 8)
     token = gl.program_id(2) * BLOCK_M
-    column = (gl.program_id(1) * STEPS + unit % STEPS) * BLOCK_K
-    if FOLD:
-        tma.async_copy_global_to_shared(x, [token, column], come, tile.slice(0, BLOCK_M, 0))
-        tma.async_copy_global_to_shared(x, [token, column + STEPS * BLOCK_K], come, tile.slice(BLOCK_M, BLOCK_M, 0))
-    else:
-        tma.async_copy_global_to_shared(x, [token, column], come, tile)
+    first = (gl.program_id(1) * STEPS + unit % STEPS) * BLOCK_K
+    for piece in gl.static_range(PIECES):
+        tile = narrow.index(unit % STAGES * PIECES + piece)
+        column = first + piece * COLUMNS
+        if FOLD:
+            tma.async_copy_global_to_shared(x, [token, column], come, tile.slice(0, BLOCK_M, 0))
+            tma.async_copy_global_to_shared(x, [token, column + STEPS * BLOCK_K], come, tile.slice(BLOCK_M, BLOCK_M, 0))
+        else:
+            tma.async_copy_global_to_shared(x, [token, column], come, tile)
 
 
 @gluon.jit
 def bring_weights(w, ring, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr):
     """The warp that brings the weight, which no kernel writes."""
     wide, _, full, empty, _ = ring
-    STAGES: gl.constexpr = wide.shape[0]
-    BYTES: gl.constexpr = 2 * PAIRS * wide.shape[2] * w.dtype.primitive_bitwidth // 8
+    STAGES: gl.constexpr = full.shape[0]
+    BYTES: gl.constexpr = 2 * PAIRS * (wide.shape[0] // STAGES * wide.shape[2]) * w.dtype.primitive_bitwidth // 8
     units = gl.cdiv(each, PAIRS) * STEPS
     for unit in range(gl.minimum(units, STAGES)):
         keep_pace(full, unit, BYTES)
@@ -134,7 +146,7 @@ def bring_weights(w, ring, each, half, FOLD: gl.constexpr, STEPS: gl.constexpr):
 def bring_tokens(x, ring, each, FOLD: gl.constexpr, STEPS: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr):
     """The warp that brings tokens. LATE: see :func:`outrider_triton.jit.dependent.begin_late`."""
     _, narrow, _, empty, have = ring
-    STAGES: gl.constexpr = narrow.shape[0]
+    STAGES: gl.constexpr = have.shape[0]
     units = gl.cdiv(each, PAIRS) * STEPS
     if not LATE:
         let_next_start(PDL)
@@ -147,34 +159,52 @@ def bring_tokens(x, ring, each, FOLD: gl.constexpr, STEPS: gl.constexpr, LATE: g
 
 
 @gluon.jit
+def _begin_unit(ring, unit, zeros):
+    """The products of a unit's pieces, one or two, under way once it has come: as many sums."""
+    wide, narrow, full, _, have = ring
+    STAGES: gl.constexpr = full.shape[0]
+    PIECES: gl.constexpr = wide.shape[0] // STAGES
+    place = unit % STAGES
+    mbarrier.wait(have.index(place), unit // STAGES & 1)
+    mbarrier.wait(full.index(place), unit // STAGES & 1)
+    which = place * PIECES
+    first = warpgroup_mma(wide.index(which), narrow.index(which).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if PIECES == 1:
+        return (first,)
+    else:
+        which += 1
+        second = warpgroup_mma(wide.index(which), narrow.index(which).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        return first, second
+
+
+@gluon.jit
+def _end_unit(ring, unit, sums, LATER: gl.constexpr):
+    """What ``sums`` of a unit's pieces add up to; LATER others may still be under way."""
+    STAGES: gl.constexpr = ring[2].shape[0]
+    sums = warpgroup_mma_wait(LATER, deps=sums)
+    mbarrier.arrive(ring[3].index(unit % STAGES), count=1)
+    if ring[0].shape[0] == STAGES:
+        return sums
+    else:
+        return sums[0] + sums[1]
+
+
+@gluon.jit
 def _sum_of_parts(ring, tile, total, STEPS: gl.constexpr):
-    """:func:`_product` where the unit adds up with few bits: the columns of a place by themselves, two places at a time."""
-    wide, narrow, full, empty, have = ring
-    STAGES: gl.constexpr = narrow.shape[0]
-    begins = tile * STEPS
+    """:func:`_product` where the unit adds up with few bits: the columns of a piece by themselves, two units at a time.
+
+    None is under way from one round of the loop to the next: the compiler would have each product wait for the one before.
+    """
+    PIECES: gl.constexpr = ring[0].shape[0] // ring[2].shape[0]
     for pair in range(STEPS // 2):
-        unit = begins + 2 * pair
-        one = unit % STAGES
-        two = (unit + 1) % STAGES
-        mbarrier.wait(have.index(one), unit // STAGES & 1)
-        mbarrier.wait(full.index(one), unit // STAGES & 1)
-        first = warpgroup_mma(wide.index(one), narrow.index(one).permute((1, 0)), total, use_acc=False, is_async=True)
-        mbarrier.wait(have.index(two), (unit + 1) // STAGES & 1)
-        mbarrier.wait(full.index(two), (unit + 1) // STAGES & 1)
-        second = warpgroup_mma(wide.index(two), narrow.index(two).permute((1, 0)), total, use_acc=False, is_async=True)
-        first = warpgroup_mma_wait(1, deps=[first])
-        mbarrier.arrive(empty.index(one), count=1)
-        second = warpgroup_mma_wait(0, deps=[second])
-        mbarrier.arrive(empty.index(two), count=1)
-        total += first + second
+        unit = tile * STEPS + 2 * pair
+        one = _begin_unit(ring, unit, total)
+        two = _begin_unit(ring, unit + 1, total)
+        first = _end_unit(ring, unit, one, PIECES)
+        total += first + _end_unit(ring, unit + 1, two, 0)
     if STEPS % 2:
-        unit = begins + STEPS - 1
-        last = unit % STAGES
-        mbarrier.wait(have.index(last), unit // STAGES & 1)
-        mbarrier.wait(full.index(last), unit // STAGES & 1)
-        rest = warpgroup_mma(wide.index(last), narrow.index(last).permute((1, 0)), total, use_acc=False, is_async=True)
-        total += warpgroup_mma_wait(0, deps=[rest])
-        mbarrier.arrive(empty.index(last), count=1)
+        last = tile * STEPS + STEPS - 1
+        total += _end_unit(ring, last, _begin_unit(ring, last, total), 0)
     return total
 
 
@@ -184,7 +214,7 @@ def _product(ring, tile, STEPS: gl.constexpr):
     so the ring has to have two places at least.
     """
     wide, narrow, full, empty, have = ring
-    STAGES: gl.constexpr = narrow.shape[0]
+    STAGES: gl.constexpr = full.shape[0]
     WIDTH: gl.constexpr = narrow.shape[1]
     BITS: gl.constexpr = wide.dtype.primitive_bitwidth
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // BITS])
