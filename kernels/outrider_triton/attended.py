@@ -17,14 +17,15 @@ from outrider_triton.jit.planes import UNIT
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.planes_ops import laying
 from outrider_triton.prompts import PromptAttention, Prompts
-from outrider_triton.quantized import Normed, Rows, TritonQuantized
+from outrider_triton.quantized import Normed, Rows
 from outrider_triton.quantized_ops import Plan
+from outrider_triton.sums import TritonSums
 from outrider_triton.table import AttentionConfig, MatmulConfig, Table
 
 _TRITON = torch.ops.outrider
 
 
-class TritonAttention(TritonQuantized):
+class TritonAttention(TritonSums):
     """Attention, by itself and with the product behind it."""
 
     facts: DeviceFacts

@@ -286,8 +286,8 @@ SCALED = {**RING, "SCALED": True, "SHARES": 128}
 PLAIN = {**RING, "squares": None, "SCALED": False, "SHARES": 1}
 UNQUANTIZED = {"x_scales": None, "scales": None, "ROWS": 0}
 STREAMED = [
-    (streamed.streamed_linear, {}, {**RING, **UNQUANTIZED, "FOLD": True}),
-    (streamed.streamed_linear, {"out": WIDE}, {**RING, **UNQUANTIZED, "FOLD": False}),
+    (streamed.streamed_linear, {}, {**RING, **UNQUANTIZED, "FOLD": True, "ADD": False}),
+    (streamed.streamed_linear, {"out": WIDE}, {**RING, **UNQUANTIZED, "FOLD": False, "ADD": False}),
     (streamed.streamed_linear_add, {"norm": HALF, "scaled": HALF}, {**RING, "NORM": True}),
     (streamed.streamed_linear_add, {"scaled": HALF}, {**RING, "norm": None, "NORM": False}),
     (streamed.streamed_silu_mul, {"k": "i32"}, {**SCALED, **UNQUANTIZED, "maxima": None}),
@@ -304,7 +304,8 @@ TALL = [
 ]
 BY_ROW = {"x_scales": WIDE, "scales": WIDE}
 STREAMED_E4M3 = [
-    (streamed.streamed_linear, BY_ROW, {**RING, "FOLD": True, "ROWS": 1}),
+    (streamed.streamed_linear, BY_ROW, {**RING, "FOLD": True, "ADD": False, "ROWS": 1}),
+    (streamed.streamed_linear, BY_ROW, {**RING, "FOLD": True, "ADD": True, "ROWS": 1}),
     (streamed.streamed_silu_mul, {"k": "i32", "maxima": WIDE, **BY_ROW}, {**PLAIN, "STEPS": 7, "ROWS": 1}),
     (streamed.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**PLAIN, "STEPS": 7, "HALF": 64, "ROWS": 1}),
 ]
