@@ -189,7 +189,7 @@ class TritonQuantized(KernelSet):
             return Normed(_TRITON.lay_in_planes.triton(x, self.pdl, laying(config)), None, way, config)
         if weight.activations is None:
             return Normed(x, None, way, config)
-        format, group, kept = _kept_as(weight, way)
+        format, group, kept = kept_as(weight, way)
         rows, scales = _TRITON.quantize_rows.triton(x, format, group, weight.input_scale, kept, self.pdl)
         return Normed(rows, scales, way, config)
 
@@ -294,7 +294,7 @@ class TritonQuantized(KernelSet):
         if self._scope.first(("norm_linear_quantized", residual.dtype, added.weight.shape, weight.shape, weight.label)):
             self._compile_norms(added, first[0], residual, norm, weight, second)
         product, left = self._product(added, *first, residual.dtype, taken)
-        if not _dynamic(weight):
+        if not dynamic(weight):
             laid_as = laying(two) if second.planes else 0
             normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl, laid_as)
             return Normed(normed, None, second, two)
@@ -352,14 +352,14 @@ class TritonQuantized(KernelSet):
 
     def _taken(self, added: QuantizedProduct, way: Plan, config: MatmulConfig) -> Rows:
         x, weight = added.x, added.weight
-        if added.maxima is not None and not added.gated and _dynamic(weight) and not _group(weight):
-            format, _, kept = _kept_as(weight, way)
+        if added.maxima is not None and not added.gated and dynamic(weight) and not _group(weight):
+            format, _, kept = kept_as(weight, way)
             rows, scales = _TRITON.quantize_by_maxima.triton(x, added.maxima, format, kept, self.pdl)
             return Rows(rows, scales, False)
         if not added.gated:
             return Rows(x, None, False)
-        if _dynamic(weight):
-            rows, scales = _TRITON.silu_mul.triton_quantize(x, *_kept_as(weight, way), self.pdl)
+        if dynamic(weight):
+            rows, scales = _TRITON.silu_mul.triton_quantize(x, *kept_as(weight, way), self.pdl)
             return Rows(rows, scales, False)
         laid = way.planes and self._uses("silu_mul", x)
         return Rows(_TRITON.silu_mul.triton(x, self.pdl, laying(config)) if laid else self.silu_mul(x), None, laid)
@@ -374,7 +374,7 @@ class TritonQuantized(KernelSet):
         weight: QuantizedWeight,
         way: Plan,
     ) -> tuple[Tensor, Tensor]:
-        kept = _kept_as(weight, way)
+        kept = kept_as(weight, way)
         rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *kept, self.pdl)
         return rows, scales
 
@@ -399,7 +399,7 @@ class TritonQuantized(KernelSet):
 
     def _compile_activation(self, added: QuantizedProduct, way: Plan) -> None:
         """SwiGLU that leaves its rows as the product behind it may take them."""
-        if added.gated and way.planes and not _dynamic(added.weight) and self._uses("silu_mul", added.x):
+        if added.gated and way.planes and not dynamic(added.weight) and self._uses("silu_mul", added.x):
             for how in {laying(each) for each in self._every(added.weight, way)}:
                 with ahead():
                     _TRITON.silu_mul.triton(added.x[:4], self.pdl, how)
@@ -421,7 +421,7 @@ class TritonQuantized(KernelSet):
             parts = few.new_empty((split, *few.shape), dtype=torch.float32) if split > 1 else few
             left = added.bias if split > 1 else None
             with ahead():
-                if _dynamic(weight):
+                if dynamic(weight):
                     self._norm(parts, left, few, norm, 1e-5, weight, second)
                 else:
                     _TRITON.add_parts_rms_norm.triton(parts, left, few, norm, 1e-5, self.pdl, how)
@@ -437,12 +437,12 @@ def _group(weight: QuantizedWeight) -> int:
     return weight.activation_group if weight.activation_group < weight.shape[1] else 0
 
 
-def _kept_as(weight: QuantizedWeight, way: Plan) -> tuple[str, int, torch.dtype]:
+def kept_as(weight: QuantizedWeight, way: Plan) -> tuple[str, int, torch.dtype]:
     """As what rows are left for a product with ``dynamic`` activations: format, columns of a scale (0: all), dtype."""
     return weight.activations or "", _group(weight), kept_dtype(weight.data, way.native)
 
 
-def _dynamic(weight: QuantizedWeight) -> bool:
+def dynamic(weight: QuantizedWeight) -> bool:
     """Whether its activations are quantised by scales that the kernel before can find: a power of two of columns each."""
     group = _group(weight)
     return weight.activations is not None and weight.input_scale is None and group & (group - 1) == 0

@@ -33,6 +33,7 @@ COMPOSED = {
     "norm_linear_silu_mul",
     "norm_linear_rope_write_cache",
     "head_norm_rope_write_cache",
+    "embed_beside_linear_quantized",
     "linear_quantized_add",
     "linear_quantized_add_rms_norm",
     "linear_quantized_rope_write_cache",

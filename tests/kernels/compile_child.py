@@ -137,6 +137,8 @@ def quantized_kernels(capability):
         (activations.add_rms_norm_quantize, {"x": WIDE, "bias": HALF, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
          {"FORMAT": "fp8", "GROUP": 128, "PARTS": 2, "HAS_BIAS": True, "BLOCK": 4096}),
         (activations.silu_mul_quantize, {"out": "*i8", "scales": WIDE}, {"FORMAT": "int8", "GROUP": 0, "BLOCK": 16384}),
+        (activations.embed_beside_quantize, {"hidden": HALF, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
+         {"FORMAT": "fp8", "GROUP": 0, "BLOCK": 8192}),
         (quantized.dequantize, {**SCALES, "weight": "*i8"},
          {**PLAINLY, "zeros": None, "ROWS": 128, "FORMAT": "fp8", "ZEROS": False, "FP8": fp8}),
         (quantized.dequantize, {**SCALES, "weight": "*u8"},

@@ -59,14 +59,14 @@ def layers(kernels, device):
         work = partial(layer, weights, given, kv_heads)
         right, own = work(REFERENCE, torch.float64), work(REFERENCE, torch.bfloat16)
         made = in_a_graph(partial(work, kernels, torch.bfloat16))
-        for part, what in enumerate(("gates", "queries", "keys", "values", "first queries", "sum", "final norm")):
+        for part, what in enumerate(("gates", "queries", "keys", "values", "first queries", "sum", "final norm", "fused")):
             off, its = (wrong(found[part], right[part].double()) for found in (made, own))
             yield f"{name} {what}, {m} tokens", off, its
 
 
 def layer(weights, given, kv_heads, kernel_set, dtype):
     """What both ends of a layer make: gate and up [T, 2 I], queries, and keys and values from where they were written. Then
-    what both ends of a stack do: queries behind no norm, the last sum, and the norm of the last sum.
+    what both ends of a stack do: queries behind no norm, the last sum, the norm of it, and a draft's fusion.
     """
     residual, norm, x, gate_up, angles = (each.to(dtype) for each in given)
     slots = torch.arange(x.shape[0], device=x.device) + 5

@@ -59,6 +59,21 @@ def kernels(device, pdl):
     torch.set_default_device(None)
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that run, in their order."""
+    names = []
+    for module in (activated_ops, attention_ops, ops, planes_ops, quantized_ops):
+        real = module.launch
+
+        def counted(kernel, *args, real=real, **settings):
+            names.append(kernel.fn.__name__)
+            real(kernel, *args, **settings)
+
+        monkeypatch.setattr(module, "launch", counted)
+    return names
+
+
 def same(mine, its):
     """Bit for bit by the interpreter; a compiler may join other products and sums in one kernel than in two."""
     if mine.device.type == "cpu":
@@ -124,6 +139,27 @@ def test_queries_behind_no_norm(format, split, kernels):
     for mine, its in ((made, right), (once.k_cache, again.k_cache), (once.v_cache, again.v_cache)):
         same(mine, its)
     assert not torch.equal(once.k_cache, rotary(5).k_cache)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "fp8 in groups", "int8"])
+def test_embeddings_beside_features(format, kernels, launched):
+    """As reading and quantising them one after the other has it; rows of activations that have a scale take a kernel less."""
+    way = {
+        **FORMATS,
+        "fp8 in groups": RandomFormat(format="fp8", columns=128, rows=128, activations="fp8", activation_group=128),
+        "int8": RandomFormat(format="int8", activations="int8"),
+    }[format]
+    dice, there = torch.Generator().manual_seed(3), torch.get_default_device()
+    made = random_quantized(way, HIDDEN, HIDDEN + 128, device=torch.device("cpu"), generator=dice)
+    fusion = replace(made, data=made.data.to(there), scales=made.scales.to(there))
+    embedding, hidden, bias = normal(9, HIDDEN), normal(5, 160, seed=6)[:, :128], normal(HIDDEN, seed=7)
+    operands = torch.tensor([8, 0, 3, 3, 1]), embedding, hidden, fusion, bias
+    mine = kernels.embed_beside_linear_quantized(*operands)
+    few = Counter(launched)
+    same(mine, KernelSet.embed_beside_linear_quantized(kernels, *operands))
+    own = {"embed_beside_quantize"} & set(few)
+    assert own if fusion.activations else {"lay_in_planes"} & set(few)
+    assert not own or not {"embed_beside", "quantize_rows"} & set(few)
 
 
 def largest_of(x):
@@ -251,21 +287,6 @@ def layer(format, kernels):
     split_in(kernels, 1, made["gate_up"])
     weights = LayerWeights(**made, mlp_norm=normal(HIDDEN, seed=7), attention_norm=normal(HIDDEN, seed=8))
     return DecoderLayer(config, weights, kernels, window=0)
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """Names of the kernels that run, in their order."""
-    names = []
-    for module in (activated_ops, attention_ops, ops, planes_ops, quantized_ops):
-        real = module.launch
-
-        def counted(kernel, *args, real=real, **settings):
-            names.append(kernel.fn.__name__)
-            real(kernel, *args, **settings)
-
-        monkeypatch.setattr(module, "launch", counted)
-    return names
 
 
 def inputs_of(m, metadata):

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import AttentionMetadata, QuantizedProduct, RotaryArgs
-from outrider_triton import activated_ops, attention_ops, fused_ops, ops, planes_ops, quantized_ops, streamed
+from outrider_triton import activated_ops, attention_ops, bookkeeping_ops, fused_ops, ops, planes_ops, quantized_ops, streamed
 from outrider_triton.derive import choose
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
@@ -40,7 +40,7 @@ def launched(monkeypatch):
         if kernel.__name__.startswith("streamed"):
             assert set(known) | set(settings) | {"PDL"} >= set(kernel.arg_names), "an operand is missing"
 
-    for module in (streamed, planes_ops, quantized_ops, activated_ops, attention_ops, fused_ops, ops):
+    for module in (streamed, planes_ops, quantized_ops, activated_ops, attention_ops, bookkeeping_ops, fused_ops, ops):
         monkeypatch.setattr(module, "launch", launch)
     return calls
 
@@ -150,10 +150,12 @@ def test_every_variant_of_a_layer_is_compiled_beforehand(launched, kernels, weig
 
 
 def ends(kernels, weights, m):
-    """A stack's first product, behind no norm, and its last: for a final norm, and for a draft, which has none."""
+    """A draft's fusion, a stack's first product behind no norm, and its last: for a draft, and for a final norm."""
     x, norm = torch.zeros(m, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16)
     angles = torch.zeros(m, SIZE, dtype=BF16)
     rotary = RotaryArgs(angles, angles, *attending(1, 1)[1], torch.arange(m))
+    tokens, embedding = torch.zeros(m, dtype=torch.int64), torch.zeros(3, INNER - HIDDEN, dtype=BF16)
+    assert kernels.embed_beside_linear_quantized(tokens, embedding, x, weights["down"]).shape == x.shape
     kernels.linear_quantized_rope_write_cache(x, weights["turned"], None, rotary)
     few = torch.zeros(m, INNER, dtype=BF16), torch.zeros(132, m)
     made = QuantizedProduct(few[0], weights["down"], None, maxima=few[1])
@@ -164,10 +166,11 @@ def ends(kernels, weights, m):
 @pytest.mark.parametrize("m", [1, 4, 16, 32])
 def test_the_ends_of_a_stack_take_no_kernel_more_than_its_middle(m, launched, kernels, weights):
     ends(kernels, weights, m)
+    fused = ["embed_beside_quantize", "streamed_linear"]
     first, last = ["quantize_rows", "streamed_rope_write_cache"], ["quantize_by_maxima", "streamed_linear"]
-    assert [name for name, _, _ in launched] == [*first, *last, *last, "add_rms_norm"]
+    assert [name for name, _, _ in launched] == [*fused, *first, *last, *last, "add_rms_norm"]
     added = [dict(settings)["ADD"] for name, _, (_, _, settings) in launched if name == "streamed_linear"]
-    assert added == [True, False]
+    assert added == [False, True, False]
 
 
 def test_every_variant_of_the_ends_is_compiled_beforehand(launched, kernels, weights):
@@ -175,6 +178,7 @@ def test_every_variant_of_the_ends_is_compiled_beforehand(launched, kernels, wei
         ends(kernels, weights, 4)
         ends(kernels, weights, 80)
     names = {"quantize_rows", "quantize_by_maxima", "streamed_linear", "streamed_rope_write_cache", "add_rms_norm"}
+    names.add("embed_beside_quantize")
     known = {(name, variant) for name, _, variant in launched if name in names}
     launched.clear()
     for m in range(1, 65):

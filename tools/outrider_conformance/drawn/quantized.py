@@ -205,6 +205,28 @@ def _first(format: str, shape: Shape, o: Mapping[str, Tensor]) -> QuantizedProdu
     return QuantizedProduct(o["x"], first, o.get("first bias"), bool(shape["active"]))
 
 
+def _embed_beside_linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    """Plain activations, as above."""
+    parts, weight = _weight(shape, format, dice)
+    wide = shape["inner"] // 4
+    embedding = dice.factors(_VOCABULARY, wide, dtype=dtype)
+    hidden = dice.factors(shape["tokens"], shape["inner"] - wide, dtype=dtype)
+    tokens = dice.whole(0, _VOCABULARY, shape["tokens"])
+    tokens[-1] = _VOCABULARY - 1
+    bias = dice.normal(shape["outer"], dtype=dtype) if shape["bias"] else None
+    operands = {f"own {name}": each for name, each in parts.items()}
+    operands |= {"tokens": Operand(tokens), "embedding": Operand(embedding), "hidden": Operand(hidden, "wide")}
+    operands |= {} if bias is None else {"bias": Operand(bias)}
+    x = torch.cat((embedding[tokens], hidden), dim=-1)
+
+    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        own = _record(format, shape, o, "own", (shape["outer"], shape["inner"]))
+        joined = kernels.embed_beside_linear_quantized
+        return {"out": joined(o["tokens"], o["embedding"], o["hidden"], own, o.get("bias"))}
+
+    return Problem(operands, call, {"out": bounds.product(_once_more(bounds.exact(x), dtype), weight, bias, dtype)})
+
+
 def _linear_quantized_rope(format: str, shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
     heads, kv_heads = HEADS[shape["heads"]]
     size = SIZES[shape["size"]]
@@ -317,6 +339,7 @@ def _taken(made: QuantizedProduct, down: QuantizedWeight, bias: Tensor | None, *
 
 
 _INNER = 24
+_VOCABULARY = 37
 
 
 def _experts_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -409,6 +432,7 @@ QUANTIZED = (
         Drawn(f"{name}, {format}", partial(make, format), _DIMENSIONS, _CORNERS, format=format)
         for name, make in (
             ("linear_quantized", _linear_quantized),
+            ("embed_beside_linear_quantized", _embed_beside_linear_quantized),
             ("linear_quantized_add", _linear_quantized_add),
             ("linear_quantized_add_rms_norm", partial(_linear_quantized_add, normed=True)),
             ("norm_linear_quantized", _norm_linear_quantized),

@@ -117,6 +117,12 @@ class ModelKernels:
             weight.activation_group,
         )
 
+    def embed_beside_linear_quantized(
+        self, tokens: Tensor, embedding: Tensor, hidden: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
+    ) -> Tensor:
+        """:meth:`linear_quantized` with ``weight`` and ``bias`` of :meth:`embed_beside` of the others → [T, out]."""
+        return self.linear_quantized(self.embed_beside(tokens, embedding, hidden), weight, bias)
+
     def linear_quantized_add(self, added: QuantizedProduct, residual: Tensor) -> Tensor:
         """Add the product ``added`` to ``residual`` [T, H] in place; returns it. The sum may be rounded once."""
         x = self.silu_mul(added.x) if added.gated else added.x

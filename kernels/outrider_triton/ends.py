@@ -1,21 +1,40 @@
-"""The part of the kernel set that adds products with quantised weights to the residual, with no such product behind them."""
+"""The part of the kernel set that multiplies with quantised weights at the ends of a stack, and of a draft."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from outrider.device import QuantizedProduct
+from outrider.device import QuantizedProduct, QuantizedWeight
 from outrider_triton.launch import ahead
-from outrider_triton.quantized import Rows, TritonQuantized
-from outrider_triton.quantized_ops import LONGEST
+from outrider_triton.quantized import Rows, TritonQuantized, dynamic, kept_as
+from outrider_triton.quantized_ops import LONGEST, plan
 from outrider_triton.table import STREAMED, MatmulConfig
 
 _TRITON = torch.ops.outrider
 
 
-class TritonSums(TritonQuantized):
-    """A stack's last layer and a draft's: rows are quantised as between layers, by what made them where that left maxima."""
+class TritonEnds(TritonQuantized):
+    """Products that have no other with a quantised weight ahead or behind: rows are quantised by what makes them, or by the
+    maxima that it left.
+    """
+
+    def embed_beside_linear_quantized(
+        self, tokens: Tensor, embedding: Tensor, hidden: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
+    ) -> Tensor:
+        """What reads embeddings quantises them, with what is beside them."""
+        way, config, k = plan(self.facts, weight), None, weight.shape[1]
+        able = hidden.dim() == 2 and hidden.stride(1) == 1 and hidden.dtype is embedding.dtype and embedding.is_contiguous()
+        able = able and k <= LONGEST and dynamic(weight) and self._uses("embed_beside", embedding, hidden)
+        if way is not None and able and self._multiplies(hidden, weight):
+            whole = hidden[:, :1].expand(-1, k)  # for its shape and dtype
+            config = self.quantized_config(whole, weight, way)
+            self._prepare(whole, weight, bias)
+        if way is None or config is None:
+            return super().embed_beside_linear_quantized(tokens, embedding, hidden, weight, bias)
+        kept = kept_as(weight, way)
+        x, scales = _TRITON.embed_beside.triton_quantize(tokens, embedding, hidden, *kept, self.pdl)
+        return self._skinny(x, weight, bias, way, config, dtype=hidden.dtype, scales=scales)
 
     def linear_quantized_add(self, added: QuantizedProduct, residual: Tensor) -> Tensor:
         """A product through a ring adds itself: torch's sum is a kernel more, which neither begins early nor lets others."""
