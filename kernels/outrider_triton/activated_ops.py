@@ -1,4 +1,6 @@
-"""Gate and up in e4m3, and what quantises behind them, as operators (:mod:`outrider_triton.jit.streamed`)."""
+"""Gate and up in e4m3 (:mod:`outrider_triton.jit.streamed`), and what quantises behind them or where embeddings are read
+(:mod:`outrider_triton.jit.activations`), as operators.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,10 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.jit import activations
-from outrider_triton.launch import launch, power_of_two
+from outrider_triton.launch import launch, power_of_two, warps_for
 from outrider_triton.quantized_ops import room_quantized
 from outrider_triton.streamed import silu_mul
 from outrider_triton.table import MatmulConfig
@@ -67,4 +70,38 @@ define(
     "quantize_by_maxima.triton(Tensor x, Tensor maxima, str format, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
     _quantize_by_maxima,
     lambda x, maxima, format, dtype, pdl: room_quantized(x, x.shape[1], 0, dtype),
+)
+
+
+def _embed_beside_quantize(
+    tokens: Tensor, weight: Tensor, hidden: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """What is beside each other is quantised as one row."""
+    expect(
+        weight.is_contiguous() and hidden.stride(-1) == 1 and weight.dtype is hidden.dtype,
+        lambda: "embed_beside: embeddings and features must be of one dtype, and their columns contiguous",
+    )
+    size, beside = weight.shape[1], hidden.shape[1]
+    out, scales = room_quantized(hidden, size + beside, group, dtype)
+    block = power_of_two(size + beside)
+    launch(
+        activations.embed_beside_quantize,
+        (out.shape[0],),
+        *(tokens.contiguous(), weight, hidden, out, scales, size, beside, hidden.stride(0)),
+        FORMAT=format,
+        GROUP=min(group, block),
+        BLOCK=block,
+        pdl=pdl,
+        warps=warps_for(block),
+    )
+    return out, scales
+
+
+define(
+    "embed_beside.triton_quantize(Tensor tokens, Tensor weight, Tensor hidden, str format, int group, ScalarType dtype, "
+    "bool pdl) -> (Tensor, Tensor)",
+    _embed_beside_quantize,
+    lambda tokens, weight, hidden, format, group, dtype, pdl: room_quantized(
+        hidden, weight.shape[1] + hidden.shape[1], group, dtype
+    ),
 )

@@ -12,19 +12,20 @@ from outrider.device import AttentionMetadata, QuantizedProduct, QuantizedWeight
 from outrider_triton import attention_ops as _attention_ops  # noqa: F401  (registers the operators)
 from outrider_triton import variants
 from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs, reads_early
+from outrider_triton.ends import TritonEnds
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.jit.planes import UNIT
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.planes_ops import laying
 from outrider_triton.prompts import PromptAttention, Prompts
-from outrider_triton.quantized import Normed, Rows, TritonQuantized
+from outrider_triton.quantized import Normed, Rows
 from outrider_triton.quantized_ops import Plan
 from outrider_triton.table import AttentionConfig, MatmulConfig, Table
 
 _TRITON = torch.ops.outrider
 
 
-class TritonAttention(TritonQuantized):
+class TritonAttention(TritonEnds):
     """Attention, by itself and with the product behind it."""
 
     facts: DeviceFacts

@@ -69,6 +69,9 @@ def in_planes(x: Tensor, pdl: bool, how: int = PLAIN) -> Tensor:
     return out
 
 
+define("lay_in_planes.triton(Tensor x, bool pdl, int how) -> Tensor", in_planes, lambda x, pdl, how: room(x, x.shape, how)[0])
+
+
 def _linear_planes(
     x: Tensor,
     data: Tensor,

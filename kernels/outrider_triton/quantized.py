@@ -155,23 +155,56 @@ class TritonQuantized(KernelSet):
         """Four kernels for few tokens: what turns queries and keys adds parts of their product up. Three where the product
         comes through a ring and turns them itself.
         """
-        cos, sin, k_cache, v_cache, slots = rotary
-        straight = cos.stride() == sin.stride() and cos.stride(1) == 1 and slots.is_contiguous()
-        straight = straight and k_cache.is_contiguous() and v_cache.is_contiguous()
-        straight = straight and k_cache.dtype in (residual.dtype, torch.float8_e4m3fn)
         normed = None
-        if straight and self._uses("rope_write_cache", residual):
+        if self._turns(residual, rotary):
             normed = self._normed(added, residual, norm, eps, weight, bias, parts=True)
         if normed is None:
             return super().norm_linear_quantized_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
-        way, kind = normed.way, residual.dtype
+        return self._turned_behind(normed, residual, weight, bias, rotary)
+
+    def linear_quantized_rope_write_cache(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs
+    ) -> Tensor:
+        """Behind the kernel that makes rows as a product takes them, as behind a norm."""
+        way, config = plan(self.facts, weight), None
+        if way is not None and x.dim() == 2 and self._multiplies(x, weight) and self._turns(x, rotary):
+            config = self.quantized_config(x, weight, way)
+        if way is None or config is None:
+            return super().linear_quantized_rope_write_cache(x, weight, bias, rotary)
+        self._prepare(x, weight, bias)
+        return self._turned_behind(self._as_taken(x, weight, way, config), x, weight, bias, rotary)
+
+    def _turns(self, x: Tensor, rotary: RotaryArgs) -> bool:
+        """Whether our kernels turn and write what a product makes in the dtype of ``x``."""
+        cos, sin, k_cache, v_cache, slots = rotary
+        straight = cos.stride() == sin.stride() and cos.stride(1) == 1 and slots.is_contiguous()
+        straight = straight and k_cache.is_contiguous() and v_cache.is_contiguous()
+        straight = straight and k_cache.dtype in (x.dtype, torch.float8_e4m3fn)
+        return straight and self._uses("rope_write_cache", x)
+
+    def _as_taken(self, x: Tensor, weight: QuantizedWeight, way: Plan, config: MatmulConfig) -> Normed:
+        """Rows of ``x`` [T, K] as a product takes them, where nothing ahead made them so."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        if way.planes:
+            return Normed(_TRITON.lay_in_planes.triton(x, self.pdl, laying(config)), None, way, config)
+        if weight.activations is None:
+            return Normed(x, None, way, config)
+        format, group, kept = kept_as(weight, way)
+        rows, scales = _TRITON.quantize_rows.triton(x, format, group, weight.input_scale, kept, self.pdl)
+        return Normed(rows, scales, way, config)
+
+    def _turned_behind(
+        self, normed: Normed, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs
+    ) -> Tensor:
+        """The product of ``normed`` rows in the dtype of ``x``: turned by the product, or by what adds its parts."""
+        way, kind, k_cache = normed.way, x.dtype, rotary.k_cache
         if self._scope.first(("rope_of_quantized", kind, weight.shape, weight.label, k_cache.shape[1:], k_cache.dtype)):
-            self._compile_rotary(residual, weight, bias, rotary, way)
-        turning = self._derive(residual.shape[0], weight, way, half=k_cache.shape[3] // 2) if way.ring else None
+            self._compile_rotary(x, weight, bias, rotary, way)
+        turning = self._derive(x.shape[0], weight, way, half=k_cache.shape[3] // 2) if way.ring else None
         # Rows that lie otherwise are those of a product without a ring.
         if turning is not None and (laying(normed.config) == DIGITS if way.planes else normed.scales is not None):
             return self._turned(normed.rows, normed.scales, weight, bias, rotary, kind, turning)
-        made = self._behind(normed, residual, weight, bias, parts=True)
+        made = self._behind(normed, x, weight, bias, parts=True)
         left = bias if made.dim() == 3 else None
         return _TRITON.rope_write_cache.triton_parts(made, left, *rotary, kind, self.pdl)  # type: ignore[no-any-return]
 
@@ -249,33 +282,49 @@ class TritonQuantized(KernelSet):
         """:meth:`norm_linear_quantized` up to its second product, which may be in ``parts``; None, and nothing was done: not
         for these. ``taken`` makes what the first product takes, ``added.x`` having its shape and dtype alone.
         """
-        width = added.x.shape[-1] // 2 if added.gated else added.x.shape[-1]
-        narrow = added.x[..., :width]
-        first, second = plan(self.facts, added.weight), plan(self.facts, weight)
-        able = self._multiplies(narrow, added.weight) and self._multiplies(residual, weight)
-        able = able and residual.dim() == 2 and residual.is_contiguous() and norm.dtype is residual.dtype
-        able = able and added.x.dtype is residual.dtype and max(width, residual.shape[1]) <= LONGEST
-        if not able or first is None or second is None or not self._uses("add_rms_norm", residual):
+        able = self._multiplies(residual, weight) and norm.dtype is residual.dtype and residual.shape[-1] <= LONGEST
+        second = plan(self.facts, weight) if able and self._uses("add_rms_norm", residual) else None
+        first = None if second is None else self._first(added, residual)
+        if first is None or second is None:
             return None
-        one = self.quantized_config(narrow, added.weight, first)
         two = self.quantized_config(residual, weight, second, parts=parts)
-        self._prepare(narrow, added.weight, added.bias)
         self._prepare(residual, weight, bias)
-        if one is None or two is None:
+        if two is None:
             return None
         if self._scope.first(("norm_linear_quantized", residual.dtype, added.weight.shape, weight.shape, weight.label)):
-            self._compile_norms(added, first, residual, norm, weight, second)
-        x, scales, laid = self._taken(added, first, one) if taken is None else taken(first, one)
-        product = self._skinny(
-            x, added.weight, added.bias, first, one, dtype=residual.dtype, scales=scales, parts=True, laid=laid
-        )
-        left = added.bias if one.split > 1 else None
-        if not _dynamic(weight):
+            self._compile_norms(added, first[0], residual, norm, weight, second)
+        product, left = self._product(added, *first, residual.dtype, taken)
+        if not dynamic(weight):
             laid_as = laying(two) if second.planes else 0
             normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl, laid_as)
             return Normed(normed, None, second, two)
         normed, scales = self._norm(product, left, residual, norm, eps, weight, second)
         return Normed(normed, scales, second, two)
+
+    def _first(self, added: QuantizedProduct, residual: Tensor, *, parts: bool = True) -> tuple[Plan, MatmulConfig] | None:
+        """How a product that's added to ``residual`` is made, perhaps in ``parts``; None: not by a kernel of ours."""
+        width = added.x.shape[-1] // 2 if added.gated else added.x.shape[-1]
+        narrow, way = added.x[..., :width], plan(self.facts, added.weight)
+        able = self._multiplies(narrow, added.weight) and self._multiplies(residual, added.weight)
+        able = able and residual.dim() == 2 and residual.is_contiguous() and added.x.dtype is residual.dtype
+        if not able or way is None or width > LONGEST:
+            return None
+        config = self.quantized_config(narrow, added.weight, way, parts=parts)
+        self._prepare(narrow, added.weight, added.bias)
+        return None if config is None else (way, config)
+
+    def _product(
+        self,
+        added: QuantizedProduct,
+        way: Plan,
+        config: MatmulConfig,
+        dtype: torch.dtype,
+        taken: Callable[[Plan, MatmulConfig], Rows] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The product for a norm that adds its parts up, and the bias that these lack. ``taken``: see :meth:`_normed`."""
+        x, scales, laid = self._taken(added, way, config) if taken is None else taken(way, config)
+        product = self._skinny(x, added.weight, added.bias, way, config, dtype=dtype, scales=scales, parts=True, laid=laid)
+        return product, added.bias if config.split > 1 else None
 
     def _activated(
         self, normed: Normed, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None
@@ -303,14 +352,14 @@ class TritonQuantized(KernelSet):
 
     def _taken(self, added: QuantizedProduct, way: Plan, config: MatmulConfig) -> Rows:
         x, weight = added.x, added.weight
-        if added.maxima is not None and not added.gated and _dynamic(weight) and not _group(weight):
-            format, _, kept = _kept_as(weight, way)
+        if added.maxima is not None and not added.gated and dynamic(weight) and not _group(weight):
+            format, _, kept = kept_as(weight, way)
             rows, scales = _TRITON.quantize_by_maxima.triton(x, added.maxima, format, kept, self.pdl)
             return Rows(rows, scales, False)
         if not added.gated:
             return Rows(x, None, False)
-        if _dynamic(weight):
-            rows, scales = _TRITON.silu_mul.triton_quantize(x, *_kept_as(weight, way), self.pdl)
+        if dynamic(weight):
+            rows, scales = _TRITON.silu_mul.triton_quantize(x, *kept_as(weight, way), self.pdl)
             return Rows(rows, scales, False)
         laid = way.planes and self._uses("silu_mul", x)
         return Rows(_TRITON.silu_mul.triton(x, self.pdl, laying(config)) if laid else self.silu_mul(x), None, laid)
@@ -325,7 +374,7 @@ class TritonQuantized(KernelSet):
         weight: QuantizedWeight,
         way: Plan,
     ) -> tuple[Tensor, Tensor]:
-        kept = _kept_as(weight, way)
+        kept = kept_as(weight, way)
         rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *kept, self.pdl)
         return rows, scales
 
@@ -348,6 +397,13 @@ class TritonQuantized(KernelSet):
         )
         return tuple(dict.fromkeys(found))
 
+    def _compile_activation(self, added: QuantizedProduct, way: Plan) -> None:
+        """SwiGLU that leaves its rows as the product behind it may take them."""
+        if added.gated and way.planes and not dynamic(added.weight) and self._uses("silu_mul", added.x):
+            for how in {laying(each) for each in self._every(added.weight, way)}:
+                with ahead():
+                    _TRITON.silu_mul.triton(added.x[:4], self.pdl, how)
+
     def _compile_norms(
         self,
         added: QuantizedProduct,
@@ -358,17 +414,14 @@ class TritonQuantized(KernelSet):
         second: Plan,
     ) -> None:
         """The norm behind as many parts as the first product may have, and rows laid out as either product may take them."""
-        if added.gated and first.planes and not _dynamic(added.weight) and self._uses("silu_mul", added.x):
-            for how in {laying(each) for each in self._every(added.weight, first)}:
-                with ahead():
-                    _TRITON.silu_mul.triton(added.x[:4], self.pdl, how)
+        self._compile_activation(added, first)
         hows = {laying(each) if second.planes else 0 for each in self._every(weight, second)}
         for split, how in itertools.product({each.split for each in self._every(added.weight, first)}, hows):
             few = residual[:4].clone()
             parts = few.new_empty((split, *few.shape), dtype=torch.float32) if split > 1 else few
             left = added.bias if split > 1 else None
             with ahead():
-                if _dynamic(weight):
+                if dynamic(weight):
                     self._norm(parts, left, few, norm, 1e-5, weight, second)
                 else:
                     _TRITON.add_parts_rms_norm.triton(parts, left, few, norm, 1e-5, self.pdl, how)
@@ -384,12 +437,12 @@ def _group(weight: QuantizedWeight) -> int:
     return weight.activation_group if weight.activation_group < weight.shape[1] else 0
 
 
-def _kept_as(weight: QuantizedWeight, way: Plan) -> tuple[str, int, torch.dtype]:
+def kept_as(weight: QuantizedWeight, way: Plan) -> tuple[str, int, torch.dtype]:
     """As what rows are left for a product with ``dynamic`` activations: format, columns of a scale (0: all), dtype."""
     return weight.activations or "", _group(weight), kept_dtype(weight.data, way.native)
 
 
-def _dynamic(weight: QuantizedWeight) -> bool:
+def dynamic(weight: QuantizedWeight) -> bool:
     """Whether its activations are quantised by scales that the kernel before can find: a power of two of columns each."""
     group = _group(weight)
     return weight.activations is not None and weight.input_scale is None and group & (group - 1) == 0

@@ -123,6 +123,14 @@ def quantized_rows(
     return out, scales
 
 
+define(
+    "quantize_rows.triton(Tensor x, str format, int group, Tensor? input_scale, ScalarType dtype, bool pdl) -> "
+    "(Tensor, Tensor)",
+    quantized_rows,
+    lambda x, format, group, input_scale, dtype, pdl: room_quantized(x, x.shape[1], group, dtype),
+)
+
+
 def plain_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl: bool) -> Tensor:
     """What a weight stands for, in ``dtype``: computed in float32, rounded once."""
     (n, k), (rows, columns) = weight.shape, weight.block
@@ -311,6 +319,40 @@ define(
     "bool native, bool fp8, bool asm, int[] config, bool pdl) -> Tensor",
     _linear_quantized,
     _empty_parts,
+)
+
+
+def _linear_quantized_add(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    activations: str,
+    x_scales: Tensor | None,
+    residual: Tensor,
+    config: list[int],
+    pdl: bool,
+) -> None:
+    """Through a ring. ``x_scales``: ``x`` was quantised. ``rows`` of the weight have one of ``scales``."""
+    n = data.shape[0]
+    expect(
+        residual.is_contiguous() and residual.shape == (*x.shape[:-1], n),
+        lambda: (
+            f"adding a product of {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected contiguous rows of {n}"
+        ),
+    )
+    if x_scales is None:
+        x, x_scales = quantized_rows(x, activations, 0, input_scale, data.dtype, pdl)
+    multiply_quantized(x, data, bias, residual, (x_scales, scales, rows), MatmulConfig(*config), pdl, add=True)
+
+
+define(
+    "linear_quantized.triton_add(Tensor x, Tensor data, Tensor scales, Tensor? input_scale, Tensor? bias, int rows, "
+    "str activations, Tensor? x_scales, Tensor(a!) residual, int[] config, bool pdl) -> ()",
+    _linear_quantized_add,
+    lambda *operands: None,
 )
 
 

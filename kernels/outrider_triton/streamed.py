@@ -24,7 +24,10 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config
     """``out [m, n]``, or its parts ``[split, m, n]``, from ``x [m, k]``."""
     m, n, fold = x.shape[0], weight.shape[0], config.split == 1
     expect(fold or bias is None, lambda: "parts of a product have no bias")
-    own, flags = (bias, None, None, out, m, n, config.each), {"HAS_BIAS": bias is not None, "ROWS": 0, "FOLD": fold}
+    own, flags = (
+        (bias, None, None, out, m, n, config.each),
+        {"HAS_BIAS": bias is not None, "ROWS": 0, "FOLD": fold, "ADD": False},
+    )
     pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
     _launch(streamed.streamed_linear, x, weight, config, own, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
 
@@ -37,14 +40,16 @@ def multiply_quantized(
     quantized: tuple[Tensor, Tensor, int],
     config: MatmulConfig,
     pdl: bool,
+    *,
+    add: bool = False,
 ) -> None:
     """``out [m, n]`` of ``x [m, k]`` and ``weight [n, k]`` in e4m3. ``quantized``: scales of x, float32 [m], scales of the
-    weight, and the number of rows that have one.
+    weight, and the number of rows that have one. ``add``: it's added to what is there.
     """
     expect(config.split == 1, lambda: f"a product of quantised operands through a ring has no parts: {config}")
     x_scales, scales, rows = quantized
     own = bias, x_scales, scales, out, x.shape[0], weight.shape[0], config.each
-    flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "FOLD": True}
+    flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "FOLD": True, "ADD": add}
     _launch(streamed.streamed_linear, x, weight, config, own, pairs=weight.shape[0], half=_PAIRS, pdl=pdl, fold=True, **flags)
 
 

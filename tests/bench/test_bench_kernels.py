@@ -40,6 +40,8 @@ def test_every_kernel_is_measured_and_every_case_runs():
     # The shapes that are timed have no experts; products with quantised weights are timed by themselves (--quantized).
     untimed |= {"apply_token_bitmask", "route", "experts", "linear_quantized", "norm_linear_quantized", "experts_quantized"}
     untimed |= {"norm_linear_quantized_rope_write_cache", "attention_norm_linear_quantized"}
+    untimed |= {"linear_quantized_add", "linear_quantized_add_rms_norm", "linear_quantized_rope_write_cache"}
+    untimed |= {"embed_beside_linear_quantized"}
     untimed |= {"attention_norm_linear_silu_mul_quantized"}
     assert set(kernel_names()) - {case.kernel for case in cases} == untimed
 

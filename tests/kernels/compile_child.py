@@ -138,6 +138,8 @@ def quantized_kernels(capability):
         (activations.add_rms_norm_quantize, {"x": WIDE, "bias": HALF, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
          {"FORMAT": "fp8", "GROUP": 128, "PARTS": 2, "HAS_BIAS": True, "BLOCK": 4096}),
         (activations.silu_mul_quantize, {"out": "*i8", "scales": WIDE}, {"FORMAT": "int8", "GROUP": 0, "BLOCK": 16384}),
+        (activations.embed_beside_quantize, {"hidden": HALF, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
+         {"FORMAT": "fp8", "GROUP": 0, "BLOCK": 8192}),
         (quantized.dequantize, {**SCALES, "weight": "*i8"},
          {**PLAINLY, "zeros": None, "ROWS": 128, "FORMAT": "fp8", "ZEROS": False, "FP8": fp8}),
         (quantized.dequantize, {**SCALES, "weight": "*u8"},
@@ -287,8 +289,8 @@ SCALED = {**RING, "SCALED": True, "SHARES": 128}
 PLAIN = {**RING, "squares": None, "SCALED": False, "SHARES": 1}
 UNQUANTIZED = {"x_scales": None, "scales": None, "ROWS": 0}
 STREAMED = [
-    (streamed.streamed_linear, {}, {**RING, **UNQUANTIZED, "FOLD": True}),
-    (streamed.streamed_linear, {"out": WIDE}, {**RING, **UNQUANTIZED, "FOLD": False}),
+    (streamed.streamed_linear, {}, {**RING, **UNQUANTIZED, "FOLD": True, "ADD": False}),
+    (streamed.streamed_linear, {"out": WIDE}, {**RING, **UNQUANTIZED, "FOLD": False, "ADD": False}),
     (streamed.streamed_linear_add, {"norm": HALF, "scaled": HALF}, {**RING, "NORM": True}),
     (streamed.streamed_linear_add, {"scaled": HALF}, {**RING, "norm": None, "NORM": False}),
     (streamed.streamed_silu_mul, {"k": "i32"}, {**SCALED, **UNQUANTIZED, "maxima": None}),
@@ -305,8 +307,8 @@ TALL = [
 ]
 BY_ROW = {"x_scales": WIDE, "scales": WIDE}
 STREAMED_E4M3 = [
-    (streamed.streamed_linear, BY_ROW, {**RING, "FOLD": True, "ROWS": 1}),
-    (streamed.streamed_linear, BY_ROW, {**RING, "FOLD": True, "ROWS": 1, "STEPS": 7, "BLOCK_K": 256}),
+    (streamed.streamed_linear, BY_ROW, {**RING, "FOLD": True, "ADD": False, "ROWS": 1}),
+    (streamed.streamed_linear, BY_ROW, {**RING, "FOLD": True, "ADD": True, "ROWS": 1, "STEPS": 7, "BLOCK_K": 256}),
     (streamed.streamed_silu_mul, {"k": "i32", "maxima": WIDE, **BY_ROW}, {**PLAIN, "STEPS": 7, "ROWS": 1}),
     (streamed.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**PLAIN, "STEPS": 7, "HALF": 64, "ROWS": 1}),
 ]

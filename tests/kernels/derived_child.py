@@ -82,8 +82,12 @@ def product(facts, operator, config, even, k, half, target):
         own = {"STEPS": k // span, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages, "PDL": pdl}
         ends = {"x": descriptor(config.block_m, config.block_k), "w": descriptor(config.block_n, config.block_k)}
         kernel, given, types = {
-            "linear": (streamed.streamed_linear, {**PLAIN, **UNQUANTIZED, "FOLD": True}, {}),
-            "linear_parts": (streamed.streamed_linear, {**PLAIN, **UNQUANTIZED, "FOLD": fold}, {} if fold else {"out": WIDE}),
+            "linear": (streamed.streamed_linear, {**PLAIN, **UNQUANTIZED, "FOLD": True, "ADD": False}, {}),
+            "linear_parts": (
+                streamed.streamed_linear,
+                {**PLAIN, **UNQUANTIZED, "FOLD": fold, "ADD": False},
+                {} if fold else {"out": WIDE},
+            ),
             "linear_silu_mul": (streamed.streamed_silu_mul, {**PLAIN, **UNQUANTIZED, "maxima": None}, {"k": "i32"}),
             "scaled_silu_mul": (streamed.streamed_silu_mul, {**SCALED, **UNQUANTIZED, "maxima": None}, {"k": "i32"}),
             "linear_add": (streamed.streamed_linear_add, {**PLAIN, "norm": None, "NORM": False}, {"scaled": HALF}),
@@ -201,7 +205,7 @@ def e4m3_in_a_ring(facts, config, operator, half, target):
     """A product of operands in e4m3 that come through a ring."""
     columns = min(config.block_k, PIECE.value)
     ends = {"x": descriptor(config.block_m, columns, "fp8e4nv"), "w": descriptor(config.block_n, columns, "fp8e4nv")}
-    given = {**PLAIN, "FOLD": True, "ROWS": 1, "HALF": half, "STEPS": 16, "PDL": facts.pdl}
+    given = {**PLAIN, "FOLD": True, "ADD": False, "ROWS": 1, "HALF": half, "STEPS": 16, "PDL": facts.pdl}
     given |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
     kernels = {"linear_silu_mul": streamed.streamed_silu_mul, "linear_rope": streamed.streamed_rope_write_cache}
     kernel = kernels.get(operator, streamed.streamed_linear)

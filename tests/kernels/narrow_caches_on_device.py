@@ -129,6 +129,11 @@ class Cases:
                         QuantizedProduct(x, one, None), residual.clone(), norm, 1e-5, two, bias * 50, rotary
                     ),
                 )
+                self.writes(
+                    f"linear_quantized_rope_write_cache, {name},",
+                    tokens,
+                    lambda rotary, x=x, two=two: kernels.linear_quantized_rope_write_cache(x, two, bias * 50, rotary),
+                )
 
     # -- reads -----------------------------------------------------------------------------------------------------
 

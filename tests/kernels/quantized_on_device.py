@@ -59,13 +59,15 @@ def layers(kernels, device):
         work = partial(layer, weights, given, kv_heads)
         right, own = work(REFERENCE, torch.float64), work(REFERENCE, torch.bfloat16)
         made = in_a_graph(partial(work, kernels, torch.bfloat16))
-        for part, what in enumerate(("gates", "queries", "keys", "values")):
+        for part, what in enumerate(("gates", "queries", "keys", "values", "first queries", "sum", "final norm", "fused")):
             off, its = (wrong(found[part], right[part].double()) for found in (made, own))
             yield f"{name} {what}, {m} tokens", off, its
 
 
 def layer(weights, given, kv_heads, kernel_set, dtype):
-    """What both ends of a layer make: gate and up [T, 2 I], queries, and keys and values from where they were written."""
+    """What both ends of a layer make: gate and up [T, 2 I], queries, and keys and values from where they were written. Then
+    what both ends of a stack do: queries behind no norm, the last sum, the norm of it, and a draft's fusion.
+    """
     residual, norm, x, gate_up, angles = (each.to(dtype) for each in given)
     slots = torch.arange(x.shape[0], device=x.device) + 5
     caches = [torch.zeros(8, 16, kv_heads, angles.shape[1], device=x.device, dtype=dtype) for _ in range(2)]
@@ -74,7 +76,19 @@ def layer(weights, given, kv_heads, kernel_set, dtype):
     gates = kernel_set.norm_linear_quantized(added, residual.clone(), norm, 1e-5, weights[1])
     added = QuantizedProduct(gate_up, weights[2], None, gated=True)
     q = kernel_set.norm_linear_quantized_rope_write_cache(added, residual.clone(), norm, 1e-5, weights[3], None, turned)
-    return gates, q.flatten(1), *(cache.flatten(0, 1)[slots].flatten(1) for cache in caches)
+    written = [cache.flatten(0, 1)[slots].flatten(1) for cache in caches]
+    first = kernel_set.linear_quantized_rope_write_cache(x, weights[3], None, turned)
+    inner = kernel_set.silu_mul(gate_up)
+    made = QuantizedProduct(inner, weights[2], None, maxima=inner.abs().amax(1).float()[None])
+    total = kernel_set.linear_quantized_add(made, residual.clone())
+    return (
+        gates,
+        q.flatten(1),
+        *written,
+        first.flatten(1),
+        total,
+        kernel_set.linear_quantized_add_rms_norm(added, residual.clone(), norm, 1e-5),
+    )
 
 
 def experts(kernels, device):

@@ -13,8 +13,9 @@ from outrider.device import AttentionMetadata, KernelSet, QuantizedProduct, Rota
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.layer import DecoderLayer, LayerWeights
+from outrider.model.pending import add
 from outrider.model.products import OtherProduct
-from outrider_triton import attention_ops, ops, planes_ops, quantized_ops
+from outrider_triton import activated_ops, attention_ops, ops, planes_ops, quantized_ops
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import MatmulConfig
@@ -56,6 +57,21 @@ def kernels(device, pdl):
     torch.set_default_device(device)
     yield made
     torch.set_default_device(None)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that run, in their order."""
+    names = []
+    for module in (activated_ops, attention_ops, ops, planes_ops, quantized_ops):
+        real = module.launch
+
+        def counted(kernel, *args, real=real, **settings):
+            names.append(kernel.fn.__name__)
+            real(kernel, *args, **settings)
+
+        monkeypatch.setattr(module, "launch", counted)
+    return names
 
 
 def same(mine, its):
@@ -110,6 +126,66 @@ def test_a_norm_and_queries_behind_it(format, split, kernels):
     right = KernelSet.norm_linear_quantized_rope_write_cache(kernels, added, residual, norm, 1e-5, second, bias, again)
     for mine, its in ((made, right), (kept, residual), (once.k_cache, again.k_cache), (once.v_cache, again.v_cache)):
         same(mine, its)
+
+
+@pytest.mark.parametrize(("format", "split"), [("int4", 2), ("int4", 1), ("fp8", 1), ("fp8", 2)])
+def test_queries_behind_no_norm(format, split, kernels):
+    """As the product and the rotation one after the other have it."""
+    qkv, bias, x = weight(format, ROWS, HIDDEN, seed=4), normal(ROWS, seed=15), normal(5, HIDDEN)
+    split_in(kernels, split, qkv)
+    once, again = rotary(5), rotary(5)
+    made = kernels.linear_quantized_rope_write_cache(x, qkv, bias, once)
+    right = KernelSet.linear_quantized_rope_write_cache(kernels, x, qkv, bias, again)
+    for mine, its in ((made, right), (once.k_cache, again.k_cache), (once.v_cache, again.v_cache)):
+        same(mine, its)
+    assert not torch.equal(once.k_cache, rotary(5).k_cache)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "fp8 in groups", "int8"])
+def test_embeddings_beside_features(format, kernels, launched):
+    """As reading and quantising them one after the other has it; rows of activations that have a scale take a kernel less."""
+    way = {
+        **FORMATS,
+        "fp8 in groups": RandomFormat(format="fp8", columns=128, rows=128, activations="fp8", activation_group=128),
+        "int8": RandomFormat(format="int8", activations="int8"),
+    }[format]
+    dice, there = torch.Generator().manual_seed(3), torch.get_default_device()
+    made = random_quantized(way, HIDDEN, HIDDEN + 128, device=torch.device("cpu"), generator=dice)
+    fusion = replace(made, data=made.data.to(there), scales=made.scales.to(there))
+    embedding, hidden, bias = normal(9, HIDDEN), normal(5, 160, seed=6)[:, :128], normal(HIDDEN, seed=7)
+    operands = torch.tensor([8, 0, 3, 3, 1]), embedding, hidden, fusion, bias
+    mine = kernels.embed_beside_linear_quantized(*operands)
+    few = Counter(launched)
+    same(mine, KernelSet.embed_beside_linear_quantized(kernels, *operands))
+    own = {"embed_beside_quantize"} & set(few)
+    assert own if fusion.activations else {"lay_in_planes"} & set(few)
+    assert not own or not {"embed_beside", "quantize_rows"} & set(few)
+
+
+def largest_of(x):
+    """What gates leave of their rows, by two programs."""
+    return torch.stack([half.abs().amax(1).float() for half in x.chunk(2, 1)])
+
+
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("left", ["gated", "maxima", "rows"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_a_last_layer_adds(format, left, split, kernels):
+    """As the product, the sum and the norm one after the other have it: with a norm behind, and without one."""
+    down = weight(format, HIDDEN, INNER)
+    split_in(kernels, split, down)
+    x, bias, norm = normal(5, INNER * (1 + (left == "gated"))), normal(HIDDEN, seed=14), normal(HIDDEN, seed=13)
+    made = QuantizedProduct(x, down, bias, left == "gated", largest_of(x) if left == "maxima" else None)
+    for behind in (("linear_quantized_add",), ("linear_quantized_add_rms_norm", norm, 1e-5)):
+        kept, residual = normal(5, HIDDEN, seed=12), normal(5, HIDDEN, seed=12)
+        mine = getattr(kernels, behind[0])(made, kept, *behind[1:])
+        its = getattr(KernelSet, behind[0])(kernels, made, residual, *behind[1:])
+        if split == 1 or len(behind) == 1:
+            same(mine, its)
+            same(kept, residual)
+        else:  # the norm adds parts up, and rounds their sum with the residual once
+            torch.testing.assert_close(mine, its, rtol=4e-3, atol=4e-3)
+            torch.testing.assert_close(kept, residual, rtol=2e-3, atol=2e-3)
 
 
 CONTEXT = 300
@@ -213,26 +289,46 @@ def layer(format, kernels):
     return DecoderLayer(config, weights, kernels, window=0)
 
 
+def inputs_of(m, metadata):
+    return ForwardInput(
+        tokens=torch.zeros(m, dtype=torch.int64), positions=torch.arange(m), slots=torch.arange(m) + 4, attention=metadata
+    )
+
+
 @pytest.mark.parametrize("format", FORMATS)
-def test_kernels_of_a_layer(format, kernels, monkeypatch):
+def test_kernels_of_a_draft(format, kernels, launched):
+    """A layer with nothing ahead of it, and no norm behind it: what turns queries and keys adds parts, and SwiGLU leaves
+    rows as the last product takes them.
+    """
+    own, m, turn = layer(format, kernels), 2, rotary(2)
+    _, *caches, metadata = attention(1, m)
+    residual = normal(m, HIDDEN, seed=9)
+    pending = own.forward(None, residual, inputs_of(m, metadata), (turn.cos, turn.sin), tuple(caches))
+    assert add(pending, residual, kernels) is residual
+    found = Counter(launched)
+    always = {"add_parts_rope_write_cache": 1, "paged_attention": 1, "join_splits": 1, "rms_norm": 1}
+    if format == "int4":
+        assert found == {**always, "lay_in_planes": 1, "linear_planes": 4, "add_rms_norm": 1, "silu_mul": 1, "add_parts": 1}
+    else:
+        assert found == {
+            **always,
+            "quantize_rows": 2,
+            "linear_quantized": 4,
+            "add_rms_norm_quantize": 1,
+            "silu_mul_quantize": 1,
+            "add_parts": 1,
+        }
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_kernels_of_a_layer(format, kernels, launched):
     """A few tokens behind another layer: four products, and between them what follows each in one kernel. What joins the
     parts of attention leaves them as a product of four bits takes them.
     """
     own = layer(format, kernels)
-    launched = []
-    for module in (attention_ops, ops, planes_ops, quantized_ops):
-        real = module.launch
-
-        def counted(kernel, *args, real=real, **settings):
-            launched.append(kernel.fn.__name__)
-            real(kernel, *args, **settings)
-
-        monkeypatch.setattr(module, "launch", counted)
     m, turn = 2, rotary(2)
     _, *caches, metadata = attention(1, m)
-    inputs = ForwardInput(
-        tokens=torch.zeros(m, dtype=torch.int64), positions=torch.arange(m), slots=torch.arange(m) + 4, attention=metadata
-    )
+    inputs = inputs_of(m, metadata)
     pending = OtherProduct(normal(m, 2 * INNER), weight(format, HIDDEN, INNER, seed=3), None, gated=True)
     own.forward(pending, normal(m, HIDDEN, seed=9), inputs, (turn.cos, turn.sin), tuple(caches))
     found = Counter(launched)

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import AttentionMetadata, QuantizedProduct, RotaryArgs
-from outrider_triton import activated_ops, attention_ops, fused_ops, ops, planes_ops, quantized_ops, streamed
+from outrider_triton import activated_ops, attention_ops, bookkeeping_ops, fused_ops, ops, planes_ops, quantized_ops, streamed
 from outrider_triton.derive import choose
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
@@ -40,7 +40,7 @@ def launched(monkeypatch):
         if kernel.__name__.startswith("streamed"):
             assert set(known) | set(settings) | {"PDL"} >= set(kernel.arg_names), "an operand is missing"
 
-    for module in (streamed, planes_ops, quantized_ops, activated_ops, attention_ops, fused_ops, ops):
+    for module in (streamed, planes_ops, quantized_ops, activated_ops, attention_ops, bookkeeping_ops, fused_ops, ops):
         monkeypatch.setattr(module, "launch", launch)
     return calls
 
@@ -149,6 +149,45 @@ def test_every_variant_of_a_layer_is_compiled_beforehand(launched, kernels, weig
     assert {name for name, _ in served} == names - {"silu_mul_quantize"}
 
 
+def ends(kernels, weights, m):
+    """A draft's fusion, a stack's first product behind no norm, and its last: for a draft, and for a final norm."""
+    x, norm = torch.zeros(m, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16)
+    angles = torch.zeros(m, SIZE, dtype=BF16)
+    rotary = RotaryArgs(angles, angles, *attending(1, 1)[1], torch.arange(m))
+    tokens, embedding = torch.zeros(m, dtype=torch.int64), torch.zeros(3, INNER - HIDDEN, dtype=BF16)
+    assert kernels.embed_beside_linear_quantized(tokens, embedding, x, weights["down"]).shape == x.shape
+    kernels.linear_quantized_rope_write_cache(x, weights["turned"], None, rotary)
+    few = torch.zeros(m, INNER, dtype=BF16), torch.zeros(132, m)
+    made = QuantizedProduct(few[0], weights["down"], None, maxima=few[1])
+    assert kernels.linear_quantized_add(made, x) is x
+    kernels.linear_quantized_add_rms_norm(made, x, norm, 1e-5)
+
+
+@pytest.mark.parametrize("m", [1, 4, 16, 32])
+def test_the_ends_of_a_stack_take_no_kernel_more_than_its_middle(m, launched, kernels, weights):
+    ends(kernels, weights, m)
+    fused = ["embed_beside_quantize", "streamed_linear"]
+    first, last = ["quantize_rows", "streamed_rope_write_cache"], ["quantize_by_maxima", "streamed_linear"]
+    assert [name for name, _, _ in launched] == [*fused, *first, *last, *last, "add_rms_norm"]
+    added = [dict(settings)["ADD"] for name, _, (_, _, settings) in launched if name == "streamed_linear"]
+    assert added == [False, True, False]
+
+
+def test_every_variant_of_the_ends_is_compiled_beforehand(launched, kernels, weights):
+    with kernels.every_variant():
+        ends(kernels, weights, 4)
+        ends(kernels, weights, 80)
+    names = {"quantize_rows", "quantize_by_maxima", "streamed_linear", "streamed_rope_write_cache", "add_rms_norm"}
+    names.add("embed_beside_quantize")
+    known = {(name, variant) for name, _, variant in launched if name in names}
+    launched.clear()
+    for m in range(1, 65):
+        ends(kernels, weights, m)
+    served = Counter((name, variant) for name, _, variant in launched if name in names)
+    assert set(served) <= known
+    assert {name for name, _ in served} == names
+
+
 def attending(batch, width):
     """Queries, caches, and their metadata."""
     rows, pages = batch * width, 40
@@ -210,6 +249,15 @@ def test_queries_and_keys_of_four_bits_turn_in_the_ring(m, turned, launched, ker
         assert names == ["silu_mul", "linear_planes", "add_rms_norm", "linear_planes", "add_parts_rope_write_cache"]
     halves = [dict(settings)["HALF"] for name, _, (_, _, settings) in launched if name == "streamed_planes"]
     assert halves == ([0, SIZE // 2] if turned else [])
+
+
+@pytest.mark.parametrize(("m", "turned"), [(1, True), (16, True), (17, False)])
+def test_queries_and_keys_of_four_bits_turn_without_a_norm(m, turned, launched, kernels, four_bits):
+    rotary = RotaryArgs(*[torch.zeros(m, SIZE, dtype=BF16)] * 2, *attending(1, 1)[1], torch.arange(m))
+    made = kernels.linear_quantized_rope_write_cache(torch.zeros(m, HIDDEN, dtype=BF16), four_bits["turned"], None, rotary)
+    assert made.shape == (m, HEADS, SIZE)
+    behind = ["streamed_planes"] if turned else ["linear_planes", "add_parts_rope_write_cache"]
+    assert [name for name, _, _ in launched] == ["lay_in_planes", *behind]
 
 
 def test_every_variant_that_turns_is_compiled_beforehand(launched, kernels, four_bits):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider._renamed import Renamed
+from outrider.device import QuantizedWeight
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
@@ -88,14 +89,20 @@ class EagleHead:
         ``hidden``. ``cache`` is the head's own, with its layers and heads.
         """
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        both = self._beside(inputs.tokens, hidden)
-        residual = linear(self.kernels, both, self.weights.fusion, self.weights.fusion_bias)
+        residual = self._fused(inputs.tokens, hidden)
         pending: Pending | None = None
         self.target.begin_pass(inputs)
         for layer, pages in zip(self._layers[:-1], cache.layers[:-1], strict=True):
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
         pending, residual = self._layers[-1].forward_last(pending, residual, inputs, cos_sin, cache.layers[-1])
         return add(pending, residual, self.kernels)
+
+    def _fused(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """The product of the fusion with :meth:`_beside` [T, H]."""
+        fusion, bias = self.weights.fusion, self.weights.fusion_bias
+        if self.target.ranks is None and isinstance(fusion, QuantizedWeight):
+            return self.kernels.embed_beside_linear_quantized(tokens, self.weights.embedding, hidden, fusion, bias)
+        return linear(self.kernels, self._beside(tokens, hidden), fusion, bias)
 
     def _beside(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Embeddings of ``tokens`` [T], and ``hidden`` [T, H] behind them → [T, 2 H]."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.device import KernelSet, Product
-from outrider.model.products import Attending, OtherProduct, multiply
+from outrider.model.products import Attending, OtherProduct, multiply, quantized_product
 from outrider.model.ranks import ModelRanks
 
 
@@ -36,6 +36,9 @@ def add(pending: Pending, residual: Tensor, kernels: KernelSet) -> Tensor:
     if isinstance(pending, Made):
         return residual.add_(pending.value)
     if isinstance(pending, OtherProduct):
+        quantized = quantized_product(pending)
+        if quantized is not None:
+            return kernels.linear_quantized_add(quantized, residual)
         return residual.add_(multiply(kernels, pending))
     return kernels.linear_add(*pending, residual)
 
@@ -47,6 +50,9 @@ def add_rms_norm(pending: Pending, residual: Tensor, norm: Tensor, eps: float, k
     if isinstance(pending, Made):
         return kernels.add_rms_norm(pending.value, residual, norm, eps)
     if isinstance(pending, OtherProduct):
+        quantized = quantized_product(pending)
+        if quantized is not None:
+            return kernels.linear_quantized_add_rms_norm(quantized, residual, norm, eps)
         return kernels.add_rms_norm(multiply(kernels, pending), residual, norm, eps)
     return kernels.linear_add_rms_norm(*pending, residual, norm, eps)
 

@@ -120,6 +120,8 @@ def linear_rope_write_cache(kernels: KernelSet, made: Product | OtherProduct, ro
     """See :meth:`KernelSet.linear_rope_write_cache`."""
     if isinstance(made, Product):
         return kernels.linear_rope_write_cache(made, rotary)
+    if isinstance(made.weight, QuantizedWeight) and not made.gated:
+        return kernels.linear_quantized_rope_write_cache(made.x, made.weight, made.bias, rotary)
     return rope_write_cache(kernels, multiply(kernels, made), rotary)
 
 

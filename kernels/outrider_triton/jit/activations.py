@@ -171,3 +171,29 @@ def silu_mul_quantize(
     up = tl.load(gate_up + row * 2 * size + size + lane, mask=inside, other=0.0).to(tl.float32)
     made = gated(gate, up, gate_up.dtype.element_ty)
     _quantize_row(made.to(tl.float32), row, out, scales, size, FORMAT, GROUP, BLOCK)
+
+
+@triton.jit
+def embed_beside_quantize(
+    tokens,
+    weight,
+    hidden,
+    out,
+    scales,
+    size,
+    beside,
+    hidden_stride,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row: :func:`outrider_triton.jit.bookkeeping.embed_beside`, and then it's quantised."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    token = tl.load(tokens + row)
+    other = tl.load(hidden + row * hidden_stride + lane - size, mask=(lane >= size) & (lane < size + beside), other=0.0)
+    embedded = tl.load(weight + token * size + lane, mask=lane < size, other=0.0)
+    value = tl.where(lane < size, embedded, other)
+    _quantize_row(value.to(tl.float32), row, out, scales, size + beside, FORMAT, GROUP, BLOCK)

@@ -42,6 +42,7 @@ def _store(
     HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
     FOLD: gl.constexpr,
+    ADD: gl.constexpr,
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -59,6 +60,8 @@ def _store(
         mine = (inside < each) & (row < n)
         if ROWS:  # on their way before the product
             factor = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)
+        if ADD:
+            old = gl.load(place + row[:, None], mask=known & mine[:, None], other=0.0).to(gl.float32)
         low, high = halves_of(ring, tile, buffer, FOLD, STEPS, _LAYOUT)
         if FOLD:
             total = low + high
@@ -66,6 +69,8 @@ def _store(
                 total *= factor[:, None] * divisor[None, :]
             if HAS_BIAS:
                 total += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
+            if ADD:  # rounded before the sum too, as where the product is added by a kernel of its own
+                total = total.to(out.dtype.element_ty).to(gl.float32) + old
             gl.store(place + row[:, None], total.to(out.dtype.element_ty), mask=known & mine[:, None])
         else:
             row += row // PAIRS * PAIRS
@@ -88,6 +93,7 @@ def streamed_linear(
     HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
     FOLD: gl.constexpr,
+    ADD: gl.constexpr,
     STEPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -97,14 +103,15 @@ def streamed_linear(
     """:func:`outrider_triton.jit.matmul.linear`; program (share of rows, part of the columns, block of tokens).
 
     A product in parts isn't folded, and has no bias. ROWS: both operands were quantised, ``x`` by ``x_scales [m]``, and the
-    weight by one of ``scales`` for so many rows; 0: neither was. Quantised ones are folded.
+    weight by one of ``scales`` for so many rows; 0: neither was. Quantised ones are folded. ADD: to what is in ``out``,
+    where it's folded.
     """
     ring = make_ring(x, w, FOLD, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(ring)
     own = bias, x_scales, scales, out, m, n, each
     gl.warp_specialize(
         [
-            (_store, (own, ring, buffer, HAS_BIAS, ROWS, FOLD, STEPS, PDL)),
+            (_store, (own, ring, buffer, HAS_BIAS, ROWS, FOLD, ADD, STEPS, PDL)),
             (bring_weights, (w, ring, each, PAIRS, FOLD, STEPS)),
             (bring_tokens, (x, ring, each, FOLD, STEPS, ROWS > 0, PDL)),
         ],

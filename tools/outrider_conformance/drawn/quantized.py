@@ -169,6 +169,24 @@ def _norm_linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: 
     return Problem(operands, call, {"out": wanted, "residual": grown})
 
 
+def _linear_quantized_add(format: str, shape: Shape, dtype: torch.dtype, dice: Dice, *, normed: bool = False) -> Problem:
+    """As above, with no product behind; ``normed``: a norm is."""
+    made = _norm_linear_quantized(format, shape, dtype, dice)
+    grown = made.wanted["residual"]
+    assert isinstance(grown, bounds.Number)
+    operands = {name: each for name, each in made.operands.items() if not name.startswith("second")}
+    norm = operands["norm"].tensor if normed else operands.pop("norm").tensor
+    wanted = bounds.rms_norm(grown, norm, EPS, dtype) if normed else grown
+
+    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        added, residual = _first(format, shape, o), o["residual"]
+        if normed:
+            return {"out": kernels.linear_quantized_add_rms_norm(added, residual, o["norm"], EPS)}
+        return {"out": kernels.linear_quantized_add(added, residual)}
+
+    return Problem(operands, call, {"out": wanted, "residual": grown})
+
+
 def _behind(grown: bounds.Number, norm: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bounds.Number:
     """The product of the norm of ``grown`` with ``weight``."""
     return bounds.product(_once_more(bounds.rms_norm(grown, norm, EPS, dtype), dtype), weight, bias, dtype)
@@ -178,11 +196,54 @@ def _between(
     format: str, shape: Shape, o: Mapping[str, Tensor]
 ) -> tuple[QuantizedProduct, Tensor, Tensor, float, QuantizedWeight, Tensor | None]:
     """What ``norm_linear_quantized`` takes."""
-    hidden = o["residual"].shape[1]
-    first = _record(format, shape, o, "first", (hidden, shape["inner"]))
-    added = QuantizedProduct(o["x"], first, o.get("first bias"), bool(shape["active"]))
-    second = _record(format, shape, o, "second", (shape["outer"], hidden))
-    return added, o["residual"], o["norm"], EPS, second, o.get("second bias")
+    second = _record(format, shape, o, "second", (shape["outer"], o["residual"].shape[1]))
+    return _first(format, shape, o), o["residual"], o["norm"], EPS, second, o.get("second bias")
+
+
+def _first(format: str, shape: Shape, o: Mapping[str, Tensor]) -> QuantizedProduct:
+    first = _record(format, shape, o, "first", (o["residual"].shape[1], shape["inner"]))
+    return QuantizedProduct(o["x"], first, o.get("first bias"), bool(shape["active"]))
+
+
+def _embed_beside_linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    """Plain activations, as above."""
+    parts, weight = _weight(shape, format, dice)
+    wide = shape["inner"] // 4
+    embedding = dice.factors(_VOCABULARY, wide, dtype=dtype)
+    hidden = dice.factors(shape["tokens"], shape["inner"] - wide, dtype=dtype)
+    tokens = dice.whole(0, _VOCABULARY, shape["tokens"])
+    tokens[-1] = _VOCABULARY - 1
+    bias = dice.normal(shape["outer"], dtype=dtype) if shape["bias"] else None
+    operands = {f"own {name}": each for name, each in parts.items()}
+    operands |= {"tokens": Operand(tokens), "embedding": Operand(embedding), "hidden": Operand(hidden, "wide")}
+    operands |= {} if bias is None else {"bias": Operand(bias)}
+    x = torch.cat((embedding[tokens], hidden), dim=-1)
+
+    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        own = _record(format, shape, o, "own", (shape["outer"], shape["inner"]))
+        joined = kernels.embed_beside_linear_quantized
+        return {"out": joined(o["tokens"], o["embedding"], o["hidden"], own, o.get("bias"))}
+
+    return Problem(operands, call, {"out": bounds.product(_once_more(bounds.exact(x), dtype), weight, bias, dtype)})
+
+
+def _linear_quantized_rope(format: str, shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
+    heads, kv_heads = HEADS[shape["heads"]]
+    size = SIZES[shape["size"]]
+    shape = {**shape, "outer": (heads + 2 * kv_heads) * size, "active": 0}
+    more, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size, cache)
+    parts, weight = _weight(shape, format, dice)
+    x = dice.factors(shape["tokens"], shape["inner"], dtype=dtype)
+    bias = dice.normal(shape["outer"], dtype=dtype) if shape["bias"] else None
+    operands = {**{f"own {name}": each for name, each in parts.items()}, **more, "x": Operand(x)}
+    operands |= {} if bias is None else {"bias": Operand(bias)}
+    product = bounds.rounded(bounds.product(_once_more(bounds.exact(x), dtype), weight, bias, dtype), dtype)
+
+    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        own = _record(format, shape, o, "own", (shape["outer"], shape["inner"]))
+        return {"out": kernels.linear_quantized_rope_write_cache(o["x"], own, o.get("bias"), rotary_of(o))}
+
+    return Problem(operands, call, turned_queries(product, operands, heads, kv_heads, real, dtype))
 
 
 def _norm_linear_quantized_rope(
@@ -278,6 +339,7 @@ def _taken(made: QuantizedProduct, down: QuantizedWeight, bias: Tensor | None, *
 
 
 _INNER = 24
+_VOCABULARY = 37
 
 
 def _experts_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -355,6 +417,7 @@ _ATTENDING = (
     {**_FEW, "batch": 2, "new": 33, "context": 70, "ragged": 1, "padding": 5, "size": 1, "blocks": 2},
 )
 _OVER_CACHES = (
+    ("linear_quantized_rope_write_cache", _linear_quantized_rope, _TURNS, _TURNED),
     ("norm_linear_quantized_rope_write_cache", _norm_linear_quantized_rope, _TURNS, _TURNED),
     ("attention_norm_linear_quantized", _attention_norm_linear_quantized, _ATTENDED, _ATTENDING),
     (
@@ -369,6 +432,9 @@ QUANTIZED = (
         Drawn(f"{name}, {format}", partial(make, format), _DIMENSIONS, _CORNERS, format=format)
         for name, make in (
             ("linear_quantized", _linear_quantized),
+            ("embed_beside_linear_quantized", _embed_beside_linear_quantized),
+            ("linear_quantized_add", _linear_quantized_add),
+            ("linear_quantized_add_rms_norm", partial(_linear_quantized_add, normed=True)),
             ("norm_linear_quantized", _norm_linear_quantized),
             ("experts_quantized", _experts_quantized),
         )

@@ -21,6 +21,7 @@ _OVER_CACHES = frozenset(
         "head_norm_rope_write_cache",
         "linear_rope_write_cache",
         "norm_linear_rope_write_cache",
+        "linear_quantized_rope_write_cache",
         "norm_linear_quantized_rope_write_cache",
         "paged_attention",
         "attention_norm_linear_quantized",

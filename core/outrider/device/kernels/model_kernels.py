@@ -117,6 +117,34 @@ class ModelKernels:
             weight.activation_group,
         )
 
+    def embed_beside_linear_quantized(
+        self, tokens: Tensor, embedding: Tensor, hidden: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
+    ) -> Tensor:
+        """:meth:`linear_quantized` with ``weight`` and ``bias`` of :meth:`embed_beside` of the others → [T, out]."""
+        return self.linear_quantized(self.embed_beside(tokens, embedding, hidden), weight, bias)
+
+    def linear_quantized_add(self, added: QuantizedProduct, residual: Tensor) -> Tensor:
+        """Add the product ``added`` to ``residual`` [T, H] in place; returns it. The sum may be rounded once."""
+        x = self.silu_mul(added.x) if added.gated else added.x
+        return residual.add_(self.linear_quantized(x, added.weight, added.bias))
+
+    def linear_quantized_add_rms_norm(self, added: QuantizedProduct, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """:meth:`add_rms_norm` of the product ``added``: ``residual`` [T, H] grows in place by it; returns its norm with
+        ``norm`` [H]. The sum may be rounded once instead of twice.
+        """
+        x = self.silu_mul(added.x) if added.gated else added.x
+        return self.add_rms_norm(self.linear_quantized(x, added.weight, added.bias), residual, norm, eps)
+
+    def linear_quantized_rope_write_cache(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs
+    ) -> Tensor:
+        """Queries, keys and values as one :meth:`linear_quantized` of ``x`` [T, H], then :meth:`rope_write_cache` of them →
+        queries [T, Hq, D].
+        """
+        q, k, v = rotary.split(self.linear_quantized(x, weight, bias))
+        self.rope_write_cache(q, k, v, *rotary)
+        return q
+
     def norm_linear_quantized(
         self,
         added: QuantizedProduct,
@@ -126,14 +154,12 @@ class ModelKernels:
         weight: QuantizedWeight,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """:meth:`linear_quantized` with ``weight`` and ``bias`` of :meth:`add_rms_norm` of ``added``: ``residual`` [T, H]
-        grows in place by that product, and its norm with ``norm`` [H] is what is multiplied → [T, out].
+        """:meth:`linear_quantized` with ``weight`` and ``bias`` of :meth:`linear_quantized_add_rms_norm` of ``added``:
+        ``residual`` [T, H] grows in place by that product, and its norm with ``norm`` [H] is what is multiplied → [T, out].
 
         The sum may be rounded once instead of twice, and activations may be quantised from what wasn't rounded yet.
         """
-        x = self.silu_mul(added.x) if added.gated else added.x
-        normed = self.add_rms_norm(self.linear_quantized(x, added.weight, added.bias), residual, norm, eps)
-        return self.linear_quantized(normed, weight, bias)
+        return self.linear_quantized(self.linear_quantized_add_rms_norm(added, residual, norm, eps), weight, bias)
 
     def norm_linear_quantized_rope_write_cache(
         self,
