@@ -3,9 +3,13 @@
 from collections import Counter
 
 import pytest
+import torch
+from tests.engine.conftest import Tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider import SamplingParams
+from outrider.device import KernelSet, WrappedKernels
+from outrider.model import Decoder
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -39,3 +43,55 @@ def decoded(bundle, prompt, **config):
 def test_without_drafts_the_last_tokens_are_verified_where_they_are(tiny64, tiny_tokens, mode):
     calls = decoded(tiny64, tiny_tokens[0][:8], speculate="none", mode=mode)
     assert calls["aten::cat"] == 0
+
+
+class Together(KernelSet):
+    """Looks at logits only where it decides by them, or where nobody decides without a draw or a grammar between."""
+
+    def __init__(self):
+        self.calls = Counter()
+
+    def verify_checked(self, *operands):
+        self.calls["together"] += 1
+        before = self.calls["apart"]
+        made = super().verify_checked(*operands)
+        self.calls["apart"] = before
+        return made
+
+    def find_nan(self, x, found):
+        self.calls["apart"] += 1
+        super().find_nan(x, found)
+
+
+@pytest.mark.parametrize("speculate", ["none", "eagle", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_are_looked_at_by_whoever_decides(tiny64, tiny_tokens, speculate, temperature):
+    bundle = Tiny()
+    bundle.target = Decoder(tiny64.target.config, tiny64.target.weights, Together())
+    engine = bundle.engine(max_requests=2, max_context=64, speculate=speculate)
+    engine.add_request(tiny_tokens[0][:8], SamplingParams(max_tokens=6, ignore_eos=True, temperature=temperature, seed=3))
+    engine.step()
+    calls = bundle.target.kernels.calls
+    calls.clear()
+    while engine.has_unfinished:
+        engine.step()
+    together = speculate != "tree" and not temperature
+    assert (calls["together"] > 0, calls["apart"] > 0) == (together, not together)
+
+
+def test_a_wrapper_that_decides_is_asked_for_both():
+    class Inner(KernelSet):
+        def verify_checked(self, *operands):  # noqa: ARG002
+            raise AssertionError("not what decides")
+
+    class Decides(WrappedKernels):
+        def verify_chain(self, logits, drafts, *rest):
+            tokens, accepted = super().verify_chain(logits, drafts, *rest)
+            return tokens + 1, accepted
+
+    logits, zeros = torch.zeros(1, 2, 5), torch.zeros(1, dtype=torch.int64)
+    operands = (logits, torch.ones(1, 1, dtype=torch.int64), torch.zeros(1), zeros, zeros, torch.zeros(1, 2).long())
+    tokens, accepted = Decides(Inner()).verify_checked(*operands)
+    assert (tokens.tolist(), accepted.tolist()) == ([[1, 0]], [0])
+    with pytest.raises(AssertionError, match="not what decides"):
+        WrappedKernels(Inner()).verify_checked(*operands)

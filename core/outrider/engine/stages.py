@@ -212,9 +212,12 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         flat = ForwardInput(plan.tokens, positions, plan.slots, attention)
         hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, self._layers)
         logits = model.logits(hidden).view(count, width, -1)
-        self._probes.look("target.logits", logits, self._results.found(count))
+        options, found = self._options.over(features, inputs), self._results.found(count)
+        # Where nothing comes between, whoever reads the logits to decide looks at them, too.
+        together = given.masks is None and options is None and given.draft.tree is None and not features.sampling
+        if not together:
+            self._probes.look("target.logits", logits, found)
         shaped = logits if given.masks is None else kernels.apply_token_bitmask(logits, given.masks)
-        options = self._options.over(features, inputs)
         if options is not None:
             shaped = options.process(
                 kernels,
@@ -224,7 +227,8 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
                 tree_mask=plan.mask,
                 positions=plan.positions.view(count, width) + 1,
             )
-        tokens, path, accepted = self._agreed(*self._accept(given, shaped), found=self._results.found(count))
+        checked = self._probes.part("target.logits", found) if together else None
+        tokens, path, accepted = self._agreed(*self._accept(given, shaped, checked), found=found)
         if options is not None:
             options.commit(kernels, tokens)
         if features.logprobs is not None:
@@ -262,9 +266,17 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         found.copy_(looked)
         return tokens, rest[0] if rest else None, accepted
 
-    def _accept(self, given: VerifyStageInput, logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B]."""
+    def _accept(self, given: VerifyStageInput, logits: Tensor, found: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B].
+
+        ``found`` int64 [B, 2]: where to say what is wrong with the logits of a chain that nobody samples from; None: they
+        were looked at.
+        """
         kernels, inputs, draft, sampling = self._model.kernels, given.inputs, given.draft, given.batch.features.sampling
+        if found is not None:
+            after = given.plan.positions.view(logits.shape[:2])[:, 1] if given.batch.drafted else inputs.seq_lens
+            tokens, accepted = kernels.verify_checked(logits, draft.tokens, inputs.temperature, inputs.seeds, after, found)
+            return tokens, None, accepted
         if draft.tree is None and given.batch.drafted:
             after = given.plan.positions.view(given.batch.count, -1)[:, 1]
             probs = draft.probs if sampling else None
