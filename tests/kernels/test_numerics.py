@@ -250,6 +250,21 @@ def test_a_vocabulary_is_shared_out_until_each_processor_has_several_programs(vo
     assert shares(128, vocabulary, 132) > 4 or vocabulary < 2**14
 
 
+def test_what_was_decided_is_published_from_within_a_larger_table(kernels, device, monkeypatch):
+    """Whoever decides needn't copy it out of what it computed it in, nor does who publishes."""
+    table = torch.tensor([[1, 8, 6, -1, 5], [0, 9, -1, -1, 5], [2, 1, 2, 3, 5]], device=device)
+    rows, lens = torch.tensor([4, 0, 2], device=device), torch.tensor([7, 5, 19], device=device)
+    made = []
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda tensor: pytest.fail("a copy"))
+    for each, where in ((kernels, device), (REFERENCE, torch.device("cpu"))):
+        lengths, last, results = (torch.zeros(shape, dtype=torch.int64, device=where) for shape in (6, 6, (3, 4)))
+        own = torch.zeros(3, 3, dtype=torch.int64, device=where), torch.zeros(3, dtype=torch.int64, device=where)
+        decided = table.to(where)[:, 1:4], table.to(where)[:, 0]
+        each.publish_accepted(rows.to(where), lens.to(where), decided, lengths, last, results, own)
+        made.append([x.tolist() for x in (lengths[1:], last[1:], results, *own)])
+    assert made[0] == made[1]
+
+
 def test_the_lowest_index_wins_among_equals(kernels, device):
     logits = torch.zeros(2, 5000, device=device)
     logits[0, [1500, 4000]] = 1.0
