@@ -9,7 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider import SamplingParams
 from outrider.device import KernelSet, WrappedKernels
+from outrider.engine.state.staging import Staging
 from outrider.model import Decoder
+from outrider.registry import get_backend
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -22,7 +24,9 @@ class Counted(TorchDispatchMode):
         self.calls = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func.overloadpacket._qualified_op_name] += 1
+        name = func.overloadpacket._qualified_op_name
+        self.calls[name] += 1
+        self.calls["states"] += name == "aten::copy_" and args[0].dim() == 2 and args[0].is_floating_point()
         return func(*args, **(kwargs or {}))
 
 
@@ -43,6 +47,21 @@ def decoded(bundle, prompt, **config):
 def test_without_drafts_the_last_tokens_are_verified_where_they_are(tiny64, tiny_tokens, mode):
     calls = decoded(tiny64, tiny_tokens[0][:8], speculate="none", mode=mode)
     assert calls["aten::cat"] == 0
+
+
+@pytest.mark.parametrize("mode", ["staged", "fused"])
+def test_what_the_host_decided_is_moved_only_where_it_is_new(tiny_tokens, mode, monkeypatch):
+    """In fused mode the copy lies between two graphs, and but for an iteration in 16, with a new page, nothing is new."""
+    bundle = Tiny(get_backend("sim"))
+    engine = bundle.engine(max_requests=2, max_context=64, speculate="none", mode=mode, page_size=16)
+    moved, unpack = [], Staging.unpack
+    monkeypatch.setattr(Staging, "unpack", lambda self, *rest: (moved.append(rest), unpack(self, *rest))[1])
+    before = engine.stats.iterations
+    prompts = [tiny_tokens[0][:8], tiny_tokens[1][:5]]
+    made = engine.generate(prompts, SamplingParams(max_tokens=30, ignore_eos=True))
+    iterations, copies = engine.stats.iterations - before, len(moved)
+    assert [each.token_ids for each in made] == [bundle.plain(prompt, 30).token_ids for prompt in prompts]
+    assert copies == iterations if mode == "staged" else copies < iterations / 2
 
 
 class Together(KernelSet):
