@@ -49,6 +49,13 @@ def test_without_drafts_the_last_tokens_are_verified_where_they_are(tiny64, tiny
     assert calls["aten::cat"] == 0
 
 
+def test_states_that_are_read_in_the_same_graph_are_not_copied(tiny64, tiny_tokens):
+    """A draft's head reads them behind verify: from static buffers where that is a graph of its own."""
+    copies = {mode: decoded(tiny64, tiny_tokens[0][:8], mode=mode)["states"] for mode in ("staged", "fused")}
+    assert copies["staged"] > 0
+    assert copies["fused"] == 0
+
+
 @pytest.mark.parametrize("mode", ["staged", "fused"])
 def test_what_the_host_decided_is_moved_only_where_it_is_new(tiny_tokens, mode, monkeypatch):
     """In fused mode the copy lies between two graphs, and but for an iteration in 16, with a new page, nothing is new."""

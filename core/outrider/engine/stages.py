@@ -201,7 +201,16 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         return {"verify": drafted + 1}
 
     def run(self, given: VerifyStageInput) -> VerifyOutputs:
-        """Everything up to the published lengths, and the states that draft-extend reads."""
+        """Everything up to the published lengths, and the states that draft-extend reads, in static buffers."""
+        made, outputs = self.verified(given), self.written(given.batch)
+        if self._keeps_states:
+            outputs.hidden.copy_(made.hidden)
+            for kept, state in zip(outputs.aux_hidden_states, made.aux_hidden_states, strict=True):
+                kept.copy_(state)
+        return outputs
+
+    def verified(self, given: VerifyStageInput) -> VerifyOutputs:
+        """All of it, but the states are where the model left them: for who reads them in the same graph."""
         batch, inputs, plan, outputs = given.batch, given.inputs, given.plan, self.written(given.batch)
         model, kernels, features, count = self._model, self._model.kernels, given.batch.features, given.batch.count
         width = batch.drafted + 1
@@ -243,13 +252,9 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
             self._results.decided(count, tokens.shape[1]),
             (outputs.tokens, outputs.accepted),
         )
-        if self._keeps_states:
-            outputs.hidden.copy_(hidden)
-            for kept, state in zip(outputs.aux_hidden_states, aux_hidden_states, strict=True):
-                kept.copy_(state)
-            if outputs.path is not None and path is not None:
-                outputs.path.copy_(path)
-        return outputs
+        if self._keeps_states and outputs.path is not None and path is not None:
+            outputs.path.copy_(path)
+        return replace(outputs, hidden=hidden, aux_hidden_states=tuple(aux_hidden_states))
 
     def written(self, batch: DecodeBatch) -> VerifyOutputs:
         """Static buffers of what was accepted, and of the states there."""
@@ -411,7 +416,7 @@ class Iteration(Capturable[IterationInput, None]):
         verify = stages.place.run(PlaceInput(batch, inputs))
         verify = stages.fill.run(FillInput(batch, inputs, draft, verify))
         attention: AttentionMetadata = stages.verify_attention.metadata(batch)
-        outputs = stages.verify.run(VerifyStageInput(batch, inputs, draft, verify, attention))
+        outputs = stages.verify.verified(VerifyStageInput(batch, inputs, draft, verify, attention))
         if stages.extends:
             plan = stages.plan_extend.run(ExtendPlanInput(batch, inputs, verify, outputs))
             along = stages.extend_attention.of_path(batch) or attention
