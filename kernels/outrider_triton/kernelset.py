@@ -299,14 +299,6 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
                 return out
         return super().all_reduce_rms_norm(x, residual, weight, eps, group=group, stream=stream)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Elementwise, and begun while the product before it ends, as torch's own isn't."""
-        alike = x.dtype is residual.dtype and x.shape == residual.shape and x.is_contiguous() and residual.is_contiguous()
-        if not alike or not self._uses("add", x):
-            return super().add(x, residual)
-        _TRITON.add.triton(x, residual, self.pdl)
-        return residual
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Elementwise."""
         if not self._uses("silu_mul", gate_up):

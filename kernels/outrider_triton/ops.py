@@ -104,14 +104,6 @@ define(
 )
 
 
-def _add(x: Tensor, residual: Tensor, pdl: bool) -> None:
-    block = 1024  # however few there are, so that it's compiled once
-    launch(rows.add, (triton.cdiv(x.numel(), block),), x, residual, x.numel(), BLOCK=block, pdl=pdl, warps=warps_for(block))
-
-
-define("add.triton(Tensor x, Tensor(a!) residual, bool pdl) -> ()", _add, lambda *operands: None)
-
-
 def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
     size = gate_up.shape[-1] // 2
     out, grains = room(gate_up, (*gate_up.shape[:-1], size), planes)

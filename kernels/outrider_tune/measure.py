@@ -183,7 +183,6 @@ class _Maker:
         yield KernelCase(
             "add_rms_norm", self._label, 4 * row + weight.nbytes, lambda k, i: k.add_rms_norm(x, residual, weight, 1e-5)
         )
-        yield KernelCase("add", self._label, 3 * row, lambda k, i: k.add(x, residual))
         gates = self._normal(count, 2 * shape.inner)
         yield KernelCase("silu_mul", self._label, 3 * count * shape.inner * item, lambda k, i: k.silu_mul(gates))
         state, values = self._normal(257, shape.hidden), self._normal(self._batch, shape.hidden)

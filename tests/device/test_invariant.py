@@ -10,7 +10,6 @@ from outrider.device.kernels import kernel_names
 from outrider.device.kernels.invariant import InvariantKernels
 
 EXACT = {
-    "add",
     "apply_token_bitmask",
     "bias_logits",
     "penalize_logits",

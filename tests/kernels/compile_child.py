@@ -187,7 +187,6 @@ KERNELS = [
         {"parts": HALF, "q_norm": HALF, "k_norm": HALF},
         {"bias": None, "PARTS": 1, "HAS_BIAS": False, "NORMED": True, "BLOCK_HALF": 64},
     ),
-    (rows.add, {}, {"BLOCK": 1024}),
     (rows.move_cache, {}, {"MOVES": 4, "BLOCK": 64}),
     (rows.gather_rows, {}, {"BLOCK": 1024}),
     (rows.scatter_rows, {}, {"BLOCK": 1024}),

@@ -250,21 +250,6 @@ def test_a_vocabulary_is_shared_out_until_each_processor_has_several_programs(vo
     assert shares(128, vocabulary, 132) > 4 or vocabulary < 2**14
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (3, 700), (5, 4096)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_what_no_norm_follows_is_added_as_torch_adds_it(shape, dtype, kernels, device, monkeypatch):
-    """Bit for bit, in place, and by a kernel that begins before the one ahead has ended."""
-    generator = torch.Generator().manual_seed(shape[0])
-    x, residual = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
-    wanted = residual + x
-    behind = torch.cat((residual.flatten(), residual.new_full((9,), 7)))
-    monkeypatch.setattr(KernelSet, "add", lambda *operands: pytest.fail("left to torch"))
-    made = kernels.add(x, behind[: x.numel()].view(shape))
-    assert torch.equal(made, wanted)
-    assert torch.equal(behind[: x.numel()].view(shape), wanted)
-    assert (behind[x.numel() :] == 7).all()
-
-
 def test_what_was_decided_is_published_from_within_a_larger_table(kernels, device, monkeypatch):
     """Whoever decides needn't copy it out of what it computed it in, nor does who publishes."""
     table = torch.tensor([[1, 8, 6, -1, 5], [0, 9, -1, -1, 5], [2, 1, 2, 3, 5]], device=device)

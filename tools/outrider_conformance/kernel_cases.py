@@ -378,7 +378,6 @@ CASES: Mapping[str, Case] = MappingProxyType(
             Case("embedding", _embedding, lambda k, o: (k.embedding(o["tokens"], o["weight"]),)),
             Case("rms_norm", _norm, lambda k, o: (k.rms_norm(o["x"], o["weight"], 1e-5),)),
             Case("add_rms_norm", _norm, _added, changed=("residual",)),
-            Case("add", _norm, lambda k, o: (k.add(o["x"], o["residual"]), o["residual"]), changed=("residual",)),
             Case("silu_mul", _gates, lambda k, o: (k.silu_mul(o["gate_up"]),)),
             Case("rope_write_cache", _rope, _written, changed=("q", "k", "k_cache", "v_cache")),
             Case("move_cache", _moves, _moved, changed=("k_cache", "v_cache")),

@@ -34,9 +34,9 @@ def add(pending: Pending, residual: Tensor, kernels: KernelSet) -> Tensor:
     if isinstance(pending, Partial):
         return pending.ranks.add(pending.value, residual)
     if isinstance(pending, Made):
-        return kernels.add(pending.value, residual)
+        return residual.add_(pending.value)
     if isinstance(pending, OtherProduct):
-        return kernels.add(multiply(kernels, pending), residual)
+        return residual.add_(multiply(kernels, pending))
     return kernels.linear_add(*pending, residual)
 
 

@@ -95,16 +95,6 @@ def add_rms_norm(
 
 
 @triton.jit
-def add(x, residual, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program (chunk): what is added to the residual, whose ``size`` numbers lie one behind the other."""
-    begin(PDL)
-    lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = lane < size
-    value = tl.load(x + lane, mask=inside, other=0.0).to(tl.float32) + tl.load(residual + lane, mask=inside, other=0.0)
-    tl.store(residual + lane, value.to(residual.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def silu_mul(gate_up, out, grains, size, stride, PLANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program (row, chunk). PLANES: as in :func:`add_rms_norm`."""
     begin(PDL)

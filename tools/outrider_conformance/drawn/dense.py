@@ -166,14 +166,6 @@ def _add_rms_norm(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     return Problem(operands, lambda k, o: {"out": k.add_rms_norm(o["x"], o["residual"], o["weight"], EPS)}, wanted)
 
 
-def _add(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    many = (shape["tokens"], shape["hidden"])
-    x, residual = dice.factors(*many, dtype=dtype), dice.normal(*many, dtype=dtype)
-    grown = bounds.add(bounds.exact(x), bounds.exact(residual), dtype)
-    operands = {"x": Operand(x, _LAYOUTS[shape["layout"]]), "residual": Operand(residual)}
-    return Problem(operands, lambda k, o: {"out": k.add(o["x"], o["residual"])}, {"out": grown, "residual": grown})
-
-
 def _silu_mul(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     gate_up = dice.normal(shape["tokens"], 2 * shape["outer"], dtype=dtype, scale=4.0)
     wanted = bounds.silu_mul(*halves(bounds.exact(gate_up)), dtype)
@@ -218,6 +210,5 @@ DENSE = (
     _drawn("embed_beside", _embed_beside, "tokens", "inner", "outer", "vocabulary", "layout"),
     _drawn("rms_norm", _rms_norm, "tokens", "heads", "hidden", "layout"),
     _drawn("add_rms_norm", _add_rms_norm, "tokens", "hidden", "layout"),
-    _drawn("add", _add, "tokens", "hidden", "layout"),
     _drawn("silu_mul", _silu_mul, "tokens", "outer", "layout"),
 )

@@ -225,10 +225,6 @@ class ModelKernels:
         """``residual += x`` in place (both [T, H]), then its norm."""
         return torch.ops.outrider.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]  # torch.ops has no types
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual += x`` in place (both [T, H]); returns it. Behind a layer that no norm follows."""
-        return residual.add_(x)
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` for ``gate_up`` [T, 2*I] → [T, I]."""
         return torch.ops.outrider.silu_mul(gate_up)  # type: ignore[no-any-return]  # torch.ops has no types
