@@ -151,11 +151,12 @@ def _publish_accepted(
 ) -> None:
     _straight("publish_accepted", rows, lens, lengths, last_tokens, own_tokens, own_accepted)
     batch, path = tokens.shape
+    tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
     launch(
         bookkeeping.publish_accepted,
         (batch,),
-        *(rows, lens, tokens.contiguous(), accepted.contiguous(), lengths, last_tokens, results, own_tokens, own_accepted),
-        *(path, results.stride(0)),
+        *(rows, lens, tokens, accepted, lengths, last_tokens, results, own_tokens, own_accepted),
+        *(path, results.stride(0), tokens.stride(0), accepted.stride(0)),
         BLOCK=power_of_two(path),
         pdl=pdl,
         warps=1,

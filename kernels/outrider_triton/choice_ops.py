@@ -12,13 +12,15 @@ from outrider_triton.jit import choose
 from outrider_triton.launch import launch, power_of_two
 
 _VOCABULARY_BLOCK = 1024
+_GREEDY_BLOCK = 2048
+"""Where nothing is drawn a program keeps little besides what it reads, so that it can have more under way."""
 
 
 def _best(
     logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
+    temperature: Tensor | None,
+    seeds: Tensor | None,
+    positions: Tensor | None,
     parents: Tensor | None,
     *,
     sampling: bool,
@@ -26,8 +28,11 @@ def _best(
     depth: int,
     shares: int,
     pdl: bool,
-) -> tuple[Tensor, Tensor]:
-    """The best of each share [rows, shares], and its index, for ``logits`` [B, V] or [B, N, V]."""
+    find: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The best of each share [rows, shares] of ``logits`` [B, V] or [B, N, V], and its index; to ``find`` also its first
+    NaN.
+    """
     nodes, vocabulary = (1 if logits.dim() == 2 else logits.shape[1]), logits.shape[-1]
     flat = logits.reshape(-1, vocabulary)
     if flat.stride(-1) != 1:
@@ -35,26 +40,28 @@ def _best(
     count = flat.shape[0]
     best = torch.empty((count, shares), dtype=torch.float32, device=logits.device)
     index = torch.empty((count, shares), dtype=torch.int32, device=logits.device)
+    firsts = torch.empty_like(index) if find else None
     launch(
         choose.partial_argmax,
         (count, shares),
-        *(flat, temperature, seeds, positions, parents, best, index, nodes, vocabulary, flat.stride(0)),
+        *(flat, temperature, seeds, positions, parents, best, index, firsts, nodes, vocabulary, flat.stride(0)),
         SAMPLING=sampling,
         LANE=lane,
         DEPTH=depth,
+        FIND=find,
         SHARES=shares,
-        BLOCK=_VOCABULARY_BLOCK,
+        BLOCK=_VOCABULARY_BLOCK if sampling else _GREEDY_BLOCK,
         pdl=pdl,
         warps=4,
     )
-    return best, index
+    return best, index, firsts
 
 
 def _sample(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int, shares: int, pdl: bool
 ) -> Tensor:
     operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous())
-    best, index = _best(logits, *operands, None, sampling=True, lane=lane, depth=0, shares=shares, pdl=pdl)
+    best, index, _ = _best(logits, *operands, None, sampling=True, lane=lane, depth=0, shares=shares, pdl=pdl)
     tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     launch(choose.reduce_argmax, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
     return tokens
@@ -83,19 +90,7 @@ def _verify_chain(
     drafts = draft_tokens.contiguous()
     tokens, accepted = _empty_chain(draft_tokens)
     if draft_probs is None:
-        best, index = _best(
-            target_logits, temperature, seeds, positions, None, sampling=False, lane=0, depth=0, shares=shares, pdl=pdl
-        )
-        launch(
-            choose.accept_greedy,
-            (batch,),
-            *(best, index, drafts, tokens, accepted, num_draft_tokens),
-            SHARES=shares,
-            NUM_DRAFT_TOKENS=num_draft_tokens,
-            pdl=pdl,
-            warps=1,
-        )
-        return tokens, accepted
+        return _accept_greedy(target_logits, drafts, None, shares, pdl)
     accept, residual = lanes
     logits = target_logits if target_logits.stride(-1) == 1 else target_logits.contiguous()
     vocabulary = logits.shape[-1]
@@ -142,6 +137,43 @@ def _verify_chain(
     return tokens, accepted
 
 
+def _accept_greedy(
+    logits: Tensor, draft_tokens: Tensor, found: Tensor | None, shares: int, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """Where no row samples; ``found``: also where logits have NaN, which costs no more than choosing among them."""
+    (batch, num_draft_tokens), vocabulary, find = draft_tokens.shape, logits.shape[-1], found is not None
+    tokens, accepted = _empty_chain(draft_tokens)
+    best, index, firsts = _best(
+        *(logits, None, None, None, None),
+        sampling=False,
+        lane=0,
+        depth=0,
+        shares=shares,
+        pdl=pdl,
+        find=find,
+    )
+    launch(
+        choose.accept_greedy,
+        (batch,),
+        *(best, index, firsts, draft_tokens.contiguous() if num_draft_tokens else tokens, tokens, accepted, found),
+        *(num_draft_tokens, vocabulary, 0 if found is None else found.stride(0)),
+        SHARES=shares,
+        NUM_DRAFT_TOKENS=num_draft_tokens,
+        FIND=find,
+        pdl=pdl,
+        warps=1,
+    )
+    return tokens, accepted
+
+
+define(
+    "verify_checked.triton(Tensor target_logits, Tensor draft_tokens, Tensor(a!) found, int shares, bool pdl) "
+    "-> (Tensor, Tensor)",
+    _accept_greedy,
+    lambda target_logits, draft_tokens, *rest: _empty_chain(draft_tokens),
+)
+
+
 def _empty_chain(draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
     batch, num_draft_tokens = draft_tokens.shape
     return draft_tokens.new_empty((batch, num_draft_tokens + 1)), draft_tokens.new_empty((batch,))
@@ -171,7 +203,7 @@ def _verify_tree(
     chosen, path, accepted = _empty_path(tokens, depth)
     parents = parents.contiguous()
     operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous(), parents)
-    best, index = _best(
+    best, index, _ = _best(
         target_logits, *operands, sampling=sampling, lane=lane, depth=depth if sampling else 0, shares=shares, pdl=pdl
     )
     batch, nodes = tokens.shape

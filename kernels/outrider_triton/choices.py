@@ -75,6 +75,25 @@ class TritonChoices(KernelSet):
             )
         return verdict  # type: ignore[no-any-return]
 
+    def verify_checked(
+        self,
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        found: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Two launches, of which one reads the logits."""
+        if not all(self._uses(kernel, target_logits) for kernel in ("verify_checked", "verify_chain", "find_nan")):
+            return super().verify_checked(target_logits, draft_tokens, temperature, seeds, positions, found)
+        if self._scope.depth and draft_tokens.numel():
+            with ahead():  # what it takes where a grammar or a penalty comes between
+                self.verify_chain(target_logits, draft_tokens, None, temperature, seeds, positions)
+        for count in self._shares(target_logits.shape):
+            verdict = _TRITON.verify_checked.triton(target_logits, draft_tokens, found, count, self.pdl)
+        return verdict  # type: ignore[no-any-return]
+
     def verify_tree(
         self,
         target_logits: Tensor,

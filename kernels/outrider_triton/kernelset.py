@@ -83,6 +83,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     def unused_overrides(self) -> Mapping[str, str]:
         """Those that lost against the reference when this device was measured."""
         also = {"gather_rows": "embedding", "add_rms_norm": "linear_add_rms_norm"}  # decided together
+        also |= {"verify_chain": "verify_checked", "find_nan": "verify_checked"}
         also |= {"rms_norm": "head_norm_rope_write_cache", "rope_write_cache": "head_norm_rope_write_cache"}
         lost = [name for name in (self.table.kernels if self.table else ()) if not self._uses(name)]
         return dict.fromkeys([each for name in lost for each in (name, also.get(name, name))], "the reference was faster")

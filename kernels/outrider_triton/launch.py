@@ -21,8 +21,10 @@ def warps_for(block: int) -> int:
 
 
 def shares(rows: int, vocabulary: int, processors: int) -> int:
-    """Among how many programs a vocabulary is shared out, so that ``rows`` of them fill the device about twice."""
-    return max(1, min(64, power_of_two(-(-2 * processors // max(rows, 1))), power_of_two(vocabulary // 2048)))
+    """Among how many programs a vocabulary is shared out, so that with ``rows`` of them each processor has four or more: what
+    one of them has asked memory for is far less than memory can have under way.
+    """
+    return max(1, min(64, power_of_two(-(-4 * processors // max(rows, 1))), power_of_two(vocabulary // 2048)))
 
 
 @contextmanager

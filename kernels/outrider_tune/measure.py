@@ -308,9 +308,17 @@ class _Maker:
         first = logits[:, 0]
         moved = batch * vocabulary * logits.element_size()
         yield KernelCase("sample", label, moved, lambda k, i: k.sample(first, heat, seeds, positions))
+        drafts = torch.randint(0, vocabulary, (batch, width - 1), device=device)
+        if not hot:
+            found = torch.zeros((batch, 2), dtype=torch.int64, device=device)
+            yield KernelCase(
+                "verify_checked",
+                label,
+                logits.nbytes,
+                lambda k, i: k.verify_checked(logits, drafts, heat, seeds, positions, found),
+            )
         if width == 1:
             return
-        drafts = torch.randint(0, vocabulary, (batch, width - 1), device=device)
         probs = torch.softmax(logits[:, 1:].float(), -1) if hot else None
         needed = logits.nbytes + (0 if probs is None else probs.nbytes)
         yield KernelCase(

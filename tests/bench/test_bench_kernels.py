@@ -207,5 +207,32 @@ def test_lengths_by_decree(length, whole, drafted, expected):
         assert tokens[row, count + 1 :].eq(-1).all()
 
 
+def test_acceptance_by_decree_is_two_operations():
+    """They are of the benchmark alone, and of every iteration that it measures."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not any(view in str(func) for view in ("slice", "select", "alias")):
+                calls.append(str(func.overloadpacket))
+            return func(*args, **(kwargs or {}))
+
+    kernels = with_synthetic_acceptance(KernelSet(), 2.4, 3)
+    logits, drafts, zeros = torch.randn(5, 4, 16), torch.ones(5, 3, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+    checked = (logits, drafts, torch.zeros(5), zeros, zeros + 70_000, torch.zeros(5, 2, dtype=torch.int64))
+    first = kernels.verify_checked(*checked)  # decides beforehand
+    with Noted():
+        again = kernels.verify_checked(*checked)
+    assert calls[-2:] == ["aten.index", "aten.addcmul_"]
+    assert calls[-3].startswith("outrider.verify_chain")
+    for mine, other in zip(first, again, strict=True):
+        assert torch.equal(mine, other)
+    alone = [x[3:4] for x in checked]
+    assert kernels.verify_chain(*alone[:2], None, *alone[2:5])[1].shape == (1,)
+    assert len(kernels.verdicts) == 1  # sizes of batches share what was decided
+
+
 def test_kernels_by_name():
     assert get_backend("cpu:kernels=torch").kernels_in_use.name == "torch"

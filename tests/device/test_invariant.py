@@ -42,6 +42,7 @@ COMPOSED = {
     "attention_norm_linear_quantized",
     "attention_norm_linear_silu_mul_quantized",
     "embed_beside",
+    "verify_checked",
 }
 """By default these call other methods, which are wrapped."""
 

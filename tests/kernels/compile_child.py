@@ -88,6 +88,7 @@ PROMPT = {
 COPY = {"PAGE": 16, "PADDED": 128, "BATCH": 16, "BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024}
 SHARED = {"SHARES": 16}
 VOCABULARY = {"SHARES": 16, "BLOCK": 1024}
+UNCHECKED = {"firsts": None, "FIND": False}
 PEERS = {"RANK": 1, "SIZE": 2, "BLOCK": 1024}
 PEER_WORDS = {**dict.fromkeys(("words", "out", "epochs", "x", "residual", "weight"), INT), "peers": LONG}
 E4M3 = "*fp8e4nv"
@@ -225,10 +226,12 @@ KERNELS = [
     (prompt_attention.copy_context, {}, COPY),
     (prompt_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False}),
     (prompt_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False, "WINDOW": 100, "EVEN": False}),
-    (choose.partial_argmax, {}, {**VOCABULARY, "SAMPLING": True, "LANE": 0, "DEPTH": 3}),
-    (choose.partial_argmax, {}, {**VOCABULARY, "SAMPLING": False, "LANE": 0, "DEPTH": 0}),
+    (choose.partial_argmax, {}, {**VOCABULARY, "SAMPLING": True, "LANE": 0, "DEPTH": 3, **UNCHECKED}),
+    (choose.partial_argmax, {}, {**VOCABULARY, "SAMPLING": False, "LANE": 0, "DEPTH": 0, **UNCHECKED}),
+    (choose.partial_argmax, {}, {**VOCABULARY, "BLOCK": 2048, "SAMPLING": False, "LANE": 0, "DEPTH": 0, "FIND": True}),
     (choose.reduce_argmax, {}, SHARED),
-    (choose.accept_greedy, {}, {**SHARED, "NUM_DRAFT_TOKENS": 3}),
+    (choose.accept_greedy, {}, {**SHARED, "NUM_DRAFT_TOKENS": 3, "found": None, **UNCHECKED}),
+    (choose.accept_greedy, {}, {**SHARED, "NUM_DRAFT_TOKENS": 0, "FIND": True}),
     (choose.walk_tree, {}, {**SHARED, "NODES": 4, "DEPTH": 3}),
     (choose.partial_softmax, {}, VOCABULARY),
     (choose.partial_residual, {}, {**VOCABULARY, "LANE": 3}),

@@ -197,6 +197,74 @@ def test_choices_do_not_depend_on_how_the_vocabulary_is_shared_out(vocabulary, k
     assert kernels.sample(*row).tolist() == REFERENCE.sample(*(x.cpu() for x in row)).tolist()
 
 
+@pytest.mark.parametrize("drafted", [0, 2])
+@pytest.mark.parametrize("vocabulary", [37, 5001])
+def test_nan_is_found_while_tokens_are_chosen(vocabulary, drafted, kernels, device):
+    """As the two kernels find and choose apart. Infinity is a number, and a token that is ruled out is none to find."""
+    batch, size = 5, (drafted + 1) * vocabulary
+    logits = torch.randn(batch, drafted + 1, vocabulary, generator=torch.Generator().manual_seed(drafted))
+    logits[0, :, ::2] = -torch.inf
+    logits[1, -1, 7] = torch.inf
+    logits[3].view(-1)[[size - 1, size // 2 + 3, size - 2]] = torch.nan
+    logits[4, 0, 0] = torch.nan
+    drafts = logits.argmax(-1)[:, :drafted].contiguous()
+    drafts[1, 1:] = (drafts[1, 1:] + 1) % vocabulary
+    zeros = torch.zeros(batch, dtype=torch.int64)
+    operands = (drafts, torch.zeros(batch), zeros, zeros)
+    wanted, found = torch.zeros(batch, 2, dtype=torch.int64), torch.full((batch, 5), 9, device=device)
+    tokens, accepted = REFERENCE.verify_checked(logits, *operands, wanted)
+    assert wanted[:, 0].tolist() == [-1, -1, -1, size // 2 + 3, 0]
+    moved = [x.to(device) for x in operands]
+    for count in (1, 4):
+        made = torch.ops.outrider.verify_checked.triton(logits.to(device), moved[0], found[:, 1:3], count, False)
+        assert [x[:3].tolist() for x in made] == [tokens[:3].tolist(), accepted[:3].tolist()]
+        assert ((made[0] < vocabulary) & (made[0] >= -1)).all()
+        assert torch.equal(found[:, 1:3].cpu(), wanted)
+        assert (found[:, [0, 3, 4]] == 9).all()
+        found[:, 1:3] = 9
+    kernels.verify_checked(logits.to(device), *moved, found[:, 1:3])
+    assert torch.equal(found[:, 1:3].cpu(), wanted)
+
+
+def test_logits_are_read_once(kernels, device, monkeypatch):
+    """A device reads little else in a batch of many: NaN is found by whoever chooses."""
+
+    def never(*operands):
+        raise AssertionError("the logits are read for NaN alone")
+
+    monkeypatch.setattr(kernels, "find_nan", never)
+    logits, drafts = torch.randn(2, 3, 5000, device=device), torch.zeros(2, 2, dtype=torch.int64, device=device)
+    zeros = torch.zeros(2, dtype=torch.int64, device=device)
+    kernels.verify_checked(
+        logits, drafts, torch.zeros(2, device=device), zeros, zeros, torch.zeros(2, 2, device=device).long()
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [32000, 128256, 151936])
+def test_a_vocabulary_is_shared_out_until_each_processor_has_several_programs(vocabulary):
+    from outrider_triton.launch import shares
+
+    for rows in (8, 16, 32, 100, 128, 512, 1024):
+        count = shares(rows, vocabulary, 132)
+        assert rows * count >= 4 * 132 or count == shares(1, vocabulary, 132)
+    assert shares(128, vocabulary, 132) > 4 or vocabulary < 2**14
+
+
+def test_what_was_decided_is_published_from_within_a_larger_table(kernels, device, monkeypatch):
+    """Whoever decides needn't copy it out of what it computed it in, nor does who publishes."""
+    table = torch.tensor([[1, 8, 6, -1, 5], [0, 9, -1, -1, 5], [2, 1, 2, 3, 5]], device=device)
+    rows, lens = torch.tensor([4, 0, 2], device=device), torch.tensor([7, 5, 19], device=device)
+    made = []
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda tensor: pytest.fail("a copy"))
+    for each, where in ((kernels, device), (REFERENCE, torch.device("cpu"))):
+        lengths, last, results = (torch.zeros(shape, dtype=torch.int64, device=where) for shape in (6, 6, (3, 4)))
+        own = torch.zeros(3, 3, dtype=torch.int64, device=where), torch.zeros(3, dtype=torch.int64, device=where)
+        decided = table.to(where)[:, 1:4], table.to(where)[:, 0]
+        each.publish_accepted(rows.to(where), lens.to(where), decided, lengths, last, results, own)
+        made.append([x.tolist() for x in (lengths[1:], last[1:], results, *own)])
+    assert made[0] == made[1]
+
+
 def test_the_lowest_index_wins_among_equals(kernels, device):
     logits = torch.zeros(2, 5000, device=device)
     logits[0, [1500, 4000]] = 1.0

@@ -159,8 +159,11 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
     logits = normal(3, 5000, dtype=torch.float32)
     rows = torch.zeros(3, dtype=torch.float32, device=device), torch.arange(3, device=device), torch.arange(3, device=device)
 
+    drafts = logits[:2].argmax(-1).unsqueeze(0)
+
     def run():
         kept, keys, values = residual.clone(), cache.clone(), cache.clone()
+        found = torch.zeros(1, 2, dtype=torch.int64, device=device)
         moved = torch.tensor([20, 33], device=device), torch.tensor([17, 18], device=device)
         kernels.move_cache(keys, values, *moved)
         return [
@@ -169,6 +172,8 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
             kept,
             kernels.paged_attention(q, cache, cache, metadata, scale=0.25),
             kernels.sample(logits, *rows),
+            *kernels.verify_checked(logits.unsqueeze(0), drafts, *(each[:1] for each in rows), found),
+            found,
             keys,
             values,
         ]
@@ -185,6 +190,8 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
     assert {TINY, SPLIT} < set(known)
     assert len({call for call in launched if call[0] == "paged_attention"}) >= 3
     assert set(once) <= set(launched)
+    # A batch with a grammar has its logits looked at first, and none has come yet.
+    assert "verify_chain" in {call[0] for call in launched} - {call[0] for call in once}
     launched.clear()
     run()
     assert launched == once

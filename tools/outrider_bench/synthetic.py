@@ -13,20 +13,25 @@ from torch import Tensor
 from outrider.device import ConfigError, KernelSet, WrappedKernels
 
 _PLACES = 0xFFFF
-_APART = 40503  # between the places of neighbouring requests; odd, so that no two of 65536 coincide
+_LENGTH = 1 << 18
+"""More tokens than a context has."""
+_APART = 257
+"""Places between those of neighbouring requests; odd, so that no two of 65536 begin at the same one."""
+_MANY = 1024
 _ROUNDS = ((7, 0x2993), (5, 0xE877), (9, 0x0235))
 """A hash of 16 bits onto themselves without a pattern in neighbours: how far a step goes depends on the luck before it."""
 
 
 class _Verdicts(NamedTuple):
-    """What is decided beforehand, int64: ``by_place`` [K+2, 2**16], by a hash of the place how many are accepted, and
-    where each token of the result then comes from: a draft, the real token behind them, or the -1 behind that; ``none``
-    [B, 1]; ``offsets`` [B] sets the requests of a batch apart.
+    """What is decided beforehand, so that little is left to do between two iterations.
+
+    ``by_place`` int64 [requests, positions, 2 K + 2]: how many are accepted; what each token of the result is that is no
+    draft, -1 behind the decided one, and 0 where there is a draft; and there 1, to be multiplied by it. Requests see one and
+    the same table, each from a place of its own on. ``requests`` [requests]: 0, 1, …
     """
 
     by_place: Tensor
-    none: Tensor
-    offsets: Tensor
+    requests: Tensor
 
 
 class _Synthetic(WrappedKernels):
@@ -34,7 +39,7 @@ class _Synthetic(WrappedKernels):
         super().__init__(inner)
         self.name = f"{inner.name}, synthetic acceptance of {described}"
         self.rates = rates
-        self.verdicts: dict[tuple[int, int, torch.device], _Verdicts] = {}
+        self.verdicts: dict[tuple[int, int, int, torch.device], _Verdicts] = {}
 
     def verify_chain(
         self,
@@ -45,31 +50,54 @@ class _Synthetic(WrappedKernels):
         seeds: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Run the real verification, so that its cost is measured, then replace its result; a few launches more."""
-        tokens, _ = super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
+        """Run the real verification, so that its cost is measured, then replace its result; two launches more."""
+        super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
+        return self._replaced(target_logits, draft_tokens, positions)
+
+    def verify_checked(
+        self,
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        found: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`verify_chain`; without a draft there is nothing to replace."""
+        made = self.inner.verify_checked(target_logits, draft_tokens, temperature, seeds, positions, found)
+        return self._replaced(target_logits, draft_tokens, positions) if draft_tokens.shape[1] else made
+
+    def _replaced(self, logits: Tensor, draft_tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, drafted = draft_tokens.shape
-        key = (batch, drafted, tokens.device)
+        most = max(_MANY, 1 << (batch - 1).bit_length())
+        key = (most, drafted, logits.shape[-1], draft_tokens.device)
         if key not in self.verdicts:
             self.verdicts[key] = _decide(self.rates, *key)
         decided = self.verdicts[key]
-        verdicts = decided.by_place.index_select(1, positions + decided.offsets & _PLACES)
-        # Of the real verdict the first token alone is certain to be one.
-        known = torch.cat((draft_tokens, tokens[:, :1], decided.none), dim=1)
-        return known.gather(1, verdicts[1:].t()), verdicts[0]
+        made = decided.by_place[decided.requests[:batch], positions]
+        tokens = made[:, 1 : drafted + 2]
+        tokens[:, :drafted].addcmul_(made[:, drafted + 2 :], draft_tokens)
+        return tokens, made[:, 0]
 
 
-def _decide(rates: tuple[float, ...], batch: int, drafted: int, device: torch.device) -> _Verdicts:
-    """A request's luck at a place of its text, by a hash of both: it passes each place whose rate is above."""
+def _decide(rates: tuple[float, ...], most: int, drafted: int, vocabulary: int, device: torch.device) -> _Verdicts:
+    """A request's luck at a place of its text, by a hash of both: it passes each place whose rate is above. The token behind
+    the accepted ones is drawn beforehand as well, since any is as good.
+    """
     luck = torch.arange(_PLACES + 1, device=device)
     for shift, factor in _ROUNDS:
         luck = (luck ^ luck >> shift) * factor & _PLACES
     luck ^= luck >> 10
     accepted = sum((luck < round(rate * 65536)).to(torch.int64) for rate in rates[:drafted]) + torch.zeros_like(luck)
-    lane, count = torch.arange(drafted + 1, device=device), torch.arange(drafted + 1, device=device).unsqueeze(1)
-    sources = torch.where(lane < count, lane, torch.where(lane == count, drafted, drafted + 1))
-    by_place = torch.cat((accepted.unsqueeze(0), sources[accepted].t()))
-    offsets = torch.arange(batch, device=device) * _APART & _PLACES
-    return _Verdicts(by_place, torch.full((batch, 1), -1, device=device), offsets)
+    behind = luck.flip(0) * 40503 % vocabulary
+    lane, count = torch.arange(drafted + 1, device=device), accepted.unsqueeze(1)
+    others = torch.where(lane < count, 0, torch.where(lane == count, behind.unsqueeze(1), -1))
+    drafts = (lane[:drafted] < count).to(torch.int64)
+    once = torch.cat((count, others, drafts), dim=1)
+    places, width = _LENGTH + most * _APART, once.shape[1]
+    table = once.repeat(-(-places // (_PLACES + 1)), 1)
+    by_place = table.as_strided((most, _LENGTH, width), (_APART * width, width, 1))
+    return _Verdicts(by_place, torch.arange(most, device=device))
 
 
 def rates_of_length(accept_length: float, draft_tokens: int) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ The reference is the seam's own KernelSet on the host, on the same operands in f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -273,6 +274,21 @@ def _verified(*, sampling: bool) -> Call:
     return call
 
 
+def _spoilt_chains(dtype: torch.dtype) -> dict[str, Tensor]:
+    made = _chains(dtype)
+    made["logits"][2, 1, [5, 30]] = made["logits"][2, 3, 0] = float("nan")
+    made["logits"][0, 0, 3] = float("inf")
+    return {**made, "found": torch.full((_BATCH, 4), 9)}
+
+
+def _verified_checked(kernels: KernelSet, o: Operands, drafts: int) -> tuple[Tensor, ...]:
+    heat, found = torch.zeros_like(o["temperature"]), o["found"][:, 1:3]
+    logits, tokens = o["logits"][:, : drafts + 1], o["draft_tokens"][:, :drafts]
+    tokens, accepted = kernels.verify_checked(logits, tokens, heat, o["seeds"], o["positions"], found)
+    clean = [0, 1, 3] if drafts else [0, 1, 2, 3]  # what is chosen among NaN may be anything
+    return tokens[clean], accepted[clean], o["found"]
+
+
 def _tree(dtype: torch.dtype) -> dict[str, Tensor]:
     made = _logits(dtype)
     best = made["logits"].argmax(-1)
@@ -380,6 +396,16 @@ CASES: Mapping[str, Case] = MappingProxyType(
             Case("sample for a draft", _logits, _sampled(draft=True), exact=True),
             Case("verify_chain, greedy", _chains, _verified(sampling=False), exact=True),
             Case("verify_chain, sampling", _chains, _verified(sampling=True), exact=True),
+            *(
+                Case(
+                    f"verify_checked, {drafts} drafts",
+                    _spoilt_chains,
+                    partial(_verified_checked, drafts=drafts),
+                    exact=True,
+                    changed=("found",),
+                )
+                for drafts in (_NODES - 1, 0)
+            ),
             Case("verify_tree, greedy", _tree, _walked(sampling=False), exact=True),
             Case("verify_tree, sampling", _tree, _walked(sampling=True), exact=True),
             Case("apply_token_bitmask", _shaping, _masked, exact=True),

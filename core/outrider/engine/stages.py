@@ -201,7 +201,16 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         return {"verify": drafted + 1}
 
     def run(self, given: VerifyStageInput) -> VerifyOutputs:
-        """Everything up to the published lengths, and the states that draft-extend reads."""
+        """Everything up to the published lengths, and the states that draft-extend reads, in static buffers."""
+        made, outputs = self.verified(given), self.written(given.batch)
+        if self._keeps_states:
+            outputs.hidden.copy_(made.hidden)
+            for kept, state in zip(outputs.aux_hidden_states, made.aux_hidden_states, strict=True):
+                kept.copy_(state)
+        return outputs
+
+    def verified(self, given: VerifyStageInput) -> VerifyOutputs:
+        """All of it, but the states are where the model left them: for who reads them in the same graph."""
         batch, inputs, plan, outputs = given.batch, given.inputs, given.plan, self.written(given.batch)
         model, kernels, features, count = self._model, self._model.kernels, given.batch.features, given.batch.count
         width = batch.drafted + 1
@@ -212,9 +221,12 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         flat = ForwardInput(plan.tokens, positions, plan.slots, attention)
         hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, self._layers)
         logits = model.logits(hidden).view(count, width, -1)
-        self._probes.look("target.logits", logits, self._results.found(count))
+        options, found = self._options.over(features, inputs), self._results.found(count)
+        # Where nothing comes between, whoever reads the logits to decide looks at them, too.
+        together = given.masks is None and options is None and given.draft.tree is None and not features.sampling
+        if not together:
+            self._probes.look("target.logits", logits, found)
         shaped = logits if given.masks is None else kernels.apply_token_bitmask(logits, given.masks)
-        options = self._options.over(features, inputs)
         if options is not None:
             shaped = options.process(
                 kernels,
@@ -224,7 +236,8 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
                 tree_mask=plan.mask,
                 positions=plan.positions.view(count, width) + 1,
             )
-        tokens, path, accepted = self._agreed(*self._accept(given, shaped), found=self._results.found(count))
+        checked = self._probes.part("target.logits", found) if together else None
+        tokens, path, accepted = self._agreed(*self._accept(given, shaped, checked), found=found)
         if options is not None:
             options.commit(kernels, tokens)
         if features.logprobs is not None:
@@ -239,13 +252,9 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
             self._results.decided(count, tokens.shape[1]),
             (outputs.tokens, outputs.accepted),
         )
-        if self._keeps_states:
-            outputs.hidden.copy_(hidden)
-            for kept, state in zip(outputs.aux_hidden_states, aux_hidden_states, strict=True):
-                kept.copy_(state)
-            if outputs.path is not None and path is not None:
-                outputs.path.copy_(path)
-        return outputs
+        if self._keeps_states and outputs.path is not None and path is not None:
+            outputs.path.copy_(path)
+        return replace(outputs, hidden=hidden, aux_hidden_states=tuple(aux_hidden_states))
 
     def written(self, batch: DecodeBatch) -> VerifyOutputs:
         """Static buffers of what was accepted, and of the states there."""
@@ -262,9 +271,17 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         found.copy_(looked)
         return tokens, rest[0] if rest else None, accepted
 
-    def _accept(self, given: VerifyStageInput, logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B]."""
+    def _accept(self, given: VerifyStageInput, logits: Tensor, found: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B].
+
+        ``found`` int64 [B, 2]: where to say what is wrong with the logits of a chain that nobody samples from; None: they
+        were looked at.
+        """
         kernels, inputs, draft, sampling = self._model.kernels, given.inputs, given.draft, given.batch.features.sampling
+        if found is not None:
+            after = given.plan.positions.view(logits.shape[:2])[:, 1] if given.batch.drafted else inputs.seq_lens
+            tokens, accepted = kernels.verify_checked(logits, draft.tokens, inputs.temperature, inputs.seeds, after, found)
+            return tokens, None, accepted
         if draft.tree is None and given.batch.drafted:
             after = given.plan.positions.view(given.batch.count, -1)[:, 1]
             probs = draft.probs if sampling else None
@@ -399,7 +416,7 @@ class Iteration(Capturable[IterationInput, None]):
         verify = stages.place.run(PlaceInput(batch, inputs))
         verify = stages.fill.run(FillInput(batch, inputs, draft, verify))
         attention: AttentionMetadata = stages.verify_attention.metadata(batch)
-        outputs = stages.verify.run(VerifyStageInput(batch, inputs, draft, verify, attention))
+        outputs = stages.verify.verified(VerifyStageInput(batch, inputs, draft, verify, attention))
         if stages.extends:
             plan = stages.plan_extend.run(ExtendPlanInput(batch, inputs, verify, outputs))
             along = stages.extend_attention.of_path(batch) or attention

@@ -9,9 +9,10 @@
 That is *staged*; each stage is called, or replayed from a graph of its own. In *fused* mode one graph on forward holds
 everything from gather to stash, and plan has nothing to do; schedule only uploads, and forward unpacks, so that between two
 graphs nothing comes from another stream or goes there: what is uploaded arrives while the graph before runs, and what was
-kept leaves while the next one does. Core runs ahead of the device: nothing here waits on the host,
-except where the backend's policy says that the host waits for *published*, or needs lengths itself, and where a request is
-guided. Then the stages are called, staged, in every mode, and between draft and verify there is:
+kept leaves while the next one does. What is there from the iteration before isn't brought again. Core runs ahead of the
+device: nothing here waits on the host, except where the backend's policy says that the host waits for *published*, or needs
+lengths itself, and where a request is guided. Then the stages are called, staged, in every mode, and between draft and verify
+there is:
 
     forward   draft ── draft_outputs_ready ─┐                                        ┌─ join · verify
     copy                draft to the host ──┴─ draft_on_host ─┐                      │
@@ -164,12 +165,15 @@ class Step:
         bucket = None if self._prefill_graphs is None else self._prefill_graphs.bucket(batch)
         packer = self._intake.pack(batch, bucket)
         fused = self._mode is StepMode.FUSED and not asked.features.guided
-        self._stage(batch, packer, entry, fused=fused)
+        # Between two graphs a copy counts, so it's left out where it would change nothing. Forward has waited already for
+        # whoever wrote what is there.
+        there = fused and self._intake.holds(packer)
+        self._stage(batch, packer, entry, fused=fused, there=there)
 
         fences.inputs_ready.wait(streams.forward)
         if fused:
             with self._backend.on(streams.forward):
-                self._intake.unpack(batch, packer, entry)
+                self._intake.unpack(batch, packer, None if there else entry)
         if self._ranks is not None:
             with self._backend.on(streams.forward):
                 self._results.say_nothing()
@@ -199,13 +203,14 @@ class Step:
         fences.results_copied[entry].signal(streams.copy)
         return ticket
 
-    def _stage(self, batch: Batch, packer: Packer, entry: int, *, fused: bool) -> None:
-        """Upload what the host decided; unpack it, and resolve the lengths that the last iteration published, which in a
-        fused iteration forward does.
+    def _stage(self, batch: Batch, packer: Packer, entry: int, *, fused: bool, there: bool) -> None:
+        """Upload what the host decided, unless it's ``there``; unpack it, and resolve the lengths that the last iteration
+        published, which in a fused iteration forward does.
         """
         fences, schedule = self._fences, self._streams.schedule
         masks = self._masks if self._walks and any(chunk.request.guidance is not None for chunk in batch.prefill) else None
-        self._intake.upload(packer, entry, schedule)
+        if not there:
+            self._intake.upload(packer, entry, schedule)
         if masks is not None or not fused:
             fences.shared_reads_done.wait(schedule)
         if masks is not None:

@@ -181,22 +181,24 @@ def publish_accepted(
     own_accepted,
     path,
     results_stride,
+    tokens_stride,
+    accepted_stride,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request, ``path`` tokens."""
+    """One request, ``path`` tokens. What was decided may lie in a larger table."""
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
-    count = tl.load(accepted + request)
-    decided = tl.load(tokens + request * path + count)
+    count = tl.load(accepted + request * accepted_stride)
+    decided = tl.load(tokens + request * tokens_stride + count)
     length = tl.load(lens + request) + count + 1
     tl.store(lengths + row, tl.where(row > 0, length, 0))
     tl.store(last_tokens + row, tl.where(row > 0, decided, 0))
     tl.store(results + request * results_stride, count)
     tl.store(own_accepted + request, count)
     lane = tl.arange(0, BLOCK)
-    token = tl.load(tokens + request * path + lane, mask=lane < path)
+    token = tl.load(tokens + request * tokens_stride + lane, mask=lane < path)
     tl.store(results + request * results_stride + 1 + lane, token, mask=lane < path)
     tl.store(own_tokens + request * path + lane, token, mask=lane < path)
 

@@ -73,12 +73,14 @@ def partial_argmax(
     parents,
     best,
     index,
+    firsts,
     nodes,
     vocabulary,
     row_stride,
     SAMPLING: tl.constexpr,
     LANE: tl.constexpr,
     DEPTH: tl.constexpr,
+    FIND: tl.constexpr,
     SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -86,7 +88,11 @@ def partial_argmax(
     """Program (row, share): the choice among the share's tokens, for rows of ``nodes`` a request.
 
     Row r is node r % nodes of request r // nodes. Its position is the request's, plus the node's depth in a tree (DEPTH > 0),
-    where ``parents`` [B, nodes] says what lies above it.
+    where ``parents`` [B, nodes] says what lies above it. FIND: also the first NaN of the share, into ``firsts``; where there
+    is one, it is the choice.
+
+    Each lane of a block keeps a best of its own, and they are compared when all is read: a comparison among threads in each
+    block would have the next one wait, and reading is most of the work.
     """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -105,17 +111,26 @@ def partial_argmax(
         position = tl.load(positions + request)
         if DEPTH > 0:
             position += _depth(parents + request * nodes, row % nodes, DEPTH)
-    top = tl.full([], -float("inf"), dtype=tl.float32)
-    top_at = share * span
+    top = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+    top_at = share * span + tl.arange(0, BLOCK)
     for start in range(share * span, tl.minimum(share * span + span, vocabulary), BLOCK):
         lane = start + tl.arange(0, BLOCK)
         values = tl.load(logits + row * row_stride + lane, mask=lane < vocabulary, other=-float("inf")).to(tl.float32)
         if SAMPLING:
             if hot:
                 values = tl.div_rn(values, tl.zeros_like(values) + heat) + gumbel(seed, position, LANE, start, BLOCK)
-        top, top_at = _update_argmax(top, top_at, values, start)
-    tl.store(best + row * SHARES + share, top)
-    tl.store(index + row * SHARES + share, top_at)
+        better = values > top
+        if FIND:  # nothing is larger than a NaN that is kept, so that the lane's first one stays
+            better = better | ((values != values) & (top == top))
+        top = tl.where(better, values, top)
+        top_at = tl.where(better, lane, top_at)
+    if FIND:
+        bad = top != top
+        tl.store(firsts + row * SHARES + share, tl.min(tl.where(bad, top_at, 0x7FFFFFFF), axis=0))
+        top = tl.where(bad, float("inf"), top)
+    largest = tl.max(top, axis=0)
+    tl.store(best + row * SHARES + share, largest)
+    tl.store(index + row * SHARES + share, tl.min(tl.where(top == largest, top_at, 0x7FFFFFFF), axis=0))
 
 
 @triton.jit
@@ -130,26 +145,42 @@ def reduce_argmax(best, index, tokens, SHARES: tl.constexpr, PDL: tl.constexpr):
 def accept_greedy(
     best,
     index,
+    firsts,
     drafts,
     tokens,
     accepted,
+    found,
     num_draft_tokens,
+    vocabulary,
+    found_stride,
     SHARES: tl.constexpr,
     NUM_DRAFT_TOKENS: tl.constexpr,
+    FIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request: drafts are accepted up to the first that isn't the argmax. ``num_draft_tokens`` is NUM_DRAFT_TOKENS."""
+    """One request: drafts are accepted up to the first that isn't the argmax. ``num_draft_tokens`` is NUM_DRAFT_TOKENS.
+
+    FIND: also where the request's logits have their first NaN, or -1, and then -1, into ``found``.
+    """
     begin(PDL)
     request = tl.program_id(0)
     alive = True
     count = 0
+    bad = tl.full([], -1, dtype=tl.int64)
     for step in tl.static_range(NUM_DRAFT_TOKENS + 1):
-        choice = _argmax(best, index, request * (num_draft_tokens + 1) + step, SHARES).to(tl.int64)
-        tl.store(tokens + request * (num_draft_tokens + 1) + step, tl.where(alive, choice, -1))
+        row = request * (num_draft_tokens + 1) + step
+        choice = _argmax(best, index, row, SHARES).to(tl.int64)
+        tl.store(tokens + row, tl.where(alive, choice, -1))
         if step < NUM_DRAFT_TOKENS:
             alive = alive & (tl.load(drafts + request * num_draft_tokens + step) == choice)
             count += alive.to(tl.int32)
+        if FIND:
+            first = tl.min(tl.load(firsts + row * SHARES + tl.arange(0, SHARES)), axis=0).to(tl.int64)
+            bad = tl.where((bad < 0) & (first < 0x7FFFFFFF), first + vocabulary * step, bad)
     tl.store(accepted + request, count.to(tl.int64))
+    if FIND:
+        tl.store(found + request * found_stride, bad)
+        tl.store(found + request * found_stride + 1, tl.full([], -1, dtype=tl.int64))
 
 
 @triton.jit

@@ -128,6 +128,45 @@ def _chain(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     return Problem(operands, call, {}, judge)
 
 
+def _checked(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    """Chains that nobody samples from, a few of which have NaN somewhere."""
+    batch, count, vocabulary = shape["batch"], shape["drafts"], shape["vocabulary"]
+    logits = _logits(dice, batch, count + 1, vocabulary)
+    temperature, seeds, positions = _rows(dice, batch, sampling=False)
+    drafts = logits[:, :count].argmax(-1)
+    broken = dice.whole(0, count + 1, batch)
+    rows = torch.arange(batch)[broken < count]
+    drafts[rows, broken[rows]] = (drafts[rows, broken[rows]] + 1) % vocabulary
+    flat = logits.view(batch, -1)
+    clean = dice.uniform(batch) < 0.8
+    for row in torch.arange(batch)[~clean].tolist():
+        flat[row, dice.whole(0, flat.shape[1], 3)] = torch.nan
+    bad = flat.isnan()
+    first = torch.where(bad.any(1), bad.to(torch.int8).argmax(1), -1)
+    operands = {
+        "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
+        "draft_tokens": Operand(drafts, "columns" if count else "rows"),
+        "temperature": Operand(temperature),
+        "seeds": Operand(seeds),
+        "positions": Operand(positions),
+        "found": Operand(torch.zeros(batch, 2, dtype=torch.int64), "wide"),
+    }
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        names = ("logits", "draft_tokens", "temperature", "seeds", "positions", "found")
+        tokens, accepted = kernels.verify_checked(*(o[name] for name in names))
+        return {"tokens": tokens, "accepted": accepted}
+
+    def judge(made: Mapped) -> None:
+        tokens = made["tokens"]
+        assert ((tokens >= -1) & (tokens < vocabulary)).all(), f"a token outside of the vocabulary: {tokens.tolist()}"
+        sound = {name: made[name][clean] for name in ("tokens", "accepted")}
+        given = (x[clean] for x in (temperature, seeds, positions))
+        _judge_chain(sound, logits[clean], drafts[clean], None, *given)
+
+    return Problem(operands, call, {"found": torch.stack((first, torch.full_like(first, -1)), dim=1)}, judge)
+
+
 def _judge_chain(
     made: Mapped,
     logits: Tensor,
@@ -283,6 +322,18 @@ CHOICES = (
             for corner, drafts in ((_SMALL, 4), (_WIDE, 2), (_TALL, 5))
             for sampling in (0, 1)
         ],
+        choices=True,
+    ),
+    Drawn(
+        "verify_checked",
+        _checked,
+        {
+            "batch": st.one_of(st.integers(1, 9), st.sampled_from((65,))),
+            "vocabulary": _VOCABULARY,
+            "drafts": st.integers(0, 8),
+            "layout": _FLAG,
+        },
+        [{**corner, "drafts": drafts} for corner, drafts in ((_SMALL, 4), (_WIDE, 2), (_TALL, 5), (_WIDE, 0), (_TALL, 0))],
         choices=True,
     ),
     Drawn(

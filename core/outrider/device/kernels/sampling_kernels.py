@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
+from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.reference import LANE_DRAFT, LANE_SAMPLE
 
 
-class SamplingKernels:
+class SamplingKernels(BookkeepingKernels):
     """Sampling and verification. Rules and letters: :class:`~outrider.device.KernelSet`."""
 
     # -- draws and verification ------------------------------------------------------------------------------------
@@ -44,6 +45,27 @@ class SamplingKernels:
         return torch.ops.outrider.verify_chain(  # type: ignore[no-any-return]
             target_logits, draft_tokens, draft_probs, temperature, seeds, positions
         )
+
+    def verify_checked(
+        self,
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        found: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """What :meth:`find_nan` says of each request's logits, and what :meth:`verify_chain` or, with K = 0, :meth:`sample`
+        decides by them: both read them all, so kernels may do it at once. No row samples: ``temperature`` is 0 everywhere.
+
+        ``found`` int64 [B, 2]: of the (K + 1) * V numbers of each request. The other operands, and what is returned, are
+        those of :meth:`verify_chain`. Where a request has NaN, of its choices only this is certain that they are tokens.
+        """
+        self.find_nan(target_logits.flatten(1), found)
+        if draft_tokens.shape[1]:
+            return self.verify_chain(target_logits, draft_tokens, None, temperature, seeds, positions)
+        tokens = self.sample(target_logits.squeeze(1), temperature, seeds, positions)
+        return tokens.unsqueeze(1), torch.zeros_like(tokens)
 
     def verify_tree(
         self,

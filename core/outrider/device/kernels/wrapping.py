@@ -15,6 +15,7 @@ from outrider.device.kernels.kernelset import KernelSet, kernel_names
 from outrider.device.kernels.quantized import QuantizedProduct
 from outrider.device.kernels.tuning import DecoderShape
 
+_PARTS_OF_CHECKED = frozenset({"find_nan", "sample", "verify_chain"})
 _FLAGS = ("name", "row_invariant", "plans_on_host", "tunes", "cache_formats")
 
 
@@ -26,7 +27,7 @@ class WrappedKernels(KernelSet):
 
     *Calls within* ``inner`` stay there: where its ``linear_add`` calls its ``linear``, an override of ``linear`` isn't asked.
     One of ``paged_attention`` is, also by what is one call with attention: there the subclass attends, and ``inner`` does the
-    rest.
+    rest. So are those that :meth:`verify_checked` consists of.
     :meth:`batch_invariant` isn't passed on: the default wraps these kernels, with what the subclass does otherwise. Of
     :meth:`for_shape` the result is wrapped.
     """
@@ -38,6 +39,7 @@ class WrappedKernels(KernelSet):
             if not any(flag in vars(kind) for kind in own):
                 setattr(self, flag, getattr(inner, flag))
         self._attends = any("paged_attention" in vars(kind) for kind in own)
+        self._decides = any(not _PARTS_OF_CHECKED.isdisjoint(vars(kind)) for kind in own)
 
     def batch_invariant(self) -> KernelSet:
         """These where they are ``row_invariant`` already, else the default."""
@@ -65,6 +67,10 @@ class WrappedKernels(KernelSet):
         if self._attends:
             return super().attention_norm_linear_silu_mul_quantized(*operands, **options)
         return self.inner.attention_norm_linear_silu_mul_quantized(*operands, **options)
+
+    def verify_checked(self, *operands: Any) -> tuple[Tensor, Tensor]:
+        """``inner``'s, or, of a subclass that finds or decides by itself, its own way of both, one behind the other."""
+        return super().verify_checked(*operands) if self._decides else self.inner.verify_checked(*operands)
 
     def unused_overrides(self) -> Mapping[str, str]:
         """The subclass's own: none, unless it says so. Those of ``inner`` are its own matter."""

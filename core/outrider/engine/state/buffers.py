@@ -71,7 +71,8 @@ class DecodeInputs:
 class VerifyInputs:
     """Written on plan: ``tokens``, ``positions`` (indices in the sequence), ``slots`` int64 [B*N]; ``rope_positions``, the
     same as the model's rope takes them: [3, B*N], or ``positions`` itself where it has no axes; ``seq_lens`` int32 [B];
-    ``mask`` bool [B*N, N] of trees. ``query_start`` int32 [B+1] is constant.
+    ``mask`` bool [B*N, N] of trees. ``query_start`` int32 [B+1] is constant. Where nothing is drafted ``tokens`` are the
+    inputs' ``last_tokens``, and written with these on forward alone.
 
     ``static_rope_positions``: what a captured verify reads; a copy where positions have axes, since some devices compute
     these once more after the plan has joined.
@@ -188,7 +189,7 @@ class StaticBuffers:
     ) -> None:
         self._backend = backend
         self.specs = {spec.name: spec for spec in specs}
-        self._drafted = self.specs["verify.tokens"].per - 1
+        self._drafted = self.specs["verify.positions"].per - 1
         self._layouts: dict[int | None, Mapping[str, BufferSpec]] = {None: self.specs}
         for drafted, given in (shorter or {}).items():
             self._layouts[drafted] = {spec.name: spec for spec in given}
@@ -219,7 +220,7 @@ class StaticBuffers:
         self._max_requests = max_requests
         self._views: dict[tuple[int | None, int], Views] = {}
         for specs_of in self._layouts.values():
-            for per in {specs_of["verify.tokens"].per, specs_of["extend.tokens"].per} - self._constants.keys():
+            for per in {specs_of["verify.positions"].per, specs_of["extend.tokens"].per} - self._constants.keys():
                 ends = torch.arange(0, (max_requests + 1) * per, per, dtype=torch.int32, device=backend.device)
                 self._constants[per] = ends
         self.lane = torch.arange(max(self._constants), device=backend.device)
@@ -323,14 +324,14 @@ class StaticBuffers:
                 tree=None if mask is None else Tree(get("draft.parents"), get("draft.depths"), mask),
             ),
             verify=VerifyInputs(
-                tokens=get("verify.tokens"),
+                tokens=get("verify.tokens" if "verify.tokens" in specs else "inputs.last_tokens"),
                 positions=positions,
                 rope_positions=get("verify.rope_positions") if axes else positions,
                 static_rope_positions=get("verify.static_rope_positions") if axes else positions,
                 slots=get("verify.slots"),
                 seq_lens=get("verify.seq_lens"),
                 mask=maybe("verify.mask"),
-                query_start=self._constants[specs["verify.tokens"].per][: count + 1],
+                query_start=self._constants[specs["verify.positions"].per][: count + 1],
             ),
             extend=ExtendPlan(
                 tokens=get("extend.tokens"),
@@ -387,7 +388,8 @@ def step_buffers(
     elif tokens:
         specs.append(BufferSpec("draft.probs", (tokens, vocabulary), float32))
     specs += [
-        BufferSpec("verify.tokens", per=nodes),
+        # Where nothing is drafted these are the last tokens, which verify reads where they were gathered.
+        *([BufferSpec("verify.tokens", per=nodes)] if tokens else []),
         BufferSpec("verify.positions", per=nodes),
         BufferSpec("verify.slots", per=nodes),
         # A padding request has as many tokens as the others, all in the reserved page.

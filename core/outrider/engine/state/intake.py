@@ -64,16 +64,23 @@ class Intake:
     def stage_nothing(self, bucket: PrefillBucket) -> Mapping[str, tuple[int, int]]:
         """Write padding alone where chunks of ``bucket`` are staged, in the caller's scope; returns the segments."""
         packer = self._packed(Batch((), (), (), ()), bucket)
-        self._staging.view((0, packer.packed.shape[0])).copy_(packer.packed)
+        self._staging.place(packer)
         return packer.segments
+
+    def holds(self, packer: Packer) -> bool:
+        """Host: whether the device has all of it from the iteration before. While requests decode, pages alone change."""
+        return self._staging.holds(packer)
 
     def upload(self, packer: Packer, entry: int, schedule: Stream) -> None:
         """Copy it through an entry of the rings."""
         self._staging.upload(entry, packer.packed, schedule)
 
-    def unpack(self, batch: Batch, packer: Packer, entry: int) -> None:
-        """What was uploaded, to where it's read; new requests' parameters and new pages into rows."""
-        self._staging.unpack(entry, packer.packed.shape[0])
+    def unpack(self, batch: Batch, packer: Packer, entry: int | None) -> None:
+        """What was uploaded to ``entry``, to where it's read (None: it's there); new requests' parameters and new pages into
+        rows.
+        """
+        if entry is not None:
+            self._staging.unpack(entry, packer)
         self._rows.update(batch, self._staging.view, packer.segments)
         if batch.admitted:
             self._options.admit(self._staging.view, packer.segments)

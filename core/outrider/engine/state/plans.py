@@ -46,9 +46,12 @@ class Plans:
             self.on_axes(inputs, verify)
 
     def from_draft(self, inputs: DecodeInputs, draft: Draft, verify: VerifyInputs) -> None:
-        """Second part: what the draft produced. A tree's shape is one of its outputs."""
-        tokens = verify.tokens.view(-1, verify.width)
-        torch.cat((inputs.last_tokens.unsqueeze(1), draft.tokens), dim=1, out=tokens)
+        """Second part: what the draft produced. A tree's shape is one of its outputs. Nothing where nothing is drafted: then
+        verify reads the last tokens themselves.
+        """
+        if draft.tokens.shape[1]:
+            tokens = verify.tokens.view(-1, verify.width)
+            torch.cat((inputs.last_tokens.unsqueeze(1), draft.tokens), dim=1, out=tokens)
         if verify.mask is not None and draft.tree is not None:
             verify.positions.copy_(self._valid(inputs.seq_lens.unsqueeze(1) + draft.tree.depths).flatten())
             self.on_axes(inputs, verify)

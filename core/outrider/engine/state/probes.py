@@ -94,7 +94,11 @@ class Probes:
 
     def look(self, name: str, value: Tensor, found: Tensor) -> None:
         """Look at numbers [B, ...] by the name of their probe; write into ``found`` int64 [B, width]."""
-        self._kernels.find_nan(value.reshape(value.shape[0], -1), found[:, self.columns(name)])
+        self._kernels.find_nan(value.reshape(value.shape[0], -1), self.part(name, found))
+
+    def part(self, name: str, found: Tensor) -> Tensor:
+        """Where in ``found`` the probe of that name says what it finds, int64 [B, 2]."""
+        return found[:, self.columns(name)]
 
     def take(self, name: str, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor) -> None:
         """Copy ``rows`` int64 [B] of ``source`` (None: all) into ``out`` [B, ...], and look at them on the way.
@@ -102,7 +106,7 @@ class Probes:
         The copy is the same, but whole numbers of a request with a bad one are its lower bound, so that they can be used.
         """
         bounds = self.probes[self._index[name]].bounds
-        self._kernels.gather_checked(source, rows, out, found[:, self.columns(name)], bounds=bounds)
+        self._kernels.gather_checked(source, rows, out, self.part(name, found), bounds=bounds)
 
     def read(self, row: Sequence[int], text: str = "") -> tuple[BadValue, ...]:
         """Host: what one request's ``width`` numbers say. ``text``: what this host said of it."""

@@ -84,6 +84,13 @@ class Staging:
         self._ring = [backend.empty_pinned(f"staging[{entry}]", (capacity,), torch.int64) for entry in range(entries)]
         self._uploaded = [torch.zeros(capacity, dtype=torch.int64, device=backend.device) for _ in range(entries)]
         self._device = torch.zeros(capacity, dtype=torch.int64, device=backend.device)
+        self._there: Packer | None = None
+
+    def holds(self, packer: Packer) -> bool:
+        """Host: whether what everything reads is what was packed already, once the work that was enqueued is done. Then there
+        is nothing to upload or to move.
+        """
+        return self._there is not None and self._there.same(packer)
 
     def upload(self, entry: int, values: Tensor, stream: Stream) -> None:
         """Host: fill the entry, whose last iteration's results have been read; then copy it to the device on ``stream``."""
@@ -94,16 +101,25 @@ class Staging:
             pinned.tensor[start : min(start + _COPIED, count)].copy_(values[start : start + _COPIED])
         self._backend.copy_async(self._uploaded[entry][:count], pinned.tensor[:count], stream=stream)
 
-    def unpack(self, entry: int, count: int) -> None:
-        """Move the first ``count`` numbers of an uploaded entry to where they're read, in the caller's scope, which comes
-        behind the upload and the last reader.
+    def unpack(self, entry: int, packer: Packer) -> None:
+        """Move what was packed, and uploaded to an entry, to where it's read, in the caller's scope, which comes behind the
+        upload and the last reader.
         """
+        count = packer.packed.shape[0]
+        self._there = None
         self._device[:count].copy_(self._uploaded[entry][:count])
+        self._there = packer
+
+    def place(self, packer: Packer) -> None:
+        """Write what was packed where everything reads it, in the caller's scope."""
+        self._there = None
+        self._device[: packer.packed.shape[0]].copy_(packer.packed)
 
     def clear(self, stream: Stream) -> None:
         """No request: every row is 0, so that what graphs do when they're captured concerns none. On ``stream``; waits for
         it, since uploads come on others.
         """
+        self._there = None
         with self._backend.on(stream):
             self._device.zero_()
         stream.synchronize()
@@ -145,6 +161,10 @@ class Packer:
     def packed(self) -> Tensor:
         """All values, int64 on the host. It shares their memory, so nothing can be added while it exists."""
         return torch.frombuffer(self._values, dtype=torch.int64)
+
+    def same(self, other: Packer) -> bool:
+        """Whether both have the same values, whatever their segments are called."""
+        return self._values == other._values
 
     @property
     def segments(self) -> Mapping[str, tuple[int, int]]:
