@@ -27,8 +27,10 @@ PAIRS = gl.constexpr(32)
 """Pairs of rows of a tile."""
 PIECE = gl.constexpr(128)
 """Columns in 8 bits that the matrix unit adds up by itself: it does so with few bits."""
-AT_ONCE = gl.constexpr(64 << 10)
-"""Bytes that a program asks for at once while it fills its ring: as many as memory takes to answer at its full rate."""
+AT_ONCE = gl.constexpr(48 << 10)
+"""Bytes that a program asks for at once while it fills its ring, or two units: as many as memory takes to answer at its full
+rate.
+"""
 
 
 # -- any ring ------------------------------------------------------------------------------------------------------
@@ -44,8 +46,10 @@ def expect_boxes(come, left, BOX: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.c
 
 @gluon.jit
 def keep_pace(full, unit, BYTES: gl.constexpr):
-    """Before ``unit`` of BYTES is asked for, while a ring fills for the first time: AT_ONCE are on their way at most."""
-    SOME: gl.constexpr = AT_ONCE // BYTES
+    """Before ``unit`` of BYTES is asked for, while a ring fills for the first time: AT_ONCE are on their way at most, or two
+    units.
+    """
+    SOME: gl.constexpr = AT_ONCE // BYTES if AT_ONCE // BYTES > 2 else 2
     mbarrier.wait(full.index(gl.maximum(unit - SOME, 0)), 0, pred=unit >= SOME)
 
 
