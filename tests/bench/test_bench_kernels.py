@@ -193,7 +193,7 @@ def test_bad_input(outrider, arguments, message):
 )
 def test_lengths_by_decree(length, whole, drafted, expected):
     """A chain that is cut short yields less: else a policy of draft lengths would find its last tokens to be for nothing."""
-    kernels = with_synthetic_acceptance(KernelSet(), length, whole)
+    kernels = with_synthetic_acceptance(KernelSet(), length, whole, context=700)
     batch = 4000
     logits = torch.randn(batch, drafted + 1, 16)
     drafts = torch.randint(0, 16, (batch, drafted))
@@ -219,9 +219,9 @@ def test_acceptance_by_decree_is_two_operations():
                 calls.append(str(func.overloadpacket))
             return func(*args, **(kwargs or {}))
 
-    kernels = with_synthetic_acceptance(KernelSet(), 2.4, 3)
+    kernels = with_synthetic_acceptance(KernelSet(), 2.4, 3, context=70_000)
     logits, drafts, zeros = torch.randn(5, 4, 16), torch.ones(5, 3, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
-    checked = (logits, drafts, torch.zeros(5), zeros, zeros + 70_000, torch.zeros(5, 2, dtype=torch.int64))
+    checked = (logits, drafts, torch.zeros(5), zeros, zeros + 69_999, torch.zeros(5, 2, dtype=torch.int64))
     first = kernels.verify_checked(*checked)  # decides beforehand
     with Noted():
         again = kernels.verify_checked(*checked)

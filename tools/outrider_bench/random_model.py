@@ -127,7 +127,9 @@ class RandomModel:
         way = None if self.quantize is None else RandomQuantization(name=self.quantize, head=self.quantize_head)
         model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks, quantization=way, kv_dtype=kv_dtype)
         if self.accept_length is not None:
-            kernels = with_synthetic_acceptance(model.kernels, self.accept_length, self.draft_tokens)
+            kernels = with_synthetic_acceptance(
+                model.kernels, self.accept_length, self.draft_tokens, context=whole.max_context
+            )
             model = Decoder(model.config, model.weights, kernels, ranks)
         if self.speculate == "none":
             return model, None

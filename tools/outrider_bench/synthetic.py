@@ -13,8 +13,6 @@ from torch import Tensor
 from outrider.device import ConfigError, KernelSet, WrappedKernels
 
 _PLACES = 0xFFFF
-_LENGTH = 1 << 18
-"""More tokens than a context has."""
 _APART = 257
 """Places between those of neighbouring requests; odd, so that no two of 65536 begin at the same one."""
 _MANY = 1024
@@ -35,10 +33,10 @@ class _Verdicts(NamedTuple):
 
 
 class _Synthetic(WrappedKernels):
-    def __init__(self, inner: KernelSet, rates: tuple[float, ...], described: str) -> None:
+    def __init__(self, inner: KernelSet, rates: tuple[float, ...], described: str, context: int) -> None:
         super().__init__(inner)
         self.name = f"{inner.name}, synthetic acceptance of {described}"
-        self.rates = rates
+        self.rates, self.context = rates, context
         self.verdicts: dict[tuple[int, int, int, torch.device], _Verdicts] = {}
 
     def verify_chain(
@@ -72,7 +70,7 @@ class _Synthetic(WrappedKernels):
         most = max(_MANY, 1 << (batch - 1).bit_length())
         key = (most, drafted, logits.shape[-1], draft_tokens.device)
         if key not in self.verdicts:
-            self.verdicts[key] = _decide(self.rates, *key)
+            self.verdicts[key] = _decide(self.rates, self.context + drafted + 1, *key)
         decided = self.verdicts[key]
         made = decided.by_place[decided.requests[:batch], positions]
         tokens = made[:, 1 : drafted + 2]
@@ -80,9 +78,11 @@ class _Synthetic(WrappedKernels):
         return tokens, made[:, 0]
 
 
-def _decide(rates: tuple[float, ...], most: int, drafted: int, vocabulary: int, device: torch.device) -> _Verdicts:
-    """A request's luck at a place of its text, by a hash of both: it passes each place whose rate is above. The token behind
-    the accepted ones is drawn beforehand as well, since any is as good.
+def _decide(
+    rates: tuple[float, ...], length: int, most: int, drafted: int, vocabulary: int, device: torch.device
+) -> _Verdicts:
+    """For ``most`` requests and ``length`` positions. A request's luck at a place of its text, by a hash of both: it passes
+    each place whose rate is above. The token behind the accepted ones is drawn beforehand as well, since any is as good.
     """
     luck = torch.arange(_PLACES + 1, device=device)
     for shift, factor in _ROUNDS:
@@ -94,9 +94,9 @@ def _decide(rates: tuple[float, ...], most: int, drafted: int, vocabulary: int, 
     others = torch.where(lane < count, 0, torch.where(lane == count, behind.unsqueeze(1), -1))
     drafts = (lane[:drafted] < count).to(torch.int64)
     once = torch.cat((count, others, drafts), dim=1)
-    places, width = _LENGTH + most * _APART, once.shape[1]
+    places, width = length + most * _APART, once.shape[1]
     table = once.repeat(-(-places // (_PLACES + 1)), 1)
-    by_place = table.as_strided((most, _LENGTH, width), (_APART * width, width, 1))
+    by_place = table.as_strided((most, length, width), (_APART * width, width, 1))
     return _Verdicts(by_place, torch.arange(most, device=device))
 
 
@@ -121,12 +121,13 @@ def _powers(chance: float, count: int) -> tuple[float, ...]:
     return tuple(chance**number for number in range(1, count + 1))
 
 
-def with_synthetic_acceptance(kernels: KernelSet, accept_length: float, draft_tokens: int) -> KernelSet:
+def with_synthetic_acceptance(kernels: KernelSet, accept_length: float, draft_tokens: int, *, context: int) -> KernelSet:
     """``kernels`` whose ``verify_chain`` accepts ``accept_length`` tokens of ``draft_tokens`` drafted ones on average, the
-    target's own included, by the chances of :func:`rates_of_length` and a hash of request and position.
+    target's own included, by the chances of :func:`rates_of_length` and a hash of request and position. For texts of
+    ``context`` tokens at most.
 
     A shorter chain passes as far as those of the whole one do, so that it yields fewer. Trees are verified as ever. Raises
     :class:`ConfigError` as :func:`rates_of_length` does.
     """
     rates = rates_of_length(accept_length, draft_tokens)
-    return _Synthetic(kernels, rates, f"{accept_length:g} ({'/'.join(f'{rate:.3g}' for rate in rates)})")
+    return _Synthetic(kernels, rates, f"{accept_length:g} ({'/'.join(f'{rate:.3g}' for rate in rates)})", context)

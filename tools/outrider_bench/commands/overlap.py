@@ -224,7 +224,9 @@ class _Work:
             return Decoder(target.config, target.weights, device.kernels_in_use), None
         kernels = device.kernels_in_use
         if random.accept_length is not None:
-            kernels = with_synthetic_acceptance(kernels, random.accept_length, random.draft_tokens)
+            kernels = with_synthetic_acceptance(
+                kernels, random.accept_length, random.draft_tokens, context=target.config.max_context
+            )
         model = Decoder(target.config, target.weights, kernels)
         drafts = EagleHead(head.config, head.weights, model)
         return model, EagleProposer(drafts, draft_tokens=self.draft_tokens)
