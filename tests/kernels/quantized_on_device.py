@@ -53,15 +53,16 @@ def layers(kernels, device):
 
     hidden, inner, heads, kv_heads, size = 4096, 14336, 32, 8, 128
     shapes = (hidden, hidden), (2 * inner, hidden), (hidden, inner), ((heads + 2 * kv_heads) * size, hidden)
+    shapes += ((hidden, 2 * hidden),)
     for name, m in itertools.product(LAYERS, (1, 4, 13, 32)):
         weights = [random_quantized(RANDOM_FORMATS[name], n, k, device=device, generator=generator) for n, k in shapes]
         given = normal(m, hidden), normal(hidden), normal(m, hidden), normal(m, 2 * inner), normal(m, size)
         work = partial(layer, weights, given, kv_heads)
         right, own = work(REFERENCE, torch.float64), work(REFERENCE, torch.bfloat16)
         made = in_a_graph(partial(work, kernels, torch.bfloat16))
-        for part, what in enumerate(("gates", "queries", "keys", "values", "first queries", "sum", "final norm", "fused")):
-            off, its = (wrong(found[part], right[part].double()) for found in (made, own))
-            yield f"{name} {what}, {m} tokens", off, its
+        parts = "gates", "queries", "keys", "values", "first queries", "sum", "final norm", "fused"
+        for what, wanted, mine, its in zip(parts, right, made, own, strict=True):
+            yield f"{name} {what}, {m} tokens", wrong(mine, wanted.double()), wrong(its, wanted.double())
 
 
 def layer(weights, given, kv_heads, kernel_set, dtype):
@@ -69,6 +70,7 @@ def layer(weights, given, kv_heads, kernel_set, dtype):
     what both ends of a stack do: queries behind no norm, the last sum, the norm of it, and a draft's fusion.
     """
     residual, norm, x, gate_up, angles = (each.to(dtype) for each in given)
+    tokens, embedding = torch.arange(x.shape[0], device=x.device).flip(0), x * 0.5
     slots = torch.arange(x.shape[0], device=x.device) + 5
     caches = [torch.zeros(8, 16, kv_heads, angles.shape[1], device=x.device, dtype=dtype) for _ in range(2)]
     turned = RotaryArgs(angles.cos(), angles.sin(), *caches, slots)
@@ -88,6 +90,7 @@ def layer(weights, given, kv_heads, kernel_set, dtype):
         first.flatten(1),
         total,
         kernel_set.linear_quantized_add_rms_norm(added, residual.clone(), norm, 1e-5),
+        kernel_set.embed_beside_linear_quantized(tokens, embedding, x, weights[4]),
     )
 
 
