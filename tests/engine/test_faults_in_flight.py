@@ -185,6 +185,28 @@ def test_many_faults_cost_time_and_nothing_else(device, expected, guided_tokens,
     recovers(device, expected, *data.draw(many), guided_tokens)
 
 
+@pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.parametrize(("overlap", "tokens"), [(False, 5), (True, 1)])
+def test_what_a_failed_copy_was_to_bring_is_brought_again(device, expected, number, overlap, tokens):
+    """The operations that an iteration begins with, after another request's: repeated, it packs the same values, and the
+    device hasn't got them.
+    """
+    backend = start(device, "lazy")
+    engine = engine_on(device, "none", overlap=overlap, mode="fused")
+    params = SamplingParams(max_tokens=tokens)
+    engine.generate([(17, 3)], SamplingParams(max_tokens=3))
+    backend.control.inject("error", number)
+    request, got, raised = engine.add_request(PROMPTS[0], params), [], []
+    while engine.has_unfinished:
+        try:
+            got += [token for output in engine.step() for token in output.tokens]
+        except DeviceFault as error:
+            raised.append(error)
+    assert len(raised) == (0 if number in (2, 3) else 1)  # a fence's signal and its wait don't fail
+    assert request not in engine.open_requests
+    assert tuple(got) == expected[0][:tokens]
+
+
 @pytest.mark.parametrize("kind", sorted(LIVES))
 @pytest.mark.parametrize("number", [1, 6, 17])
 @pytest.mark.parametrize("forward", [1, 3, 5])

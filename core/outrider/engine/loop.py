@@ -184,6 +184,7 @@ class Loop:
         finally:
             batches = [*(ticket.batch for ticket in self._in_flight), *unlaunched]
             self._in_flight.clear()
+            self.step.forget()
             self.scheduler.take_back(batches, spoilt=not well)
 
     def _next_batch(self) -> Batch | None:

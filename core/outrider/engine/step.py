@@ -203,6 +203,10 @@ class Step:
         fences.results_copied[entry].signal(streams.copy)
         return ticket
 
+    def forget(self) -> None:
+        """Rely on nothing that an iteration before has brought: one of its copies may have failed."""
+        self._intake.forget()
+
     def _stage(self, batch: Batch, packer: Packer, entry: int, *, fused: bool, there: bool) -> None:
         """Upload what the host decided, unless it's ``there``; unpack it, and resolve the lengths that the last iteration
         published, which in a fused iteration forward does.

@@ -71,6 +71,10 @@ class Intake:
         """Host: whether the device has all of it from the iteration before. While requests decode, pages alone change."""
         return self._staging.holds(packer)
 
+    def forget(self) -> None:
+        """Host: after a failure the device may have anything."""
+        self._staging.forget()
+
     def upload(self, packer: Packer, entry: int, schedule: Stream) -> None:
         """Copy it through an entry of the rings."""
         self._staging.upload(entry, packer.packed, schedule)

@@ -92,6 +92,10 @@ class Staging:
         """
         return self._there is not None and self._there.same(packer)
 
+    def forget(self) -> None:
+        """Host: what everything reads may be anything. What was enqueued may have failed, of which only the device knows."""
+        self._there = None
+
     def upload(self, entry: int, values: Tensor, stream: Stream) -> None:
         """Host: fill the entry, whose last iteration's results have been read; then copy it to the device on ``stream``."""
         pinned = self._ring[entry]
