@@ -43,7 +43,7 @@ class TritonEnds(TritonQuantized):
             return super().linear_quantized_add(added, residual)
         (way, config), weight = first, added.weight
         ring = way.ring and not way.planes
-        if self._scope.first(("linear_quantized_add", residual.dtype, weight.shape, weight.label)):
+        if self._scope.first(("linear_quantized_add", residual.dtype, weight.shape, weight.label, added.bias is None)):
             self._compile_activation(added, way)
             few = residual[:4]
             for each in self._every(weight, way):
@@ -71,7 +71,8 @@ class TritonEnds(TritonQuantized):
         if first is None:
             return super().linear_quantized_add_rms_norm(added, residual, norm, eps)
         way, weight = first[0], added.weight
-        if self._scope.first(("linear_quantized_add_rms_norm", residual.dtype, weight.shape, weight.label)):
+        own = weight.shape, weight.label, added.bias is None
+        if self._scope.first(("linear_quantized_add_rms_norm", residual.dtype, *own)):
             self._compile_activation(added, way)
             for split in {each.split for each in self._every(weight, way)}:
                 few = residual[:4].clone()

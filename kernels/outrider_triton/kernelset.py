@@ -37,6 +37,29 @@ if TYPE_CHECKING:
 
 _TRITON = torch.ops.outrider
 _MOVES = 256
+_BEHIND_NORMS = (
+    "norm_linear_quantized",
+    "norm_linear_quantized_rope_write_cache",
+    "attention_norm_linear_quantized",
+    "attention_norm_linear_silu_mul_quantized",
+)
+_WITH = {
+    "gather_rows": ("embedding",),
+    "add_rms_norm": ("linear_add_rms_norm", "linear_quantized_add_rms_norm", *_BEHIND_NORMS),
+    "rms_norm": ("head_norm_rope_write_cache",),
+    "rope_write_cache": ("head_norm_rope_write_cache", "linear_quantized_rope_write_cache", _BEHIND_NORMS[1]),
+    "embed_beside": ("embed_beside_linear_quantized",),
+    "linear_quantized": (
+        "linear_quantized_add",
+        "linear_quantized_add_rms_norm",
+        "linear_quantized_rope_write_cache",
+        "embed_beside_linear_quantized",
+        *_BEHIND_NORMS,
+    ),
+    "verify_chain": ("verify_checked",),
+    "find_nan": ("verify_checked",),
+}
+"""Methods that leave their calls to the default where that kernel of theirs lost."""
 
 
 class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExperts, TritonTuning, KernelSet):
@@ -82,11 +105,8 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 
     def unused_overrides(self) -> Mapping[str, str]:
         """Those that lost against the reference when this device was measured."""
-        also = {"gather_rows": "embedding", "add_rms_norm": "linear_add_rms_norm"}  # decided together
-        also |= {"verify_chain": "verify_checked", "find_nan": "verify_checked"}
-        also |= {"rms_norm": "head_norm_rope_write_cache", "rope_write_cache": "head_norm_rope_write_cache"}
         lost = [name for name in (self.table.kernels if self.table else ()) if not self._uses(name)]
-        return dict.fromkeys([each for name in lost for each in (name, also.get(name, name))], "the reference was faster")
+        return dict.fromkeys([each for name in lost for each in (name, *_WITH.get(name, ()))], "the reference was faster")
 
     def every_variant(self) -> AbstractContextManager[None] | None:
         """Every configuration of the table for a weight, and every way to share out cached tokens and vocabulary."""

@@ -198,7 +198,8 @@ class TritonQuantized(KernelSet):
     ) -> Tensor:
         """The product of ``normed`` rows in the dtype of ``x``: turned by the product, or by what adds its parts."""
         way, kind, k_cache = normed.way, x.dtype, rotary.k_cache
-        if self._scope.first(("rope_of_quantized", kind, weight.shape, weight.label, k_cache.shape[1:], k_cache.dtype)):
+        caches = k_cache.shape[1:], k_cache.dtype
+        if self._scope.first(("rope_of_quantized", kind, weight.shape, weight.label, bias is None, *caches)):
             self._compile_rotary(x, weight, bias, rotary, way)
         turning = self._derive(x.shape[0], weight, way, half=k_cache.shape[3] // 2) if way.ring else None
         # Rows that lie otherwise are those of a product without a ring.
@@ -291,7 +292,8 @@ class TritonQuantized(KernelSet):
         self._prepare(residual, weight, bias)
         if two is None:
             return None
-        if self._scope.first(("norm_linear_quantized", residual.dtype, added.weight.shape, weight.shape, weight.label)):
+        both = added.weight.shape, added.weight.label, added.bias is None, weight.shape, weight.label
+        if self._scope.first(("norm_linear_quantized", residual.dtype, *both)):
             self._compile_norms(added, first[0], residual, norm, weight, second)
         product, left = self._product(added, *first, residual.dtype, taken)
         if not dynamic(weight):
@@ -337,7 +339,7 @@ class TritonQuantized(KernelSet):
         if config is None or normed.scales is None or not self._uses("silu_mul", residual):
             return None
         own = weight.data, weight.scales, weight.block[0], bias, residual.dtype
-        if self._scope.first(("linear_quantized_silu_mul", residual.dtype, weight.shape, weight.label)):
+        if self._scope.first(("linear_quantized_silu_mul", residual.dtype, weight.shape, weight.label, bias is None)):
             (n, k), stored = weight.shape, way.stored(weight.format)
             for each in every(self.facts, "linear_silu_mul", n=n, k=k, stored=stored):
                 with ahead():

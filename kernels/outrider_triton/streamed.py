@@ -288,14 +288,15 @@ def _launch(
     **flags: Any,
 ) -> None:
     (m, k), box, span = x.shape, config.block_n, config.split * config.block_k * (2 if fold else 1)
+    columns = config.block_k if x.element_size() > 1 else PIECE.value
     expect(
-        whole_boxes(config, k=k, folded=2 if fold else 1, inside=half),
+        whole_boxes(config, k=k, folded=2 if fold else 1, inside=half) and config.block_k in (columns, 2 * columns),
         lambda: (
             f"a streamed product of {tuple(weight.shape)} can't be cut up as {config}: expected columns in multiples of "
-            f"{span}, boxes of rows that divide {half}, {_PAIRS} and {config.each}, and two stages or more"
+            f"{span}, boxes of rows that divide {half}, {_PAIRS} and {config.each}, two stages or more, and of 8 bits one or "
+            f"two pieces of {PIECE.value} columns"
         ),
     )
-    columns = config.block_k if x.element_size() > 1 else min(config.block_k, PIECE.value)
     launch(
         kernel,
         (-(-pairs // config.each), config.split, -(-m // config.block_m)),

@@ -6,7 +6,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from outrider.device import DecoderShape, KernelSet, WrappedKernels
+from outrider.device import DecoderShape, KernelSet, QuantizedProduct, RotaryArgs, WrappedKernels
+from outrider_tune.quantized import RandomFormat, random_quantized
 
 METHODS = sorted(name for name, _ in getmembers(KernelSet, isfunction) if not name.startswith("_"))
 
@@ -84,6 +85,60 @@ def test_batch_invariant_kernels_keep_what_a_wrapper_changes():
             return super().linear(x, weight, bias) * 0
 
     assert not Zeros(KernelSet()).batch_invariant().linear(torch.ones(3, 4), torch.ones(2, 4)).any()
+
+
+PARTS = {
+    "verify_checked": {"find_nan", "verify_chain"},
+    "embed_beside_linear_quantized": {"embed_beside", "linear_quantized"},
+    "linear_quantized_add": {"linear_quantized", "silu_mul"},
+    "linear_quantized_add_rms_norm": {"linear_quantized", "silu_mul", "add_rms_norm"},
+    "linear_quantized_rope_write_cache": {"linear_quantized", "rope_write_cache"},
+}
+
+
+@pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in PARTS.items() for part in sorted(parts)])
+def test_a_subclass_is_asked_for_its_part_of_what_is_one_call_now(name, part):
+    """Engines and layers called these one by one before; by keywords, too."""
+    asked = []
+
+    def own(self, *operands, **options):
+        asked.append(part)
+        return getattr(super(kind, self), part)(*operands, **options)
+
+    kind = type("Asked", (WrappedKernels,), {part: own, "cache_formats": frozenset()})
+    made = quantized_operands(name)
+    wanted = [each.clone() if isinstance(each, torch.Tensor) else each for each in made.values()]
+    right = getattr(KernelSet(), name)(*wanted)
+    inner = Mock(spec=KernelSet, wraps=KernelSet())
+    for kernels in (kind(inner), WrappedKernels(kind(inner))):
+        asked.clear()
+        given = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in made.items()}
+        torch.testing.assert_close(getattr(kernels, name)(**given), right)
+        assert asked == [part]
+    getattr(inner, name).assert_not_called()
+
+
+def quantized_operands(name):
+    torch.manual_seed(0)
+    if name == "verify_checked":
+        logits, drafts = torch.randn(2, 3, 7), torch.tensor([[1, 2], [3, 4]])
+        zeros = torch.zeros(2, dtype=torch.int64)
+        keys = "target_logits", "draft_tokens", "temperature", "seeds", "positions", "found"
+        return dict(
+            zip(keys, (logits, drafts, torch.zeros(2), zeros, zeros, torch.zeros(2, 2, dtype=torch.int64)), strict=True)
+        )
+    weight = random_quantized(RandomFormat(format="int8"), 8, 8, device=torch.device("cpu"))
+    if name == "embed_beside_linear_quantized":
+        beside = random_quantized(RandomFormat(format="int8"), 8, 16, device=torch.device("cpu"))
+        own = torch.tensor([1, 0]), torch.randn(3, 8), torch.randn(2, 8), beside
+        return dict(zip(("tokens", "embedding", "hidden", "weight"), own, strict=True))
+    if name == "linear_quantized_rope_write_cache":
+        wide = random_quantized(RandomFormat(format="int8"), 16, 8, device=torch.device("cpu"))
+        angle, caches = torch.randn(2, 4), [torch.zeros(2, 4, 1, 4) for _ in range(2)]
+        rotary = RotaryArgs(angle.cos(), angle.sin(), *caches, torch.tensor([4, 5]))
+        return {"x": torch.randn(2, 8), "weight": wide, "bias": None, "rotary": rotary}
+    made = {"added": QuantizedProduct(torch.randn(2, 16), weight, None, gated=True), "residual": torch.randn(2, 8)}
+    return made | ({"norm": torch.ones(8), "eps": 1e-5} if name.endswith("norm") else {})
 
 
 def test_attention_of_a_subclass_is_asked_in_one_call_with_what_follows():

@@ -18,7 +18,7 @@ from outrider_triton.derive import choose
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
 from outrider_triton.quantized_ops import plan
-from outrider_triton.table import STREAMED
+from outrider_triton.table import STREAMED, MatmulConfig
 from outrider_tune.quantized import RandomFormat, random_quantized
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
@@ -294,3 +294,18 @@ def test_cuts_are_of_whole_boxes(operator, m, weights):
     assert (config.descriptor, config.block_k, config.split) == (STREAMED, 256, 1)
     assert config.each % config.block_n == 0
     assert config.stages > 1
+
+
+@pytest.mark.parametrize(("columns", "allowed"), [(128, True), (256, True), (512, False), (384, False), (64, False)])
+def test_a_unit_of_eight_bits_has_one_piece_or_two(columns, allowed, launched, weights):
+    """More would be brought, and not multiplied."""
+    weight, x = weights["output"], torch.zeros(4, 3072, dtype=torch.float8_e4m3fn)
+    out, scales = torch.zeros(4, HIDDEN, dtype=BF16), torch.ones(4, 1)
+    config = MatmulConfig(8, 32, columns, 1, 4, 4, 0, STREAMED, 32)
+    own = x, weight.data[:, :3072].contiguous(), None, out, (scales, weight.scales, 1), config, True
+    if allowed:
+        streamed.multiply_quantized(*own)
+        assert [name for name, _, _ in launched] == ["streamed_linear"]
+    else:
+        with pytest.raises(RuntimeError, match="one or two pieces of 128"):
+            streamed.multiply_quantized(*own)

@@ -1,8 +1,10 @@
 """Tables of tuned kernels: what the package ships can be used, and what is broken says so."""
 
 import json
+from collections import defaultdict
 from dataclasses import replace
-from importlib import resources
+from importlib import import_module, resources
+from pkgutil import iter_modules
 from unittest.mock import patch
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
-from kernels.devices import SMALL
+import outrider_triton
+from kernels.devices import DEVICES, SMALL
 from outrider.device import BackendLoadError, HeadNorms, KernelSet, RotaryArgs
+from outrider_conformance.drawn.kernels import KERNELS, problem
 from outrider_triton import shipping
 from outrider_triton import table as tables
 from outrider_triton.kernelset import TritonKernels
@@ -138,13 +142,58 @@ def test_a_choice_that_cant_be_read_leaves_the_table_alone(tmp_path):
     assert file.read_text() == before
 
 
+MODULES = [import_module(f"outrider_triton.{found.name}") for found in iter_modules(outrider_triton.__path__)]
+OVERRIDDEN = {name for kind in TritonKernels.__mro__[: TritonKernels.__mro__.index(KernelSet)] for name in vars(kind)}
+MEASURED = {
+    name
+    for file in SHIPPED
+    for name in json.loads(resources.files("outrider_triton").joinpath("tuned", file).read_text())["kernels"]
+}
+
+
+def left_to_the_default(lost):
+    """Of each kernel that the kit draws for whether a call of it goes to the reference; and what is said to be unused."""
+    found = defaultdict(list)
+    kernels = TritonKernels(DEVICES["L4"], table=Table(device="made up", software={}, entries={}, kernels={lost: False}))
+    for label, drawn in KERNELS.items():
+        name = label.partition(",")[0]
+        if name in OVERRIDDEN:
+            owner = next(kind for kind in KernelSet.__mro__ if name in vars(kind))
+            made = problem(drawn, drawn.corners[0], torch.float16, 0)
+            with patch.object(owner, name, autospec=True, side_effect=vars(owner)[name]) as default:
+                made.call(kernels, {each: operand.tensor for each, operand in made.operands.items()})
+            found[name].append(default.called)
+    return {name for name, called in found.items() if all(called)}, set(kernels.unused_overrides())
+
+
+@pytest.mark.parametrize("lost", sorted(MEASURED | {"linear_quantized"}))
+def test_no_override_is_left_out_of_what_is_unused(lost, monkeypatch):
+    """Whatever a kernel that lost takes along: those that go to the reference then, and went to a kernel before."""
+    for module in MODULES:
+        if hasattr(module, "launch") and module.__name__ != "outrider_triton.launch":
+            monkeypatch.setattr(
+                module, "launch", lambda *operands, **settings: None
+            )  # what is launched matters, not what it makes
+    ever, _ = left_to_the_default("nothing")
+    left, named = left_to_the_default(lost)
+    assert lost in left
+    assert left - ever <= named
+
+
 @pytest.mark.parametrize(
     ("lost", "left"),
     [
         ("silu_mul", set()),
         ("gather_rows", {"embedding"}),
         ("rms_norm", {"head_norm_rope_write_cache"}),
-        ("rope_write_cache", {"head_norm_rope_write_cache"}),
+        (
+            "rope_write_cache",
+            {
+                "head_norm_rope_write_cache",
+                "linear_quantized_rope_write_cache",
+                "norm_linear_quantized_rope_write_cache",
+            },
+        ),
     ],
 )
 def test_what_is_decided_with_a_kernel_that_lost_is_said_to_be_unused(lost, left):

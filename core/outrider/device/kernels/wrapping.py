@@ -8,15 +8,28 @@ from functools import wraps
 from inspect import isfunction
 from typing import Any, Self
 
-from torch import Tensor
-
 from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.kernelset import KernelSet, kernel_names
-from outrider.device.kernels.quantized import QuantizedProduct
 from outrider.device.kernels.tuning import DecoderShape
 
-_PARTS_OF_CHECKED = frozenset({"find_nan", "sample", "verify_chain"})
 _FLAGS = ("name", "row_invariant", "plans_on_host", "tunes", "cache_formats")
+_ATTENDING = ("attention_norm_linear_quantized", "attention_norm_linear_silu_mul_quantized")
+_TOGETHER = (
+    "verify_checked",
+    "embed_beside_linear_quantized",
+    "linear_quantized_add",
+    "linear_quantized_add_rms_norm",
+    "linear_quantized_rope_write_cache",
+)
+
+
+def _parts_of(name: str) -> frozenset[str]:
+    """The kernels that the default of this one calls."""
+    return frozenset(getattr(KernelSet, name).__code__.co_names) & frozenset(kernel_names())
+
+
+_PARTS = dict.fromkeys(_ATTENDING, frozenset({"paged_attention"})) | {name: _parts_of(name) for name in _TOGETHER}
+"""Methods that a subclass which overrides one of the others is asked for part by part."""
 
 
 class WrappedKernels(KernelSet):
@@ -26,8 +39,9 @@ class WrappedKernels(KernelSet):
     declares its own; one that overrides a kernel over caches declares their formats for itself.
 
     *Calls within* ``inner`` stay there: where its ``linear_add`` calls its ``linear``, an override of ``linear`` isn't asked.
-    One of ``paged_attention`` is, also by what is one call with attention: there the subclass attends, and ``inner`` does the
-    rest. So are those that :meth:`verify_checked` consists of.
+    One of ``paged_attention`` is, also by what is one call with attention: such attention may have been planned, and may be
+    why the subclass was chosen. There the subclass attends, and ``inner`` does the rest. So is one of what
+    :meth:`verify_checked` and the products with quantised weights at the ends of a stack consist of.
     :meth:`batch_invariant` isn't passed on: the default wraps these kernels, with what the subclass does otherwise. Of
     :meth:`for_shape` the result is wrapped.
     """
@@ -38,8 +52,8 @@ class WrappedKernels(KernelSet):
         for flag in _FLAGS:
             if not any(flag in vars(kind) for kind in own):
                 setattr(self, flag, getattr(inner, flag))
-        self._attends = any("paged_attention" in vars(kind) for kind in own)
-        self._decides = any(not _PARTS_OF_CHECKED.isdisjoint(vars(kind)) for kind in own)
+        overridden = {name for kind in own for name in vars(kind)}
+        self._in_parts = frozenset(name for name, parts in _PARTS.items() if parts & overridden)
 
     def batch_invariant(self) -> KernelSet:
         """These where they are ``row_invariant`` already, else the default."""
@@ -54,24 +68,6 @@ class WrappedKernels(KernelSet):
         made.inner = inner
         return made
 
-    def attention_norm_linear_quantized(self, *operands: Any, **options: Any) -> Tensor:
-        """``inner``'s, or, of a subclass with attention of its own, that and what follows it: such attention may have been
-        planned, and may be why the subclass was chosen.
-        """
-        if self._attends:
-            return super().attention_norm_linear_quantized(*operands, **options)
-        return self.inner.attention_norm_linear_quantized(*operands, **options)
-
-    def attention_norm_linear_silu_mul_quantized(self, *operands: Any, **options: Any) -> QuantizedProduct:
-        """As :meth:`attention_norm_linear_quantized`."""
-        if self._attends:
-            return super().attention_norm_linear_silu_mul_quantized(*operands, **options)
-        return self.inner.attention_norm_linear_silu_mul_quantized(*operands, **options)
-
-    def verify_checked(self, *operands: Any) -> tuple[Tensor, Tensor]:
-        """``inner``'s, or, of a subclass that finds or decides by itself, its own way of both, one behind the other."""
-        return super().verify_checked(*operands) if self._decides else self.inner.verify_checked(*operands)
-
     def unused_overrides(self) -> Mapping[str, str]:
         """The subclass's own: none, unless it says so. Those of ``inner`` are its own matter."""
         return {}
@@ -82,7 +78,11 @@ def _pass_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: WrappedKernels, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.inner, name)(*args, **kwargs)
 
-    return call
+    @wraps(method)
+    def call_parts(self: WrappedKernels, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs) if name in self._in_parts else call(self, *args, **kwargs)
+
+    return call_parts if name in _PARTS else call
 
 
 _OTHERS = (
