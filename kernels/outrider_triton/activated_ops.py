@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device.kernels.checks import expect
+from outrider_triton.bookkeeping_ops import expect_beside
 from outrider_triton.define import define
 from outrider_triton.jit import activations
 from outrider_triton.launch import launch, power_of_two, warps_for
@@ -77,10 +77,7 @@ def _embed_beside_quantize(
     tokens: Tensor, weight: Tensor, hidden: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool
 ) -> tuple[Tensor, Tensor]:
     """What is beside each other is quantised as one row."""
-    expect(
-        weight.is_contiguous() and hidden.stride(-1) == 1 and weight.dtype is hidden.dtype,
-        lambda: "embed_beside: embeddings and features must be of one dtype, and their columns contiguous",
-    )
+    expect_beside(weight, hidden)
     size, beside = weight.shape[1], hidden.shape[1]
     out, scales = room_quantized(hidden, size + beside, group, dtype)
     block = power_of_two(size + beside)

@@ -198,11 +198,16 @@ def _beside(tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
     return hidden.new_empty((tokens.shape[0], weight.shape[1] + hidden.shape[1]))
 
 
-def _embed_beside(tokens: Tensor, weight: Tensor, hidden: Tensor, pdl: bool) -> Tensor:
+def expect_beside(weight: Tensor, hidden: Tensor) -> None:
+    """Raise where rows of ``weight`` can't be read beside those of ``hidden``."""
     expect(
         weight.is_contiguous() and hidden.stride(-1) == 1 and weight.dtype is hidden.dtype,
         lambda: "embed_beside: embeddings and features must be of one dtype, and their columns contiguous",
     )
+
+
+def _embed_beside(tokens: Tensor, weight: Tensor, hidden: Tensor, pdl: bool) -> Tensor:
+    expect_beside(weight, hidden)
     out = _beside(tokens, weight, hidden)
     block = 1024
     launch(

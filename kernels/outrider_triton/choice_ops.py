@@ -18,14 +18,14 @@ _GREEDY_BLOCK = 2048
 
 def _best(
     logits: Tensor,
-    temperature: Tensor | None,
-    seeds: Tensor | None,
-    positions: Tensor | None,
-    parents: Tensor | None,
+    temperature: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    parents: Tensor | None = None,
     *,
-    sampling: bool,
-    lane: int,
-    depth: int,
+    sampling: bool = False,
+    lane: int = 0,
+    depth: int = 0,
     shares: int,
     pdl: bool,
     find: bool = False,
@@ -61,7 +61,7 @@ def _sample(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int, shares: int, pdl: bool
 ) -> Tensor:
     operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous())
-    best, index, _ = _best(logits, *operands, None, sampling=True, lane=lane, depth=0, shares=shares, pdl=pdl)
+    best, index, _ = _best(logits, *operands, sampling=True, lane=lane, shares=shares, pdl=pdl)
     tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     launch(choose.reduce_argmax, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
     return tokens
@@ -86,11 +86,11 @@ def _verify_chain(
     shares: int,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
+    if draft_probs is None:
+        return _accept_greedy(target_logits, draft_tokens, None, shares, pdl)
     batch, num_draft_tokens = draft_tokens.shape
     drafts = draft_tokens.contiguous()
     tokens, accepted = _empty_chain(draft_tokens)
-    if draft_probs is None:
-        return _accept_greedy(target_logits, drafts, None, shares, pdl)
     accept, residual = lanes
     logits = target_logits if target_logits.stride(-1) == 1 else target_logits.contiguous()
     vocabulary = logits.shape[-1]
@@ -143,15 +143,7 @@ def _accept_greedy(
     """Where no row samples; ``found``: also where logits have NaN, which costs no more than choosing among them."""
     (batch, num_draft_tokens), vocabulary, find = draft_tokens.shape, logits.shape[-1], found is not None
     tokens, accepted = _empty_chain(draft_tokens)
-    best, index, firsts = _best(
-        *(logits, None, None, None, None),
-        sampling=False,
-        lane=0,
-        depth=0,
-        shares=shares,
-        pdl=pdl,
-        find=find,
-    )
+    best, index, firsts = _best(logits, shares=shares, pdl=pdl, find=find)
     launch(
         choose.accept_greedy,
         (batch,),

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 _TRITON = torch.ops.outrider
 _MOVES = 256
+_BEHIND_AND_TURNED = "norm_linear_quantized_rope_write_cache"
 _BEHIND_NORMS = (
     "norm_linear_quantized",
-    "norm_linear_quantized_rope_write_cache",
+    _BEHIND_AND_TURNED,
     "attention_norm_linear_quantized",
     "attention_norm_linear_silu_mul_quantized",
 )
@@ -47,7 +48,7 @@ _WITH = {
     "gather_rows": ("embedding",),
     "add_rms_norm": ("linear_add_rms_norm", "linear_quantized_add_rms_norm", *_BEHIND_NORMS),
     "rms_norm": ("head_norm_rope_write_cache",),
-    "rope_write_cache": ("head_norm_rope_write_cache", "linear_quantized_rope_write_cache", _BEHIND_NORMS[1]),
+    "rope_write_cache": ("head_norm_rope_write_cache", "linear_quantized_rope_write_cache", _BEHIND_AND_TURNED),
     "embed_beside": ("embed_beside_linear_quantized",),
     "linear_quantized": (
         "linear_quantized_add",

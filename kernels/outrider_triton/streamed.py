@@ -24,10 +24,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config
     """``out [m, n]``, or its parts ``[split, m, n]``, from ``x [m, k]``."""
     m, n, fold = x.shape[0], weight.shape[0], config.split == 1
     expect(fold or bias is None, lambda: "parts of a product have no bias")
-    own, flags = (
-        (bias, None, None, out, m, n, config.each),
-        {"HAS_BIAS": bias is not None, "ROWS": 0, "FOLD": fold, "ADD": False},
-    )
+    own = bias, None, None, out, m, n, config.each
+    flags = {"HAS_BIAS": bias is not None, "ROWS": 0, "FOLD": fold, "ADD": False}
     pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
     _launch(streamed.streamed_linear, x, weight, config, own, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
 

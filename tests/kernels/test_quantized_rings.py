@@ -5,6 +5,7 @@ reference on a device by ``quantized_on_device.py``.
 """
 
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -43,6 +44,18 @@ def launched(monkeypatch):
     for module in (streamed, planes_ops, quantized_ops, activated_ops, attention_ops, bookkeeping_ops, fused_ops, ops):
         monkeypatch.setattr(module, "launch", launch)
     return calls
+
+
+@contextmanager
+def known_beforehand(launched, wanted):
+    """The variants that are launched inside of kernels whose names are ``wanted``: all of them were so before."""
+    known = {(name, variant) for name, _, variant in launched if wanted(name)}
+    assert any(ahead for _, ahead, _ in launched)
+    launched.clear()
+    served = set()
+    yield served
+    served |= {(name, variant) for name, _, variant in launched if wanted(name)}
+    assert served <= known
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +102,10 @@ def test_every_variant_is_compiled_beforehand(launched, kernels, weights):
         gates(kernels, weights, 4)
         turns(kernels, weights, 40)
         turns(kernels, weights, 4)
-    known = {(name, variant) for name, _, variant in launched if name.startswith("streamed")}
-    assert any(ahead for _, ahead, _ in launched)
-    launched.clear()
-    for m in range(1, 65):
-        gates(kernels, weights, m)
-        turns(kernels, weights, m)
-    served = Counter((name, variant) for name, _, variant in launched if name.startswith("streamed"))
-    assert set(served) <= known
+    with known_beforehand(launched, lambda name: name.startswith("streamed")) as served:
+        for m in range(1, 65):
+            gates(kernels, weights, m)
+            turns(kernels, weights, m)
     assert len(served) >= 8
 
 
@@ -139,13 +148,9 @@ def test_every_variant_of_a_layer_is_compiled_beforehand(launched, kernels, weig
         activated(kernels, weights, 4, 1)
         activated(kernels, weights, 80, 1)
     names = {"quantize_by_maxima", "silu_mul_quantize", "streamed_silu_mul", "streamed_linear", "streamed_rope_write_cache"}
-    known = {(name, variant) for name, _, variant in launched if name in names}
-    assert any(ahead for _, ahead, _ in launched)
-    launched.clear()
-    for batch in range(1, 65):
-        activated(kernels, weights, batch, 1)
-    served = Counter((name, variant) for name, _, variant in launched if name in names)
-    assert set(served) <= known
+    with known_beforehand(launched, names.__contains__) as served:
+        for batch in range(1, 65):
+            activated(kernels, weights, batch, 1)
     assert {name for name, _ in served} == names - {"silu_mul_quantize"}
 
 
@@ -179,12 +184,9 @@ def test_every_variant_of_the_ends_is_compiled_beforehand(launched, kernels, wei
         ends(kernels, weights, 80)
     names = {"quantize_rows", "quantize_by_maxima", "streamed_linear", "streamed_rope_write_cache", "add_rms_norm"}
     names.add("embed_beside_quantize")
-    known = {(name, variant) for name, _, variant in launched if name in names}
-    launched.clear()
-    for m in range(1, 65):
-        ends(kernels, weights, m)
-    served = Counter((name, variant) for name, _, variant in launched if name in names)
-    assert set(served) <= known
+    with known_beforehand(launched, names.__contains__) as served:
+        for m in range(1, 65):
+            ends(kernels, weights, m)
     assert {name for name, _ in served} == names
 
 
@@ -220,12 +222,9 @@ def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched
     names = {"join_splits", "paged_attention_ring", "lay_in_planes", "streamed_planes", "linear_planes"}
     with kernels.every_variant():
         attended(kernels, output, gates, 1, 4)
-    known = {(name, variant) for name, _, variant in launched if name in names}
-    launched.clear()
-    for batch, width in ((1, 1), (1, 4), (2, 4), (3, 4), (8, 4), (16, 4), (64, 1)):
-        attended(kernels, output, gates, batch, width)
-    served = Counter((name, variant) for name, _, variant in launched if name in names)
-    assert set(served) <= known
+    with known_beforehand(launched, names.__contains__) as served:
+        for batch, width in ((1, 1), (1, 4), (2, 4), (3, 4), (8, 4), (16, 4), (64, 1)):
+            attended(kernels, output, gates, batch, width)
     by_name = Counter(name for name, _ in served)
     assert by_name["join_splits"] >= 3
     assert by_name["streamed_planes"] >= 2
@@ -264,12 +263,9 @@ def test_every_variant_that_turns_is_compiled_beforehand(launched, kernels, four
     with kernels.every_variant():
         turns(kernels, four_bits, 40)
     names = {"streamed_planes", "add_parts_rope_write_cache", "linear_planes", "add_rms_norm", "silu_mul"}
-    known = {(name, variant) for name, _, variant in launched if name in names}
-    launched.clear()
-    for m in range(1, 65):
-        turns(kernels, four_bits, m)
-    served = Counter((name, variant) for name, _, variant in launched if name in names)
-    assert set(served) <= known
+    with known_beforehand(launched, names.__contains__) as served:
+        for m in range(1, 65):
+            turns(kernels, four_bits, m)
     assert {name for name, _ in served} == names
 
 
