@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,8 +25,21 @@ from outrider.speculative.proposer import ExtendInputs, Proposer
 from outrider.speculative.seq_lens import HostSeqLens
 
 
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Chunks that the target has read: ``first``, the tokens behind them [S], and what the draft reads of them, None where it
+    reads nothing.
+    """
+
+    inputs: PrefillInputs
+    first: Tensor
+    extend: ExtendInputs | None
+
+
 class Prefill:
-    """Launches the prompt chunks of a batch. ``capacity``: tokens that a block table holds."""
+    """Launches the prompt chunks of a batch: for the target, and then for the draft, which first tokens don't wait for.
+    ``capacity``: tokens that a block table holds.
+    """
 
     def __init__(
         self,
@@ -64,8 +78,8 @@ class Prefill:
         self._capacity = capacity
         self._exact = backend.speculative_sync.exact_host_lengths
 
-    def launch(self, batch: Batch, packer: Packer) -> None:
-        """Enqueue the chunks. Only a prompt's last chunk publishes and stashes."""
+    def launch(self, batch: Batch, packer: Packer) -> Filled:
+        """Enqueue the target's part of the chunks. Only a prompt's last chunk publishes."""
         requests = tuple(chunk.request for chunk in batch.prefill)
         features = Features.of(requests)
         with self._backend.on(self._forward):
@@ -73,19 +87,27 @@ class Prefill:
                 self._results.say(GUIDE_LATE, dict.fromkeys(late(requests), ""), prefill=True)
             inputs = prefill_inputs(batch.prefill, self._staging, packer.segments)
             seq_lens_host = HostSeqLens(tuple(chunk.end for chunk in batch.prefill), self._capacity)
-            self.run(inputs, features, seq_lens_host, self._features(batch, inputs.tokens.shape[0]))
+            return self._fill(inputs, features, seq_lens_host, self._features(batch, inputs.tokens.shape[0]))
 
-    def run(
+    def run(self, inputs: PrefillInputs, features: Features) -> None:
+        """Enqueue all the work of staged ``inputs``, in the scope of forward, while it's captured: with bounds alone known on
+        the host, and attention that isn't planned.
+        """
+        self._extend(self._fill(inputs, features, None))
+
+    def extend(self, filled: Filled) -> None:
+        """Enqueue the draft's part of chunks that were launched. Only a prompt's last chunk is drafted for."""
+        with self._backend.on(self._forward):
+            self._extend(filled)
+
+    def _fill(
         self,
         inputs: PrefillInputs,
         features: Features,
         seq_lens_host: HostSeqLens | None,
         media: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> None:
-        """Enqueue the work of staged ``inputs``, in the scope of forward; ``media``: features [T, H], and where they are.
-
-        ``seq_lens_host`` None: it's being captured, with bounds alone known on the host, and attention isn't planned.
-        """
+    ) -> Filled:
+        """The target's part. ``seq_lens_host`` None: see :meth:`run`; ``media``: features [T, H], and where they are."""
         model, rows, future, proposer = self._model, self._rows, self._future, self._proposer
         tables = rows.tables.index_select(0, inputs.rows)
         temperature = rows.temperature.index_select(0, inputs.rows)
@@ -110,41 +132,44 @@ class Prefill:
         self._results.write_prefill(first)
         # Row 0 takes what an unfinished prompt must not publish.
         future.publish(torch.where(inputs.final, inputs.rows, 0), inputs.ends)
-        relay: Mapping[str, Tensor] = {}
-        if proposer.extends:
-            # Padding writes once more what its owner writes, to the same place.
-            own = first if inputs.owner is None else first.index_select(0, inputs.owner)
-            following = inputs.following.index_copy(
-                0, inputs.last, torch.where(inputs.final, own, inputs.following[inputs.last])
-            )
-            axes = bool(model.config.rope.sections)
-            relay = proposer.extend(
-                ExtendInputs(
-                    tokens=following,
-                    hidden=hidden if proposer.reads_hidden else None,
-                    aux_hidden_states=aux_hidden_states,
-                    positions=inputs.positions,
-                    rope_positions=inputs.rope_positions,
-                    mrope_position_deltas=rows.mrope_position_deltas.index_select(0, inputs.rows) if axes else None,
-                    slots=inputs.slots,
-                    attention=attention,
-                    last=inputs.last,
-                    next_positions=inputs.ends + 1,
-                    temperature=temperature,
-                    seeds=seeds,
-                    sampling=features.sampling,
-                    relay=future.relayed(inputs.rows),
-                    continues=inputs.continues,
-                    prompt=inputs.tokens,
-                    embeddings=media[0],
-                    embedded=media[1],
-                    prompt_lens=inputs.prompt_lens,
-                    kept=kept,
-                    seq_lens_host=seq_lens_host if self._exact else None,
-                )
-            )
+        if not proposer.extends:
+            return Filled(inputs, first, None)
+        # Padding writes once more what its owner writes, to the same place.
+        own = first if inputs.owner is None else first.index_select(0, inputs.owner)
+        following = inputs.following.index_copy(0, inputs.last, torch.where(inputs.final, own, inputs.following[inputs.last]))
+        axes = bool(model.config.rope.sections)
+        extend = ExtendInputs(
+            tokens=following,
+            hidden=hidden if proposer.reads_hidden else None,
+            aux_hidden_states=aux_hidden_states,
+            positions=inputs.positions,
+            rope_positions=inputs.rope_positions,
+            mrope_position_deltas=rows.mrope_position_deltas.index_select(0, inputs.rows) if axes else None,
+            slots=inputs.slots,
+            attention=attention,
+            last=inputs.last,
+            next_positions=inputs.ends + 1,
+            temperature=temperature,
+            seeds=seeds,
+            sampling=features.sampling,
+            relay=future.relayed(inputs.rows),
+            continues=inputs.continues,
+            prompt=inputs.tokens,
+            embeddings=media[0],
+            embedded=media[1],
+            prompt_lens=inputs.prompt_lens,
+            kept=kept,
+            seq_lens_host=seq_lens_host if self._exact else None,
+        )
+        return Filled(inputs, first, extend)
+
+    def _extend(self, filled: Filled) -> None:
+        """The draft's part."""
+        inputs, first = filled.inputs, filled.first
+        relay: Mapping[str, Tensor] = {} if filled.extend is None else self._proposer.extend(filled.extend)
         # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.
-        future.stash(inputs.rows, first if inputs.owner is None else torch.where(inputs.rows > 0, first, 0), relay)
+        stashed = first if inputs.owner is None else torch.where(inputs.rows > 0, first, 0)
+        self._future.stash(inputs.rows, stashed, relay)
 
     def _choose(
         self, features: Features, inputs: PrefillInputs, logits: Tensor, temperature: Tensor, seeds: Tensor

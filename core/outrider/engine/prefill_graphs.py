@@ -98,7 +98,7 @@ class PrefillGraphs:
             if known and capture is not None and capture.rehearsal:
                 return
             inputs = prefill_inputs((), self._staging, segments, most=self._capacity)
-            self._prefill.run(inputs, Features(sampling=sampling), None)
+            self._prefill.run(inputs, Features(sampling=sampling))
 
         return self._backend.capture(
             f"prefill[{size}, {'sampling' if sampling else 'greedy'}]",

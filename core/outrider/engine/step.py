@@ -19,6 +19,7 @@ there is:
     host                                    walk the grammars ┴─ masks ─┐            │
     schedule                                                     upload ┴ masks_ready ┘
 
+In an iteration without decode first tokens leave for the host before the draft reads the prompts, unless a graph holds both.
 What a stage reads and writes is its record in :mod:`outrider.engine.stage_io`.
 """
 
@@ -182,17 +183,30 @@ class Step:
                 self._intake.begin_counts(packer)
         if batch.arrivals:
             self._transfer.bring_in(batch.arrivals)
+        filled = None
         if bucket is not None and self._prefill_graphs is not None:
             self._prefill_graphs.launch(batch, bucket)
         elif batch.prefill:
-            self._prefill.launch(batch, packer)
+            filled = self._prefill.launch(batch, packer)
+        ticket = None
+        if not batch.decode:
+            self._publish(entry)  # before results leave: who has read those fills the entry again
+            # First tokens leave before the draft reads the prompts. Data-parallel groups share results at the end: others may
+            # decode.
+            ticket = None if self._results.shared else self._leave(asked, entry)
+        if filled is not None:
+            self._prefill.extend(filled)
         if not batch.decode:
             fences.shared_reads_done.signal(streams.forward)
-            self._publish(entry)
         elif fused:
             self._decode_fused(batch, asked.features)
         else:
             self._decode(batch, entry, asked.features)
+        return self._leave(asked, entry) if ticket is None else ticket
+
+    def _leave(self, asked: Batch, entry: int) -> Ticket:
+        """What came of the iteration leaves for the host, out of the way of the next one."""
+        streams, fences = self._streams, self._fences
         self._results.share(asked, streams.forward)
         with self._backend.on(streams.forward):
             self._results.keep(asked, entry)

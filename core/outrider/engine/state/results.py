@@ -71,13 +71,18 @@ class Results:
         self._said: dict[int, str] = {}
         shape = (2 * max_requests, self._tokens + probes.width)
         self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
-        self._shared = None if data is None else self._device.new_empty((data.size, *shape))
-        whole = self._device if self._shared is None else self._shared
+        self._everyone = None if data is None else self._device.new_empty((data.size, *shape))
+        whole = self._device if self._everyone is None else self._everyone
         self._none = torch.zeros(max_requests, dtype=torch.int64, device=backend.device)
         self._out = Outgoing(backend, "results", whole, entries=entries)
         self._logprobs = LogprobBuffers(
             backend, entries=entries, max_requests=max_requests, width=depth + 1, most=max_logprobs, data=data
         )
+
+    @property
+    def shared(self) -> bool:
+        """Whether other data-parallel groups get them."""
+        return self._data is not None
 
     def decided(self, count: int, path: int) -> Tensor:
         """Where accepted and ``path`` tokens of ``count`` decoding requests go, int64 [count, 1 + path]; on forward."""
@@ -130,8 +135,8 @@ class Results:
 
     def share(self, batch: Batch, forward: Stream) -> None:
         """Give the other data-parallel groups this one's results, and take theirs; on forward."""
-        if self._data is not None and self._shared is not None:
-            self._data.all_gather(self._shared, self._device, stream=forward)
+        if self._data is not None and self._everyone is not None:
+            self._data.all_gather(self._everyone, self._device, stream=forward)
             if _wants_logprobs(batch):
                 self._logprobs.share(forward)
 

@@ -228,12 +228,8 @@ def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig
         following.extend(context[1:])
         if len(following) < len(tokens):
             following.append(0)
-        positions.extend(range(chunk.start, chunk.end))
-        for index in range(chunk.start // page_size, -(-chunk.end // page_size)):
-            begin = max(chunk.start, index * page_size)
-            end = min(chunk.end, (index + 1) * page_size)
-            first = chunk.request.pages[index] * page_size - index * page_size
-            slots.extend(range(first + begin, first + end))
+        positions.extend(_counted(chunk.start, chunk.end))
+        slots.extend(_slots(chunk, page_size))
     for name, values in (("tokens", tokens), ("following", following), ("positions", positions), ("slots", slots)):
         values.extend([0] * padding)
         packer.add(name, values)
@@ -242,6 +238,24 @@ def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig
     if rope.kind == "dynamic":
         lens = [[len(chunk.request.prompt)] * (chunk.end - chunk.start) for chunk in chunks]
         packer.add("prompt_lens", [length for each in lens for length in each])
+
+
+def _counted(start: int, end: int) -> array[int]:
+    """The numbers from ``start`` to before ``end``."""
+    counted = array("q", bytes(8 * (end - start)))
+    torch.arange(start, end, out=torch.frombuffer(counted, dtype=torch.int64))
+    return counted
+
+
+def _slots(chunk: PrefillChunk, page_size: int) -> array[int]:
+    """The cache slots of its tokens."""
+    first, behind = chunk.start // page_size, -(-chunk.end // page_size)
+    slots = array("q", bytes(8 * (behind - first) * page_size))
+    pages = torch.tensor(chunk.request.pages[first:behind], dtype=torch.int64).unsqueeze(1)
+    places = torch.frombuffer(slots, dtype=torch.int64).view(-1, page_size)
+    torch.add(torch.arange(page_size), pages, alpha=page_size, out=places)
+    del places  # else the array couldn't be cut
+    return slots[chunk.start - first * page_size : chunk.end - first * page_size]
 
 
 def _places(chunk: PrefillChunk, axis: int) -> Sequence[int]:

@@ -1,0 +1,41 @@
+"""First tokens leave for the host before a draft reads the prompts; and what the host says of a prompt's tokens."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engine.conftest import Tiny
+
+from outrider import SamplingParams
+from outrider.engine.requests.batch import PrefillChunk
+from outrider.engine.state.staging import _counted, _slots
+from outrider.registry import get_backend
+from outrider_proof import tiny
+from outrider_trace.timeline import record
+
+PROMPT = [index % tiny.VOCABULARY for index in range(1, 40)]
+
+
+@pytest.mark.parametrize("mode", ["staged", "fused"])
+def test_a_first_token_does_not_wait_for_the_draft(mode):
+    backend = get_backend("sim")
+    engine = Tiny(backend).engine(max_requests=2, max_context=128, mode=mode, prefill_graphs=0)
+    engine.add_request(PROMPT, SamplingParams(max_tokens=1, ignore_eos=True))
+    with record(backend) as found:
+        while engine.has_unfinished:
+            engine.step()
+        engine.drain()
+    copied = found.lane("copy")[-1].end
+    behind = [span.name for span in found.lane("forward") if span.start >= copied]
+    assert behind.count("aten::mm") >= 5  # the fusion, a layer, the output head
+
+
+@given(st.integers(1, 40), st.integers(0, 60), st.integers(1, 60), st.data())
+def test_slots_of_a_chunk(page_size, start, count, data):
+    end = start + count
+    pages = data.draw(st.permutations(range(1, -(-end // page_size) + 1)))
+    chunk = PrefillChunk(SimpleNamespace(pages=pages), start, end)
+    expected = [pages[place // page_size] * page_size + place % page_size for place in range(start, end)]
+    assert list(_slots(chunk, page_size)) == expected
+    assert list(_counted(start, end)) == list(range(start, end))
