@@ -63,7 +63,7 @@ _WITH = {
 """Methods that leave their calls to the default where that kernel of theirs lost."""
 
 
-class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExperts, TritonTuning, KernelSet):
+class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExperts, TritonTuning, KernelSet, complete=True):
     """Kernels in Triton.
 
     ``facts``: the device. ``table``: what was measured on it; None: nothing. Whatever it has no entry for is derived from the
@@ -94,10 +94,13 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
         self._derived_quantized, self._derived_experts = {}, {}
         self._prompts = PromptAttention(facts)
-        # Elsewhere Triton has no conversion to e4m3 and back.
-        self.cache_formats = frozenset({"fp8"} if facts.fp8 else ())
-        tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
-        self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")
+        own = type(self).__mro__[: type(self).__mro__.index(TritonKernels)]
+        if not any("cache_formats" in vars(kind) for kind in own):  # a subclass with kernels over caches says it for itself
+            # Elsewhere Triton has no conversion to e4m3 and back.
+            self.cache_formats = frozenset({"fp8"} if facts.fp8 else ())
+        if not any("name" in vars(kind) for kind in own):
+            tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
+            self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")
 
     def _uses(self, kernel: str, *operands: Tensor) -> bool:
         if any(operand.dtype is torch.float64 for operand in operands):

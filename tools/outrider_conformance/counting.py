@@ -215,7 +215,8 @@ def _counted(kind: type, calls: KernelCalls) -> type:
     members: dict[str, Any] = {"_counted_by": calls, "__module__": kind.__module__, "__slots__": ()}
     members |= {name: _in_front(getattr(kind, name), name) for name in KERNELS if _overrides(kind, name)}
     base = _base(kind)
-    return type(kind.__name__, (_behind(base),) if kind is base else (kind, _behind(base)), members)
+    # Complete: these overrides pass on what they count, so that no kernel is to be done part by part for their sake.
+    return type(kind.__name__, (_behind(base),) if kind is base else (kind, _behind(base)), members, complete=True)
 
 
 def _in_front(method: Callable[..., Any], name: str) -> Callable[..., Any]:

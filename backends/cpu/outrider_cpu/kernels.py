@@ -24,7 +24,7 @@ _FEW = MappingProxyType({torch.float32: range(6, 49), torch.bfloat16: range(2, 3
 (docs/evidence/2026-11-26-host-batches.md)."""
 
 
-class CpuKernels(KernelSet):
+class CpuKernels(KernelSet, complete=True):
     """The torch references, with fewer operations."""
 
     name = "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from inspect import isfunction
 from pathlib import Path
 
@@ -47,6 +48,10 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
     finite.
     *Errors.* A shape or dtype that a kernel can't do raises before anything is enqueued.
 
+    *Subclasses.* A class that is defined with ``complete=True`` knows all that its kernels do at once. A subclass of it that
+    overrides one of these things is asked wherever the default calls it: a kernel that does more at once then runs part by
+    part, unless the subclass overrides that too.
+
     *Who computes.* An override computes a call, or leaves it to what it overrides by ``super()``: for a shape that it doesn't
     take, say. By that the two are told apart when the calls are counted (``outrider conform`` does).
 
@@ -67,10 +72,28 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
     loaded.
     """
 
-    def __init_subclass__(cls, **given: object) -> None:
+    _complete = False
+
+    def __init_subclass__(cls, *, complete: bool = False, **given: object) -> None:
         super().__init_subclass__(**given)
         if "cache_formats" not in vars(cls) and not _OVER_CACHES.isdisjoint(vars(cls)):
             cls.cache_formats = frozenset()
+        cls._complete = complete
+        if not complete:
+            cls._ask_for_parts()
+
+    @classmethod
+    def _ask_for_parts(cls) -> None:
+        """Below a ``complete`` class: kernels of which a part is overridden here run part by part, as by default."""
+        base = next((kind for kind in cls.__mro__ if vars(kind).get("_complete")), None)
+        if base is None:
+            return
+        own = {name for kind in cls.__mro__[: cls.__mro__.index(base)] for name in vars(kind)}
+        names = [name for name in _all_kernels() if name not in own]
+        while found := [name for name in names if name not in own and parts_of(name) & own]:
+            for name in found:
+                setattr(cls, name, getattr(KernelSet, name))
+            own.update(found)
 
     def batch_invariant(self) -> KernelSet:
         """Kernels of this device that are ``row_invariant``, slower. The default wraps these, see
@@ -159,3 +182,17 @@ def kernel_names() -> tuple[str, ...]:
     """
     parts = (ModelKernels, SamplingKernels, BookkeepingKernels)
     return tuple(name for part in parts for name, method in vars(part).items() if isfunction(method) and name[0] != "_")
+
+
+@cache
+def parts_of(name: str) -> frozenset[str]:
+    """The kernels that the default of this one calls."""
+    called = getattr(KernelSet, name).__code__.co_names
+    return frozenset(called) & frozenset(_all_kernels()) - {name}
+
+
+@cache
+def _all_kernels() -> tuple[str, ...]:
+    """Those of :func:`kernel_names`, and those that need a group."""
+    collective = (name for name, method in vars(CollectiveKernels).items() if isfunction(method) and name[0] != "_")
+    return tuple(dict.fromkeys((*kernel_names(), *collective)))

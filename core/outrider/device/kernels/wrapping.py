@@ -9,7 +9,7 @@ from inspect import isfunction
 from typing import Any, Self
 
 from outrider.device.kernels.collective_kernels import CollectiveKernels
-from outrider.device.kernels.kernelset import KernelSet, kernel_names
+from outrider.device.kernels.kernelset import KernelSet, kernel_names, parts_of
 from outrider.device.kernels.tuning import DecoderShape
 
 _FLAGS = ("name", "row_invariant", "plans_on_host", "tunes", "cache_formats")
@@ -23,12 +23,7 @@ _TOGETHER = (
 )
 
 
-def _parts_of(name: str) -> frozenset[str]:
-    """The kernels that the default of this one calls."""
-    return frozenset(getattr(KernelSet, name).__code__.co_names) & frozenset(kernel_names())
-
-
-_PARTS = dict.fromkeys(_ATTENDING, frozenset({"paged_attention"})) | {name: _parts_of(name) for name in _TOGETHER}
+_PARTS = dict.fromkeys(_ATTENDING, frozenset({"paged_attention"})) | {name: parts_of(name) for name in _TOGETHER}
 """Methods that a subclass which overrides one of the others is asked for part by part."""
 
 
