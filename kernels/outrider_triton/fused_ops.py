@@ -14,6 +14,7 @@ from outrider_triton.jit import fused
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.ops import expect_blocks, flat_product
 from outrider_triton.planes_ops import digits_of
+from outrider_triton.rotary import expect_laid_out
 from outrider_triton.table import STREAMED, MatmulConfig
 
 
@@ -141,10 +142,8 @@ def _linear_rope_write_cache(
 ) -> Tensor:
     block_m, block_n, block_k, _, warps, stages, ahead, descriptor, each = config  # a block has both rows of its pairs
     flat = flat_product(x, weight)
-    expect(
-        k_cache.is_contiguous() and v_cache.is_contiguous() and cos.stride() == sin.stride() and cos.stride(1) == 1,
-        lambda: "rope_write_cache: caches must be contiguous, and cos and sin laid out alike",
-    )
+    expect_laid_out(cos, sin, k_cache, v_cache)
+    expect(cos.stride(1) == 1, lambda: "rope_write_cache: numbers of cos and sin must lie side by side")
     (m, k), (kv_heads, size) = flat.shape, k_cache.shape[2:]
     q = _queries(flat, weight, k_cache)
     if descriptor == STREAMED:

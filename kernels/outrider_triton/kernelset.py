@@ -28,6 +28,7 @@ from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
 from outrider_triton.peers import FUSED_BYTES, PeerExchange
 from outrider_triton.prompts import PromptAttention
+from outrider_triton.rotary import rotates
 from outrider_triton.table import STREAMED, MatmulConfig, Table, bucket
 from outrider_triton.tuning import Measured, TritonTuning
 
@@ -235,14 +236,14 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         """One kernel where it was faster."""
         half = rotary.k_cache.shape[3] // 2
         for each in (
-            self._products("linear_rope", product.x, product.weight, rotary=rotary) if _rotates(rotary, product.x) else ()
+            self._products("linear_rope", product.x, product.weight, rotary=rotary) if rotates(rotary, product.x) else ()
         ):
             if not _cuts_heads(each, rotary):
                 continue
             few = _few(product.x), None, product.weight, product.bias
             _TRITON.rope_write_cache.triton_linear(*few, 0.0, *_few_rotary(rotary), each, self.pdl)
         config = self.matmul_config("linear_rope", product.x, product.weight, half=half)
-        if config is None or not _rotates(rotary, product.x) or not _cuts_heads(config.as_list(), rotary):
+        if config is None or not rotates(rotary, product.x) or not _cuts_heads(config.as_list(), rotary):
             return super().linear_rope_write_cache(product, rotary)
         return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
             product.x, None, product.weight, product.bias, 0.0, *rotary, config.as_list(), self.pdl
@@ -274,13 +275,13 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     ) -> Tensor:
         """Two kernels, where they were faster than four."""
         half = rotary.k_cache.shape[3] // 2
-        for first in self._scaled(added, residual, norm) if _rotates(rotary, residual) else ():
+        for first in self._scaled(added, residual, norm) if rotates(rotary, residual) else ():
             for each in self._products("linear_rope", first[0], weight, scaled=True, rotary=rotary):
                 if not _cuts_heads(each, rotary):
                     continue
                 _TRITON.rope_write_cache.triton_linear(*first, weight, bias, eps, *_few_rotary(rotary), each, self.pdl)
         pair = self._pair(added, residual, norm, "linear_rope", weight, half=half)
-        if pair is None or not _rotates(rotary, residual) or not _cuts_heads(pair[1].as_list(), rotary):
+        if pair is None or not rotates(rotary, residual) or not _cuts_heads(pair[1].as_list(), rotary):
             return super().norm_linear_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
         adding, taking = (config.as_list() for config in pair)
         scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self.pdl)
@@ -349,7 +350,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 
     def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
         """One kernel instead of three, a program a token and head."""
-        ours = self._uses("rope_write_cache", made) and self._uses("rms_norm", made) and _rotates(rotary, made)
+        ours = self._uses("rope_write_cache", made) and self._uses("rms_norm", made) and rotates(rotary, made)
         if not ours or not made.is_contiguous() or {norms.queries.dtype, norms.keys.dtype} != {made.dtype}:
             return super().head_norm_rope_write_cache(made, norms, rotary)
         queries: Tensor = _TRITON.rope_write_cache.triton_parts(made, None, *rotary, made.dtype, self.pdl, *norms)
@@ -390,12 +391,6 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 def _few(x: Tensor) -> Tensor:
     """The first rows of ``x``: how many there are makes no other variant."""
     return x.reshape(-1, x.shape[-1])[:4]
-
-
-def _rotates(rotary: RotaryArgs, x: Tensor) -> bool:
-    """Whether keys and values of ``x``'s dtype can be turned and written by a product."""
-    straight = rotary.cos.stride() == rotary.sin.stride() and rotary.cos.stride(1) == 1 and rotary.slots.is_contiguous()
-    return straight and rotary.k_cache.dtype in (x.dtype, torch.float8_e4m3fn) and rotary.k_cache.shape[3] % 2 == 0
 
 
 def _cuts_heads(config: list[int], rotary: RotaryArgs) -> bool:

@@ -17,6 +17,7 @@ from outrider_triton.define import define
 from outrider_triton.jit import matmul, rows
 from outrider_triton.launch import launch, power_of_two, warps_for
 from outrider_triton.planes_ops import room, stride_of
+from outrider_triton.rotary import expect_laid_out
 from outrider_triton.table import STREAMED, TALL, MatmulConfig
 
 _MOVES = 256
@@ -133,10 +134,7 @@ def _rope_write_cache(
     slots: Tensor,
     pdl: bool,
 ) -> None:
-    expect(
-        k_cache.is_contiguous() and v_cache.is_contiguous() and cos.stride() == sin.stride(),
-        lambda: "rope_write_cache: caches must be contiguous, and cos and sin laid out alike",
-    )
+    expect_laid_out(cos, sin, k_cache, v_cache)
     tokens, heads, size = q.shape
     kv_heads = k.shape[1]
     block_q, block_half = power_of_two(heads), power_of_two(size // 2)
@@ -182,10 +180,8 @@ def _add_parts_rope_write_cache(
     eps: float = 0.0,
 ) -> Tensor:
     """``parts`` is [T, (Hq + 2 Hkv) D], or [parts, T, ...] of a product that was split. Returns queries [T, Hq, D]."""
-    expect(
-        k_cache.is_contiguous() and v_cache.is_contiguous() and cos.stride() == sin.stride() and parts.is_contiguous(),
-        lambda: "rope_write_cache: caches and parts must be contiguous, and cos and sin laid out alike",
-    )
+    expect_laid_out(cos, sin, k_cache, v_cache)
+    expect(parts.is_contiguous(), lambda: "rope_write_cache: parts must be contiguous")
     q = _queries(parts, k_cache, dtype)
     (tokens, heads, size), kv_heads = q.shape, k_cache.shape[2]
     launch(

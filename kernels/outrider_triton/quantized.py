@@ -20,6 +20,7 @@ from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
 from outrider_triton.planes_ops import DIGITS, laying, room
 from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
+from outrider_triton.rotary import rotates
 from outrider_triton.table import MatmulConfig
 
 _TRITON = torch.ops.outrider
@@ -176,11 +177,7 @@ class TritonQuantized(KernelSet):
 
     def _turns(self, x: Tensor, rotary: RotaryArgs) -> bool:
         """Whether our kernels turn and write what a product makes in the dtype of ``x``."""
-        cos, sin, k_cache, v_cache, slots = rotary
-        straight = cos.stride() == sin.stride() and cos.stride(1) == 1 and slots.is_contiguous()
-        straight = straight and k_cache.is_contiguous() and v_cache.is_contiguous()
-        straight = straight and k_cache.dtype in (x.dtype, torch.float8_e4m3fn)
-        return straight and self._uses("rope_write_cache", x)
+        return rotates(rotary, x) and self._uses("rope_write_cache", x)
 
     def _as_taken(self, x: Tensor, weight: QuantizedWeight, way: Plan, config: MatmulConfig) -> Normed:
         """Rows of ``x`` [T, K] as a product takes them, where nothing ahead made them so."""
