@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.conftest import Tiny
@@ -39,3 +40,9 @@ def test_slots_of_a_chunk(page_size, start, count, data):
     expected = [pages[place // page_size] * page_size + place % page_size for place in range(start, end)]
     assert list(_slots(chunk, page_size)) == expected
     assert list(_counted(start, end)) == list(range(start, end))
+
+
+def test_slots_are_on_the_host_whatever_the_default_device():
+    with torch.device("meta"):
+        assert list(_slots(PrefillChunk(SimpleNamespace(pages=[4, 2]), 3, 6), 4)) == [19, 8, 9]
+        assert list(_counted(3, 6)) == [3, 4, 5]

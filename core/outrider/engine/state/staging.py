@@ -243,7 +243,8 @@ def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig
 def _counted(start: int, end: int) -> array[int]:
     """The numbers from ``start`` to before ``end``."""
     counted = array("q", bytes(8 * (end - start)))
-    torch.arange(start, end, out=torch.frombuffer(counted, dtype=torch.int64))
+    places = torch.frombuffer(counted, dtype=torch.int64)
+    torch.arange(start, end, out=places, device=places.device)  # whatever a caller's default is
     return counted
 
 
@@ -251,10 +252,9 @@ def _slots(chunk: PrefillChunk, page_size: int) -> array[int]:
     """The cache slots of its tokens."""
     first, behind = chunk.start // page_size, -(-chunk.end // page_size)
     slots = array("q", bytes(8 * (behind - first) * page_size))
-    pages = torch.tensor(chunk.request.pages[first:behind], dtype=torch.int64).unsqueeze(1)
     places = torch.frombuffer(slots, dtype=torch.int64).view(-1, page_size)
-    torch.add(torch.arange(page_size), pages, alpha=page_size, out=places)
-    del places  # else the array couldn't be cut
+    pages = places.new_tensor(chunk.request.pages[first:behind]).unsqueeze(1)
+    torch.add(torch.arange(page_size, device=places.device), pages, alpha=page_size, out=places)
     return slots[chunk.start - first * page_size : chunk.end - first * page_size]
 
 
