@@ -156,6 +156,7 @@ def test_a_template_for_conversations_with_tools(with_files):
             "jinja: the chat template can't be read as Jinja: line 2",
         ),
         ({"chat_template.jinja": " \n"}, "chat_template.jinja: the chat template is empty"),
+        ({"chat_template.jinja": ""}, "chat_template.jinja: the chat template is empty"),
         (
             {"chat_template.jinja": None, "tokenizer_config.json": tokenizer_config(SEVERAL[1:])},
             "tokenizer_config.json: has the chat templates tool_use, and none that is called default",

@@ -55,8 +55,10 @@ class ChatTemplate:
         if not _has_template(directory):
             return None
         tokenizer = _tokenizer(directory)
-        found = getattr(tokenizer, _KEY, None) or None
+        found = getattr(tokenizer, _KEY, None)
         origin = _CONFIG if not present(directory / _FILE) else _FILE
+        if not found and origin == _CONFIG:
+            found = None  # nothing there says that there is none; an empty file is a mistake
         if found is None and present(directory / _OLDER):
             found, origin = read_json(directory / _OLDER).get(_KEY), _OLDER
         if found is None:
