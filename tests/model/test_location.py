@@ -8,6 +8,7 @@ import torch
 from huggingface_hub import constants
 from tokenizers.pre_tokenizers import ByteLevel
 
+from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import ModelConfig, Tokenizer, find_checkpoint, has_tokenizer, load_decoder
 from outrider.model.files import open_checkpoint
@@ -122,6 +123,21 @@ def test_a_vocabulary_and_merges_of_the_hub_are_a_tokenizer(repository):
     (repository / "model.safetensors").write_text("")
     found = Tokenizer.from_checkpoint(find_checkpoint("owner/online"))
     assert found.encode("def", special_tokens=False) == [257]
+
+
+def test_a_vocabulary_of_word_pieces_is_a_tokenizer(repository):
+    (repository / "vocab.txt").write_text("\n".join(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s")))
+    (repository / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (repository / "model.safetensors").write_text("")
+    assert has_tokenizer(repository)
+    with pytest.raises(CheckpointError, match=r"vocab\.txt: can't be read as a tokenizer"):
+        Tokenizer.from_checkpoint(repository)  # nothing says which tokenizer of such words it is
+    (repository / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    found = Tokenizer.from_checkpoint(find_checkpoint("owner/online"))
+    assert found.encode("hello worlds") == [2, 5, 6, 7, 3]
+    assert found.decode([5, 6, 7]) == "hello worlds"
+    with pytest.raises(ConfigError, match=r"vocab\.txt: tokens have no bytes of their own"):
+        found.token_bytes(8)
 
 
 def test_merges_come_only_where_they_are_needed(repository):

@@ -1,4 +1,4 @@
-"""Text to tokens and back, by the checkpoint's tokenizer.json, or by its sentencepiece or tiktoken model."""
+"""Text to tokens and back, by the checkpoint's tokenizer.json, or by an older file that transformers makes one of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.model.reading import present, read_bytes, reading
 from outrider.model.stream_decoder import StreamDecoder
 
 _FILE = "tokenizer.json"
-_OLDER = ("tokenizer.model", "tiktoken.model", "vocab.json")
+_OLDER = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 _MAX_GROWTH = 10_000
 _LIMIT = 256 << 20  # bytes; vocabularies of a quarter million tokens take thirty million
 
