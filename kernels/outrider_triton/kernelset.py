@@ -16,6 +16,7 @@ from outrider.device import (
     RotaryArgs,
     Stream,
 )
+from outrider.device.kernels import declared_below
 from outrider_triton import fused_ops as _fused_ops  # noqa: F401  (these register the operators)
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
@@ -95,11 +96,11 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
         self._derived_quantized, self._derived_experts = {}, {}
         self._prompts = PromptAttention(facts)
-        own = type(self).__mro__[: type(self).__mro__.index(TritonKernels)]
-        if not any("cache_formats" in vars(kind) for kind in own):  # a subclass with kernels over caches says it for itself
+        own = declared_below(type(self), TritonKernels)
+        if "cache_formats" not in own:  # a subclass with kernels over caches says it for itself
             # Elsewhere Triton has no conversion to e4m3 and back.
             self.cache_formats = frozenset({"fp8"} if facts.fp8 else ())
-        if not any("name" in vars(kind) for kind in own):
+        if "name" not in own:
             tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
             self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, KernelSet, SeamError, WrappedKernels
-from outrider.device.kernels import kernel_names
+from outrider.device.kernels import declared_below, kernel_names
 from outrider_conformance.ways import Ways
 
 KERNELS: tuple[str, ...] = kernel_names()
@@ -207,7 +207,7 @@ def _base(kind: type) -> type:
 
 
 def _overrides(kind: type, name: str) -> bool:
-    return any(name in vars(cls) for cls in kind.__mro__[: kind.__mro__.index(_base(kind))])
+    return name in declared_below(kind, _base(kind))
 
 
 def _counted(kind: type, calls: KernelCalls) -> type:

@@ -5,8 +5,8 @@ stream: the stash is written and gathered on forward; every access to KV pages i
 is ordered; a gather precedes the *inputs ready* of its own iteration; the plan of an iteration never meets the verify of
 the one before, since *shared reads done* comes behind that on forward; a fused iteration unpacks its inputs on forward,
 behind the reads of the one before. And the rings of staging, results and lengths, pinned and on the device: an entry is
-filled again only after the host has read the results of the iteration that it was filled for. So is the buffer of masks,
-since an iteration with a guided request is launched when no other is in flight.
+filled again only after the host has read the results of the iteration that it was filled for; lengths leave before results
+do. So is the buffer of masks, since an iteration with a guided request is launched when no other is in flight.
 
 ``network`` is no stream of the engine: a network card is ordered by nothing but the host, which gives it work and asks what
 is over. The host waits by asking, between two iterations. Where a link's copies are work of the backend, the link signals

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from outrider._renamed import renamed_in
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.kernelset import KernelSet, kernel_names
+from outrider.device.kernels.kernelset import KernelSet, declared_below, kernel_names
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
     AttentionShape,
@@ -48,6 +48,7 @@ __all__ = [
     "TuningProgress",
     "TuningResult",
     "WrappedKernels",
+    "declared_below",
     "kernel_names",
 ]
 

@@ -88,7 +88,7 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
         base = next((kind for kind in cls.__mro__ if vars(kind).get("_complete")), None)
         if base is None:
             return
-        own = {name for kind in cls.__mro__[: cls.__mro__.index(base)] for name in vars(kind)}
+        own = set(declared_below(cls, base))
         names = [name for name in _all_kernels() if name not in own]
         while found := [name for name in names if name not in own and parts_of(name) & own]:
             for name in found:
@@ -180,8 +180,17 @@ def kernel_names() -> tuple[str, ...]:
     in their order. Of the others, those of :class:`CollectiveKernels` need a group; those which :class:`KernelSet` adds
     itself choose, tune and tell.
     """
-    parts = (ModelKernels, SamplingKernels, BookkeepingKernels)
+    return methods_of(ModelKernels, SamplingKernels, BookkeepingKernels)
+
+
+def methods_of(*parts: type) -> tuple[str, ...]:
+    """The public methods that these classes define themselves, in their order."""
     return tuple(name for part in parts for name, method in vars(part).items() if isfunction(method) and name[0] != "_")
+
+
+def declared_below(kind: type, base: type) -> frozenset[str]:
+    """What ``kind`` and the classes between it and ``base``, which it derives from, define themselves."""
+    return frozenset(name for each in kind.__mro__[: kind.__mro__.index(base)] for name in vars(each))
 
 
 @cache
@@ -194,5 +203,4 @@ def parts_of(name: str) -> frozenset[str]:
 @cache
 def _all_kernels() -> tuple[str, ...]:
     """Those of :func:`kernel_names`, and those that need a group."""
-    collective = (name for name, method in vars(CollectiveKernels).items() if isfunction(method) and name[0] != "_")
-    return tuple(dict.fromkeys((*kernel_names(), *collective)))
+    return tuple(dict.fromkeys((*kernel_names(), *methods_of(CollectiveKernels))))  # one is of both

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import wraps
-from inspect import isfunction
 from typing import Any, Self
 
 from outrider.device.kernels.collective_kernels import CollectiveKernels
-from outrider.device.kernels.kernelset import KernelSet, kernel_names, parts_of
+from outrider.device.kernels.kernelset import KernelSet, declared_below, kernel_names, methods_of, parts_of
 from outrider.device.kernels.tuning import DecoderShape
 
 _FLAGS = ("name", "row_invariant", "plans_on_host", "tunes", "cache_formats")
@@ -21,8 +20,6 @@ _TOGETHER = (
     "linear_quantized_add_rms_norm",
     "linear_quantized_rope_write_cache",
 )
-
-
 _PARTS = dict.fromkeys(_ATTENDING, frozenset({"paged_attention"})) | {name: parts_of(name) for name in _TOGETHER}
 """Methods that a subclass which overrides one of the others is asked for part by part."""
 
@@ -43,12 +40,11 @@ class WrappedKernels(KernelSet):
 
     def __init__(self, inner: KernelSet) -> None:
         self.inner = inner
-        own = type(self).__mro__[: type(self).__mro__.index(WrappedKernels)]
+        own = declared_below(type(self), WrappedKernels)
         for flag in _FLAGS:
-            if not any(flag in vars(kind) for kind in own):
+            if flag not in own:
                 setattr(self, flag, getattr(inner, flag))
-        overridden = {name for kind in own for name in vars(kind)}
-        self._in_parts = frozenset(name for name, parts in _PARTS.items() if parts & overridden)
+        self._in_parts = frozenset(name for name, parts in _PARTS.items() if parts & own)
 
     def batch_invariant(self) -> KernelSet:
         """These where they are ``row_invariant`` already, else the default."""
@@ -80,12 +76,6 @@ def _pass_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call_parts if name in _PARTS else call
 
 
-_OTHERS = (
-    name
-    for part in (KernelSet, CollectiveKernels)
-    for name, member in vars(part).items()
-    if isfunction(member) and not name.startswith("_")
-)
-for _name in (*kernel_names(), *_OTHERS):
+for _name in (*kernel_names(), *methods_of(KernelSet, CollectiveKernels)):
     if _name not in vars(WrappedKernels):
         setattr(WrappedKernels, _name, _pass_on(_name, getattr(KernelSet, _name)))
