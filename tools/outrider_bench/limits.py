@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from outrider.device import Backend, Stream
     from outrider.engine.engine import Engine
-    from outrider.model import Decoder, DFlashHead, ModelConfig
+    from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig
 
 _HOST_BYTES = 256 << 20
 _DEVICE_BYTES = 2 << 30
@@ -84,11 +84,11 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
     if isinstance(proposer, EagleProposer) and isinstance(proposer.head, EagleHead):
         head = proposer.head
         passes = proposer.depth
-        weights += passes * (_bytes(head.weights) - head.weights.embedding.nbytes + output)
+        weights += passes * (_bytes(head.weights) - head.weights.embedding.nbytes + _drawn_bytes(head))
         cached += passes * _cached_bytes(head.config, target.dtype.itemsize)
     elif isinstance(proposer, BlockProposer):
         drafter = proposer.head
-        weights += _bytes(drafter.weights) + _text_bytes(drafter) + output
+        weights += _bytes(drafter.weights) + _text_bytes(drafter) + _drawn_bytes(drafter)
         cached += _cached_bytes(drafter.config, target.dtype.itemsize)
     elif not isinstance(proposer, PlainProposer):
         return None
@@ -103,6 +103,14 @@ def _idle_bytes(target: Decoder, tokens: int) -> float:
     idle: float = (1 - experts.per_token / experts.count) ** tokens
     stacks = [layer for layer in target.weights.layers if layer.router is not None]
     return idle * sum(layer.gate_up.nbytes + layer.down.nbytes for layer in stacks)
+
+
+def _drawn_bytes(head: EagleHead | DFlashHead) -> int:
+    """Bytes of the output head that drafts are drawn with: the target's, or a copy of it."""
+    from outrider.model import Decoder
+
+    assert isinstance(head.target, Decoder)
+    return head.target.weights.head.nbytes
 
 
 def _text_bytes(drafter: DFlashHead) -> float:

@@ -50,6 +50,7 @@ class RandomModel:
     chances for each drafted token. ``draft_layers``: of a block drafter.
 
     ``quantize``: the format of the layers' weights, also the draft's; ``quantize_head``: of the output head too.
+    ``draft_output_head``: the format of the copy of the head that drafts are drawn with.
     """
 
     shape: str
@@ -58,6 +59,7 @@ class RandomModel:
     accept_length: float | None
     quantize: str | None = None
     quantize_head: bool = False
+    draft_output_head: str | None = None
     draft_layers: int = DRAFT_LAYERS
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class RandomModel:
             )
         if self.accept_length is not None and self.speculate == "none":
             raise ConfigError("--accept-length needs drafts to accept; leave it out, or use --speculate eagle")
+        if self.draft_output_head is not None and self.speculate == "none":
+            raise ConfigError("--draft-output-head says how drafts are drawn; leave it out, or use --speculate eagle")
         if self.accept_length is not None and not 1 <= self.accept_length <= self.draft_tokens + 1:
             raise ConfigError(
                 f"--accept-length is {self.accept_length:g}; with {self.draft_tokens} drafted tokens it is 1 to "
@@ -80,6 +84,7 @@ class RandomModel:
             "model": f"random weights of {self.shape}",
             "quantized": self.quantize and f"{self.quantize}, output head {'too' if self.quantize_head else 'plain'}",
             "draft": self._draft,
+            "draft_output_head": self.draft_output_head,
             "speculate": self.speculate,
             "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
         }
@@ -111,7 +116,7 @@ class RandomModel:
         self, device: Backend, dtype: torch.dtype, ranks: ModelRanks | None = None, *, kv_dtype: str = "auto"
     ) -> tuple[LanguageModel, Proposer | None]:
         """The weights on a device, or this rank's part of them."""
-        from outrider.model import Decoder
+        from outrider.model import Decoder, with_output_head
         from outrider.speculative.block import BlockProposer
         from outrider.speculative.eagle import EagleProposer
         from outrider_bench.random_weights import (
@@ -133,13 +138,16 @@ class RandomModel:
             model = Decoder(model.config, model.weights, kernels, ranks)
         if self.speculate == "none":
             return model, None
+        drawn = model
+        if self.draft_output_head is not None:
+            drawn = with_output_head(model, self.draft_output_head, backend=device)
         if self.speculate == "dflash":
             block = self.draft_tokens + 1
             drafter = random_dflash(
-                model, whole, layers=self.draft_layers, block_size=block, backend=device, quantization=way
+                drawn, whole, layers=self.draft_layers, block_size=block, backend=device, quantization=way
             )
             return model, BlockProposer(drafter)
-        head = random_eagle(model, whole, backend=device, quantization=way)
+        head = random_eagle(drawn, whole, backend=device, quantization=way)
         return model, EagleProposer(head, draft_tokens=self.draft_tokens)
 
     def load(

@@ -98,9 +98,10 @@ def target(backend: Backend) -> Decoder:
 
 
 def proposer(model: Decoder) -> Proposer:
-    """The tiny EAGLE head, quantised."""
+    """The tiny EAGLE head, quantised; it draws with a copy of the output head in a format of its own."""
     head = tiny.eagle_head()
+    drawn = model.with_head(moved(fp8(plain(tiny.target().weights.head)), model.device))
     weights = replace(
         head.weights, fusion=int8(plain(head.weights.fusion)), layers=tuple(layer(each) for each in head.weights.layers)
     )
-    return EagleProposer(EagleHead(head.config, moved(weights, model.device), model), draft_tokens=3)
+    return EagleProposer(EagleHead(head.config, moved(weights, model.device), drawn), draft_tokens=3)

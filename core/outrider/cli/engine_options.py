@@ -13,6 +13,7 @@ from outrider.cli.models import (
     DraftLengthOption,
     DraftNodesOption,
     DraftOption,
+    DraftOutputHeadOption,
     DraftTokensOption,
     DraftTopkOption,
     DtypeOption,
@@ -85,6 +86,7 @@ class EngineOptions(LaunchOptions):
     draft_tokens: DraftTokensOption = 4
     draft_topk: DraftTopkOption = 1
     draft_nodes: DraftNodesOption = None
+    draft_output_head: DraftOutputHeadOption = None
     quantized: QuantizedOption = "kernels"
     tune_seconds: TuneOption = 0.0
 
@@ -98,6 +100,7 @@ class EngineOptions(LaunchOptions):
             draft_topk=self.draft_topk,
             draft_nodes=self.draft_nodes,
             quantized=self.quantized,
+            draft_output_head=self.draft_output_head,
         )
 
     def loader(self, speculation: Speculation, **others: Any) -> Callable[..., Engine]:

@@ -184,6 +184,7 @@ class Engine(MovingRequests):
         through_transformers: bool = False,
         trust_remote_code: bool = False,
         quantized: str = "kernels",
+        draft_output_head: str | None = None,
         progress: Progress | None = None,
         capture_progress: CaptureProgress | None = None,
         ranks: Ranks | None = None,
@@ -197,11 +198,15 @@ class Engine(MovingRequests):
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
         replaceable attention, slower than a native one. ``trust_remote_code`` lets it run Python code that the checkpoint
-        brings, with all rights of this process; code of a checkpoint is never run without it. ``quantized``: how quantised
-        weights are loaded, see :class:`~outrider.model.QuantizedMode`. ``progress(file, done, total)`` is told of each tensor
-        loaded, ``capture_progress(done, total)`` of each batch size captured. ``ranks``: those that run the engine together;
-        each reads its own part of the checkpoint. ``parallel``: instead of them, over how many; the others are started as
-        processes of this host, and end with :meth:`close`.
+        brings, with all rights of this process; code of a checkpoint is never run without it.
+
+        ``quantized``: how quantised weights are loaded, see :class:`~outrider.model.QuantizedMode`. ``draft_output_head``:
+        ``fp8``, ``int8`` or ``int4``: drafts are drawn with a copy of the target's output head in that format, by proposers
+        that use that head; what is verified takes the head itself.
+
+        ``progress(file, done, total)`` is told of each tensor loaded, ``capture_progress(done, total)`` of each batch size
+        captured. ``ranks``: those that run the engine together; each reads its own part of the checkpoint. ``parallel``:
+        instead of them, over how many; the others are started as processes of this host, and end with :meth:`close`.
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
@@ -213,6 +218,7 @@ class Engine(MovingRequests):
                 through_transformers=through_transformers,
                 trust_remote_code=trust_remote_code,
                 quantized=quantized,
+                draft_output_head=draft_output_head,
             )
             processes = start_ranks(backend, parallel, model_dir, loading, given=ranks, builders=builders)
             try:
@@ -240,6 +246,7 @@ class Engine(MovingRequests):
                 through_transformers=through_transformers,
                 trust_remote_code=trust_remote_code,
                 quantized=quantized,
+                draft_output_head=draft_output_head,
                 progress=progress,
                 ranks=ranks,
             )

@@ -61,6 +61,7 @@ def load_checkpoint(
     through_transformers: bool = False,
     trust_remote_code: bool = False,
     quantized: str = "kernels",
+    draft_output_head: str | None = None,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> Loaded:
@@ -109,9 +110,13 @@ def load_checkpoint(
         nodes=config.draft_nodes,
         progress=progress,
         quantized=mode,
+        output_head=draft_output_head,
     )
     proposer = build(speculate, options, builders=builders)
     chosen += _quantized_weights(model, mode, directory)
+    if draft_output_head is not None:
+        why = "as asked: drafts are drawn with a copy of the target's output head; what is verified takes the head itself"
+        chosen += (Choice("draft_output_head", draft_output_head, why),)
     vision = None
     if model.config.vision is not None:
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)

@@ -75,6 +75,7 @@ class RaySettings(BaseModel):
     backend: str | None = None
     dtype: str | None = None
     quantized: str = "kernels"
+    draft_output_head: str | None = None
     max_requests: int | None = None
     max_context: int | None = None
     kv_memory: float | None = None
@@ -102,6 +103,7 @@ class Replica:
             draft=settings.draft,
             draft_tokens=settings.draft_tokens,
             quantized=settings.quantized,
+            draft_output_head=settings.draft_output_head,
         )
         sizes = Sizes(
             max_context=settings.max_context,

@@ -14,6 +14,7 @@ from outrider.model.config import ExpertsConfig, ModelConfig, VisionConfig
 from outrider.model.decoder import Decoder, DecoderWeights
 from outrider.model.dflash import DFlashHead, DFlashWeights
 from outrider.model.dflash_loading import load_dflash
+from outrider.model.draft_output import OUTPUT_FORMATS, with_output_head
 from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
 from outrider.model.head_loading import load_eagle, load_eagle3
@@ -39,6 +40,7 @@ from outrider.model.vision import VisionTower, load_vision
 from outrider.model.vocabulary import of_vocabulary
 
 __all__ = [
+    "OUTPUT_FORMATS",
     "DFlashHead",
     "DFlashWeights",
     "Decoder",
@@ -90,4 +92,5 @@ __all__ = [
     "prompt_positions",
     "speculative_positions",
     "supported_families",
+    "with_output_head",
 ]

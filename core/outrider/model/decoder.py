@@ -5,7 +5,8 @@ Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -105,6 +106,12 @@ class Decoder(LanguageModel):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of ``hidden`` [N, H], any rows of :meth:`forward`'s result or of an EAGLE head's."""
         return self.whole_logits(linear(self.kernels, hidden, self.weights.head), self.config.vocab_size)
+
+    def with_head(self, head: Weight) -> Decoder:
+        """The same decoder with another output head [V, H], as this one's is shared out among ranks; all else is shared."""
+        other = copy(self)
+        other.weights = replace(self.weights, head=head)
+        return other
 
     def _embed_inputs(self, inputs: ForwardInput) -> Tensor:
         embedded = self.embed(inputs.tokens)

@@ -17,7 +17,8 @@ from outrider.model.tokenizer import Tokenizer, has_tokenizer
 
 def of_vocabulary(model: Decoder, size: int, *, directory: Path, backend: Backend) -> Decoder:
     """``model``, which was loaded from ``directory``, with ``size`` rows of embeddings and of its head: checkpoints of one
-    family differ in how many rows lie behind the tokenizer's tokens. What lacks repeats the last row.
+    family differ in how many rows lie behind the tokenizer's tokens. What lacks of the embeddings repeats the last row; what
+    lacks of the head is never drawn, its logits are -inf.
 
     Raises :class:`CheckpointError` where the tokenizer has a token among those rows, or isn't there to say so, and where the
     head is quantised or shared out among ranks.
@@ -39,9 +40,21 @@ def of_vocabulary(model: Decoder, size: int, *, directory: Path, backend: Backen
         )
     with placed(backend, model.dtype):
         embedding = _rows(weights.embedding, size)
-        head = embedding if weights.head is weights.embedding else _rows(weights.head, size)
+        head = weights.head[:size]
     made = replace(weights, embedding=embedding, head=head)
-    return Decoder(replace(model.config, vocab_size=size), made, backend.kernels_in_use)
+    return (_Wider if own < size else Decoder)(replace(model.config, vocab_size=size), made, backend.kernels_in_use)
+
+
+class _Wider(Decoder):
+    """A decoder whose head has fewer rows than its vocabulary.
+
+    Rows of the same numbers wouldn't do: a library may add up the last ones of a product in another order.
+    """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See :meth:`Decoder.logits`."""
+        known = super().logits(hidden)
+        return torch.nn.functional.pad(known, (0, self.config.vocab_size - known.shape[-1]), value=-torch.inf)
 
 
 def _rows(table: Tensor, size: int) -> Tensor:

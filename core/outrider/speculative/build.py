@@ -11,7 +11,9 @@ from typing import TypeVar
 import torch
 
 from outrider.device import Backend, ConfigError
+from outrider.errors import shown
 from outrider.model import (
+    OUTPUT_FORMATS,
     LanguageModel,
     Progress,
     QuantizedMode,
@@ -22,13 +24,14 @@ from outrider.model import (
     load_mtp,
     load_peagle,
     of_vocabulary,
+    with_output_head,
 )
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.names import DRAFTLESS, FIRST, OWN_PROPOSERS
+from outrider.speculative.names import BY_TARGETS_HEAD, DRAFTLESS, FIRST, OWN_PROPOSERS
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.peagle import PEagleProposer
 from outrider.speculative.proposer import PlainProposer, Proposer
@@ -42,6 +45,7 @@ class DraftOptions:
 
     ``draft_tokens``: D, the longest path. ``topk``: 1 for a chain, else T, how many children of a node are looked at.
     ``nodes``: K, of the tree in all; None: D * T. ``quantized``: how quantised weights of the draft are loaded.
+    ``output_head``: the format of the copy of the target's output head that drafts are drawn with; None: that head itself.
     """
 
     target: LanguageModel
@@ -53,6 +57,7 @@ class DraftOptions:
     nodes: int | None = None
     progress: Progress | None = None
     quantized: QuantizedMode = QuantizedMode.KERNELS
+    output_head: str | None = None
 
 
 Builder = Callable[[DraftOptions], Proposer]
@@ -66,6 +71,7 @@ def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] |
     checkpoint that isn't right.
     """
     known = {**BUILDERS, **(builders or {})}
+    _check_output_head(name, options.output_head)
     if name not in known and name.startswith(FIRST):
         return _combined(name, options, known)
     if name not in known:
@@ -77,6 +83,19 @@ def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] |
     return known[name](options)
 
 
+def _check_output_head(name: str, format: str | None) -> None:
+    if format not in (None, *OUTPUT_FORMATS):
+        raise ConfigError(
+            f"draft_output_head is {shown(format)}; expected one of {', '.join(OUTPUT_FORMATS)}, or None for the target's own"
+        )
+    if format is not None and name.removeprefix(FIRST) not in BY_TARGETS_HEAD:
+        raise ConfigError(
+            f"draft_output_head is {format}, but speculate={name!r} doesn't draw drafts with the target's output head; "
+            f"{', '.join(sorted(BY_TARGETS_HEAD))} do. A draft with a head of its own is quantised as a checkpoint "
+            "(outrider quantize)"
+        )
+
+
 def _directory(options: DraftOptions, name: str, what: str) -> Path:
     if options.directory is None:
         raise ConfigError(f"speculate={name!r} needs the directory of {what}; give draft_dir (--draft)")
@@ -85,9 +104,12 @@ def _directory(options: DraftOptions, name: str, what: str) -> Path:
 
 def _read(load: Callable[..., _Head], options: DraftOptions, name: str, what: str) -> _Head:
     """What drafts on top of the target, from its directory."""
+    directory, target = _directory(options, name, what), options.target
+    if options.output_head is not None:
+        target = with_output_head(target, options.output_head, backend=options.backend)
     return load(
-        _directory(options, name, what),
-        target=options.target,
+        directory,
+        target=target,
         backend=options.backend,
         dtype=options.dtype,
         progress=options.progress,

@@ -24,5 +24,8 @@ which needs no torch."""
 DRAFTLESS = frozenset(name for name, needs in OWN_PROPOSERS.items() if needs.startswith("nothing:"))
 """Those that need no checkpoint."""
 
+BY_TARGETS_HEAD = frozenset({"eagle", "dflash", "mtp"})
+"""Those that draw their drafts with the target's output head."""
+
 FIRST = "suffix+"
 """Before the name of a proposer: suffix decoding goes first, and the other one drafts where it finds too little."""

@@ -18,6 +18,7 @@ from outrider.cli.models import (
     DraftLengthOption,
     DraftNodesOption,
     DraftOption,
+    DraftOutputHeadOption,
     DraftTokensOption,
     DraftTopkOption,
     ModelOption,
@@ -72,6 +73,7 @@ def decode(
     draft_tokens: DraftTokensOption = 4,
     draft_topk: DraftTopkOption = 1,
     draft_nodes: DraftNodesOption = None,
+    draft_output_head: DraftOutputHeadOption = None,
     through_transformers: DoorOption = False,
     shape: Annotated[
         str | None,
@@ -169,6 +171,7 @@ def decode(
             accept_length=accept_length,
             quantize=quantize,
             quantize_head=lm_head,
+            draft_output_head=draft_output_head,
             draft_layers=draft_layers or DRAFT_LAYERS,
         )
         room = min(max(lengths) + new_tokens + 2 * (draft_tokens + 1), shape_config(shape).max_context)
@@ -194,6 +197,7 @@ def decode(
             draft_tokens=draft_tokens,
             draft_topk=draft_topk,
             draft_nodes=draft_nodes,
+            draft_output_head=draft_output_head,
             through_transformers=through_transformers,
         )
         engine = load(

@@ -14,7 +14,7 @@ import typer
 
 from outrider.cli.directories import check_directory
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import DraftTokensOption, ModeOption, PrefillChunkOption, TuneOption
+from outrider.cli.models import DraftOutputHeadOption, DraftTokensOption, ModeOption, PrefillChunkOption, TuneOption
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
 from outrider.cli.starting import progress_shown
 from outrider.cli.streams import note
@@ -96,6 +96,7 @@ def peers(
         ),
     ] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="With --quantize, the output head too.")] = False,
+    draft_output_head: DraftOutputHeadOption = None,
     engines: Annotated[str, typer.Option(metavar="outrider,vllm", help="Which engines.")] = ",".join(_ORDER),
     speculate: Annotated[str, typer.Option("--speculate", metavar="eagle,none", help="With drafts, without, or both.")] = (
         "eagle,none"
@@ -181,6 +182,7 @@ def peers(
         keep=None if keep is None else str(keep.absolute()),
         quantize=quantize,
         quantize_head=lm_head,
+        draft_output_head=draft_output_head,
     )
     tokens, whose = work.longest
     room = min(max_context or work.shape_context, work.shape_context)

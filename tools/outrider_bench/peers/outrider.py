@@ -81,6 +81,7 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
         accept_length=work.accept_length if drafts else None,
         quantize=work.quantize,
         quantize_head=work.quantize_head,
+        draft_output_head=work.draft_output_head if drafts else None,
     )
     found: list[Prepared] = []
     engine = model.load(
@@ -97,6 +98,8 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
     config = engine.config
     launched = f"{config.mode}, {'overlapped' if config.overlap else 'not overlapped'}, chunk {config.prefill_chunk}"
     settings = f"{launched}, {engine.model.kernels.name}, {found[0]}"
+    if model.draft_output_head is not None:
+        settings += f", drafts drawn with the output head in {model.draft_output_head}"
     result = found[0].result
     yield Outrider(engine, settings=settings, drafts=drafts, tuned_s=0.0 if result is None else result.seconds)
 

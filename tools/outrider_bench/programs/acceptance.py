@@ -3,7 +3,8 @@
 ``python -m outrider_bench.programs.acceptance --prompts tests/data/heldout_prompts.json [--backend cuda] [--dflash DIR]``
 
 Ways: plain decoding; the EAGLE head, the block drafter, suffix decoding and the heads behind suffix decoding, with fixed
-lengths and with each request's own (adaptive). Greedy. Tokens of each way are compared with those of plain decoding: where
+lengths and with each request's own (adaptive); with ``--output-heads fp8 int4``, EAGLE and the block drafter also draw with a
+copy of the output head in these formats. Greedy. Tokens of each way are compared with those of plain decoding: where
 two logits are nearly equal, another shape of batch may turn them around, so in float32 there should be none. The ways of one
 proposer run in turn, ``--rounds`` times as far as there are prompts, and the fastest round of each counts; then their engines
 go, since a device has few streams. No prompt comes twice: suffix decoding's past outputs are those of other prompts.
@@ -27,24 +28,31 @@ from outrider.registry import Registry
 
 @dataclass(frozen=True)
 class Way:
-    """A proposer, the number of tokens that it drafts, and what decides their number in an iteration."""
+    """A proposer, the number of tokens that it drafts, what decides their number in an iteration, and the format of the copy
+    of the output head that they're drawn with.
+    """
 
     speculate: str
     draft_tokens: int = 0
     length: str = "fixed"
     draft: Path | None = None
+    output_head: str | None = None
 
     @property
     def name(self) -> str:
         """As the table has it."""
         if not self.draft_tokens:
             return self.speculate
-        return f"{self.speculate} {'adaptive, up to ' if self.length == 'adaptive' else ''}{self.draft_tokens}"
+        drawn = "" if self.output_head is None else f", drawn in {self.output_head}"
+        return f"{self.speculate} {'adaptive, up to ' if self.length == 'adaptive' else ''}{self.draft_tokens}{drawn}"
 
 
-def ways(dflash: Path) -> list[list[Way]]:
+def ways(dflash: Path, output_heads: Sequence[str] = ()) -> list[list[Way]]:
     """All that are compared, by proposer; plain decoding first."""
     eagle = bundled("eagle")
+
+    def drawn(speculate: str, draft: Path) -> list[Way]:
+        return [Way(speculate, 4, draft=draft, output_head=format) for format in output_heads]
 
     def of(speculate: str, lengths: Sequence[int], adaptive: Sequence[int], draft: Path | None = None) -> list[Way]:
         fixed = [Way(speculate, count, draft=draft) for count in lengths]
@@ -52,8 +60,8 @@ def ways(dflash: Path) -> list[list[Way]]:
 
     return [
         [Way("none")],
-        of("eagle", (1, 2, 4, 7), (4, 7), eagle),
-        of("dflash", (1, 2, 4, 7), (7,), dflash),
+        of("eagle", (1, 2, 4, 7), (4, 7), eagle) + drawn("eagle", eagle),
+        of("dflash", (1, 2, 4, 7), (7,), dflash) + drawn("dflash", dflash),
         of("ngram", (4,), ()),
         of("suffix", (1, 4, 7), (7,)),
         of("suffix+eagle", (1, 2, 4, 7), (7,), eagle),
@@ -68,6 +76,7 @@ def main() -> None:
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--dflash", type=Path, default=bundled("dflash"), help="another block drafter of the bundled model")
+    parser.add_argument("--output-heads", nargs="*", default=[], help="formats of output heads to draw drafts with: fp8 int4")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
@@ -95,7 +104,7 @@ def _batch(given: argparse.Namespace, backend: Any, texts: Sequence[str], batch:
     print(f"\n| batch {batch} | tokens an iteration | tokens/s | to plain | prompts that differ |\n|---|---|---|---|---|")
     rows: list[dict[str, Any]] = []
     plain: list[list[tuple[int, ...]]] = []
-    for group in ways(given.dflash):
+    for group in ways(given.dflash, given.output_heads):
         found = _group(given, backend, texts, batch, group, plain)
         rows += found
         for row in found:
@@ -150,7 +159,14 @@ def _engine(given: argparse.Namespace, backend: Any, batch: int, way: Way) -> En
         draft_length=way.length,
         prefix_cache=False,
     )
-    return Engine.from_checkpoint(bundled("target"), backend, draft_dir=way.draft, speculate=way.speculate, config=config)
+    return Engine.from_checkpoint(
+        bundled("target"),
+        backend,
+        draft_dir=way.draft,
+        speculate=way.speculate,
+        draft_output_head=way.output_head,
+        config=config,
+    )
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:

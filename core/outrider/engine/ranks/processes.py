@@ -30,6 +30,7 @@ class Loading:
     through_transformers: bool
     trust_remote_code: bool
     quantized: str = "kernels"
+    draft_output_head: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """By name."""

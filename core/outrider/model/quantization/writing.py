@@ -10,10 +10,8 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,11 +23,10 @@ from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.location import refuse_other_formats
 from outrider.model.mapping import vision_name
 from outrider.model.quantization.config import read_quantization
-from outrider.model.quantization.layouts import packed_halves
+from outrider.model.quantization.rounding import ROUND
 from outrider.model.reading import read_json
 from outrider.model.tensors import Progress
 
-WRITTEN_FORMATS = ("fp8", "int8", "int4")
 _PRODUCTS = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"}
     | {"w1", "w2", "w3", "fc", "input_proj"}
@@ -39,7 +36,6 @@ _HEAD = "lm_head"
 _SUFFIX = ".weight"
 _INDEX = "model.safetensors.index.json"
 _TENSORS = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth")
-_E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +59,8 @@ def quantize_checkpoint(
     ``out`` appears when it's whole. Raises :class:`ConfigError` for options that can't be, :class:`CheckpointError` for a
     checkpoint that is quantised already or can't be, and OSError where it can't be written.
     """
-    if format not in WRITTEN_FORMATS:
-        raise ConfigError(f"the format is {format!r}, expected one of {', '.join(WRITTEN_FORMATS)}")
+    if format not in ROUND:
+        raise ConfigError(f"the format is {format!r}, expected one of {', '.join(ROUND)}")
     if group < 8 or group % 8:
         raise ConfigError(f"the group is {group}, expected a positive multiple of 8")
     if out.exists() or out.is_symlink():
@@ -85,7 +81,7 @@ def quantize_checkpoint(
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True)
-        written = _write_tensors(files, keys, partial, _ways(format, group), progress)
+        written = _write_tensors(files, keys, partial, lambda weight: ROUND[format](weight, group=group), progress)
         described = {**config, "quantization_config": _config(format, group, _ignored(files, keys))}
         (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         for other in sorted(source.iterdir()):
@@ -225,43 +221,3 @@ def _check_room(files: CheckpointFiles, keys: list[str], out: Path, format: str)
     free = there.free
     if free < needed:
         raise OSError(errno.ENOSPC, f"needs {needed} bytes, and {free} are free", str(out))
-
-
-# -- values --------------------------------------------------------------------------------------------------------
-
-
-def _ways(format: str, group: int) -> Callable[[Tensor], dict[str, Tensor]]:
-    if format == "int4":
-        return lambda weight: _int4(weight, group)
-    return MappingProxyType({"fp8": _fp8, "int8": _int8})[format]
-
-
-def _scale(largest: Tensor, most: float, dtype: torch.dtype) -> Tensor:
-    """Scales as they're stored, in the weight's dtype; 1 for zeros."""
-    scale = (largest / most).to(dtype)
-    return torch.where(scale > 0, scale, 1.0).to(dtype)
-
-
-def _fp8(weight: Tensor) -> dict[str, Tensor]:
-    wide = weight.to(torch.float32)
-    scale = _scale(wide.abs().amax(1, keepdim=True), _E4M3_MAX, weight.dtype)
-    values = (wide / scale.to(torch.float32)).clamp(-_E4M3_MAX, _E4M3_MAX)
-    return {"weight": values.to(torch.float8_e4m3fn), "weight_scale": scale}
-
-
-def _int8(weight: Tensor) -> dict[str, Tensor]:
-    wide = weight.to(torch.float32)
-    scale = _scale(wide.abs().amax(1, keepdim=True), 127.5, weight.dtype)
-    values = (wide / scale.to(torch.float32)).round().clamp(-128, 127)
-    return {"weight": values.to(torch.int8), "weight_scale": scale}
-
-
-def _int4(weight: Tensor, group: int) -> dict[str, Tensor]:
-    grouped = weight.to(torch.float32).unflatten(1, (-1, group))
-    scale = _scale(grouped.abs().amax(-1), 7.5, weight.dtype)
-    values = (grouped / scale.to(torch.float32).unsqueeze(-1)).round().clamp(-8, 7).flatten(1)
-    return {
-        "weight_packed": packed_halves((values + 8).to(torch.uint8)).view(torch.int32),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor(weight.shape),
-    }

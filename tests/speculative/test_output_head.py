@@ -1,0 +1,129 @@
+"""Drafts drawn with a copy of the target's output head in few bits: the same tokens, and who has no use for it says so."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider import Engine
+from outrider.cli.models import Speculation
+from outrider.device import CapabilityError, ConfigError, QuantizedWeight
+from outrider.device.kernels.quantized_reference import dequantize
+from outrider.model import OUTPUT_FORMATS, load_decoder, load_through_transformers, with_output_head
+from outrider.model.quantization.rounding import rounded
+from outrider.speculative.build import BUILDERS, build
+from outrider.speculative.names import BY_TARGETS_HEAD, DRAFTLESS
+from outrider.speculative.proposer import PlainProposer
+from outrider_cpu.backend import CpuBackend
+from outrider_proof.tiny import plain_config
+from speculative.test_build import GREEDY, PROMPTS, checkpoints, options, write_mtp  # noqa: F401  (a fixture)
+
+
+def made(checkpoints, name, **fields):  # noqa: F811
+    config = plain_config(dtype="float64", draft_tokens=3, max_context=48)
+    return Engine.from_checkpoint(
+        checkpoints / "target", CpuBackend(), draft_dir=checkpoints / name, speculate=name, config=config, **fields
+    )
+
+
+def drawn_with(proposer):
+    """The output head that a proposer draws with."""
+    head = proposer.head if hasattr(proposer, "head") else proposer._heads[0]
+    return head.target.weights.head
+
+
+@pytest.mark.parametrize("format", OUTPUT_FORMATS)
+@pytest.mark.parametrize("name", sorted(BY_TARGETS_HEAD))
+def test_tokens_are_those_of_plain_decoding(checkpoints, name, format):  # noqa: F811
+    engine = made(checkpoints, name, draft_output_head=format)
+    assert isinstance(drawn_with(engine.proposer), QuantizedWeight)
+    assert drawn_with(engine.proposer).format == format
+    assert isinstance(engine.model.weights.head, torch.Tensor)  # what is verified takes it
+    said = {choice.name: choice.value for choice in engine.chosen}
+    assert said["draft_output_head"] == format
+    plain = Engine(engine.model, engine.backend, config=engine.config, proposer=PlainProposer())
+    expected = [result.token_ids for result in plain.generate(PROMPTS, GREEDY)]
+    assert [result.token_ids for result in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("format", OUTPUT_FORMATS)
+def test_drafts_come_from_the_copy_and_nothing_else_is_copied(checkpoints, format):  # noqa: F811
+    backend = CpuBackend()
+    target = load_decoder(checkpoints / "target", backend=backend, dtype=torch.float32)
+    other = with_output_head(target, format, backend=backend)
+    assert (other.weights.layers, other.weights.embedding) == (target.weights.layers, target.weights.embedding)
+    hidden = torch.randn(5, target.config.hidden_size)
+    kept = other.weights.head
+    plain = dequantize(kept.data, kept.scales, None, kept.format, kept.block, kept.shape, torch.float32)
+    step = {"fp8": 32 / 448, "int8": 1 / 127.5, "int4": 1 / 7.5}[format]
+    largest = target.weights.head.abs().amax(1, keepdim=True)
+    assert ((plain - target.weights.head).abs() <= largest * step * 0.51).all()
+    expected = target.kernels.linear_quantized(hidden, other.weights.head)
+    torch.testing.assert_close(other.logits(hidden), expected, rtol=0, atol=0)
+    assert not torch.equal(other.logits(hidden), target.logits(hidden))
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - BY_TARGETS_HEAD))
+def test_proposers_that_draw_otherwise_refuse_it(checkpoints, name):  # noqa: F811
+    given = options(checkpoints, directory=None if name in DRAFTLESS else checkpoints / name, output_head="fp8")
+    with pytest.raises(ConfigError, match=f"speculate='{name}' doesn't draw drafts with the target's output head"):
+        build(name, given)
+    if name not in DRAFTLESS:
+        with pytest.raises(ConfigError, match=rf"speculate='suffix\+{name}' doesn't draw"):
+            build(f"suffix+{name}", given)
+
+
+def test_suffix_decoding_in_front_of_a_head_takes_it(checkpoints):  # noqa: F811
+    first, behind = build("suffix+eagle", options(checkpoints, directory=checkpoints / "eagle", output_head="int8")).parts
+    assert drawn_with(behind).format == "int8"
+    assert not hasattr(first, "head")
+
+
+def test_an_unknown_format_is_refused(checkpoints):  # noqa: F811
+    with pytest.raises(ConfigError, match="draft_output_head is 'fp4'; expected one of fp8, int8, int4, or None"):
+        build("eagle", options(checkpoints, directory=checkpoints / "eagle", output_head="fp4"))
+
+
+def test_a_head_that_is_quantised_already_is_refused(checkpoints):  # noqa: F811
+    given = options(checkpoints, directory=checkpoints / "eagle", output_head="fp8")
+    target = given.target.with_head(rounded(given.target.weights.head, "int8"))
+    with pytest.raises(ConfigError, match="the target's output head is int8.* already; leave draft_output_head out"):
+        build("eagle", replace(given, target=target))
+
+
+def test_a_model_through_transformers_keeps_its_head(checkpoints):  # noqa: F811
+    backend = CpuBackend()
+    target = load_through_transformers(checkpoints / "target", backend=backend, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="transformers' own code, whose output head stays as it is"):
+        with_output_head(target, "fp8", backend=backend)
+
+
+def test_a_backend_without_kernels_for_it_says_so(checkpoints, monkeypatch):  # noqa: F811
+    given = options(checkpoints, directory=checkpoints / "eagle", output_head="fp8")
+    declared = replace(given.backend.capabilities, quantized_formats=frozenset({"int8"}))
+    monkeypatch.setattr(type(given.backend), "capabilities", declared)
+    with pytest.raises(CapabilityError, match=r"is fp8, and backend 'cpu' .* has no kernels for that \(it declares int8\)"):
+        build("eagle", given)
+
+
+@pytest.mark.parametrize(("columns", "group"), [(256, 128), (192, 64), (96, 32), (48, 16), (40, 8)])
+def test_groups_of_four_bits_divide_the_columns(columns, group):
+    assert rounded(torch.randn(3, columns), "int4").block == (1, group)
+
+
+def test_columns_without_groups_are_refused():
+    with pytest.raises(ConfigError, match="a weight of 3 x 42 has no groups in int4: expected columns in multiples of 8"):
+        rounded(torch.randn(3, 42), "int4")
+
+
+def test_many_rows_are_rounded_some_at_a_time():
+    weight = torch.randn(20000, 8)
+    whole = rounded(weight, "int8")
+    last = rounded(weight[-5:], "int8")
+    assert torch.equal(whole.data[-5:], last.data)
+    assert torch.equal(whole.scales[-5:], last.scales)
+
+
+def test_plain_decoding_beside_it_has_no_draft_to_draw():
+    chosen = Speculation.choose("eagle", model=None, draft=None, draft_tokens=3, draft_output_head="fp8")
+    assert chosen.without().draft_output_head is None
