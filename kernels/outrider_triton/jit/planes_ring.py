@@ -415,11 +415,13 @@ def streamed_planes(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ARRIVALS: gl.constexpr = GROUPS if GATED else STEPS
     have = gl.allocate_shared_memory(gl.int64, [ARRIVALS, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=1)
-    for step in gl.static_range(ARRIVALS):
-        mbarrier.init(have.index(step), count=1)
+    # By turns: between two of one array the compiler has all warps wait for each other.
+    for place in gl.static_range(max(STAGES, ARRIVALS)):
+        if place < STAGES:
+            mbarrier.init(full.index(place), count=1)
+            mbarrier.init(empty.index(place), count=1)
+        if place < ARRIVALS:
+            mbarrier.init(have.index(place), count=1)
     ring = wide, tokens, full, empty, have
     COUNT: gl.constexpr = next_power_of_2(STEPS * WIDE // _GROUP)
     TALL: gl.constexpr = next_power_of_2(TILES)
