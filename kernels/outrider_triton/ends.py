@@ -54,8 +54,8 @@ class TritonEnds(TritonQuantized):
         if ring and config.descriptor == STREAMED:
             self._added(rows, added, residual, config)
             return residual
-        x, scales, laid = rows
-        made = self._skinny(x, weight, added.bias, way, config, dtype=residual.dtype, scales=scales, laid=laid)
+        x, scales, laid, gated = rows
+        made = self._skinny(x, weight, added.bias, way, config, dtype=residual.dtype, scales=scales, laid=laid, gated=gated)
         return residual.add_(made)
 
     def _added(self, rows: Rows, added: QuantizedProduct, residual: Tensor, config: MatmulConfig) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.device.kernels.checks import expect
 from outrider_triton import streamed
 from outrider_triton.define import define
-from outrider_triton.jit import planes
+from outrider_triton.jit import planes, planes_gated
 from outrider_triton.launch import launch
 from outrider_triton.table import STREAMED, MatmulConfig
 
@@ -25,6 +25,15 @@ PLAIN, DIGITS = 1, 2
 def laying(config: MatmulConfig) -> int:
     """How the rows lie that a product takes."""
     return DIGITS if config.descriptor == STREAMED else PLAIN
+
+
+def activates(config: MatmulConfig, m: int) -> bool:
+    """Whether a product of ``m`` tokens so cut takes gate and up, and computes SwiGLU itself: with one token that is faster
+    than a kernel between, with more it isn't (docs/evidence/2026-11-27-pieces.md).
+    """
+    columns, groups = planes_gated.COLUMNS.value, config.warps // 4
+    few = config.block_k <= groups * planes_gated.STEPS_AT_MOST.value * columns
+    return m == 1 and laying(config) == DIGITS and config.ahead == columns and few
 
 
 def _width(k: int, how: int) -> int:
@@ -138,6 +147,34 @@ def _linear_planes(
         warps=warps,
     )
     return made if split > 1 else made.view(*x.shape[:-1], n)
+
+
+def _gated_planes(
+    both: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    config: list[int],
+    pdl: bool,
+) -> Tensor:
+    """SwiGLU of one token, ``both`` [1, 2 K], multiplied. What a split leaves, float32 [split, 1, N], is left so."""
+    split, cut = config[3], MatmulConfig(*config)
+    made = _gated_empty(both, data, scales, bias, config, pdl)
+    streamed.multiply_gated_planes(both.contiguous(), data, scales, bias if split == 1 else None, made, cut, pdl)
+    return made
+
+
+def _gated_empty(both: Tensor, data: Tensor, scales: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
+    split, n = config[3], data.shape[0]
+    return both.new_empty((split, 1, n), dtype=torch.float32) if split > 1 else both.new_empty((1, n))
+
+
+define(
+    "linear_quantized.triton_gated_planes(Tensor both, Tensor data, Tensor scales, Tensor? bias, int[] config, bool pdl) "
+    "-> Tensor",
+    _gated_planes,
+    _gated_empty,
+)
 
 
 def _empty(x: Tensor, data: Tensor, *rest: Any) -> Tensor:

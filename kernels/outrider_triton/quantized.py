@@ -18,7 +18,7 @@ from outrider_triton import variants
 from outrider_triton.derive import MOST, choose, every, size_of
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
-from outrider_triton.planes_ops import DIGITS, laying, room
+from outrider_triton.planes_ops import DIGITS, activates, laying, room
 from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
 from outrider_triton.rotary import rotates
 from outrider_triton.table import MatmulConfig
@@ -27,11 +27,14 @@ _TRITON = torch.ops.outrider
 
 
 class Rows(NamedTuple):
-    """What a product takes: ``x`` as it was made, quantised by ``scales``, or ``laid`` out in planes."""
+    """What a product takes: ``x`` as it was made, quantised by ``scales``, or ``laid`` out in planes; ``gated``: gate and up,
+    and the product computes SwiGLU.
+    """
 
     x: Tensor
     scales: Tensor | None
     laid: bool
+    gated: bool = False
 
 
 class Normed(NamedTuple):
@@ -111,11 +114,17 @@ class TritonQuantized(KernelSet):
         scales: Tensor | None = None,
         parts: bool = False,
         laid: bool = False,
+        gated: bool = False,
     ) -> Tensor:
         """``scales``: ``x`` was quantised, of a ``dtype``. ``parts``: one that is split is left so, without its bias.
-        ``laid``: ``x`` is in planes.
+        ``laid``: ``x`` is in planes. ``gated``: it's gate and up of one token.
         """
         asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
+        if gated:
+            product = _TRITON.linear_quantized.triton_gated_planes(
+                x, weight.data, weight.scales, bias, config.as_list(), self.pdl
+            )
+            return product if parts or config.split == 1 else added(product, bias, x, x.dtype, self.pdl)
         if way.planes:
             operands = x, weight.data, weight.scales, weight.zero_points, bias, list(weight.block)
             kind = dtype or x.dtype
@@ -321,8 +330,10 @@ class TritonQuantized(KernelSet):
         taken: Callable[[Plan, MatmulConfig], Rows] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The product for a norm that adds its parts up, and the bias that these lack. ``taken``: see :meth:`_normed`."""
-        x, scales, laid = self._taken(added, way, config) if taken is None else taken(way, config)
-        product = self._skinny(x, added.weight, added.bias, way, config, dtype=dtype, scales=scales, parts=True, laid=laid)
+        x, scales, laid, gated = self._taken(added, way, config) if taken is None else taken(way, config)
+        product = self._skinny(
+            x, added.weight, added.bias, way, config, dtype=dtype, scales=scales, parts=True, laid=laid, gated=gated
+        )
         return product, added.bias if config.split > 1 else None
 
     def _activated(
@@ -361,6 +372,8 @@ class TritonQuantized(KernelSet):
             rows, scales = _TRITON.silu_mul.triton_quantize(x, *kept_as(weight, way), self.pdl)
             return Rows(rows, scales, False)
         laid = way.planes and self._uses("silu_mul", x)
+        if laid and activates(config, x.shape[0]) and x.dim() == 2:
+            return Rows(x, None, False, gated=True)
         return Rows(_TRITON.silu_mul.triton(x, self.pdl, laying(config)) if laid else self.silu_mul(x), None, laid)
 
     def _norm(
@@ -399,9 +412,14 @@ class TritonQuantized(KernelSet):
     def _compile_activation(self, added: QuantizedProduct, way: Plan) -> None:
         """SwiGLU that leaves its rows as the product behind it may take them."""
         if added.gated and way.planes and not dynamic(added.weight) and self._uses("silu_mul", added.x):
-            for how in {laying(each) for each in self._every(added.weight, way)}:
+            configs = self._every(added.weight, way)
+            for how in {laying(each) for each in configs}:
                 with ahead():
                     _TRITON.silu_mul.triton(added.x[:4], self.pdl, how)
+            for each in configs:
+                if activates(each, 1):
+                    with ahead():
+                        self._skinny(added.x[:1], added.weight, added.bias, way, each, parts=True, gated=True)
 
     def _compile_norms(
         self,

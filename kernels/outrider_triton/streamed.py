@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.derive import brings, whole_boxes
-from outrider_triton.jit import planes_ring, streamed, tall
+from outrider_triton.jit import planes_gated, planes_ring, streamed, tall
 from outrider_triton.jit.ring import PAIRS, PIECE
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.table import MatmulConfig
@@ -169,6 +169,22 @@ def multiply_planes(
     _launch_planes(x, grains, data, scales, bias, out, (None,) * 5 + (0,) * 5, config, pdl)
 
 
+def multiply_gated_planes(
+    both: Tensor, data: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool
+) -> None:
+    """:func:`multiply_planes` of SwiGLU of ``both`` [1, 2 k], gate and up of one token, which the product computes itself."""
+    k, columns = 2 * data.shape[1], planes_gated.COLUMNS.value
+    together = both.shape == (1, 2 * k) and both.is_contiguous() and both.data_ptr() % 16 == 0
+    expect(
+        together and config.ahead == columns,
+        lambda: (
+            f"gate and up {tuple(both.shape)} for a product with {tuple(data.shape)} bytes cut up as {config}: expected one "
+            f"row of {2 * k} that begins at a multiple of 16 bytes, and tiles of {columns} columns"
+        ),
+    )
+    _launch_planes(both, None, data, scales, bias, out, (None,) * 5 + (0,) * 5, config, pdl)
+
+
 def rope_write_cache_planes(
     x: Tensor,
     grains: Tensor,
@@ -196,7 +212,7 @@ def rope_write_cache_planes(
 
 def _launch_planes(
     x: Tensor,
-    grains: Tensor,
+    grains: Tensor | None,
     data: Tensor,
     scales: Tensor,
     bias: Tensor | None,
@@ -207,10 +223,10 @@ def _launch_planes(
     *,
     half: int = 0,
 ) -> None:
-    (digits, k), n, box = x.shape, data.shape[0], config.block_n
+    (n, k), box = (data.shape[0], 2 * data.shape[1]), config.block_n
     height = planes_ring.ROWS.value // (2 if half else 1)  # of a tile, in what ``each`` counts
     columns, groups = config.ahead, config.warps // 4
-    m, steps = digits // 2, config.block_k // max(columns, 1)
+    m, steps = 1 if grains is None else x.shape[0] // 2, config.block_k // max(columns, 1)
     expect(
         k == config.split * config.block_k
         and columns in (256, 512)
@@ -231,13 +247,29 @@ def _launch_planes(
     launch(
         planes_ring.streamed_planes,
         (-(-n // (config.each * (2 if half else 1))), config.split),
-        *(descriptor(x, 2 * config.block_m, columns), descriptor(data.view(torch.int8), box, columns // 2)),
-        *(grains, scales, bias, out, m, n, scales.shape[1], grains.stride(0), config.each, steps, *rotary),
+        *(
+            x if grains is None else descriptor(x, 2 * config.block_m, columns),
+            descriptor(data.view(torch.int8), box, columns // 2),
+        ),
+        *(
+            grains,
+            scales,
+            bias,
+            out,
+            m,
+            n,
+            scales.shape[1],
+            0 if grains is None else grains.stride(0),
+            config.each,
+            steps,
+            *rotary,
+        ),
         HAS_BIAS=bias is not None,
         GROUPS=groups,
         STEPS=steps,
         TILES=-(-config.each // height),
         HALF=half,
+        GATED=grains is None,
         BLOCK_M=config.block_m,
         STAGES=config.stages,
         MOST=128 if many else 112,

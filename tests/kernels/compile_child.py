@@ -315,11 +315,14 @@ STREAMED_E4M3 = [
     (streamed.streamed_silu_mul, {"k": "i32", "maxima": WIDE, **BY_ROW}, {**PLAIN, "STEPS": 7, "ROWS": 1}),
     (streamed.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**PLAIN, "STEPS": 7, "HALF": 64, "ROWS": 1}),
 ]
-FOUR_BITS = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "STAGES": 4, "MOST": 112}
+FOUR_BITS = {"bias": None, "HAS_BIAS": False, "GATED": False, "STEPS": 8, "BLOCK_M": 8, "STAGES": 4, "MOST": 112}
 STRAIGHT = {**FOUR_BITS, **dict.fromkeys(("cos", "sin", "k_cache", "v_cache", "slots")), "HALF": 0}
+ACTIVATED = {**STRAIGHT, "grains": None, "GATED": True, "BLOCK_M": 4}
 IN_PLANES = [
     (planes_ring.streamed_planes, {"grains": WIDE, "out": WIDE}, {**STRAIGHT, "GROUPS": 1, "TILES": 3}),
     (planes_ring.streamed_planes, {"grains": WIDE}, {**STRAIGHT, "GROUPS": 2, "TILES": 2}),
+    (planes_ring.streamed_planes, {"out": WIDE}, {**ACTIVATED, "GROUPS": 2, "TILES": 2, "STEPS": 14}),
+    (planes_ring.streamed_planes, {}, {**ACTIVATED, "GROUPS": 1, "TILES": 1}),
     (planes_ring.streamed_planes, {"grains": WIDE}, {**FOUR_BITS, "GROUPS": 1, "TILES": 2, "HALF": 64}),
     (planes_ring.streamed_planes, {"grains": WIDE, **NARROW}, {**FOUR_BITS, "GROUPS": 2, "TILES": 1, "HALF": 32}),
 ]
@@ -399,9 +402,12 @@ def main() -> None:
                 print(f"({kernel.__name__})")
                 continue
             box = 8 if constants["HALF"] else 16
-            ends = {"x": descriptor(16, 256, "i8"), "w": descriptor(box, 128, "i8"), "scales": WIDE}
+            if constants["GATED"]:
+                ends = {"w": descriptor(box, 256, "i8"), "scales": WIDE}
+            else:
+                ends = {"x": descriptor(16, 256, "i8"), "w": descriptor(box, 128, "i8"), "scales": WIDE}
             made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-            check_order_beside_a_weight(kernel.__name__, made.asm["ptx"])
+            check_order_beside_a_weight(kernel.__name__, made.asm["ptx"], groups=constants["GROUPS"] * constants["GATED"])
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             print(kernel.__name__, flush=True)
         for kernel, types, constants in PAGED:

@@ -49,14 +49,22 @@ def check_order_of_both(name: str, ptx: str, *, late: bool = False) -> None:
     assert order == expected * (len(order) // 2), f"{name}: waits and lets the next one start in the wrong order"
 
 
-def check_order_beside_a_weight(name: str, ptx: str) -> None:
-    """The same of a kernel one warp of which brings the weight alone, ahead of the wait: others wait, and bring the rest."""
+def check_order_beside_a_weight(name: str, ptx: str, *, groups: int = 0) -> None:
+    """The same of a kernel one warp of which brings the weight alone, ahead of the wait: others wait, and bring the rest. So
+    many ``groups`` of warps read it, each behind a wait of its own.
+    """
     order = re.findall("griddepcontrol.(wait|launch_dependents)", ptx)
-    assert order == ["wait", "launch_dependents"], f"{name}: waits and lets the next one start as {order}"
-    before, behind = ptx.split("griddepcontrol.wait")
+    waits = ["wait"] * (groups - 1)
+    assert order == ["wait", "launch_dependents", *waits], f"{name}: waits and lets the next one start as {order}"
+    before, behind = ptx.split("griddepcontrol.wait", 1)
+    for own in behind.split("griddepcontrol.wait") if groups else ():
+        assert "ld.global" in own, f"{name}: a group reads no gate behind its wait"
+        assert own.index("ld.global") < own.index("fence.proxy.async"), (
+            f"{name}: the engine isn't told of what was written"
+        )
     assert "st.global" not in before, f"{name}: writes before the wait"
     assert "cp.async.bulk.tensor" not in before, f"{name}: brings tokens before the wait"
-    weight = behind[behind.rindex("st.global") :]
+    weight = behind[max(behind.rindex("st.global"), behind.rindex("wgmma.wait_group")) :]
     assert "cp.async.bulk.tensor" in weight, f"{name}: nobody brings the weight"
     assert "ld.global" not in weight, f"{name}: the warp that brings reads"
     check_arrivals(name, ptx)

@@ -31,6 +31,7 @@ from outrider_triton.derive_attention import Heads, attention_bytes, cut, reads_
 from outrider_triton.jit import attention, attention_ring, fused, matmul, planes, planes_ring, quantized, streamed, tall
 from outrider_triton.jit.ring import PIECE
 from outrider_triton.launch import power_of_two
+from outrider_triton.planes_ops import activates
 from outrider_triton.quantized_ops import plan
 from outrider_triton.streamed import registers
 from outrider_triton.table import BUCKETS, STREAMED, TALL
@@ -197,7 +198,11 @@ def in_a_ring(facts, config, half, target):
     given |= {"TILES": -(-config.each // (32 if half else 64)), "HALF": half}
     given |= {} if half else dict.fromkeys(("cos", "sin", "k_cache", "v_cache", "slots"))
     given |= {"BLOCK_M": config.block_m, "STAGES": config.stages, "HAS_BIAS": False, "bias": None, "MOST": 112}
+    given["GATED"] = False
     types = {**ends, "out": WIDE if config.split > 1 else HALF}
+    if not half and activates(config, 1):
+        itself = {**types, "x": HALF}, {**given, "GATED": True, "grains": None, "MOST": 128}
+        compiled(GluonASTSource, planes_ring.streamed_planes, *itself, target)
     return compiled(GluonASTSource, planes_ring.streamed_planes, types, given, target)
 
 

@@ -33,6 +33,7 @@ def kernels(streamed):
         "numbers_of_plane",
         "bytes_of_half",
         "keep_in_planes",
+        "lay_gated",
         "rows_and_tokens",
         "ask_for_gates",
         "angles_of",
@@ -42,7 +43,7 @@ def kernels(streamed):
         "uniforms",
         "gumbel",
     }
-    rings = {"streamed.py", "planes_ring.py", "tall.py", "attention_ring.py"}
+    rings = {"streamed.py", "planes_ring.py", "planes_gated.py", "tall.py", "attention_ring.py"}
     apart = {"ring.py"} | (set() if streamed else rings)  # helpers alone, and what needs a copy engine
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in JIT.glob("*.py") if path.name not in apart]
     made = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list}

@@ -12,7 +12,7 @@ from outrider.device import KernelSet, RotaryArgs
 from outrider_triton import streamed
 from outrider_triton.facts import facts_of
 from outrider_triton.jit import planes_ring
-from outrider_triton.planes_ops import DIGITS, digits_of, in_planes, room
+from outrider_triton.planes_ops import DIGITS, activates, digits_of, in_planes, room
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import STREAMED, MatmulConfig
 from outrider_tune.quantized import random_format, random_quantized
@@ -56,6 +56,71 @@ def test_each_operand_goes_where_the_kernel_has_it(config, monkeypatch):
     assert said["stride"] == grains.stride(0) == (1024 + 32) // 2
     assert tuple(said["x"].strides) == (1024 + 32, 1)
     assert said["out"] is out
+
+
+ACTIVATING = [
+    [4, 16, 2048, 1, 8, 4, 512, STREAMED, 64],
+    [4, 16, 1024, 2, 8, 2, 512, STREAMED, 48],
+    [4, 16, 1024, 2, 4, 3, 512, STREAMED, 144],
+    [8, 16, 512, 4, 4, 3, 512, STREAMED, 32],
+]
+"""Of a weight with 2,048 columns."""
+
+
+@pytest.mark.parametrize("config", ACTIVATING, ids=str)
+def test_gate_and_up_of_one_token_go_to_the_product(config, monkeypatch):
+    said = {}
+
+    def launched(kernel, grid, *arguments, pdl, warps, maxnreg, **settings):
+        said.update(dict(zip(kernel.arg_names, arguments, strict=False)), PDL=pdl, grid=grid, warps=warps, **settings)
+
+    monkeypatch.setattr(streamed, "launch", launched)
+    made, weight = MatmulConfig(*config), weight_of(1000, 2048, torch.device("cpu"))
+    both, out = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.empty(made.split, 1, 1000)
+    streamed.multiply_gated_planes(both, weight.data, weight.scales, None, out, made, True)
+    assert set(said) - {"grid", "warps"} == set(planes_ring.streamed_planes.arg_names)
+    assert (said["grid"], said["m"], said["GATED"]) == ((-(-1000 // made.each), made.split), 1, True)
+    assert said["steps"] == said["STEPS"] == 2048 // made.split // 512
+    assert said["x"] is both
+    assert said["grains"] is None
+    two = torch.zeros(2, 4096, dtype=torch.bfloat16)
+    for wrong in (two, both[:, 1:], both[:, :2048]):
+        with pytest.raises(RuntimeError, match="expected one row of 4096 that begins at a multiple of 16 bytes"):
+            streamed.multiply_gated_planes(wrong, weight.data, weight.scales, None, out, made, True)
+
+
+def test_which_products_take_gate_and_up():
+    """One token alone, units of 512 columns, and no more of them than a group of warps has registers for."""
+    takes = [4, 16, 4096, 1, 4, 4, 512, STREAMED, 64]
+    assert activates(MatmulConfig(*takes), 1)
+    assert not activates(MatmulConfig(*takes), 2)
+    assert not activates(MatmulConfig(4, 16, 4096, 1, 4, 4, 256, STREAMED, 64), 1)
+    assert not activates(MatmulConfig(4, 16, 4608, 1, 4, 4, 512, STREAMED, 64), 1)
+    assert activates(MatmulConfig(4, 16, 8192, 1, 8, 4, 512, STREAMED, 64), 1)
+    assert not activates(MatmulConfig(4, 64, 512, 1, 4, 4, 512, 0, 64), 1)
+
+
+@pytest.mark.parametrize("config", ACTIVATING, ids=str)
+@pytest.mark.parametrize("n", [64, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_product_gates_itself_has_the_bits_of_two_kernels(dtype, n, config, device):
+    """Also where numbers are infinite or none, all 0, or as small as can be."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("not run: it takes a device of compute capability 9, and TRITON_INTERPRET=0")
+    weight = weight_of(n, 2048, device)
+    both = torch.randn(1, 4096, device=device).to(dtype)
+    small, none, odd = both * 1e-6, both.clone(), both.clone()
+    none[:, 128:256] = 0.0
+    odd[0, 700], odd[0, 2048 + 1500] = float("inf"), float("nan")
+    for each in (both, small, none, odd):
+        laid = torch.ops.outrider.silu_mul.triton(each, True, DIGITS)
+        own = dtype, "block", 128, 128, True, config, True
+        held = weight.data, weight.scales, None, None, [1, 128]
+        apart = torch.ops.outrider.linear_quantized.triton_planes(laid, *held, *own)
+        made = torch.ops.outrider.linear_quantized.triton_gated_planes(each, weight.data, weight.scales, None, config, True)
+        assert made.shape == apart.shape
+        bits = torch.int32 if made.dtype is torch.float32 else torch.int16  # NaN is no number's equal
+        assert torch.equal(made.view(bits), apart.view(bits))
 
 
 @pytest.mark.parametrize(

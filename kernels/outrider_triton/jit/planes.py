@@ -27,6 +27,15 @@ def place_in_planes(column):
 
 
 @triton.jit
+def _bytes_of(numbers, COUNT: tl.constexpr):
+    """The low bytes of ``numbers [COUNT]``, int32, four in a word: [COUNT / 4]."""
+    left, right = tl.split(tl.reshape(numbers & 0xFF, [COUNT // 4, 2, 2]))
+    first, third = tl.split(left)
+    second, fourth = tl.split(right)
+    return first | (second << 8) | (third << 16) | (fourth << 24)
+
+
+@triton.jit
 def keep_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.constexpr):
     """Store BLOCK columns from ``begins`` on of a row, ``value``, where planes have them; those from k on aren't stored.
 
@@ -51,14 +60,17 @@ def keep_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.constex
         scaled = tl.reshape(tl.reshape(wide, [units, unit]) * times[:, None], [BLOCK])
         whole = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2**23: to the nearest, ties to even
         even, odd = tl.split(tl.reshape(whole, [BLOCK // 2, 2]))
-        pair = tl.arange(0, BLOCK // 2)
-        place = begins + pair // (unit // 2) * unit + pair % (unit // 2)
-        inside = begins + 2 * pair < k
-        at = out + row * (2 * stride) + place
-        tl.store(at, even.to(tl.int8), mask=inside)
-        tl.store(at + unit // 2, odd.to(tl.int8), mask=inside)
-        tl.store(at + stride, ((even + 128) >> 8).to(tl.int8), mask=inside)
-        tl.store(at + stride + unit // 2, ((odd + 128) >> 8).to(tl.int8), mask=inside)
+        # Whole words: a byte by itself is a store of its own.
+        word = tl.arange(0, BLOCK // 8)
+        held: tl.constexpr = unit // 8  # words of even columns of a unit, and of odd ones
+        inside = begins + 8 * word < k
+        at = (out + row * (2 * stride) + begins).to(tl.pointer_type(tl.int32), bitcast=True)
+        at += word // held * (2 * held) + word % held
+        behind = stride // 4
+        tl.store(at, _bytes_of(even, BLOCK // 2), mask=inside)
+        tl.store(at + held, _bytes_of(odd, BLOCK // 2), mask=inside)
+        tl.store(at + behind, _bytes_of((even + 128) >> 8, BLOCK // 2), mask=inside)
+        tl.store(at + behind + held, _bytes_of((odd + 128) >> 8, BLOCK // 2), mask=inside)
 
 
 @triton.jit(do_not_specialize=["x_stride"])

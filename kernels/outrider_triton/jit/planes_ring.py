@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from outrider_triton.jit.dependent import let_next_start, wait_for_last
 from outrider_triton.jit.fused import angles_of, write_rotated
 from outrider_triton.jit.planes import bytes_of_half
+from outrider_triton.jit.planes_gated import lay_gated
 from outrider_triton.jit.ring import expect_boxes, keep_pace
 
 ROWS = gl.constexpr(64)
@@ -156,8 +157,9 @@ def _product(
     GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     TILES: gl.constexpr,
+    GATED: gl.constexpr,
 ):
-    """Of the program's ``tile`` the units that are this group's, [64, tokens] in float32."""
+    """Of the program's ``tile`` the units that are this group's, [64, tokens] in float32. GATED: its tokens are there."""
     wide, tokens, full, empty, have = ring
     STAGES: gl.constexpr = wide.shape[0]
     COUNT: gl.constexpr = tokens.shape[2] // _GROUP
@@ -174,7 +176,8 @@ def _product(
     for step in range(WHICH, STEPS, GROUPS):
         unit = tile * STEPS + step
         place = unit % STAGES
-        mbarrier.wait(have.index(step), 0)
+        if not GATED:
+            mbarrier.wait(have.index(step), 0)
         mbarrier.wait(full.index(place), unit // STAGES & 1)
         packed = wide.index(place).slice(0, _HELD, 1).load(held)
         following = wide.index(place).slice(_HELD, _HELD, 1).load(held)
@@ -248,6 +251,7 @@ def _store(
     STEPS: gl.constexpr,
     TILES: gl.constexpr,
     HALF: gl.constexpr,
+    GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The first group of warps: it adds the second one's sums to its own, and stores them, turned or not. It begins late
@@ -260,10 +264,13 @@ def _store(
         other, come, taken = others
     wait_for_last(PDL)
     let_next_start(PDL)
-    _bring_tokens(x, ring, STEPS)
-    _read_grains(grains, held_grains, m, stride, OWN)
-    if GROUPS > 1:
-        mbarrier.arrive(known, count=1)
+    if GATED:
+        lay_gated(x, ring[1], held_grains, ring[4], 0, GROUPS, STEPS)
+    else:
+        _bring_tokens(x, ring, STEPS)
+        _read_grains(grains, held_grains, m, stride, OWN)
+        if GROUPS > 1:
+            mbarrier.arrive(known, count=1)
     # Where the matrix unit leaves rows and tokens, and pairs of rows.
     DIGITS: gl.constexpr = ring[1].shape[1]
     TOKENS: gl.constexpr = DIGITS // 2
@@ -287,7 +294,7 @@ def _store(
             real = (turned < m)[None, :] & mine[:, None]
             turns = real & (head < heads + kv_heads)[:, None]
             cos_low, sin_low, cos_high, sin_high = angles_of(cos, sin, turned, lane, turns, angles_token, HALF)
-        total = _product(ring, factors, held_grains, tile, 0, GROUPS, STEPS, TILES)
+        total = _product(ring, factors, held_grains, tile, 0, GROUPS, STEPS, TILES, GATED)
         row, is_own = _row_of(place, tile, each, HALF)
         is_own = is_own & (row < n)
         if GROUPS > 1:
@@ -326,12 +333,28 @@ def _store(
 
 
 @gluon.jit
-def _help(ring, factors, held_grains, known, others, GROUPS: gl.constexpr, STEPS: gl.constexpr, TILES: gl.constexpr):
+def _help(
+    x,
+    ring,
+    factors,
+    held_grains,
+    known,
+    others,
+    GROUPS: gl.constexpr,
+    STEPS: gl.constexpr,
+    TILES: gl.constexpr,
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """The second group of warps, which leaves its sums to the first."""
     other, come, taken = others
-    mbarrier.wait(known, 0)
+    if GATED:
+        wait_for_last(PDL)
+        lay_gated(x, ring[1], held_grains, ring[4], 1, GROUPS, STEPS)
+    else:
+        mbarrier.wait(known, 0)
     for tile in range(TILES):
-        total = _product(ring, factors, held_grains, tile, 1, GROUPS, STEPS, TILES)
+        total = _product(ring, factors, held_grains, tile, 1, GROUPS, STEPS, TILES, GATED)
         mbarrier.wait(taken, (tile - 1) & 1, pred=tile > 0)
         other.store(total)
         mbarrier.arrive(come, count=1)
@@ -366,6 +389,7 @@ def streamed_planes(
     STEPS: gl.constexpr,
     TILES: gl.constexpr,
     HALF: gl.constexpr,
+    GATED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
     MOST: gl.constexpr,
@@ -380,19 +404,26 @@ def streamed_planes(
     HALF: of a head, 0: rows are stored as they are. Else ``each`` counts pairs of rows HALF apart, in boxes of PAIRED; the
     product isn't split; queries go to ``out``, keys and values to the slots, as
     :func:`outrider_triton.jit.fused.linear_rope_write_cache` has them.
+    GATED: ``x`` is the gate and up of one token, [2 k] in 16 bits, and each program gates its columns
+    (:mod:`outrider_triton.jit.planes_gated`); there are no ``grains``.
     """
+    WIDE: gl.constexpr = 2 * w.block_type.shape[1]
+    digits: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BLOCK_M, WIDE], gl.int8)
     wide = gl.allocate_shared_memory(w.dtype, [STAGES, ROWS, w.block_type.shape[1]], w.layout)
-    tokens = gl.allocate_shared_memory(x.dtype, [STEPS, 2 * BLOCK_M, x.block_type.shape[1]], x.layout)
+    tokens = gl.allocate_shared_memory(gl.int8, [STEPS, 2 * BLOCK_M, WIDE], digits)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    have = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=1)
-    for step in gl.static_range(STEPS):
-        mbarrier.init(have.index(step), count=1)
+    ARRIVALS: gl.constexpr = GROUPS if GATED else STEPS
+    have = gl.allocate_shared_memory(gl.int64, [ARRIVALS, 1], mbarrier.MBarrierLayout())
+    # By turns: between two of one array the compiler has all warps wait for each other.
+    for place in gl.static_range(max(STAGES, ARRIVALS)):
+        if place < STAGES:
+            mbarrier.init(full.index(place), count=1)
+            mbarrier.init(empty.index(place), count=1)
+        if place < ARRIVALS:
+            mbarrier.init(have.index(place), count=1)
     ring = wide, tokens, full, empty, have
-    COUNT: gl.constexpr = next_power_of_2(STEPS * x.block_type.shape[1] // _GROUP)
+    COUNT: gl.constexpr = next_power_of_2(STEPS * WIDE // _GROUP)
     TALL: gl.constexpr = next_power_of_2(TILES)
     factors = gl.allocate_shared_memory(
         scales.dtype.element_ty, [TALL * COUNT, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -416,9 +447,10 @@ def streamed_planes(
             [
                 (
                     _store,
-                    (x, own, rotary, ring, factors, held_grains, known, others, HAS_BIAS, GROUPS, STEPS, TILES, HALF, PDL),
+                    (x, own, rotary, ring, factors, held_grains, known, others)
+                    + (HAS_BIAS, GROUPS, STEPS, TILES, HALF, GATED, PDL),
                 ),
-                (_help, (ring, factors, held_grains, known, others, GROUPS, STEPS, TILES)),
+                (_help, (x, ring, factors, held_grains, known, others, GROUPS, STEPS, TILES, GATED, PDL)),
                 (_bring, (w, ring, each, steps, TILES, HALF)),
             ],
             [4, 1],
@@ -429,7 +461,8 @@ def streamed_planes(
             [
                 (
                     _store,
-                    (x, own, rotary, ring, factors, held_grains, known, others, HAS_BIAS, GROUPS, STEPS, TILES, HALF, PDL),
+                    (x, own, rotary, ring, factors, held_grains, known, others)
+                    + (HAS_BIAS, GROUPS, STEPS, TILES, HALF, GATED, PDL),
                 ),
                 (_bring, (w, ring, each, steps, TILES, HALF)),
             ],
