@@ -375,6 +375,13 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
             return super().gather_rows(state, rows)
         return _TRITON.gather_rows.triton(state, rows, self.pdl)  # type: ignore[no-any-return]
 
+    def copy_rows(self, source: Tensor, out: Tensor) -> None:
+        """A program a row and stretch of columns."""
+        if not self._uses("copy_rows", source) or source.stride(-1) != 1 or out.stride(-1) != 1:
+            super().copy_rows(source, out)
+            return
+        _TRITON.copy_rows.triton(source, out, self.pdl)
+
     def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
         """A program a row and stretch of columns."""
         if not self._uses("scatter_rows", state) or not state.is_contiguous():

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from outrider.device.kernels.checks import expect
+from outrider.device.kernels.checks import check_copy, expect
 from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import matmul, rows
@@ -41,6 +41,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
     size = x.shape[-1]
     if x.dim() == 3 and x.stride(-1) == 1:
         inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
+    elif x.dim() == 2 and x.stride(-1) == 1:  # columns of a wider tensor, say
+        inner, outer_stride, inner_stride = 1, x.stride(0), size
     else:
         x = x.contiguous()
         inner, outer_stride, inner_stride = 1, size, size
@@ -264,6 +266,24 @@ define(
     _scatter_rows,
     lambda state, rows, values, pdl: None,
 )
+
+
+def _copy_rows(source: Tensor, out: Tensor, pdl: bool) -> None:
+    check_copy(source, out)
+    expect(source.stride(1) == out.stride(1) == 1, lambda: "copy_rows: the columns of a row must be contiguous")
+    count, size = source.shape
+    block = min(power_of_two(size), 1024)
+    launch(
+        rows.copy_rows,
+        (count, triton.cdiv(size, block)),
+        *(source, out, size, source.stride(0), out.stride(0)),
+        BLOCK=block,
+        pdl=pdl,
+        warps=warps_for(block),
+    )
+
+
+define("copy_rows.triton(Tensor source, Tensor(a!) out, bool pdl) -> ()", _copy_rows, lambda source, out, pdl: None)
 
 # -- matrix products -----------------------------------------------------------------------------------------------
 

@@ -188,6 +188,8 @@ class _Maker:
         state, values = self._normal(257, shape.hidden), self._normal(self._batch, shape.hidden)
         rows = torch.randperm(256, device=self._device)[: self._batch] + 1
         yield KernelCase("gather_rows", self._label, 2 * values.nbytes, lambda k, i: k.gather_rows(state, rows))
+        wide = self._normal(count, 3 * shape.hidden)[:, shape.hidden : 2 * shape.hidden]
+        yield KernelCase("copy_rows", self._label, 2 * row, lambda k, i: k.copy_rows(x, wide))
         yield KernelCase("scatter_rows", self._label, 2 * values.nbytes, lambda k, i: k.scatter_rows(state, rows, values))
 
     def cache(self) -> Iterator[KernelCase]:

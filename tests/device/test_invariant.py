@@ -16,6 +16,7 @@ EXACT = {
     "count_tokens",
     "move_cache",
     "gather_rows",
+    "copy_rows",
     "scatter_rows",
     "find_nan",
     "gather_requests",

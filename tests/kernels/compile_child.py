@@ -192,6 +192,7 @@ KERNELS = [
     ),
     (rows.move_cache, {}, {"MOVES": 4, "BLOCK": 64}),
     (rows.gather_rows, {}, {"BLOCK": 1024}),
+    (rows.copy_rows, {"source": HALF}, {"BLOCK": 1024}),
     (rows.scatter_rows, {}, {"BLOCK": 1024}),
     (matmul.linear, {"k": "i32"}, {**PRODUCT, "descriptor": None, "SPLIT": 1, "DESCRIPTOR": False}),
     (

@@ -286,6 +286,40 @@ def test_rows_of_state(shape, dtype, kernels, device):
     assert torch.equal(state, wanted)
 
 
+@pytest.mark.parametrize(("rows", "size"), [(1, 8), (5, 24), (3, 2500), (0, 8)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
+def test_rows_are_copied_side_by_side(rows, size, dtype, kernels, device, monkeypatch):
+    sources = [torch.randint(1, 100, (rows, 2 * size)).to(device, dtype)[:, half::2] for half in range(2)]
+    packed = list(torch.stack(sources))
+    wide = torch.zeros(rows, 4 * size, dtype=dtype, device=device)
+    wanted = torch.cat((wide[:, :size], *packed, wide[:, :size]), dim=1)
+    copies = []
+    monkeypatch.setattr(KernelSet, "copy_rows", lambda self, source, out: copies.append(out.copy_(source)))
+    for given, by_default in ((packed, 0), (sources, 2)):  # columns that lie apart are the reference's
+        wide.zero_()
+        copies.clear()
+        for source, out in zip(given, wide.split(size, dim=1)[1:], strict=False):
+            kernels.copy_rows(source, out)
+        assert torch.equal(wide, wanted)
+        assert len(copies) == by_default
+
+
+def test_what_a_copy_would_repeat_or_convert_is_refused(kernels, device):
+    out = torch.zeros(4, 8, device=device)
+    for source in (out[:1], out[:, :1], out[0], out.bfloat16()):
+        for each in (kernels, REFERENCE):
+            with pytest.raises(RuntimeError, match="copy_rows"):
+                each.copy_rows(source, out)
+
+
+def test_rows_of_a_wider_tensor_are_normed_without_a_copy(kernels, device, monkeypatch):
+    wide, weight = torch.randn(5, 96).to(device), torch.randn(32).to(device)
+    part = wide[:, 32:64]
+    wanted = REFERENCE.rms_norm(part.cpu(), weight.cpu(), 1e-5)
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda tensor: pytest.fail("a copy"))
+    assert torch.allclose(kernels.rms_norm(part, weight, 1e-5).cpu(), wanted, atol=1e-5)
+
+
 def test_a_table_decides(device):
     from outrider_triton.derive import choose
     from outrider_triton.kernelset import TritonKernels

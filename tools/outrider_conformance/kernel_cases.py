@@ -70,6 +70,15 @@ def _state(dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
+def _wide(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {"source": _normal(5, 16, dtype=dtype), "wide": _normal(5, 48, dtype=dtype, seed=1)}
+
+
+def _copied(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    kernels.copy_rows(o["source"], o["wide"][:, 16:32])
+    return (o["wide"],)
+
+
 def _scattered(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
     kernels.scatter_rows(o["state"], o["rows"], o["values"])
     return (o["state"],)
@@ -374,6 +383,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
             Case("norm_linear_rope_write_cache", _pair, _normed_queries, changed=("residual", "k_cache", "v_cache")),
             Case("head_norm_rope_write_cache", _heads, _normed_heads, changed=("k_cache", "v_cache")),
             Case("gather_rows", _state, lambda k, o: (k.gather_rows(o["state"], o["rows"]),)),
+            Case("copy_rows", _wide, _copied, changed=("wide",)),
             Case("scatter_rows", _state, _scattered, changed=("state",)),
             Case("embedding", _embedding, lambda k, o: (k.embedding(o["tokens"], o["weight"]),)),
             Case("rms_norm", _norm, lambda k, o: (k.rms_norm(o["x"], o["weight"], 1e-5),)),

@@ -33,7 +33,7 @@ from outrider.engine.state.probes import Probes
 from outrider.engine.state.results import Results
 from outrider.engine.state.rows import FutureMap, RowTable
 from outrider.engine.state.staging import Staging
-from outrider.model import ForwardInput, KVCache, LanguageModel, ModelRanks
+from outrider.model import ForwardInput, KVCache, LanguageModel, ModelRanks, SideBySide, side_by_side
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer
 from outrider.speculative.tree import Tree
 
@@ -254,7 +254,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         )
         if self._keeps_states and outputs.path is not None and path is not None:
             outputs.path.copy_(path)
-        return replace(outputs, hidden=hidden, aux_hidden_states=tuple(aux_hidden_states))
+        return replace(outputs, hidden=hidden, aux_hidden_states=aux_hidden_states)
 
     def written(self, batch: DecodeBatch) -> VerifyOutputs:
         """Static buffers of what was accepted, and of the states there."""
@@ -353,6 +353,10 @@ class Extend(Capturable[ExtendStageInput, None]):
         def accepted_rows(state: Tensor) -> Tensor:
             return state if along is None else state.index_select(0, along.gather)
 
+        aux_hidden_states = outputs.aux_hidden_states
+        if along is not None and aux_hidden_states:
+            joined = accepted_rows(side_by_side(aux_hidden_states))
+            aux_hidden_states = SideBySide(joined, aux_hidden_states[0].shape[-1])
         attention, seq_lens_host = given.attention, batch.seq_lens_host
         if seq_lens_host is not None and self.host_params(batch.drafted):
             seq_lens_host = replace(seq_lens_host, values=seq_lens_host.plus(self._taken_in(batch.drafted)))
@@ -363,7 +367,7 @@ class Extend(Capturable[ExtendStageInput, None]):
             ExtendInputs(
                 tokens=plan.tokens,
                 hidden=accepted_rows(outputs.hidden),
-                aux_hidden_states=tuple(accepted_rows(state) for state in outputs.aux_hidden_states),
+                aux_hidden_states=aux_hidden_states,
                 positions=places.positions,
                 rope_positions=verify.static_rope_positions if static else places.rope_positions,
                 mrope_position_deltas=inputs.mrope_position_deltas,

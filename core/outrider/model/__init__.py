@@ -31,6 +31,7 @@ from outrider.model.quantization import QuantizedMode
 from outrider.model.ranks import ModelRanks
 from outrider.model.rope import RopeConfig
 from outrider.model.shards import Shard, Shards
+from outrider.model.side_by_side import SideBySide, side_by_side
 from outrider.model.stream_decoder import StreamDecoder
 from outrider.model.tensors import Progress
 from outrider.model.tokenizer import Tokenizer, check_same_tokens, has_tokenizer
@@ -69,6 +70,7 @@ __all__ = [
     "RopeConfig",
     "Shard",
     "Shards",
+    "SideBySide",
     "StreamDecoder",
     "Tokenizer",
     "TransformersDecoder",
@@ -90,6 +92,7 @@ __all__ = [
     "load_vision",
     "of_vocabulary",
     "prompt_positions",
+    "side_by_side",
     "speculative_positions",
     "supported_families",
     "with_output_head",

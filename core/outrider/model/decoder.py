@@ -18,11 +18,12 @@ from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.mixture import MixtureLayer
-from outrider.model.pending import Pending, add_rms_norm, added
+from outrider.model.pending import Pending, add_rms_norm
 from outrider.model.products import Weight, linear
 from outrider.model.ranks import ModelRanks
 from outrider.model.rotary import rotary
 from outrider.model.shapes import decoder_shape
+from outrider.model.side_by_side import SideBySide
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,24 +85,26 @@ class Decoder(LanguageModel):
         beyond = [layer for layer in layers if not 0 <= layer < len(self._layers)]
         if beyond:
             raise ConfigError(f"there are no layers {beyond} to capture, the decoder has {len(self._layers)}")
-        entering: dict[int, Tensor] = {}
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         residual = self._embed_inputs(inputs)
+        states: tuple[Tensor, ...] = ()
+        if layers:
+            width = residual.shape[1]
+            states = SideBySide(residual.new_empty((residual.shape[0], len(layers) * width)), width)
         pending: Pending | None = None
         self.begin_pass(inputs)
         last = len(self._layers) - 1
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
-            if index in layers:
-                pending, entering[index] = added(pending, residual, self.kernels)
+            entering = tuple(state for state, wanted in zip(states, layers, strict=True) if wanted == index)
             if index == last:
-                pending, residual = layer.forward_last(pending, residual, inputs, cos_sin, pages)
+                pending, residual = layer.forward_last(pending, residual, inputs, cos_sin, pages, entering)
             else:
-                pending = layer.forward(pending, residual, inputs, cos_sin, pages)
+                pending = layer.forward(pending, residual, inputs, cos_sin, pages, entering)
             if index == 0:
                 inputs = inputs.behind_a_layer()
         assert pending is not None  # there is at least one layer
         final = add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, self.kernels)
-        return final, tuple(entering[layer] for layer in layers)
+        return final, states
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of ``hidden`` [N, H], any rows of :meth:`forward`'s result or of an EAGLE head's."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from outrider.model.cache import KVCache
@@ -18,6 +17,7 @@ from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.pending import Pending, add_rms_norm
 from outrider.model.products import Weight, linear
 from outrider.model.rotary import rotary
+from outrider.model.side_by_side import side_by_side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class DFlashHead:
         """
         config, kernels = self.config, self.kernels
         size, kv_heads = config.head_size, config.num_kv_heads
-        fused = linear(kernels, torch.cat(aux_hidden_states, dim=-1), self.weights.fusion)
+        fused = linear(kernels, side_by_side(aux_hidden_states), self.weights.fusion)
         text = kernels.rms_norm(fused, self.weights.hidden_norm, config.rms_eps)
         cos, sin = self._rotary.gather(positions, prompt_lens)
         for weights, (k_cache, v_cache) in zip(self.weights.layers, cache.layers, strict=True):

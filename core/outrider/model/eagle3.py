@@ -20,6 +20,7 @@ from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.pending import add, add_rms_norm
 from outrider.model.products import Weight, linear
 from outrider.model.rotary import rotary
+from outrider.model.side_by_side import side_by_side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ def fuse(weights: Eagle3Weights, states: tuple[Tensor, ...], eps: float, kernels
     """Three states of the target, [T, Ht] each, as the one [T, H] that a head reads."""
     if weights.state_norms:
         states = tuple(kernels.rms_norm(x, w, eps) for x, w in zip(states, weights.state_norms, strict=True))
-    joined = torch.cat(states, dim=-1)
+    joined = side_by_side(states)
     if weights.input_norm is not None:
         joined = kernels.rms_norm(joined, weights.input_norm, eps)
     return linear(kernels, joined, weights.fusion)

@@ -85,7 +85,8 @@ class LanguageModel(ABC):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """:meth:`forward`, and also the residual stream [T, H] as it enters each of ``layers``, in that order.
 
-        EAGLE-3 heads read three of them. Raises :class:`ConfigError` for a layer that doesn't exist.
+        EAGLE-3 heads read three of them, side by side: a model may return a :class:`SideBySide`, whose views are the states.
+        Raises :class:`ConfigError` for a layer that doesn't exist.
         """
 
     def forward(self, inputs: ForwardInput, cache: KVCache) -> Tensor:

@@ -139,12 +139,16 @@ class DecoderLayer:
         inputs: ForwardInput,
         cos_sin: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
+        entering: tuple[Tensor, ...] = (),
     ) -> Pending:
         """Add ``pending`` (None at the first layer) and the attention to ``residual`` [T, H] in place.
 
-        Returns what the MLP adds, pending. Every row goes on, whichever ``inputs`` keep.
+        Returns what the MLP adds, pending. Every row goes on, whichever ``inputs`` keep. ``entering``: where the stream as
+        it enters the layer is copied to, [T, H] each: ``residual`` with ``pending`` and without the attention.
         """
-        return self.mlp(self._attended(pending, residual, inputs.whole, cos_sin, cache), residual)
+        attended = self._attended(pending, residual, inputs.whole, cos_sin, cache)
+        self._copy(residual, entering)
+        return self.mlp(attended, residual)
 
     def forward_last(
         self,
@@ -153,13 +157,22 @@ class DecoderLayer:
         inputs: ForwardInput,
         cos_sin: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
+        entering: tuple[Tensor, ...] = (),
     ) -> tuple[Pending, Tensor]:
         """:meth:`forward` of the last layer of a stack, with the residual stream behind it: the same tensor, or [S, H] of the
-        rows that ``inputs`` keep. Keys and values of all T tokens are written.
+        rows that ``inputs`` keep. Keys and values of all T tokens are written, and what enters the layer.
         """
         attended = self._attended(pending, residual, inputs, cos_sin, cache)
+        self._copy(residual, entering)
         residual = inputs.keep(residual, self._kernels)
         return self.mlp(attended, residual), residual
+
+    def _copy(self, residual: Tensor, entering: tuple[Tensor, ...]) -> None:
+        """Copy ``residual`` [T, H] between :meth:`_attended` and :meth:`mlp`: the kernel that began the one has added all
+        that was pending, and what the attention adds is pending until the other. So nothing is computed for the copy.
+        """
+        for out in entering:
+            self._kernels.copy_rows(residual, out)
 
     def _attended(
         self,

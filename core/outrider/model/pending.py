@@ -55,16 +55,3 @@ def add_rms_norm(pending: Pending, residual: Tensor, norm: Tensor, eps: float, k
             return kernels.linear_quantized_add_rms_norm(quantized, residual, norm, eps)
         return kernels.add_rms_norm(multiply(kernels, pending), residual, norm, eps)
     return kernels.linear_add_rms_norm(*pending, residual, norm, eps)
-
-
-def added(pending: Pending | None, residual: Tensor, kernels: KernelSet) -> tuple[Pending | None, Tensor]:
-    """A copy of ``residual`` with what is pending, and what is pending then: a sum over ranks is made once."""
-    if pending is None:
-        return None, residual.clone()
-    if isinstance(pending, Partial):
-        pending.ranks.add(pending.value, residual)
-        return None, residual.clone()
-    if isinstance(pending, Made):
-        return pending, residual + pending.value
-    # Made twice, here and for the norm: a few layers of a head that asks for it.
-    return pending, residual + multiply(kernels, pending)

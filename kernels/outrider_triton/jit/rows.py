@@ -307,6 +307,16 @@ def gather_rows(state, rows, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
+def copy_rows(source, out, size, source_row, out_row, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (row, chunk). Rows of ``size`` elements lie ``source_row`` and ``out_row`` elements apart."""
+    begin(PDL)
+    number = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(source + number * source_row + lane, mask=lane < size)
+    tl.store(out + number * out_row + lane, values, mask=lane < size)
+
+
+@triton.jit
 def scatter_rows(state, rows, values, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program (row, chunk). Row 0 is reserved, and isn't written."""
     begin(PDL)

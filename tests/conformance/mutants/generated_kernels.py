@@ -128,6 +128,9 @@ SPECS = {
     ),
     "logprobs": Operands(LOGITS, ("logits", "tokens"), (), ("logits", "tokens"), ("logits",), ("logits",), ("logits",)),
     "gather_rows": Operands(BOOKS, ("rows",), (), ("state",), numbers=("state",)),
+    "copy_rows": Operands(
+        BOOKS, ("source", "out"), ("out",), ("source",), ("source", "out"), numbers=("source",), returns=False
+    ),
     "scatter_rows": Operands(
         BOOKS, ("rows", "values"), ("state",), ("values",), ("values",), numbers=("values",), returns=False
     ),

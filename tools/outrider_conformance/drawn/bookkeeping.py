@@ -39,6 +39,18 @@ def _gather(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     return Problem(operands, lambda k, o: {"out": k.gather_rows(o["state"], o["rows"])}, wanted)
 
 
+def _copy(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    source = dice.normal(shape["batch"], shape["width"], dtype=dtype)
+    out = Operand(torch.zeros_like(source), "wide")
+    operands = {"source": Operand(source, "wide" if shape["flag"] else "rows"), "out": out}
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        kernels.copy_rows(o["source"], o["out"])
+        return {}
+
+    return Problem(operands, call, {"out": bounds.exact(source)})
+
+
 def _scatter(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     state = _state(shape, dtype, dice)
     rows = _rows(dice, shape["batch"], state.shape[0])
@@ -276,6 +288,7 @@ _ROWS = {"batch": _BATCH, "width": _WIDTH, "deep": _FLAG}
 _LOOKED = {"batch": _BATCH, "width": _WIDTH, "flag": _FLAG}
 BOOKKEEPING = (
     Drawn("gather_rows", _gather, _ROWS, _corners(deep=1)),
+    Drawn("copy_rows", _copy, _LOOKED, [*_corners(flag=0), *_corners(flag=1)]),
     Drawn("scatter_rows", _scatter, _ROWS, _corners(deep=1)),
     Drawn("gather_requests", _requests, _LOOKED, [*_corners(flag=0), *_corners(flag=1)], choices=True),
     Drawn("find_nan", _find, _LOOKED, [*_corners(flag=0), *_corners(flag=1)]),

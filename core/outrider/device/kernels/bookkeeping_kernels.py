@@ -30,6 +30,10 @@ class BookkeepingKernels:
         """
         torch.ops.outrider.scatter_rows(state, rows, values)
 
+    def copy_rows(self, source: Tensor, out: Tensor) -> None:
+        """Write ``source`` [T, H] to ``out`` [T, H] of the same dtype: columns of a wider tensor, say."""
+        torch.ops.outrider.copy_rows(source, out)
+
     def gather_requests(
         self,
         rows: Tensor,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 
 def expect(met: bool, told: Callable[[], str]) -> None:
     """Raise RuntimeError with what ``told`` says unless ``met``, as torch's own operators do.
@@ -13,3 +15,14 @@ def expect(met: bool, told: Callable[[], str]) -> None:
     """
     if not met:
         raise RuntimeError(told())
+
+
+def check_copy(source: Tensor, out: Tensor) -> None:
+    """Raise where ``source`` isn't what ``out`` [T, H] is to hold: a copy would repeat or convert it."""
+    expect(
+        source.dim() == 2 and source.shape == out.shape and source.dtype is out.dtype,
+        lambda: (
+            f"copy_rows: {tuple(source.shape)} in {source.dtype} to {tuple(out.shape)} in {out.dtype}; expected two [T, H] "
+            "of one dtype"
+        ),
+    )

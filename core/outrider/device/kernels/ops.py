@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels import bookkeeping, experts, quantized_reference, reference, shaping
-from outrider.device.kernels.checks import expect
+from outrider.device.kernels.checks import check_copy, expect
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "DEF")
@@ -191,6 +191,7 @@ _define(
     lambda state, rows: state.new_empty((rows.shape[0], *state.shape[1:])),
 )
 _define("scatter_rows(Tensor(a!) state, Tensor rows, Tensor values) -> ()", reference.scatter_rows, lambda *operands: None)
+_define("copy_rows(Tensor source, Tensor(a!) out) -> ()", reference.copy_rows, check_copy)
 _define(
     "move_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor sources, Tensor destinations) -> ()",
     reference.move_cache,

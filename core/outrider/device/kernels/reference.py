@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.device.kernels.checks import check_copy
 from outrider.device.kernels.philox import uniforms
 
 LANE_SAMPLE, LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL = 0, 1, 2, 3
@@ -204,6 +205,12 @@ def scatter_rows(state: Tensor, rows: Tensor, values: Tensor) -> None:
     """Write rows of a table of state; row 0 stays as it is."""
     real = (rows > 0).view(-1, *([1] * (state.dim() - 1)))
     state.index_copy_(0, rows, torch.where(real, values, state[:1]))
+
+
+def copy_rows(source: Tensor, out: Tensor) -> None:
+    """Write rows to where they're wanted."""
+    check_copy(source, out)
+    out.copy_(source)
 
 
 def move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS
-from outrider.model import LanguageModel
+from outrider.model import LanguageModel, SideBySide
 from outrider.speculative.proposer import Draft, Proposer
 from outrider.speculative.tree import Tree
 
@@ -303,6 +303,7 @@ class StaticBuffers:
             )
         positions = get("verify.positions")
         axes = "verify.rope_positions" in specs
+        hidden, states = get("outputs.hidden"), maybe("outputs.aux_hidden_states")
         return Views(
             count=count,
             inputs=DecodeInputs(
@@ -341,8 +342,8 @@ class StaticBuffers:
                 path=path,
             ),
             outputs=VerifyOutputs(
-                hidden=get("outputs.hidden"),
-                aux_hidden_states=tuple(several("outputs.aux_hidden_states.").values()),
+                hidden=hidden,
+                aux_hidden_states=() if states is None else SideBySide(states, hidden.shape[-1]),
                 tokens=get("outputs.tokens"),
                 path=maybe("outputs.path"),
                 accepted=get("outputs.accepted"),
@@ -362,6 +363,7 @@ def step_buffers(
     tokens = proposer.nodes if drafted is None else drafted
     nodes, path = tokens + 1, (proposer.depth if drafted is None else drafted) + 1
     hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
+    read = len(proposer.aux_hidden_state_layers)
     int32, float32, booleans = torch.int32, torch.float32, torch.bool
     specs = [
         BufferSpec("inputs.rows"),
@@ -404,10 +406,7 @@ def step_buffers(
         specs.append(BufferSpec("verify.mask", (nodes,), booleans, per=nodes, padding=True))
     specs += [
         BufferSpec("outputs.hidden", (hidden,), model.dtype, per=nodes),
-        *(
-            BufferSpec(f"outputs.aux_hidden_states.{i}", (hidden,), model.dtype, per=nodes)
-            for i in range(len(proposer.aux_hidden_state_layers))
-        ),
+        *([BufferSpec("outputs.aux_hidden_states", (read * hidden,), model.dtype, per=nodes)] if read else []),
         BufferSpec("outputs.tokens", (path,)),
         *([BufferSpec("outputs.path", (path,))] if proposer.is_tree else []),
         BufferSpec("outputs.accepted"),
