@@ -164,8 +164,8 @@ def _gated_planes(
     return made
 
 
-def _gated_empty(both: Tensor, data: Tensor, scales: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
-    split, n = config[3], data.shape[0]
+def _gated_empty(both: Tensor, data: Tensor, *rest: Any) -> Tensor:
+    split, n = rest[-2][3], data.shape[0]
     return both.new_empty((split, 1, n), dtype=torch.float32) if split > 1 else both.new_empty((1, n))
 
 

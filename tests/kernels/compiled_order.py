@@ -59,9 +59,7 @@ def check_order_beside_a_weight(name: str, ptx: str, *, groups: int = 0) -> None
     before, behind = ptx.split("griddepcontrol.wait", 1)
     for own in behind.split("griddepcontrol.wait") if groups else ():
         assert "ld.global" in own, f"{name}: a group reads no gate behind its wait"
-        assert own.index("ld.global") < own.index("fence.proxy.async"), (
-            f"{name}: the engine isn't told of what was written"
-        )
+        assert own.index("ld.global") < own.index("fence.proxy.async"), f"{name}: the engine isn't told of what was written"
     assert "st.global" not in before, f"{name}: writes before the wait"
     assert "cp.async.bulk.tensor" not in before, f"{name}: brings tokens before the wait"
     weight = behind[max(behind.rindex("st.global"), behind.rindex("wgmma.wait_group")) :]

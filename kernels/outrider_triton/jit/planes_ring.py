@@ -238,7 +238,6 @@ def _halves(total):
 
 @gluon.jit
 def _store(
-    x,
     own,
     rotary,
     ring,
@@ -257,7 +256,7 @@ def _store(
     """The first group of warps: it adds the second one's sums to its own, and stores them, turned or not. It begins late
     (:func:`outrider_triton.jit.dependent.begin_late`).
     """
-    grains, scales, bias, out, m, n, groups, stride, each = own
+    x, grains, scales, bias, out, m, n, groups, stride, each = own
     OWN: gl.constexpr = STEPS * ring[1].shape[2] // _GROUP
     _read_scales(scales, factors, n, groups, each, OWN, TILES, HALF)
     if GROUPS > 1:
@@ -440,15 +439,29 @@ def streamed_planes(
         others = other, come, taken
     else:
         others = known  # of no use
-    own = grains, scales, bias, out, m, n, groups, stride, each
+    own = x, grains, scales, bias, out, m, n, groups, stride, each
     rotary = cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head
     if GROUPS > 1:
         gl.warp_specialize(
             [
                 (
                     _store,
-                    (x, own, rotary, ring, factors, held_grains, known, others)
-                    + (HAS_BIAS, GROUPS, STEPS, TILES, HALF, GATED, PDL),
+                    (
+                        own,
+                        rotary,
+                        ring,
+                        factors,
+                        held_grains,
+                        known,
+                        others,
+                        HAS_BIAS,
+                        GROUPS,
+                        STEPS,
+                        TILES,
+                        HALF,
+                        GATED,
+                        PDL,
+                    ),
                 ),
                 (_help, (x, ring, factors, held_grains, known, others, GROUPS, STEPS, TILES, GATED, PDL)),
                 (_bring, (w, ring, each, steps, TILES, HALF)),
@@ -461,8 +474,22 @@ def streamed_planes(
             [
                 (
                     _store,
-                    (x, own, rotary, ring, factors, held_grains, known, others)
-                    + (HAS_BIAS, GROUPS, STEPS, TILES, HALF, GATED, PDL),
+                    (
+                        own,
+                        rotary,
+                        ring,
+                        factors,
+                        held_grains,
+                        known,
+                        others,
+                        HAS_BIAS,
+                        GROUPS,
+                        STEPS,
+                        TILES,
+                        HALF,
+                        GATED,
+                        PDL,
+                    ),
                 ),
                 (_bring, (w, ring, each, steps, TILES, HALF)),
             ],
