@@ -14,7 +14,15 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
 from outrider.model.config import ModelConfig, VisionConfig
 from outrider.model.config_fields import MAX_CONTEXT, config_fields, is_whole
-from outrider.model.expert_configs import EXPERT_FAMILIES, REFUSED, layer_windows, mixtral, qwen2_moe, qwen3_moe
+from outrider.model.expert_configs import (
+    EXPERT_FAMILIES,
+    REFUSED,
+    layer_windows,
+    mixtral,
+    one_window,
+    qwen2_moe,
+    qwen3_moe,
+)
 from outrider.model.location import refuse_other_formats
 from outrider.model.plain_config import plain_config
 from outrider.model.reading import describe, present, read_json, reading
@@ -137,11 +145,19 @@ def _common(hf: HfConfig) -> dict[str, Any]:
 
 
 def _llama(hf: HfConfig) -> dict[str, Any]:
-    return {"attention_bias": hf.attention_bias, "output_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
+    return {
+        "attention_bias": hf.attention_bias,
+        "output_bias": hf.attention_bias,
+        "mlp_bias": hf.mlp_bias,
+        "windows": one_window(hf, 0),
+    }
 
 
 def _mistral(hf: HfConfig) -> dict[str, Any]:
-    return {"windows": (hf.sliding_window or 0,) * hf.num_hidden_layers}
+    # Ministral is published as a mistral model with layer_types, and transformers' Auto classes take it for what it is.
+    if getattr(hf, "layer_types", None):
+        return {"windows": layer_windows(hf)}
+    return {"windows": one_window(hf, hf.sliding_window)}
 
 
 def _qwen2(hf: HfConfig) -> dict[str, Any]:

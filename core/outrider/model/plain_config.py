@@ -92,7 +92,7 @@ def plain_config(family: str, fields: Mapping[str, Any]) -> PlainConfig | None:
         hidden_act=fields["hidden_act"],
         head_dim=fields.get("head_dim") or hidden // heads,
         sliding_window=window,
-        layer_types=tuple(full),
+        layer_types=tuple(full) if family in _WINDOWED else (),
         rope_parameters=rope,
         bos_token_id=fields["bos_token_id"],
         eos_token_id=fields["eos_token_id"],
