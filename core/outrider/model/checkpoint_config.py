@@ -219,7 +219,6 @@ def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
     optional = {
         name: given[name]
         for name in (
-            "factor",
             "low_freq_factor",
             "high_freq_factor",
             "beta_fast",
@@ -234,16 +233,29 @@ def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
     return RopeConfig(
         kind=kind,
         theta=float(given["rope_theta"]),
+        factor=_rope_factor(hf),
         original_context=_original_context(hf),
         sections=tuple(given.get("mrope_section") or (_MROPE_SECTIONS if mrope else ())),
         **optional,
     )
 
 
+def _rope_factor(hf: HfConfig) -> float:
+    """By how much positions are stretched; of a yarn that says null, from one context to the other, as in transformers."""
+    kind, given = hf.rope_parameters.get("rope_type") or "default", hf.rope_parameters.get("factor", 1.0)
+    if given is not None or kind == "default":
+        return 1.0 if given is None else float(given)
+    if kind == "yarn":
+        return int(hf.max_position_embeddings) / _original_context(hf)
+    raise ConfigError(f"rope_parameters.factor is None, expected a number, by which a rope of kind {kind!r} stretches")
+
+
 def _original_context(hf: HfConfig) -> int:
     if hf.rope_parameters.get("rope_type") == "dynamic":  # the one kind for which transformers ignores the field
         return int(hf.max_position_embeddings)
-    return int(hf.rope_parameters.get("original_max_position_embeddings") or hf.max_position_embeddings)
+    # Beside the rope it goes before what stands in it: transformers reads it so when it makes the model.
+    beside = getattr(hf, "original_max_position_embeddings", None)
+    return int(beside or hf.rope_parameters.get("original_max_position_embeddings") or hf.max_position_embeddings)
 
 
 def _context(hf: HfConfig) -> int:
@@ -255,7 +267,7 @@ def _context(hf: HfConfig) -> int:
     declared = int(hf.max_position_embeddings)
     if hf.rope_parameters.get("rope_type") not in ("yarn", "dynamic"):
         return declared
-    original, factor = _original_context(hf), hf.rope_parameters.get("factor", 1.0)
+    original, factor = _original_context(hf), _rope_factor(hf)
     if original * factor > MAX_CONTEXT:
         raise ConfigError(f"rope scaling by {factor} of {original} positions gives more than {MAX_CONTEXT}")
     return max(declared, int(original * factor))
