@@ -81,6 +81,17 @@ def test_a_yarn_whose_factor_is_null(tmp_path, backend):
     agree(tmp_path, backend, edited(tmp_path, "qwen2", rope_parameters=ROPES["yarn"] | {"factor": None}))
 
 
+def test_a_yarn_whose_truncate_is_null(tmp_path, backend):
+    """It's false."""
+    agree(tmp_path, backend, edited(tmp_path, "qwen2", rope_parameters=ROPES["yarn"] | {"truncate": None}))
+
+
+@pytest.mark.parametrize("rope", ["default", "dynamic"])
+def test_sections_that_are_left_of_a_vision_language_model(tmp_path, backend, rope):
+    """Its decoder as a model of text: transformers passes over them, whatever they sum to."""
+    agree(tmp_path, backend, edited(tmp_path, "qwen2", rope_parameters=ROPES[rope] | {"mrope_section": [16, 24, 24]}))
+
+
 @pytest.mark.parametrize("windows", [["full_attention", "sliding_attention", "full_attention"], ["sliding_attention"] * 3])
 def test_a_mistral_with_layer_types(tmp_path, backend, windows):
     """Ministral as it's published."""

@@ -56,6 +56,8 @@ def read_model_config(
             raise CheckpointError(f"{path}: {part} is {shown(inner)}, expected a config of its own")
         raw = inner
     with reading(path, f"a {shown(raw.get('model_type'))} config"):
+        if not drafts:  # a block that's drafted at once sees itself, as its loader reads
+            _check_causal(raw)
         try:
             return _model_config(directory, raw)
         except _NotNative as error:
@@ -75,6 +77,14 @@ def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
     config = ModelConfig(family=family, rope=_rope(hf, mrope=family in _VISION_FAMILIES), **fields)
     _check_rope(config)
     return config
+
+
+def _check_causal(raw: Mapping[str, Any]) -> None:
+    """Raise where tokens are to see later ones, which transformers' masks let them."""
+    text = raw.get("text_config")
+    said = (text if isinstance(text, dict) else raw).get("is_causal", True)
+    if said is not True:
+        raise ConfigError(f"is_causal is {shown(said)}, expected true: a token here sees none that come after it")
 
 
 def _family(raw: Mapping[str, Any]) -> str:
@@ -214,7 +224,7 @@ def _vision(hf: HfConfig) -> VisionConfig:
 def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
     given = dict(hf.rope_parameters)
     kind = given.get("rope_type") or "default"
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
+    if given.get("partial_rotary_factor") not in (None, 1.0):
         raise _NotNative(f"partial_rotary_factor is {given['partial_rotary_factor']}, only 1 is supported")
     optional = {
         name: given[name]
@@ -226,16 +236,17 @@ def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
             "attention_factor",
             "mscale",
             "mscale_all_dim",
-            "truncate",
         )
         if given.get(name) is not None
     }
+    if "truncate" in given:  # null is no, as in transformers
+        optional["truncate"] = bool(given["truncate"])
     return RopeConfig(
         kind=kind,
         theta=float(given["rope_theta"]),
         factor=_rope_factor(hf),
         original_context=_original_context(hf),
-        sections=tuple(given.get("mrope_section") or (_MROPE_SECTIONS if mrope else ())),
+        sections=tuple(given.get("mrope_section") or _MROPE_SECTIONS) if mrope else (),
         **optional,
     )
 
