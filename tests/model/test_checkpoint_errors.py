@@ -192,6 +192,10 @@ def test_tied_head_that_is_another(tmp_path, backend):
             {"rope_parameters": {"rope_type": "linear", "factor": None, "rope_theta": 7.0}},
             r"rope_parameters\.factor is None, expected a number, by which a rope of kind 'linear' stretches",
         ),
+        (
+            {"rope_parameters": {"rope_type": None, "factor": 2.0, "rope_theta": 7.0}},
+            "rope_type of the rope is None, expected one of default, dynamic, linear, llama3, yarn",
+        ),
         ({"is_causal": False}, "is_causal is False, expected true: a token here sees none that come after it"),
         ({"eos_token_id": 5000}, "special token 5000 isn't a token id below the vocabulary size"),
     ],

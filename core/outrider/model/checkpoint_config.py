@@ -26,7 +26,7 @@ from outrider.model.expert_configs import (
 from outrider.model.location import refuse_other_formats
 from outrider.model.plain_config import plain_config
 from outrider.model.reading import describe, present, read_json, reading
-from outrider.model.rope import RopeConfig, inverse_frequencies
+from outrider.model.rope import ROPE_KINDS, RopeConfig, inverse_frequencies
 
 _DTYPES = MappingProxyType(
     {str(each).removeprefix("torch."): each for each in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
@@ -223,7 +223,9 @@ def _vision(hf: HfConfig) -> VisionConfig:
 
 def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
     given = dict(hf.rope_parameters)
-    kind = given.get("rope_type") or "default"
+    kind = given.get("rope_type", "default")
+    if kind is None:  # what else it says would be passed over
+        raise ConfigError(f"rope_type of the rope is None, expected one of {', '.join(ROPE_KINDS)}")
     if given.get("partial_rotary_factor") not in (None, 1.0):
         raise _NotNative(f"partial_rotary_factor is {given['partial_rotary_factor']}, only 1 is supported")
     optional = {

@@ -123,4 +123,4 @@ def one_window(hf: Hf, window: int | None) -> tuple[int, ...]:
             f"layer_types has {shown(others)}, and the layers of this family have no window here; expected 'full_attention' "
             "for every layer, or no layer_types"
         )
-    return (window or 0,) * hf.num_hidden_layers
+    return (window or 0,) * int(hf.num_hidden_layers)
