@@ -3,11 +3,14 @@
 import asyncio
 import json
 import re
+import sys
 from dataclasses import replace
 
 import pytest
 
 from outrider import Engine
+from outrider.serve.client import EngineGone
+from outrider_bench import served_child
 from outrider_bench.http_load import HttpLoad, ServerFailed, Streamed, run_load, summary
 from outrider_bench.served import run_bare, tokenizer_of
 from outrider_proof import tiny
@@ -160,3 +163,20 @@ def test_every_token_has_a_text():
     tokenizer = Tokenizer.from_str(tokenizer_of(5000))
     assert tokenizer.get_vocab_size() == 5000
     assert len({tokenizer.decode([token]) for token in range(256, 5000)}) == 5000 - 256
+
+
+def test_a_server_whose_engine_cant_be_made_says_why_alone(monkeypatch, tmp_path):
+    """What it says last is shown, and a traceback is no answer."""
+    setup = {"shape": "tiny", "speculate": "none", "draft_tokens": 1, "accept_length": None, "dtype": "sim", "backend": None}
+    given = {"setup": setup | {"max_requests": 1, "max_context": 8}, "model": str(tmp_path), "port": 1}
+
+    def fails(work):
+        work.close()
+        raise EngineGone("ConfigError: dtype is 'sim'")
+
+    monkeypatch.setattr(sys, "argv", ["served_child", json.dumps(given)])
+    monkeypatch.setattr(served_child, "end_with_parent", lambda: None)
+    monkeypatch.setattr(served_child, "log_to_stderr", lambda form: None)
+    monkeypatch.setattr(served_child, "run_loop", fails)
+    with pytest.raises(SystemExit, match="^ConfigError: dtype is 'sim'$"):
+        served_child.main()

@@ -184,6 +184,19 @@ def test_tied_head_that_is_another(tmp_path, backend):
         ({"intermediate_size": 0}, "intermediate_size is 0, expected a whole number from 1 to"),
         ({"head_dim": 7}, "head_size is 7, expected an even number|even rotary dimension"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope|longrope"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 7.0}}},
+            r"rope_parameters is \{'full_attention': .*angles of its own for each kind of layer aren't supported",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": None, "rope_theta": 7.0}},
+            r"rope_parameters\.factor is None, expected a number, by which a rope of kind 'linear' stretches",
+        ),
+        (
+            {"rope_parameters": {"rope_type": None, "factor": 2.0, "rope_theta": 7.0}},
+            "rope_type of the rope is None, expected one of default, dynamic, linear, llama3, yarn",
+        ),
+        ({"is_causal": False}, "is_causal is False, expected true: a token here sees none that come after it"),
         ({"eos_token_id": 5000}, "special token 5000 isn't a token id below the vocabulary size"),
     ],
     ids=str,

@@ -1,7 +1,10 @@
 """The decoder against transformers: the same logits and the same greedy tokens for every family and rope scaling."""
 
+import json
+
 import pytest
 import torch
+import transformers
 
 from model.harness import Driver
 from outrider.device import ConfigError, KernelSet
@@ -54,6 +57,45 @@ def test_family(tmp_path, backend, name, shards):
 def test_rope(tmp_path, backend, name, rope):
     reference = write_checkpoint(tmp_path, name, rope_parameters=dict(ROPES[rope]))
     agree(tmp_path, backend, reference)
+
+
+def edited(directory, name, **keys):
+    """A checkpoint whose config.json says ``keys`` by hand, and transformers' model of it."""
+    write_checkpoint(directory, name)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("within", [None, 128])
+@pytest.mark.parametrize("rope", ["llama3", "yarn", "dynamic"])
+def test_the_original_context_beside_the_rope(tmp_path, backend, rope, within):
+    """It goes before what the rope says, as in transformers, which reads it so when it makes the model."""
+    said = {key: value for key, value in ROPES[rope].items() if key != "original_max_position_embeddings"}
+    said |= {} if within is None else {"original_max_position_embeddings": within}
+    agree(tmp_path, backend, edited(tmp_path, "llama", rope_parameters=said, original_max_position_embeddings=16))
+
+
+def test_a_yarn_whose_factor_is_null(tmp_path, backend):
+    """It's that of the two contexts."""
+    agree(tmp_path, backend, edited(tmp_path, "qwen2", rope_parameters=ROPES["yarn"] | {"factor": None}))
+
+
+def test_a_yarn_whose_truncate_is_null(tmp_path, backend):
+    """It's false."""
+    agree(tmp_path, backend, edited(tmp_path, "qwen2", rope_parameters=ROPES["yarn"] | {"truncate": None}))
+
+
+@pytest.mark.parametrize("rope", ["default", "dynamic"])
+def test_sections_that_are_left_of_a_vision_language_model(tmp_path, backend, rope):
+    """Its decoder as a model of text: transformers passes over them, whatever they sum to."""
+    agree(tmp_path, backend, edited(tmp_path, "qwen2", rope_parameters=ROPES[rope] | {"mrope_section": [16, 24, 24]}))
+
+
+@pytest.mark.parametrize("windows", [["full_attention", "sliding_attention", "full_attention"], ["sliding_attention"] * 3])
+def test_a_mistral_with_layer_types(tmp_path, backend, windows):
+    """Ministral as it's published."""
+    agree(tmp_path, backend, edited(tmp_path, "mistral-window", layer_types=windows))
 
 
 @pytest.mark.parametrize("chunk", [None, 6])

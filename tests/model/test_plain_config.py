@@ -35,6 +35,8 @@ CHANGES = [
     *({"layer_types": ["full_attention"] * 32, "sliding_window": value} for value in (None, 512)),
     {"eos_token_id": [3, 4]},
     {"partial_rotary_factor": 0.5},
+    {"original_max_position_embeddings": 1024},
+    {"rope_scaling": LLAMA_31["rope_scaling"], "original_max_position_embeddings": 1024},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
     {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": None},
     {"rope_parameters": {}, "rope_scaling": {}},

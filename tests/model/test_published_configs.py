@@ -176,3 +176,23 @@ def test_qwen_2_vl_flat(tmp_path):
     assert config.tie_embeddings
     assert (config.vision.image_token, config.vision.video_token, config.vision.merge) == (151655, 151656, 2)
     assert config.vision.tokens_per_second == 0
+
+
+MINISTRAL = MISTRAL | {"num_hidden_layers": 4, "layer_types": ["full_attention", *["sliding_attention"] * 3]}
+
+
+def test_ministral_as_a_mistral_with_layer_types(tmp_path):
+    """transformers' Auto classes take it for a ministral model, in which only some layers have the window."""
+    assert read(tmp_path, MINISTRAL).windows == (0, 4096, 4096, 4096)
+    assert read(tmp_path, MINISTRAL | {"layer_types": None}).windows == (4096,) * 4
+    with pytest.raises(CheckpointError, match="layer_types has 'sliding_attention', but there's no window"):
+        read(tmp_path, MINISTRAL | {"sliding_window": None})
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_layer_types_of_a_family_without_them(tmp_path, family):
+    tiny_config(family).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 2, "sliding_window": None}
+    assert read(tmp_path, raw | {"layer_types": ["full_attention"] * 2}).windows == (0, 0)
+    with pytest.raises(CheckpointError, match=r"layer_types has \['sliding_attention'\], and the layers of this family"):
+        read(tmp_path, raw | {"layer_types": ["full_attention", "sliding_attention"]})

@@ -129,6 +129,20 @@ def test_what_cannot_be_written(tmp_path, plain, capfd, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["q", "tied"]  # nothing is left of what failed
 
 
+def test_a_copy_of_the_embedding_is_no_head(tmp_path, capfd, backend):
+    """A checkpoint that ties them may hold one: quantised, it would be a tensor that nothing reads."""
+    write_checkpoint(tmp_path / "tied", "llama-tied")
+    path = tmp_path / "tied" / "model.safetensors"
+    held = load_file(path)
+    save_file(held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()}, path)
+    asked = ("--model", tmp_path / "tied", "--format", "fp8", "--out", tmp_path / "q")
+    code, said = quantize(capfd, *asked, "--lm-head")
+    assert code == 1
+    assert "none of its own: it's the embedding, which stays plain; leave --lm-head out" in said["error"]["message"]
+    assert quantize(capfd, *asked)[0] == 0
+    load_decoder(tmp_path / "q", backend=backend, dtype=torch.float32)
+
+
 def drawn(format, out, into, block, zeros, seed):
     generator = torch.Generator().manual_seed(seed)
     grid = (-(-out // block[0]), -(-into // block[1]))

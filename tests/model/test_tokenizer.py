@@ -1,5 +1,7 @@
 """Text to tokens as transformers does it, and streams of text that are never cut inside a character."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,4 +119,44 @@ def test_errors(tmp_path):
         Tokenizer.from_checkpoint(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: can't be read as a tokenizer"):
+        Tokenizer.from_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_only_the_files_beside_tell_of(tmp_path, kind):
+    """Tokens that an edit added there alone, and one that is in the vocabulary already, which it makes a special one."""
+    from transformers import AutoTokenizer
+
+    made = KINDS[kind]()
+    made.save(str(tmp_path / "tokenizer.json"))
+    size, the = made.get_vocab_size(), {"byte-level": "the", "sentencepiece": "\u2581the"}[kind]
+    told = {
+        str(size): {"content": "<special>", "special": True},
+        str(size + 1): {"content": "<spoken>", "lstrip": True},
+        str(made.token_to_id(the)): {"content": the, "special": True},
+        str(size + 9): "no token",
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": told}))
+    ours = Tokenizer.from_checkpoint(tmp_path)
+    del told[str(size + 9)]  # transformers fails of it
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": told}))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("the cat<special>a", "a <spoken>b", "the the"):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.vocab_size == size + 2
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<later>": size, "<far>": size + 100}))
+    older = Tokenizer.from_checkpoint(tmp_path)
+    assert (older.token_id("<later>"), older.token_id("<far>"), older.vocab_size) == (size, None, size + 1)
+    assert older.encode("a<later>b") == AutoTokenizer.from_pretrained(tmp_path).encode("a<later>b")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "added_tokens.json"])
+def test_a_broken_file_beside_is_named(tmp_path, name):
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text("{")
+    with pytest.raises(CheckpointError, match=f"{name}: isn't valid JSON"):
         Tokenizer.from_checkpoint(tmp_path)

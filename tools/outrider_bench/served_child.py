@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from outrider.device.errors import OutriderError
 from outrider.registry.children import end_with_parent
 from outrider.serve.command import run_loop
 from outrider.serve.config import ServeConfig
@@ -17,7 +18,7 @@ from outrider_bench.served import MODEL, Setup, partial_engine
 
 
 def main() -> None:
-    """Serve until the process is ended."""
+    """Serve until the process is ended. Where the engine can't be made, why is the last that it says."""
     end_with_parent()
     given = json.loads(sys.argv[1])
     make = partial_engine(Setup(**given["setup"]))
@@ -25,7 +26,10 @@ def main() -> None:
     model = Path(given["model"])
     config = ServeConfig(names=(MODEL,))
     address = Address(port=given["port"])
-    run_loop(serve(EngineProcess(make), lambda info: Prompter(model, info), config, address))
+    try:
+        run_loop(serve(EngineProcess(make), lambda info: Prompter(model, info), config, address))
+    except OutriderError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,19 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
 from outrider.model.config import ModelConfig, VisionConfig
 from outrider.model.config_fields import MAX_CONTEXT, config_fields, is_whole
-from outrider.model.expert_configs import EXPERT_FAMILIES, REFUSED, layer_windows, mixtral, qwen2_moe, qwen3_moe
+from outrider.model.expert_configs import (
+    EXPERT_FAMILIES,
+    REFUSED,
+    layer_windows,
+    mixtral,
+    one_window,
+    qwen2_moe,
+    qwen3_moe,
+)
 from outrider.model.location import refuse_other_formats
 from outrider.model.plain_config import plain_config
 from outrider.model.reading import describe, present, read_json, reading
-from outrider.model.rope import RopeConfig, inverse_frequencies
+from outrider.model.rope import ROPE_KINDS, RopeConfig, inverse_frequencies
 
 _DTYPES = MappingProxyType(
     {str(each).removeprefix("torch."): each for each in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
@@ -48,6 +56,8 @@ def read_model_config(
             raise CheckpointError(f"{path}: {part} is {shown(inner)}, expected a config of its own")
         raw = inner
     with reading(path, f"a {shown(raw.get('model_type'))} config"):
+        if not drafts:  # a block that's drafted at once sees itself, as its loader reads
+            _check_causal(raw)
         try:
             return _model_config(directory, raw)
         except _NotNative as error:
@@ -67,6 +77,14 @@ def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
     config = ModelConfig(family=family, rope=_rope(hf, mrope=family in _VISION_FAMILIES), **fields)
     _check_rope(config)
     return config
+
+
+def _check_causal(raw: Mapping[str, Any]) -> None:
+    """Raise where tokens are to see later ones, which transformers' masks let them."""
+    text = raw.get("text_config")
+    said = (text if isinstance(text, dict) else raw).get("is_causal", True)
+    if said is not True:
+        raise ConfigError(f"is_causal is {shown(said)}, expected true: a token here sees none that come after it")
 
 
 def _family(raw: Mapping[str, Any]) -> str:
@@ -137,11 +155,19 @@ def _common(hf: HfConfig) -> dict[str, Any]:
 
 
 def _llama(hf: HfConfig) -> dict[str, Any]:
-    return {"attention_bias": hf.attention_bias, "output_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
+    return {
+        "attention_bias": hf.attention_bias,
+        "output_bias": hf.attention_bias,
+        "mlp_bias": hf.mlp_bias,
+        "windows": one_window(hf, 0),
+    }
 
 
 def _mistral(hf: HfConfig) -> dict[str, Any]:
-    return {"windows": (hf.sliding_window or 0,) * hf.num_hidden_layers}
+    # Ministral is published as a mistral model with layer_types, and transformers' Auto classes take it for what it is.
+    if getattr(hf, "layer_types", None):
+        return {"windows": layer_windows(hf)}
+    return {"windows": one_window(hf, hf.sliding_window)}
 
 
 def _qwen2(hf: HfConfig) -> dict[str, Any]:
@@ -197,13 +223,14 @@ def _vision(hf: HfConfig) -> VisionConfig:
 
 def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
     given = dict(hf.rope_parameters)
-    kind = given.get("rope_type") or "default"
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
+    kind = given.get("rope_type", "default")
+    if kind is None:  # what else it says would be passed over
+        raise ConfigError(f"rope_type of the rope is None, expected one of {', '.join(ROPE_KINDS)}")
+    if given.get("partial_rotary_factor") not in (None, 1.0):
         raise _NotNative(f"partial_rotary_factor is {given['partial_rotary_factor']}, only 1 is supported")
     optional = {
         name: given[name]
         for name in (
-            "factor",
             "low_freq_factor",
             "high_freq_factor",
             "beta_fast",
@@ -211,23 +238,37 @@ def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
             "attention_factor",
             "mscale",
             "mscale_all_dim",
-            "truncate",
         )
         if given.get(name) is not None
     }
+    if "truncate" in given:  # null is no, as in transformers
+        optional["truncate"] = bool(given["truncate"])
     return RopeConfig(
         kind=kind,
         theta=float(given["rope_theta"]),
+        factor=_rope_factor(hf),
         original_context=_original_context(hf),
-        sections=tuple(given.get("mrope_section") or (_MROPE_SECTIONS if mrope else ())),
+        sections=tuple(given.get("mrope_section") or _MROPE_SECTIONS) if mrope else (),
         **optional,
     )
+
+
+def _rope_factor(hf: HfConfig) -> float:
+    """By how much positions are stretched; of a yarn that says null, from one context to the other, as in transformers."""
+    kind, given = hf.rope_parameters.get("rope_type") or "default", hf.rope_parameters.get("factor", 1.0)
+    if given is not None or kind == "default":
+        return 1.0 if given is None else float(given)
+    if kind == "yarn":
+        return int(hf.max_position_embeddings) / _original_context(hf)
+    raise ConfigError(f"rope_parameters.factor is None, expected a number, by which a rope of kind {kind!r} stretches")
 
 
 def _original_context(hf: HfConfig) -> int:
     if hf.rope_parameters.get("rope_type") == "dynamic":  # the one kind for which transformers ignores the field
         return int(hf.max_position_embeddings)
-    return int(hf.rope_parameters.get("original_max_position_embeddings") or hf.max_position_embeddings)
+    # Beside the rope it goes before what stands in it: transformers reads it so when it makes the model.
+    beside = getattr(hf, "original_max_position_embeddings", None)
+    return int(beside or hf.rope_parameters.get("original_max_position_embeddings") or hf.max_position_embeddings)
 
 
 def _context(hf: HfConfig) -> int:
@@ -239,7 +280,7 @@ def _context(hf: HfConfig) -> int:
     declared = int(hf.max_position_embeddings)
     if hf.rope_parameters.get("rope_type") not in ("yarn", "dynamic"):
         return declared
-    original, factor = _original_context(hf), hf.rope_parameters.get("factor", 1.0)
+    original, factor = _original_context(hf), _rope_factor(hf)
     if original * factor > MAX_CONTEXT:
         raise ConfigError(f"rope scaling by {factor} of {original} positions gives more than {MAX_CONTEXT}")
     return max(declared, int(original * factor))

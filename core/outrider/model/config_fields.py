@@ -96,6 +96,17 @@ _EXPERTS = whole(0, _MAX_EXPERTS, empty=False)
 _SCALE = number(1e-6, 1e6)
 _KIND = choice(*ROPE_KINDS, "mrope")
 
+
+def _rope_record(inside: Mapping[str, Field]) -> Field:
+    """A rope's object. One with an object for each kind of layer means angles that no family here has."""
+    return Field(
+        "a JSON object of numbers and names (angles of its own for each kind of layer aren't supported)",
+        lambda value: isinstance(value, dict) and not any(isinstance(value[key], dict) for key in value.keys() - inside),
+        True,
+        inside,
+    )
+
+
 ROPE: Mapping[str, Field] = MappingProxyType(
     {
         "rope_type": _KIND,
@@ -130,9 +141,10 @@ TEXT_MODEL: Mapping[str, Field] = MappingProxyType(
         "hidden_act": TEXT,
         "max_position_embeddings": _CONTEXT,
         "rms_norm_eps": number(0, 1, empty=False),
-        "rope_parameters": record(ROPE),
-        "rope_scaling": record(ROPE),
+        "rope_parameters": _rope_record(ROPE),
+        "rope_scaling": _rope_record(ROPE),
         "rope_theta": ROPE["rope_theta"],
+        "original_max_position_embeddings": ROPE["original_max_position_embeddings"],
         "partial_rotary_factor": ROPE["partial_rotary_factor"],
         "attention_bias": FLAG,
         "mlp_bias": FLAG,

@@ -59,7 +59,7 @@ def mixtral(hf: Hf) -> dict[str, Any]:
         intermediate_size=hf.intermediate_size,
         renormalize=True,
     )
-    return {"experts": experts, "windows": (hf.sliding_window or 0,) * hf.num_hidden_layers}
+    return {"experts": experts, "windows": one_window(hf, hf.sliding_window)}
 
 
 def qwen2_moe(hf: Hf) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def qwen3_moe(hf: Hf) -> dict[str, Any]:
         "output_bias": hf.attention_bias,
         "qk_norm": True,
         "experts": _experts(hf, shared=0),
-        "windows": (hf.sliding_window or 0,) * hf.num_hidden_layers,
+        "windows": one_window(hf, hf.sliding_window),
     }
 
 
@@ -109,3 +109,18 @@ def layer_windows(hf: Hf) -> tuple[int, ...]:
             "use_sliding_window isn't true; expected both, or 'full_attention' for every layer"
         )
     return tuple(kinds[kind] for kind in hf.layer_types)
+
+
+def one_window(hf: Hf, window: int | None) -> tuple[int, ...]:
+    """What a token of each layer sees, in a family whose layers all have the one ``window``, or none.
+
+    Raises :class:`ConfigError` where layer_types says that some layers have one, and there's none: transformers masks
+    nothing then, and drops keys from its cache all the same.
+    """
+    others = sorted(set(getattr(hf, "layer_types", None) or ()) - {"full_attention"})
+    if others and not window:
+        raise ConfigError(
+            f"layer_types has {shown(others)}, and the layers of this family have no window here; expected 'full_attention' "
+            "for every layer, or no layer_types"
+        )
+    return (window or 0,) * int(hf.num_hidden_layers)

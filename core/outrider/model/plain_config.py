@@ -21,6 +21,7 @@ _ROPES: Mapping[str, frozenset[str]] = {
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
 """Kinds of rope, and what else each states."""
+_ROPE_BESIDE = frozenset({"partial_rotary_factor", "original_max_position_embeddings"})  # what a rope may say outside of it
 _KINDS = ("rope_type", "type")  # today's key, and the older one
 _FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings")
 _WINDOWED = ("qwen2", "qwen3")  # families in which each layer has a kind
@@ -73,7 +74,7 @@ def plain_config(family: str, fields: Mapping[str, Any]) -> PlainConfig | None:
         or fields.get("hidden_act") != "silu"
         or not isinstance(fields["rms_norm_eps"], float)
         or None in flags.values()
-        or "partial_rotary_factor" in fields
+        or not _ROPE_BESIDE.isdisjoint(fields)
         or not {"bos_token_id", "eos_token_id"} <= fields.keys()
     ):
         return None
@@ -92,7 +93,7 @@ def plain_config(family: str, fields: Mapping[str, Any]) -> PlainConfig | None:
         hidden_act=fields["hidden_act"],
         head_dim=fields.get("head_dim") or hidden // heads,
         sliding_window=window,
-        layer_types=tuple(full),
+        layer_types=tuple(full) if family in _WINDOWED else (),
         rope_parameters=rope,
         bos_token_id=fields["bos_token_id"],
         eos_token_id=fields["eos_token_id"],

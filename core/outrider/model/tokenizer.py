@@ -10,14 +10,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, shown
-from outrider.model.reading import present, read_bytes, reading
+from outrider.model.reading import present, read_bytes, read_json, reading
 from outrider.model.stream_decoder import StreamDecoder
 
 _FILE = "tokenizer.json"
+_CONFIG, _ADDED = "tokenizer_config.json", "added_tokens.json"
+_SIDES = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _OLDER = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 _MAX_GROWTH = 10_000
 _LIMIT = 256 << 20  # bytes; vocabularies of a quarter million tokens take thirty million
@@ -44,7 +47,8 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> Tokenizer:
-        """Read ``tokenizer.json``, or what older checkpoints have in its place, which transformers converts.
+        """Read ``tokenizer.json``, or what older checkpoints have in its place, which transformers converts. Tokens that only
+        the files beside it tell of are added, as transformers does it.
 
         Raises :class:`CheckpointError` if there is none, or it can't be read.
         """
@@ -56,7 +60,12 @@ class Tokenizer:
             return cls(_converted(older), older)
         content = read_bytes(path, _LIMIT)
         with reading(path, "a tokenizer"):
-            return cls(HfTokenizer.from_buffer(content), path)
+            made = HfTokenizer.from_buffer(content)
+        for source, tokens in _told_beside(Path(directory)):
+            with reading(source, "tokens that were added"):
+                _add(made, tokens)
+        with reading(path, "a tokenizer"):
+            return cls(made, path)
 
     @property
     def vocab_size(self) -> int:
@@ -198,6 +207,37 @@ def _converted(path: Path) -> HfTokenizer:
             raise ConfigError(f"transformers' {type(made).__name__} can't be made a tokenizer.json; save it as one")
         # A copy: what transformers made stays its own.
         return HfTokenizer.from_str(backend.to_str())
+
+
+def _told_beside(directory: Path) -> list[tuple[Path, dict[int, AddedToken]]]:
+    """Tokens by id that the files beside tokenizer.json tell of, and where. What isn't of their form is passed over."""
+    found: list[tuple[Path, dict[int, AddedToken]]] = []
+    config, older = directory / _CONFIG, directory / _ADDED
+    if present(config):
+        told = read_json(config).get("added_tokens_decoder")
+        entries = told.items() if isinstance(told, dict) else ()
+        found.append((config, {int(key): _added_token(value) for key, value in entries if _is_added(key, value)}))
+    if present(older):
+        ids = read_json(older)
+        found.append((older, {id: AddedToken(text) for text, id in ids.items() if text and type(id) is int}))
+    return found
+
+
+def _is_added(key: str, value: object) -> bool:
+    return key.isascii() and key.isdigit() and len(key) < 10 and isinstance(value, dict) and bool(value.get("content"))
+
+
+def _added_token(value: dict[str, Any]) -> AddedToken:
+    return AddedToken(str(value["content"]), **{side: value[side] for side in _SIDES if isinstance(value.get(side), bool)})
+
+
+def _add(tokenizer: HfTokenizer, tokens: dict[int, AddedToken]) -> None:
+    """Add those that aren't there, where they get the id that they're said to have."""
+    there = tokenizer.get_added_tokens_decoder()
+    for token in sorted(tokens.keys() - there.keys()):
+        known = tokenizer.token_to_id(tokens[token].content)
+        if token == (tokenizer.get_vocab_size(with_added_tokens=True) if known is None else known):
+            tokenizer.add_tokens([tokens[token]])
 
 
 def _growth(part: Any) -> int:

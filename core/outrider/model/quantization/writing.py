@@ -21,7 +21,7 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.chat_template import MORE_TEMPLATES
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.location import refuse_other_formats
-from outrider.model.mapping import vision_name
+from outrider.model.mapping import decoder_stem, vision_name
 from outrider.model.quantization.config import read_quantization
 from outrider.model.quantization.rounding import ROUND
 from outrider.model.reading import read_json
@@ -70,6 +70,8 @@ def quantize_checkpoint(
     if read_quantization(source) is not None:
         raise CheckpointError(f"{source}: is quantised already; expected a plain checkpoint")
     files = open_checkpoint(source)
+    if head and _ties(config, files):
+        raise _no_head(files)
     keys = _products(files, head=head)
     for key in keys if format == "int4" else ():
         if files.shape(key)[1] % group:
@@ -110,13 +112,24 @@ def _products(files: CheckpointFiles, *, head: bool) -> list[str]:
         if key.endswith(_SUFFIX) and wanted and len(files.shape(key)) == 2 and vision_name(module) is None:
             found.append(key)
     if head and not any(key.endswith(f"{_HEAD}{_SUFFIX}") for key in found):
-        raise ConfigError(
-            f"{files.origin}: the output head is to be quantised, and the checkpoint has none of its own: it's the "
-            "embedding, which stays plain; leave --lm-head out"
-        )
+        raise _no_head(files)
     if not found:
         raise CheckpointError(f"{files.origin}: holds no weight of a product by a name that is known, such as q_proj.weight")
     return found
+
+
+def _ties(config: Mapping[str, Any], files: CheckpointFiles) -> bool:
+    """Whether the head is the embedding, whatever copy of it the files hold. (A draft's head may be its own all the same.)"""
+    text = config.get("text_config")
+    said = any(part.get("tie_word_embeddings") is True for part in (config, text if isinstance(text, dict) else {}))
+    return said and f"{decoder_stem(files.tensors)}.embed_tokens.weight" in files.tensors
+
+
+def _no_head(files: CheckpointFiles) -> ConfigError:
+    return ConfigError(
+        f"{files.origin}: the output head is to be quantised, and the checkpoint has none of its own: it's the embedding, "
+        "which stays plain; leave --lm-head out"
+    )
 
 
 def _ignored(files: CheckpointFiles, keys: list[str]) -> list[str]:
