@@ -5,11 +5,13 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+import torch
 from compressed_tensors.quantization import QuantizationConfig
 
 from bench.test_bench_peers import WORKED
 from outrider.device import QuantizedWeight
 from outrider.model.quantization import read_quantization
+from outrider_bench.limits import iteration_bytes
 from outrider_bench.peers.outrider import opened
 from outrider_bench.peers.quantized import compressed_tensors
 from outrider_bench.peers.work import checkpoints
@@ -71,11 +73,32 @@ def test_this_engine_quantises_target_draft_and_head(head):
         assert isinstance(target.head, QuantizedWeight) == head
 
 
+def test_this_engine_draws_drafts_with_a_copy_of_the_head():
+    """And a limit counts its bytes, once for each drafted token."""
+    options, limits = {"mode": None, "prefill_chunk": None, "tune_seconds": 0.0}, {}
+    for format in (None, "int8"):
+        asked = replace(WORKED, draft_output_head=format)
+        with opened(asked, "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
+            own, drawn = engine.model.weights.head, engine.proposer.head.target.weights.head
+            limits[format] = iteration_bytes(engine, batch=1, context=8)
+            assert isinstance(own, torch.Tensor)
+            assert ("drawn with the output head in int8" in peer.settings) is (format is not None)
+            if format is None:
+                assert drawn is own
+            else:
+                assert drawn.format == format
+                assert limits[None] - limits[format] == engine.proposer.depth * (own.nbytes - drawn.nbytes)
+    with opened(replace(WORKED, draft_output_head="int8"), "none", "cpu", options) as peer, closing(peer._engine):
+        assert "drawn" not in peer.settings  # of the runs without drafts
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--quantize", "fp8"), "--quantize is for outrider and vllm, not for sglang, transformers"),
         (("--quantize", "fp3", "--engines", "outrider"), "no random weights in the format 'fp3'"),
+        (("--draft-output-head", "fp8", "--engines", "vllm"), "--draft-output-head is for drafts of outrider"),
+        (("--draft-output-head", "fp8", "--speculate", "none"), "--draft-output-head is for drafts of outrider"),
         (("--lm-head",), "--lm-head says what --quantize takes too"),
         (("--shape", "llama-3.2-1b", "--quantize", "fp8", "--lm-head", "--engines", "vllm"), "is its embedding"),
     ],

@@ -12,6 +12,7 @@ import typer
 from outrider.cli.engine_options import LaunchOptions
 from outrider.cli.models import (
     DraftOption,
+    DraftOutputHeadOption,
     DraftTokensOption,
     ModelOption,
     Running,
@@ -41,6 +42,7 @@ class WorkOptions(LaunchOptions):
     ] = None
     speculate: SpeculateOption = None
     draft_tokens: DraftTokensOption = 4
+    draft_output_head: DraftOutputHeadOption = None
     backend: BackendOption = None
 
     def asked(self, *, requests: int, context: int, accept_length: float | None = None) -> Asked:
@@ -52,6 +54,7 @@ class WorkOptions(LaunchOptions):
             draft=self.draft,
             speculate=self.speculate,
             draft_tokens=self.draft_tokens,
+            draft_output_head=self.draft_output_head,
             accept_length=accept_length,
             dtype=self.dtype,
             running=self.running(),
@@ -74,6 +77,7 @@ class Asked:
     draft: Path | None
     speculate: str | None
     draft_tokens: int
+    draft_output_head: str | None
     accept_length: float | None
     dtype: str | None
     running: Running
@@ -90,7 +94,11 @@ class Asked:
         requests = self.sizes.max_requests or self.requests
         if self.shape is None:
             speculation = Speculation.choose(
-                self.speculate, model=self.model, draft=self.draft, draft_tokens=self.draft_tokens
+                self.speculate,
+                model=self.model,
+                draft=self.draft,
+                draft_tokens=self.draft_tokens,
+                draft_output_head=self.draft_output_head,
             )
             # What is longer than the model's own context is said of what was asked for, by `check_room`.
             context = min(self.context, ModelConfig.from_checkpoint(speculation.model).max_context)
@@ -117,6 +125,7 @@ class Asked:
                 shape=self.shape,
                 speculate=self.speculate or "eagle",
                 draft_tokens=self.draft_tokens,
+                draft_output_head=self.draft_output_head,
                 accept_length=self.accept_length,
             )
             engine = random.load(

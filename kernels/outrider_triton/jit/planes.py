@@ -36,6 +36,22 @@ def _bytes_of(numbers, COUNT: tl.constexpr):
 
 
 @triton.jit
+def grain_and_times(largest):
+    """The grain of a unit, a 16th of it as ``grains`` has it, and by what its numbers are multiplied, which makes them whole
+    ones below 2**14. ``largest``: bits of its largest magnitude in float32; of one that isn't finite the grain is NaN.
+    """
+    exponent = tl.maximum(largest >> 23, 18)  # all are below 2**(exponent - 126)
+    grain = tl.where(exponent == 255, 0x7FC00000, (exponent - 17) << 23).to(tl.float32, bitcast=True)
+    return grain, ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nearest_whole(number):
+    """The nearest whole number, below 2**22, as int32; ties to even."""
+    return (number + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2**23
+
+
+@triton.jit
 def keep_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.constexpr):
     """Store BLOCK columns from ``begins`` on of a row, ``value``, where planes have them; those from k on aren't stored.
 
@@ -52,14 +68,11 @@ def keep_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.constex
         units: tl.constexpr = BLOCK // unit
         wide = tl.where(column < k, value.to(tl.float32), 0.0)
         bits = tl.reshape(wide, [units, unit]).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        exponent = tl.maximum(tl.max(bits, axis=1) >> 23, 18)  # all are below 2**(exponent - 126)
-        grain = tl.where(exponent == 255, 0x7FC00000, (exponent - 17) << 23).to(tl.float32, bitcast=True)
+        grain, times = grain_and_times(tl.max(bits, axis=1))
         which = begins // unit + tl.arange(0, units)
         tl.store(grains + row * (stride // 2) + which, grain, mask=which * unit < k)
-        times = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
         scaled = tl.reshape(tl.reshape(wide, [units, unit]) * times[:, None], [BLOCK])
-        whole = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2**23: to the nearest, ties to even
-        even, odd = tl.split(tl.reshape(whole, [BLOCK // 2, 2]))
+        even, odd = tl.split(tl.reshape(nearest_whole(scaled), [BLOCK // 2, 2]))
         # Whole words: a byte by itself is a store of its own.
         word = tl.arange(0, BLOCK // 8)
         held: tl.constexpr = unit // 8  # words of even columns of a unit, and of odd ones

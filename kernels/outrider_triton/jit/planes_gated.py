@@ -14,6 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from outrider_triton.jit.matmul import gated
+from outrider_triton.jit.planes import grain_and_times, nearest_whole
+
 COLUMNS = gl.constexpr(512)
 """Of a step: four units, one for each warp of a group."""
 STEPS_AT_MOST = gl.constexpr(8)
@@ -25,26 +28,20 @@ _WORDS = gl.constexpr(64)
 
 @gluon.jit
 def _number(words, high, TYPE: gl.constexpr):
-    """The low or the high half of each word, as float32."""
-    half = gl.where(high, words >> 16, words).to(gl.int16)
-    return half.to(TYPE, bitcast=True).to(gl.float32)
+    """The low or the high half of each word."""
+    return gl.where(high, words >> 16, words).to(gl.int16).to(TYPE, bitcast=True)
 
 
 @gluon.jit
 def _digits_of(gate, up, TYPE: gl.constexpr, layout: gl.constexpr):
     """SwiGLU of a step [COLUMNS]: the low and the high digits, int32, and the grains of its units, float32 [4].
 
-    Rounded as :func:`outrider_triton.jit.rows.silu_mul` rounds, and laid out as
-    :func:`outrider_triton.jit.planes.keep_in_planes` does.
+    As :func:`outrider_triton.jit.planes.keep_in_planes` has them.
     """
-    gate = (gate / (1.0 + gl.exp(-gate))).to(TYPE).to(gl.float32)
-    units = (gate * up).to(TYPE).to(gl.float32).reshape((COLUMNS // _UNIT, _UNIT))
-    bits = units.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-    exponent = gl.maximum(gl.max(bits, axis=1) >> 23, 18)
-    grain = gl.where(exponent == 255, 0x7FC00000, (exponent - 17) << 23).to(gl.float32, bitcast=True)
-    times = ((267 - exponent) << 23).to(gl.float32, bitcast=True)
-    whole = (units * times.expand_dims(1) + 12582912.0).to(gl.int32, bitcast=True) - 0x4B400000
-    whole = gl.convert_layout(whole.reshape((COLUMNS,)), layout, assert_trivial=True)
+    units = gated(gate, up, TYPE).to(gl.float32).reshape((COLUMNS // _UNIT, _UNIT))
+    grain, times = grain_and_times(gl.max(units.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1))
+    whole = nearest_whole(units * times.expand_dims(1)).reshape((COLUMNS,))
+    whole = gl.convert_layout(whole, layout, assert_trivial=True)
     return whole, (whole + 128) >> 8, grain
 
 

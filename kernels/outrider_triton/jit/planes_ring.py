@@ -240,11 +240,7 @@ def _halves(total):
 def _store(
     own,
     rotary,
-    ring,
-    factors,
-    held_grains,
-    known,
-    others,
+    shared,
     HAS_BIAS: gl.constexpr,
     GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
@@ -257,6 +253,7 @@ def _store(
     (:func:`outrider_triton.jit.dependent.begin_late`).
     """
     x, grains, scales, bias, out, m, n, groups, stride, each = own
+    ring, factors, held_grains, known, others = shared
     OWN: gl.constexpr = STEPS * ring[1].shape[2] // _GROUP
     _read_scales(scales, factors, n, groups, each, OWN, TILES, HALF)
     if GROUPS > 1:
@@ -334,11 +331,7 @@ def _store(
 @gluon.jit
 def _help(
     x,
-    ring,
-    factors,
-    held_grains,
-    known,
-    others,
+    shared,
     GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     TILES: gl.constexpr,
@@ -346,6 +339,7 @@ def _help(
     PDL: gl.constexpr,
 ):
     """The second group of warps, which leaves its sums to the first."""
+    ring, factors, held_grains, known, others = shared
     other, come, taken = others
     if GATED:
         wait_for_last(PDL)
@@ -440,30 +434,13 @@ def streamed_planes(
     else:
         others = known  # of no use
     own = x, grains, scales, bias, out, m, n, groups, stride, each
+    shared = ring, factors, held_grains, known, others
     rotary = cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head
     if GROUPS > 1:
         gl.warp_specialize(
             [
-                (
-                    _store,
-                    (
-                        own,
-                        rotary,
-                        ring,
-                        factors,
-                        held_grains,
-                        known,
-                        others,
-                        HAS_BIAS,
-                        GROUPS,
-                        STEPS,
-                        TILES,
-                        HALF,
-                        GATED,
-                        PDL,
-                    ),
-                ),
-                (_help, (x, ring, factors, held_grains, known, others, GROUPS, STEPS, TILES, GATED, PDL)),
+                (_store, (own, rotary, shared, HAS_BIAS, GROUPS, STEPS, TILES, HALF, GATED, PDL)),
+                (_help, (x, shared, GROUPS, STEPS, TILES, GATED, PDL)),
                 (_bring, (w, ring, each, steps, TILES, HALF)),
             ],
             [4, 1],
@@ -472,25 +449,7 @@ def streamed_planes(
     else:
         gl.warp_specialize(
             [
-                (
-                    _store,
-                    (
-                        own,
-                        rotary,
-                        ring,
-                        factors,
-                        held_grains,
-                        known,
-                        others,
-                        HAS_BIAS,
-                        GROUPS,
-                        STEPS,
-                        TILES,
-                        HALF,
-                        GATED,
-                        PDL,
-                    ),
-                ),
+                (_store, (own, rotary, shared, HAS_BIAS, GROUPS, STEPS, TILES, HALF, GATED, PDL)),
                 (_bring, (w, ring, each, steps, TILES, HALF)),
             ],
             [1],

@@ -149,6 +149,11 @@ def peers(
         _check_quantized(quantize, lm_head, shape, chosen)
     elif lm_head:
         raise ConfigError("--lm-head says what --quantize takes too; leave it out, or name a format with --quantize")
+    if draft_output_head is not None and not (OURS in chosen and "eagle" in kinds):
+        raise ConfigError(
+            f"--draft-output-head is for drafts of {OURS}, and --engines {engines!r} with --speculate {speculate!r} has "
+            "none; leave it out"
+        )
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     from outrider_bench.synthetic import rates_of_length
