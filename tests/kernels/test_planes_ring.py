@@ -30,14 +30,20 @@ def weight_of(n, k, device):
     return random_quantized(random_format("int4"), n, k, device=device)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_each_operand_goes_where_the_kernel_has_it(config, monkeypatch):
-    said = {}
+@pytest.fixture
+def said(monkeypatch):
+    """What a launch is told, by name; nothing is launched."""
+    found = {}
 
     def launched(kernel, grid, *arguments, pdl, warps, maxnreg, **settings):
-        said.update(dict(zip(kernel.arg_names, arguments, strict=False)), PDL=pdl, grid=grid, warps=warps, **settings)
+        found.update(dict(zip(kernel.arg_names, arguments, strict=False)), PDL=pdl, grid=grid, warps=warps, **settings)
 
     monkeypatch.setattr(streamed, "launch", launched)
+    return found
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_each_operand_goes_where_the_kernel_has_it(config, said):
     made = MatmulConfig(*config)
     m = min(5, made.block_m)
     weight, x = weight_of(1000, 1024, torch.device("cpu")), torch.zeros(m, 1024, dtype=torch.bfloat16)
@@ -68,13 +74,7 @@ ACTIVATING = [
 
 
 @pytest.mark.parametrize("config", ACTIVATING, ids=str)
-def test_gate_and_up_of_one_token_go_to_the_product(config, monkeypatch):
-    said = {}
-
-    def launched(kernel, grid, *arguments, pdl, warps, maxnreg, **settings):
-        said.update(dict(zip(kernel.arg_names, arguments, strict=False)), PDL=pdl, grid=grid, warps=warps, **settings)
-
-    monkeypatch.setattr(streamed, "launch", launched)
+def test_gate_and_up_of_one_token_go_to_the_product(config, said):
     made, weight = MatmulConfig(*config), weight_of(1000, 2048, torch.device("cpu"))
     both, out = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.empty(made.split, 1, 1000)
     streamed.multiply_gated_planes(both, weight.data, weight.scales, None, out, made, True)
@@ -146,20 +146,14 @@ TURNING = [[4, 8, 1024, 1, 8, 2, 512, STREAMED, 24], [8, 8, 1024, 1, 4, 3, 256, 
 
 
 @pytest.mark.parametrize("config", TURNING, ids=str)
-def test_what_turns_goes_where_the_kernel_has_it(config, monkeypatch):
-    said = {}
-
-    def launched(kernel, grid, *arguments, pdl, warps, maxnreg, **settings):
-        said.update(dict(zip(kernel.arg_names, arguments, strict=False)), PDL=pdl, grid=grid, **settings)
-
-    monkeypatch.setattr(streamed, "launch", launched)
+def test_what_turns_goes_where_the_kernel_has_it(config, said):
     heads, kv_heads, size, m = 6, 2, 64, 3
     _, rotary, q = turned_operands(heads, kv_heads, size, m, torch.device("cpu"), torch.bfloat16)
     rows, _ = room(q, (m, 1024), DIGITS)
     weight = weight_of((heads + 2 * kv_heads) * size, 1024, torch.device("cpu"))
     made = MatmulConfig(*config)
     streamed.rope_write_cache_planes(*digits_of(rows, 1024), weight.data, weight.scales, None, rotary, q, made, True)
-    assert set(said) - {"grid"} == set(planes_ring.streamed_planes.arg_names)
+    assert set(said) - {"grid", "warps"} == set(planes_ring.streamed_planes.arg_names)
     assert said["grid"] == (-(-320 // made.each), 1)
     assert (said["HALF"], said["TILES"], said["heads"], said["kv_heads"]) == (32, -(-made.each // 32), heads, kv_heads)
     assert [said[name] for name in ("cos", "sin", "k_cache", "v_cache", "slots")] == list(rotary)
