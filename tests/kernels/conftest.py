@@ -18,6 +18,14 @@ def device():
 
 
 @pytest.fixture(scope="session")
+def hopper(device):
+    """A device with a copy engine and the matrix unit that reads shared memory itself, which no interpreter has."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("not run: it takes a device of compute capability 9, and TRITON_INTERPRET=0")
+    return device
+
+
+@pytest.fixture(scope="session")
 def pdl(device):
     """Whether kernels start before the one ahead of them has ended, as on a device that can."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

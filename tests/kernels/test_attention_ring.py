@@ -142,15 +142,13 @@ CASES = [  # new tokens, splits, a tree, a window, whether what is settled is re
     ("heads", "kv_heads", "size", "page"),
     [(32, 8, 128, 16), (8, 2, 64, 8), (28, 4, 128, 64), (4, 4, 256, 256), (6, 3, 64, 128)],
 )
-def test_attention(heads, kv_heads, size, page, block, stages, dtype, device):
+def test_attention(heads, kv_heads, size, page, block, stages, dtype, hopper):
     """Uneven requests, of which some leave a split with nothing, in several blocks of queries; padding behind them."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        pytest.skip("not run: it takes a device of compute capability 9, and TRITON_INTERPRET=0")
     if size == 256 and block == 128:
         pytest.skip("not run: such blocks take more shared memory than there is")
     for width, split, tree, window, settled in CASES:
         q, keys, values, metadata = drawn(
-            (640, 6, 129, 64, 1000, 63, 5), width, heads, kv_heads, size, page, device=device, dtype=dtype, tree=tree, extra=2
+            (640, 6, 129, 64, 1000, 63, 5), width, heads, kv_heads, size, page, device=hopper, dtype=dtype, tree=tree, extra=2
         )
         config = [32 if page == 64 else 16, block, split, 4, stages, 1]
         made = torch.ops.outrider.paged_attention.triton(

@@ -103,12 +103,10 @@ def test_which_products_take_gate_and_up():
 @pytest.mark.parametrize("config", ACTIVATING, ids=str)
 @pytest.mark.parametrize("n", [64, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_a_product_gates_itself_has_the_bits_of_two_kernels(dtype, n, config, device):
+def test_what_a_product_gates_itself_has_the_bits_of_two_kernels(dtype, n, config, hopper):
     """Also where numbers are infinite or none, all 0, or as small as can be."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        pytest.skip("not run: it takes a device of compute capability 9, and TRITON_INTERPRET=0")
-    weight = weight_of(n, 2048, device)
-    both = torch.randn(1, 4096, device=device).to(dtype)
+    weight = weight_of(n, 2048, hopper)
+    both = torch.randn(1, 4096, device=hopper).to(dtype)
     small, none, odd = both * 1e-6, both.clone(), both.clone()
     none[:, 128:256] = 0.0
     odd[0, 700], odd[0, 2048 + 1500] = float("inf"), float("nan")
@@ -193,12 +191,10 @@ def test_a_cut_that_cannot_turn_is_refused(config, size):
 @pytest.mark.parametrize("config", TURNING, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 64), (5, 1, 128), (3, 3, 16)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_queries_and_keys_turn(dtype, heads, kv_heads, size, config, device):
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        pytest.skip("not run: it takes a device of compute capability 9, and TRITON_INTERPRET=0")
-    weight = weight_of((heads + 2 * kv_heads) * size, 1024, device)
-    bias = torch.randn(weight.shape[0], device=device).to(dtype)
-    x, rotary, _ = turned_operands(heads, kv_heads, size, 3, device, dtype)
+def test_queries_and_keys_turn(dtype, heads, kv_heads, size, config, hopper):
+    weight = weight_of((heads + 2 * kv_heads) * size, 1024, hopper)
+    bias = torch.randn(weight.shape[0], device=hopper).to(dtype)
+    x, rotary, _ = turned_operands(heads, kv_heads, size, 3, hopper, dtype)
     q = torch.ops.outrider.rope_write_cache.triton_linear_planes(
         in_planes(x, True, DIGITS), weight.data, weight.scales, bias, dtype, *rotary, config, True
     )
@@ -214,12 +210,10 @@ def test_queries_and_keys_turn(dtype, heads, kv_heads, size, config, device):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("n", [64, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_product(dtype, n, config, device):
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        pytest.skip("not run: it takes a device of compute capability 9, and TRITON_INTERPRET=0")
-    weight = weight_of(n, 1024, device)
-    assert plan(facts_of(torch.cuda.get_device_properties(device)), weight).ring
-    x = torch.randn(min(5, config[0]), 1024, device=device).to(dtype)
+def test_a_product(dtype, n, config, hopper):
+    weight = weight_of(n, 1024, hopper)
+    assert plan(facts_of(torch.cuda.get_device_properties(hopper)), weight).ring
+    x = torch.randn(min(5, config[0]), 1024, device=hopper).to(dtype)
     right = KernelSet().linear_quantized(x.double(), weight)
     own = dtype, "block", 128, 128, True, config, True
     made = torch.ops.outrider.linear_quantized.triton_planes(

@@ -41,13 +41,6 @@ TALLER = [
 
 
 @pytest.fixture(scope="module")
-def hopper(device):
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        pytest.skip("not run: it takes a device of compute capability 9, and TRITON_INTERPRET=0")
-    return device
-
-
-@pytest.fixture(scope="module")
 def ops():
     return torch.ops.outrider
 

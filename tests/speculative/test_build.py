@@ -14,64 +14,11 @@ from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import (
-    byte_level_tokenizer,
     tiny_config,
     word_tokenizer,
     write_checkpoint,
-    write_dflash,
-    write_eagle,
-    write_eagle3,
-    write_peagle,
 )
 from outrider_proof.tiny import plain_config
-
-
-def write_mtp(directory, *, heads=2, seed=5):
-    """Random heads in the format that MiMo publishes; returns their tensors."""
-    torch.manual_seed(seed)
-    config = tiny_config("llama")
-    hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
-    shapes = {}
-    for index in range(heads):
-        shapes |= {
-            f"model.mtp_layers.{index}.{key}.weight": shape
-            for key, shape in {
-                "token_layernorm": (hidden,),
-                "hidden_layernorm": (hidden,),
-                "input_proj": (hidden, 2 * hidden),
-                "final_layernorm": (hidden,),
-                "input_layernorm": (hidden,),
-                "post_attention_layernorm": (hidden,),
-                "self_attn.q_proj": (hidden, hidden),
-                "self_attn.k_proj": (kv, hidden),
-                "self_attn.v_proj": (kv, hidden),
-                "self_attn.o_proj": (hidden, hidden),
-                "mlp.gate_proj": (inner, hidden),
-                "mlp.up_proj": (inner, hidden),
-                "mlp.down_proj": (hidden, inner),
-            }.items()
-        }
-    state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
-    directory.mkdir(parents=True, exist_ok=True)
-    config.num_nextn_predict_layers = heads
-    config.save_pretrained(directory)
-    save_file(state, directory / "model.safetensors")
-    return state
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    root = tmp_path_factory.mktemp("checkpoints")
-    write_checkpoint(root / "target", "llama", num_hidden_layers=4, vocab_size=96)
-    byte_level_tokenizer().save(str(root / "target" / "tokenizer.json"))
-    write_checkpoint(root / "draft-model", "llama", num_hidden_layers=1, vocab_size=96, seed=9)
-    write_eagle(root / "eagle")
-    write_eagle3(root / "eagle3")
-    write_mtp(root / "mtp")
-    write_dflash(root / "dflash")
-    write_peagle(root / "peagle")
-    return root
-
 
 PROMPTS = [[1, 5, 9, 13], [7], [3, 3, 3, 3, 3, 3]]
 CHAINS = ("dflash", "peagle", "suffix")

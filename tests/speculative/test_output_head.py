@@ -16,10 +16,10 @@ from outrider.speculative.names import BY_TARGETS_HEAD, DRAFTLESS
 from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
-from speculative.test_build import GREEDY, PROMPTS, checkpoints, options, write_mtp  # noqa: F401  (a fixture)
+from speculative.test_build import GREEDY, PROMPTS, options
 
 
-def made(checkpoints, name, **fields):  # noqa: F811
+def made(checkpoints, name, **fields):
     config = plain_config(dtype="float64", draft_tokens=3, max_context=48)
     return Engine.from_checkpoint(
         checkpoints / "target", CpuBackend(), draft_dir=checkpoints / name, speculate=name, config=config, **fields
@@ -34,7 +34,7 @@ def drawn_with(proposer):
 
 @pytest.mark.parametrize("format", OUTPUT_FORMATS)
 @pytest.mark.parametrize("name", sorted(BY_TARGETS_HEAD))
-def test_tokens_are_those_of_plain_decoding(checkpoints, name, format):  # noqa: F811
+def test_tokens_are_those_of_plain_decoding(checkpoints, name, format):
     engine = made(checkpoints, name, draft_output_head=format)
     assert isinstance(drawn_with(engine.proposer), QuantizedWeight)
     assert drawn_with(engine.proposer).format == format
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_plain_decoding(checkpoints, name, format):  # noqa:
 
 
 @pytest.mark.parametrize("format", OUTPUT_FORMATS)
-def test_drafts_come_from_the_copy_and_nothing_else_is_copied(checkpoints, format):  # noqa: F811
+def test_drafts_come_from_the_copy_and_nothing_else_is_copied(checkpoints, format):
     backend = CpuBackend()
     target = load_decoder(checkpoints / "target", backend=backend, dtype=torch.float32)
     other = with_output_head(target, format, backend=backend)
@@ -64,7 +64,7 @@ def test_drafts_come_from_the_copy_and_nothing_else_is_copied(checkpoints, forma
 
 
 @pytest.mark.parametrize("name", sorted(set(BUILDERS) - BY_TARGETS_HEAD))
-def test_proposers_that_draw_otherwise_refuse_it(checkpoints, name):  # noqa: F811
+def test_proposers_that_draw_otherwise_refuse_it(checkpoints, name):
     given = options(checkpoints, directory=None if name in DRAFTLESS else checkpoints / name, output_head="fp8")
     with pytest.raises(ConfigError, match=f"speculate='{name}' doesn't draw drafts with the target's output head"):
         build(name, given)
@@ -73,32 +73,39 @@ def test_proposers_that_draw_otherwise_refuse_it(checkpoints, name):  # noqa: F8
             build(f"suffix+{name}", given)
 
 
-def test_suffix_decoding_in_front_of_a_head_takes_it(checkpoints):  # noqa: F811
+def test_suffix_decoding_in_front_of_a_head_takes_it(checkpoints):
     first, behind = build("suffix+eagle", options(checkpoints, directory=checkpoints / "eagle", output_head="int8")).parts
     assert drawn_with(behind).format == "int8"
     assert not hasattr(first, "head")
 
 
-def test_an_unknown_format_is_refused(checkpoints):  # noqa: F811
+def test_an_unknown_format_is_refused(checkpoints):
     with pytest.raises(ConfigError, match="draft_output_head is 'fp4'; expected one of fp8, int8, int4, or None"):
         build("eagle", options(checkpoints, directory=checkpoints / "eagle", output_head="fp4"))
 
 
-def test_a_head_that_is_quantised_already_is_refused(checkpoints):  # noqa: F811
+@pytest.mark.parametrize(("name", "format"), [("eagle", "fp4"), ("eagle3", "fp8")])
+def test_what_cannot_be_is_said_before_the_target_is_read(checkpoints, name, format, monkeypatch):
+    monkeypatch.setattr("outrider.engine.loading._load_native", lambda *_: pytest.fail("the target was read"))
+    with pytest.raises(ConfigError, match=f"draft_output_head is '?{format}"):
+        made(checkpoints, name, draft_output_head=format)
+
+
+def test_a_head_that_is_quantised_already_is_refused(checkpoints):
     given = options(checkpoints, directory=checkpoints / "eagle", output_head="fp8")
     target = given.target.with_head(rounded(given.target.weights.head, "int8"))
     with pytest.raises(ConfigError, match="the target's output head is int8.* already; leave draft_output_head out"):
         build("eagle", replace(given, target=target))
 
 
-def test_a_model_through_transformers_keeps_its_head(checkpoints):  # noqa: F811
+def test_a_model_through_transformers_keeps_its_head(checkpoints):
     backend = CpuBackend()
     target = load_through_transformers(checkpoints / "target", backend=backend, dtype=torch.float32)
     with pytest.raises(ConfigError, match="transformers' own code, whose output head stays as it is"):
         with_output_head(target, "fp8", backend=backend)
 
 
-def test_a_backend_without_kernels_for_it_says_so(checkpoints, monkeypatch):  # noqa: F811
+def test_a_backend_without_kernels_for_it_says_so(checkpoints, monkeypatch):
     given = options(checkpoints, directory=checkpoints / "eagle", output_head="fp8")
     declared = replace(given.backend.capabilities, quantized_formats=frozenset({"int8"}))
     monkeypatch.setattr(type(given.backend), "capabilities", declared)

@@ -271,6 +271,40 @@ def write_peagle(
     return write_eagle3(directory, seed=9, layers=layers, depth=depth, fmt=fmt, mask=mask)
 
 
+def write_mtp(directory: str | Path, *, heads: int = 2, seed: int = 5) -> dict[str, torch.Tensor]:
+    """Write random heads of multi-token prediction in the format that MiMo publishes; returns their tensors."""
+    torch.manual_seed(seed)
+    config = tiny_config("llama")
+    hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(heads):
+        shapes |= {
+            f"model.mtp_layers.{index}.{key}.weight": shape
+            for key, shape in {
+                "token_layernorm": (hidden,),
+                "hidden_layernorm": (hidden,),
+                "input_proj": (hidden, 2 * hidden),
+                "final_layernorm": (hidden,),
+                "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
+                "self_attn.q_proj": (hidden, hidden),
+                "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden),
+                "self_attn.o_proj": (hidden, hidden),
+                "mlp.gate_proj": (inner, hidden),
+                "mlp.up_proj": (inner, hidden),
+                "mlp.down_proj": (hidden, inner),
+            }.items()
+        }
+    state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config.num_nextn_predict_layers = heads
+    config.save_pretrained(directory)
+    save_file(state, directory / "model.safetensors")
+    return state
+
+
 def write_dflash(
     directory: str | Path,
     *,

@@ -32,7 +32,7 @@ from outrider.model.files import open_checkpoint
 from outrider.model.products import quantized_products
 from outrider.model.quantization import read_quantization
 from outrider.registry.proposers import plugin_builders
-from outrider.speculative.build import Builder, DraftOptions, build
+from outrider.speculative.build import Builder, DraftOptions, build, check_output_head
 from outrider.speculative.names import FIRST, OWN_PROPOSERS
 from outrider.speculative.proposer import Proposer
 
@@ -70,6 +70,7 @@ def load_checkpoint(
     draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)
     builders = dict(builders or {})
     builders |= plugin_builders(speculate, given=builders)  # before anything is loaded: it raises for an unknown name
+    check_output_head(speculate, draft_output_head)
     if trust_remote_code and not through_transformers:
         raise ConfigError("trust_remote_code runs code of the checkpoint, which only through_transformers runs; leave it out")
     mode = QuantizedMode.of(quantized)

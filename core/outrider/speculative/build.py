@@ -71,7 +71,7 @@ def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] |
     checkpoint that isn't right.
     """
     known = {**BUILDERS, **(builders or {})}
-    _check_output_head(name, options.output_head)
+    check_output_head(name, options.output_head)
     if name not in known and name.startswith(FIRST):
         return _combined(name, options, known)
     if name not in known:
@@ -83,7 +83,8 @@ def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] |
     return known[name](options)
 
 
-def _check_output_head(name: str, format: str | None) -> None:
+def check_output_head(name: str, format: str | None) -> None:
+    """Raise :class:`ConfigError` where ``format`` is none, or where the proposer called ``name`` draws with another head."""
     if format not in (None, *OUTPUT_FORMATS):
         raise ConfigError(
             f"draft_output_head is {shown(format)}; expected one of {', '.join(OUTPUT_FORMATS)}, or None for the target's own"

@@ -23,7 +23,7 @@ from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.location import refuse_other_formats
 from outrider.model.mapping import decoder_stem, vision_name
 from outrider.model.quantization.config import read_quantization
-from outrider.model.quantization.rounding import ROUND
+from outrider.model.quantization.rounding import GROUP, ROUND
 from outrider.model.reading import read_json
 from outrider.model.tensors import Progress
 
@@ -49,7 +49,7 @@ class WrittenCheckpoint:
 
 
 def quantize_checkpoint(
-    source: Path, out: Path, *, format: str, group: int = 128, head: bool = False, progress: Progress | None = None
+    source: Path, out: Path, *, format: str, group: int = GROUP, head: bool = False, progress: Progress | None = None
 ) -> WrittenCheckpoint:
     """Write ``out``, a new directory, with the products of ``source`` quantised to ``format``; the rest as it is.
 
