@@ -50,8 +50,8 @@ _REACHED = 0.52  # share of the matrix units' rate that products reach whose til
 _WIDE = 32  # tokens, to which units of 8 bits have 256 columns: what a program does between two units takes longer than those
 _THREADS = 1536
 _GAP = 4e-6  # seconds between two products in a layer, about
-_ROOMS = ((184 << 10, 208 << 10, 128 << 10), (112 << 10, 160 << 10, 208 << 10))
-"""Bytes of a ring, the likeliest first. The second: beside the small ones that run before it, attention's."""
+_ROOMS = ((184 << 10, 208 << 10, 128 << 10), (208 << 10, 160 << 10, 112 << 10))
+"""Bytes of a ring, the likeliest first. The second: of what adds to the residual, and can be filled during attention."""
 # Of products whose weight isn't stored plain, seconds on an H200; docs/evidence/2026-11-23-quantized-kernels.md has what they
 # are held against.
 _BEGIN = 0.65e-6  # until a program's first tile is there

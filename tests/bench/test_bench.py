@@ -85,10 +85,15 @@ def test_idle_time_counted_by_hand():
     assert _of_device([note]) is None
     # Without its first launch, which ends at 20 while the second is under way.
     later = _of_device([*event, note], lead=1 / 3)
-    assert (later.window_us, later.idle_us, later.share) == (32, 20, 12 / 28)
-    assert [(k.name, k.calls, k.us) for k in later.kernels] == [("copy", 1, 7), ("matmul", 1, 5)]
+    assert (later.window_us, later.idle_us, later.share) == (30, 20, 10 / 28)
+    assert [(k.name, k.calls, k.us) for k in later.kernels] == [("copy", 1, 5), ("matmul", 1, 5)]
     # A wait between what is left out and what counts is idle time.
     assert _of_device([Ran("a", 0, 10, 1), Ran("b", 30, 40, 2)], lead=0.5).idle_us == 20
+    # A copy beside the last graph that is left out: the rest of that graph isn't idle time, nor is the copy.
+    ran = [Ran("graph", 0, 50, 1), Ran("copy", 10, 12, 2), Ran("copy", 48, 55, 3), Ran("graph", 60, 100, 4)]
+    beside = _of_device(ran, lead=0.25)
+    assert (beside.window_us, beside.idle_us) == (50, 5)
+    assert [(each.name, each.us) for each in beside.kernels] == [("graph", 40), ("copy", 5)]
 
 
 class Ran:

@@ -42,8 +42,10 @@ def test_a_written_checkpoint_is_loaded_and_a_simulated_device_has_times_of_its_
 
 def test_a_mixed_load(outrider):
     load = ("--requests", "6", "--prompts", "3-20", "--outputs", "2-9", "--max-requests", "3", "--accept-length", "2.5")
-    result = outrider("bench", "mixed", *SMALL, *load, "--draft-output-head", "int4", "--json").json
-    assert result["draft_output_head"] == "int4"
+    result = outrider(
+        "bench", "mixed", *SMALL, *load, "--draft-output-head", "int4", "--draft-vocabulary", "40", "--json"
+    ).json
+    assert (result["draft_output_head"], result["draft_vocabulary"]) == ("int4", "40")
     assert result["load"]["requests"] == 6
     assert result["tokens_per_s"] == pytest.approx(result["load"]["output_tokens"] / result["seconds"])
     assert result["acceptance"] == "synthetic, mean 2.5"
@@ -67,6 +69,15 @@ def test_the_bundled_model_serves_a_load_too(outrider):
         (("prefill", "--prompt-tokens", "8,x"), "--prompt-tokens is '8,x'"),
         (("prefill", "--plot", "x.png"), "expected a file that ends in .svg"),
         (("mixed", "--prompts", "20-3"), "--prompts is '20-3'"),
+        (
+            ("mixed", "--shape", "tiny", "--speculate", "none", "--draft-vocabulary", "9"),
+            "--draft-vocabulary says what drafts",
+        ),
+        (
+            ("decode", "--shape", "tiny", "--draft-vocabulary", "9x"),
+            "draft_vocabulary is 9x; expected a number of tokens, or",
+        ),
+        (("decode", "--draft-vocabulary", "99999"), "and the target has tokens 0 to 2047; expected tokens of the target"),
         (("mixed", "--accept-length", "2"), "--accept-length is synthetic"),
         (("prefill", "--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg', and nothing can be written in '/nowhere'"),
         (("decode", "--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg', and nothing can be written in '/nowhere'"),

@@ -88,6 +88,13 @@ def test_this_engine_draws_drafts_with_a_copy_of_the_head():
             else:
                 assert drawn.format == format
                 assert limits[None] - limits[format] == engine.proposer.depth * (own.nbytes - drawn.nbytes)
+    some = replace(WORKED, draft_vocabulary="16")
+    with opened(some, "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
+        own, drawn = engine.model.weights.head, engine.proposer.head.target.weights.head
+        assert "drafts drawn from the tokens of 16" in peer.settings
+        assert torch.equal(drawn, own[:16])
+        saved = engine.proposer.depth * (own.nbytes - drawn.nbytes)
+        assert limits[None] - iteration_bytes(engine, batch=1, context=8) == saved
     with opened(replace(WORKED, draft_output_head="int8"), "none", "cpu", options) as peer, closing(peer._engine):
         assert "drawn" not in peer.settings  # of the runs without drafts
 
@@ -99,6 +106,7 @@ def test_this_engine_draws_drafts_with_a_copy_of_the_head():
         (("--quantize", "fp3", "--engines", "outrider"), "no random weights in the format 'fp3'"),
         (("--draft-output-head", "fp8", "--engines", "vllm"), "--draft-output-head is for drafts of outrider"),
         (("--draft-output-head", "fp8", "--speculate", "none"), "--draft-output-head is for drafts of outrider"),
+        (("--draft-vocabulary", "9", "--speculate", "none"), "--draft-vocabulary is for drafts of outrider"),
         (("--lm-head",), "--lm-head says what --quantize takes too"),
         (("--shape", "llama-3.2-1b", "--quantize", "fp8", "--lm-head", "--engines", "vllm"), "is its embedding"),
     ],

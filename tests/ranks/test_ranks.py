@@ -11,7 +11,14 @@ from outrider.engine.ranks.records import RanksDiffer, RanksFailed
 from outrider.model import ModelConfig, bulk, load_decoder
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
-from outrider_proof.checkpoints import byte_level_tokenizer, write_checkpoint, write_peagle
+from outrider_proof.checkpoints import (
+    byte_level_tokenizer,
+    write_checkpoint,
+    write_dflash,
+    write_eagle,
+    write_mtp,
+    write_peagle,
+)
 from outrider_proof.tiny import plain_config
 
 TENSOR, DATA, BOTH = ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(tensor=2, data=2)
@@ -114,6 +121,29 @@ def test_parts_of_a_parallel_head_draft_what_it_drafts_alone(tmp_path, layout):
     shared, own = run(layout, make, drafts_of)
     assert shared == tokens
     assert own.items() <= drafts.items()
+
+
+@pytest.mark.parametrize("layout", [TENSOR, DATA])
+@pytest.mark.parametrize("name", ["eagle", "dflash", "mtp"])
+def test_drafts_from_some_tokens_are_those_of_a_rank_alone(tmp_path, name, layout):
+    """As many tokens of each rank's part, so that none of them adds others."""
+    write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=4, vocab_size=96)
+    byte_level_tokenizer().save(str(tmp_path / "target" / "tokenizer.json"))
+    {"eagle": write_eagle, "dflash": write_dflash, "mtp": write_mtp}[name](tmp_path / "head")
+    (tmp_path / "some.json").write_text(str([*range(0, 48, 2), *range(49, 96, 2)]))
+    config = plain_config(dtype="float64", max_context=40, max_requests=3, page_size=4, draft_tokens=3)
+
+    def make(ranks, some=tmp_path / "some.json"):
+        backend = CpuBackend() if ranks is None else ranks.backend
+        head = {"draft_dir": tmp_path / "head", "speculate": name, "draft_vocabulary": some}
+        return Engine.from_checkpoint(tmp_path / "target", backend, config=config, ranks=ranks, **head)
+
+    def ran(engine):
+        return tokens_of(engine), engine.stats.acceptance_length
+
+    alone = ran(make(None))
+    assert run(layout, make, ran) == alone
+    assert tokens_of(make(None, None)) == alone[0]
 
 
 def test_each_rank_holds_its_rows_and_no_more(odd):

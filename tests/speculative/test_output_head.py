@@ -50,7 +50,7 @@ def test_tokens_are_those_of_plain_decoding(checkpoints, name, format):
 def test_drafts_come_from_the_copy_and_nothing_else_is_copied(checkpoints, format):
     backend = CpuBackend()
     target = load_decoder(checkpoints / "target", backend=backend, dtype=torch.float32)
-    other = with_output_head(target, format, backend=backend)
+    other = with_output_head(target, backend=backend, format=format)
     assert (other.weights.layers, other.weights.embedding) == (target.weights.layers, target.weights.embedding)
     hidden = torch.randn(5, target.config.hidden_size)
     kept = other.weights.head
@@ -102,7 +102,7 @@ def test_a_model_through_transformers_keeps_its_head(checkpoints):
     backend = CpuBackend()
     target = load_through_transformers(checkpoints / "target", backend=backend, dtype=torch.float32)
     with pytest.raises(ConfigError, match="transformers' own code, whose output head stays as it is"):
-        with_output_head(target, "fp8", backend=backend)
+        with_output_head(target, backend=backend, format="fp8")
 
 
 def test_a_backend_without_kernels_for_it_says_so(checkpoints, monkeypatch):

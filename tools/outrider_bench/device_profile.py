@@ -101,15 +101,20 @@ def _of_device(events: list[Any], lead: float = 0.0) -> DeviceProfile | None:
         launch = event.id or -1 - number
         start, end = launches.get(launch, (event.time_range.start, event.time_range.end))
         launches[launch] = min(start, event.time_range.start), max(end, event.time_range.end)
-    whole = sorted(launches.values())
-    skipped = int(lead * len(whole))
-    # Idle time ahead of the first launch that counts does count: it comes behind one that ran at full speed.
-    begin = max((end for _, end in whole[:skipped]), default=None)
-    whole = whole[skipped:]
-    counted = [each for each in ran if each.time_range.start >= whole[0][0]] if whole else []
-    intervals = [(event.time_range.start, event.time_range.end) for event in counted]
-    times = [(event.name, event.time_range.elapsed_us()) for event in counted]
-    profile = _profile("device", intervals, whole, times, begin=begin)
+    in_order = sorted(launches, key=lambda launch: launches[launch])
+    skipped = in_order[: int(lead * len(in_order))]
+    # Idle time ahead of the first launch that counts does count: it comes behind one that ran at full speed. Of what ran
+    # beside that one counts what is left at its end.
+    begin = max((launches[launch][1] for launch in skipped), default=float("-inf"))
+    left = set(in_order).difference(skipped)
+    whole = [(max(launches[launch][0], begin), launches[launch][1]) for launch in left if launches[launch][1] > begin]
+    counted = [
+        (event.name, (max(event.time_range.start, begin), event.time_range.end))
+        for number, event in enumerate(ran)
+        if (event.id or -1 - number) in left and event.time_range.end > begin
+    ]
+    times = [(name, end - start) for name, (start, end) in counted]
+    profile = _profile("device", [each for _, each in counted], whole, times, begin=begin if skipped else None)
     if profile is None:
         return None
     return replace(profile, share=sum(us for _, us in times) / sum(event.time_range.elapsed_us() for event in ran))

@@ -14,6 +14,7 @@ from outrider.cli.models import (
     DraftOption,
     DraftOutputHeadOption,
     DraftTokensOption,
+    DraftVocabularyOption,
     ModelOption,
     Running,
     Sizes,
@@ -43,6 +44,7 @@ class WorkOptions(LaunchOptions):
     speculate: SpeculateOption = None
     draft_tokens: DraftTokensOption = 4
     draft_output_head: DraftOutputHeadOption = None
+    draft_vocabulary: DraftVocabularyOption = None
     backend: BackendOption = None
 
     def asked(self, *, requests: int, context: int, accept_length: float | None = None) -> Asked:
@@ -55,6 +57,7 @@ class WorkOptions(LaunchOptions):
             speculate=self.speculate,
             draft_tokens=self.draft_tokens,
             draft_output_head=self.draft_output_head,
+            draft_vocabulary=self.draft_vocabulary,
             accept_length=accept_length,
             dtype=self.dtype,
             running=self.running(),
@@ -78,6 +81,7 @@ class Asked:
     speculate: str | None
     draft_tokens: int
     draft_output_head: str | None
+    draft_vocabulary: str | None
     accept_length: float | None
     dtype: str | None
     running: Running
@@ -99,6 +103,7 @@ class Asked:
                 draft=self.draft,
                 draft_tokens=self.draft_tokens,
                 draft_output_head=self.draft_output_head,
+                draft_vocabulary=self.draft_vocabulary,
             )
             # What is longer than the model's own context is said of what was asked for, by `check_room`.
             context = min(self.context, ModelConfig.from_checkpoint(speculation.model).max_context)
@@ -126,6 +131,7 @@ class Asked:
                 speculate=self.speculate or "eagle",
                 draft_tokens=self.draft_tokens,
                 draft_output_head=self.draft_output_head,
+                draft_vocabulary=self.draft_vocabulary,
                 accept_length=self.accept_length,
             )
             engine = random.load(

@@ -50,7 +50,8 @@ class RandomModel:
     chances for each drafted token. ``draft_layers``: of a block drafter.
 
     ``quantize``: the format of the layers' weights, also the draft's; ``quantize_head``: of the output head too.
-    ``draft_output_head``: the format of the copy of the head that drafts are drawn with.
+    ``draft_output_head``: the format of the copy of the head that drafts are drawn with; ``draft_vocabulary``: the tokens
+    that they're drawn from, as ``--draft-vocabulary`` names them.
     """
 
     shape: str
@@ -60,6 +61,7 @@ class RandomModel:
     quantize: str | None = None
     quantize_head: bool = False
     draft_output_head: str | None = None
+    draft_vocabulary: str | None = None
     draft_layers: int = DRAFT_LAYERS
 
     def __post_init__(self) -> None:
@@ -71,6 +73,8 @@ class RandomModel:
             raise ConfigError("--accept-length needs drafts to accept; leave it out, or use --speculate eagle")
         if self.draft_output_head is not None and self.speculate == "none":
             raise ConfigError("--draft-output-head says how drafts are drawn; leave it out, or use --speculate eagle")
+        if self.draft_vocabulary is not None and self.speculate == "none":
+            raise ConfigError("--draft-vocabulary says what drafts are drawn from; leave it out, or use --speculate eagle")
         if self.accept_length is not None and not 1 <= self.accept_length <= self.draft_tokens + 1:
             raise ConfigError(
                 f"--accept-length is {self.accept_length:g}; with {self.draft_tokens} drafted tokens it is 1 to "
@@ -85,6 +89,7 @@ class RandomModel:
             "quantized": self.quantize and f"{self.quantize}, output head {'too' if self.quantize_head else 'plain'}",
             "draft": self._draft,
             "draft_output_head": self.draft_output_head,
+            "draft_vocabulary": self.draft_vocabulary,
             "speculate": self.speculate,
             "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
         }
@@ -116,7 +121,8 @@ class RandomModel:
         self, device: Backend, dtype: torch.dtype, ranks: ModelRanks | None = None, *, kv_dtype: str = "auto"
     ) -> tuple[LanguageModel, Proposer | None]:
         """The weights on a device, or this rank's part of them."""
-        from outrider.model import Decoder, with_output_head
+        from outrider.cli.models import vocabulary_of
+        from outrider.model import Decoder, DraftVocabulary, with_output_head
         from outrider.speculative.block import BlockProposer
         from outrider.speculative.eagle import EagleProposer
         from outrider_bench.random_weights import (
@@ -139,8 +145,10 @@ class RandomModel:
         if self.speculate == "none":
             return model, None
         drawn = model
-        if self.draft_output_head is not None:
-            drawn = with_output_head(model, self.draft_output_head, backend=device)
+        given = vocabulary_of(self.draft_vocabulary)
+        vocabulary = None if given is None else DraftVocabulary.read(given)
+        if self.draft_output_head is not None or vocabulary is not None:
+            drawn = with_output_head(model, backend=device, format=self.draft_output_head, vocabulary=vocabulary)
         if self.speculate == "dflash":
             block = self.draft_tokens + 1
             drafter = random_dflash(

@@ -16,6 +16,7 @@ from outrider.cli.models import (
     DraftOutputHeadOption,
     DraftTokensOption,
     DraftTopkOption,
+    DraftVocabularyOption,
     DtypeOption,
     GraphsOption,
     KvDtypeOption,
@@ -87,6 +88,7 @@ class EngineOptions(LaunchOptions):
     draft_topk: DraftTopkOption = 1
     draft_nodes: DraftNodesOption = None
     draft_output_head: DraftOutputHeadOption = None
+    draft_vocabulary: DraftVocabularyOption = None
     quantized: QuantizedOption = "kernels"
     tune_seconds: TuneOption = 0.0
 
@@ -101,6 +103,7 @@ class EngineOptions(LaunchOptions):
             draft_nodes=self.draft_nodes,
             quantized=self.quantized,
             draft_output_head=self.draft_output_head,
+            draft_vocabulary=self.draft_vocabulary,
         )
 
     def loader(self, speculation: Speculation, **others: Any) -> Callable[..., Engine]:

@@ -106,6 +106,15 @@ DraftOutputHeadOption = Annotated[
         "time, and a few less may be accepted. Default: with the head itself.",
     ),
 ]
+DraftVocabularyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-vocabulary",
+        metavar="N|FILE",
+        help="Draw drafts from these tokens alone: the first N of the target's, or those that a file lists (.json, .pt, see "
+        "outrider draft-vocabulary). Tokens are the same, drafts take less time. Default: from all.",
+    ),
+]
 ModeOption = Annotated[
     str | None,
     typer.Option(
@@ -231,6 +240,7 @@ class Speculation:
     trust_remote_code: bool = False
     quantized: str = "kernels"
     draft_output_head: str | None = None
+    draft_vocabulary: Path | int | None = None
 
     @classmethod
     def choose(
@@ -246,6 +256,7 @@ class Speculation:
         trust_remote_code: bool = False,
         quantized: str = "kernels",
         draft_output_head: str | None = None,
+        draft_vocabulary: str | int | None = None,
     ) -> Speculation:
         """Fill in what wasn't given: the bundled model, its head of that kind, and speculation wherever there is a head."""
         head = "eagle" if kind is None else kind.removeprefix("suffix+")
@@ -266,11 +277,19 @@ class Speculation:
             trust_remote_code=trust_remote_code,
             quantized=quantized,
             draft_output_head=draft_output_head,
+            draft_vocabulary=vocabulary_of(draft_vocabulary),
         )
 
     def without(self) -> Speculation:
         """The same model, decoding plainly."""
-        return replace(self, kind="none", draft_topk=1, draft_nodes=None, draft_output_head=None)
+        return replace(self, kind="none", draft_topk=1, draft_nodes=None, draft_output_head=None, draft_vocabulary=None)
+
+
+def vocabulary_of(given: str | int | None) -> Path | int | None:
+    """What ``--draft-vocabulary`` names: a number of tokens, or a file."""
+    if given is None or isinstance(given, int):
+        return given
+    return int(given) if given.isascii() and given.isdigit() else Path(given)
 
 
 def bundled(part: str) -> Path:
@@ -349,6 +368,7 @@ def load(
             trust_remote_code=speculation.trust_remote_code,
             quantized=speculation.quantized,
             draft_output_head=speculation.draft_output_head,
+            draft_vocabulary=speculation.draft_vocabulary,
             progress=lambda file, done, total: tell(f"loading {file}", done, total),
             capture_progress=lambda done, total: tell("capturing graphs", done, total),
             ranks=ranks,

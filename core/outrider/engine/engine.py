@@ -185,6 +185,7 @@ class Engine(MovingRequests):
         trust_remote_code: bool = False,
         quantized: str = "kernels",
         draft_output_head: str | None = None,
+        draft_vocabulary: Path | str | int | None = None,
         progress: Progress | None = None,
         capture_progress: CaptureProgress | None = None,
         ranks: Ranks | None = None,
@@ -202,7 +203,8 @@ class Engine(MovingRequests):
 
         ``quantized``: how quantised weights are loaded, see :class:`~outrider.model.QuantizedMode`. ``draft_output_head``:
         ``fp8``, ``int8`` or ``int4``: drafts are drawn with a copy of the target's output head in that format, by proposers
-        that use that head; what is verified takes the head itself.
+        that use that head; what is verified takes the head itself. ``draft_vocabulary``: with its rows of some tokens alone,
+        the first so many or those that a file lists (:class:`~outrider.model.DraftVocabulary`).
 
         ``progress(file, done, total)`` is told of each tensor loaded, ``capture_progress(done, total)`` of each batch size
         captured. ``ranks``: those that run the engine together; each reads its own part of the checkpoint. ``parallel``:
@@ -219,6 +221,9 @@ class Engine(MovingRequests):
                 trust_remote_code=trust_remote_code,
                 quantized=quantized,
                 draft_output_head=draft_output_head,
+                draft_vocabulary=draft_vocabulary
+                if isinstance(draft_vocabulary, int | None)
+                else Path(draft_vocabulary).resolve(),
             )
             processes = start_ranks(backend, parallel, model_dir, loading, given=ranks, builders=builders)
             try:
@@ -247,6 +252,7 @@ class Engine(MovingRequests):
                 trust_remote_code=trust_remote_code,
                 quantized=quantized,
                 draft_output_head=draft_output_head,
+                draft_vocabulary=draft_vocabulary,
                 progress=progress,
                 ranks=ranks,
             )

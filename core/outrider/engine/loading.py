@@ -15,6 +15,7 @@ from outrider.engine.resolve import choose_dtype, resolve
 from outrider.engine.situation import situation_of
 from outrider.model import (
     Decoder,
+    DraftVocabulary,
     LanguageModel,
     Progress,
     QuantizedMode,
@@ -62,6 +63,7 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     quantized: str = "kernels",
     draft_output_head: str | None = None,
+    draft_vocabulary: Path | str | int | None = None,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> Loaded:
@@ -70,7 +72,8 @@ def load_checkpoint(
     draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)
     builders = dict(builders or {})
     builders |= plugin_builders(speculate, given=builders)  # before anything is loaded: it raises for an unknown name
-    check_output_head(speculate, draft_output_head)
+    check_output_head(speculate, draft_output_head, draft_vocabulary)
+    vocabulary = None if draft_vocabulary is None else DraftVocabulary.read(draft_vocabulary)
     if trust_remote_code and not through_transformers:
         raise ConfigError("trust_remote_code runs code of the checkpoint, which only through_transformers runs; leave it out")
     mode = QuantizedMode.of(quantized)
@@ -112,12 +115,16 @@ def load_checkpoint(
         progress=progress,
         quantized=mode,
         output_head=draft_output_head,
+        vocabulary=vocabulary,
     )
     proposer = build(speculate, options, builders=builders)
     chosen += _quantized_weights(model, mode, directory)
     if draft_output_head is not None:
         why = "as asked: drafts are drawn with a copy of the target's output head; what is verified takes the head itself"
         chosen += (Choice("draft_output_head", draft_output_head, why),)
+    if vocabulary is not None:
+        why = f"as asked: drafts are drawn from {vocabulary.origin}; what is verified has all {model.config.vocab_size}"
+        chosen += (Choice("draft_vocabulary", vocabulary.ids.numel(), why),)
     vision = None
     if model.config.vision is not None:
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)

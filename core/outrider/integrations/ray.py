@@ -76,6 +76,7 @@ class RaySettings(BaseModel):
     dtype: str | None = None
     quantized: str = "kernels"
     draft_output_head: str | None = None
+    draft_vocabulary: str | int | None = None
     max_requests: int | None = None
     max_context: int | None = None
     kv_memory: float | None = None
@@ -104,6 +105,7 @@ class Replica:
             draft_tokens=settings.draft_tokens,
             quantized=settings.quantized,
             draft_output_head=settings.draft_output_head,
+            draft_vocabulary=settings.draft_vocabulary,
         )
         sizes = Sizes(
             max_context=settings.max_context,

@@ -14,7 +14,7 @@ from outrider.model.config import ExpertsConfig, ModelConfig, VisionConfig
 from outrider.model.decoder import Decoder, DecoderWeights
 from outrider.model.dflash import DFlashHead, DFlashWeights
 from outrider.model.dflash_loading import load_dflash
-from outrider.model.draft_output import OUTPUT_FORMATS, with_output_head
+from outrider.model.draft_output import OUTPUT_FORMATS, DraftVocabulary, with_output_head
 from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
 from outrider.model.head_loading import load_eagle, load_eagle3
@@ -46,6 +46,7 @@ __all__ = [
     "DFlashWeights",
     "Decoder",
     "DecoderWeights",
+    "DraftVocabulary",
     "Eagle3Head",
     "Eagle3Weights",
     "EagleHead",

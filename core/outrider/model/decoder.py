@@ -53,6 +53,7 @@ class Decoder(LanguageModel):
         kernels = kernels.for_shape(decoder_shape(config, weights.norm.dtype))
         super().__init__(config, kernels, ranks)
         self.weights = weights
+        self._output_ids: Tensor | None = None
         self._rotary = rotary(
             config.rope, config.head_size, config.max_context, kernels=kernels, dtype=self.dtype, device=self.device
         )
@@ -107,13 +108,22 @@ class Decoder(LanguageModel):
         return final, states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of ``hidden`` [N, H], any rows of :meth:`forward`'s result or of an EAGLE head's."""
-        return self.whole_logits(linear(self.kernels, hidden, self.weights.head), self.config.vocab_size)
+        """See :meth:`LanguageModel.logits`."""
+        return self.whole_logits(linear(self.kernels, hidden, self.weights.head), self.output_size)
 
-    def with_head(self, head: Weight) -> Decoder:
-        """The same decoder with another output head [V, H], as this one's is shared out among ranks; all else is shared."""
+    @property
+    def output_ids(self) -> Tensor | None:
+        """See :meth:`LanguageModel.output_ids`."""
+        return self._output_ids
+
+    def with_head(self, head: Weight, ids: Tensor | None = None) -> Decoder:
+        """The same decoder with another output head [Vd, H], as this one's is shared out among ranks; all else is shared.
+
+        ``ids`` int64 [Vd] on the device: the tokens of its rows; None: all.
+        """
         other = copy(self)
         other.weights = replace(self.weights, head=head)
+        other._output_ids = ids
         return other
 
     def _embed_inputs(self, inputs: ForwardInput) -> Tensor:

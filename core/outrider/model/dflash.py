@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from outrider.device import HeadNorms, RotaryArgs
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
@@ -81,16 +82,14 @@ class DFlashHead:
         ``slots`` int64 [T] of each layer's cache.
         """
         config, kernels = self.config, self.kernels
-        size, kv_heads = config.head_size, config.num_kv_heads
         fused = linear(kernels, side_by_side(aux_hidden_states), self.weights.fusion)
         text = kernels.rms_norm(fused, self.weights.hidden_norm, config.rms_eps)
-        cos, sin = self._rotary.gather(positions, prompt_lens)
-        for weights, (k_cache, v_cache) in zip(self.weights.layers, cache.layers, strict=True):
+        cos_sin = self._rotary.gather(positions, prompt_lens)
+        for weights, pages in zip(self.weights.layers, cache.layers, strict=True):
             assert weights.k_norm is not None  # every DFlash layer has one
-            k, v = self._keys_values(text, weights).view(-1, 2 * kv_heads, size).split(kv_heads, dim=1)
-            k = kernels.rms_norm(k, weights.k_norm, config.rms_eps)
-            # There are no queries: what is rotated in their place is thrown away.
-            kernels.rope_write_cache(k.clone(), k, v, cos, sin, k_cache, v_cache, slots)
+            norms = HeadNorms(weights.k_norm, weights.k_norm, config.rms_eps)
+            made = self._keys_values(text, weights)
+            kernels.head_norm_rope_write_cache(made, norms, RotaryArgs(*cos_sin, *pages, slots))
 
     def forward(self, inputs: ForwardInput, cache: KVCache) -> Tensor:
         """States [N, H] of blocks, behind the final norm. ``inputs.slots`` lie behind the text that was taken in, and
@@ -109,7 +108,7 @@ class DFlashHead:
         return add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, kernels)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of ``hidden`` [N, H] by the target's output head."""
+        """Logits [N, Vd] of ``hidden`` [N, H] by the target's output head, of the tokens that this has."""
         return self.target.logits(hidden)
 
     def _keys_values(self, text: Tensor, weights: LayerWeights) -> Tensor:

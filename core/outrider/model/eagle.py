@@ -1,6 +1,6 @@
 """The EAGLE head: one decoder layer that guesses the target's next hidden state (Li et al. 2024, EAGLE-1 and -2).
 
-Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
+Letters: T new tokens, N rows of logits, H hidden size, V vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class EagleHead:
 
     @property
     def draft_vocab_size(self) -> int:
-        """Size of the vocabulary that drafts come from: the target's."""
-        return self.target.config.vocab_size
+        """Vd, the tokens that drafts come from: as many as the target's output head has."""
+        return self.target.output_size
 
     @property
     def target_ids(self) -> Tensor | None:
-        """The target's id of each draft token; None, since they're the same."""
-        return None
+        """int64 [Vd]: the target's id of each draft token; None where they're the same."""
+        return self.target.output_ids
 
     def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """What the head reads of the target [T, H]: its final hidden states."""
@@ -111,5 +111,5 @@ class EagleHead:
         return torch.cat((self.target.embedded(tokens, self.weights.embedding), hidden), dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of ``hidden`` [N, H] by the target's output head."""
+        """Logits [N, Vd] of ``hidden`` [N, H] by the target's output head."""
         return self.target.logits(hidden)

@@ -1,6 +1,7 @@
 """LanguageModel: what an engine and the heads that draft for it may ask of a target.
 
-Letters: T new tokens, S kept rows, N rows of logits, H hidden size, V vocabulary.
+Letters: T new tokens, S kept rows, N rows of logits, H hidden size, V vocabulary, Vd tokens that have logits:
+all, but where drafts are drawn from some.
 """
 
 from __future__ import annotations
@@ -55,6 +56,16 @@ class LanguageModel(ABC):
         """Logits [N, V] over ``vocabulary`` tokens, from those of this rank's part of an output head."""
         return own if self.ranks is None else self.ranks.logits(own, vocabulary)
 
+    @property
+    def output_ids(self) -> Tensor | None:
+        """int64 [Vd], ascending: the token that each of :meth:`logits` is of, where some tokens have none; None: all have."""
+        return None
+
+    @property
+    def output_size(self) -> int:
+        """Vd: how many tokens have logits."""
+        return self.config.vocab_size if self.output_ids is None else self.output_ids.shape[0]
+
     def begin_pass(self, inputs: ForwardInput) -> None:
         """A pass over ``inputs`` through layers of this model, or of a head that drafts for it, begins."""
         if self.ranks is not None:
@@ -97,4 +108,4 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of ``hidden`` [N, H], any rows of :meth:`forward`'s result or of an EAGLE head's."""
+        """Logits [N, Vd] of ``hidden`` [N, H], any rows of :meth:`forward`'s result or of an EAGLE head's."""

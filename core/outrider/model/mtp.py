@@ -76,7 +76,7 @@ class MtpHead:
         return add_rms_norm(pending, residual, weights.final_norm, eps, kernels)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of ``hidden`` [N, H] by the target's output head."""
+        """Logits [N, Vd] of ``hidden`` [N, H] by the target's output head, of the tokens that this has."""
         return self.target.logits(hidden)
 
 

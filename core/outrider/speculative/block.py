@@ -15,6 +15,7 @@ from outrider.model import DFlashHead, ForwardInput
 from outrider.speculative.cached import UNBOUNDED, CachedProposer
 from outrider.speculative.places import given_places, text_places
 from outrider.speculative.proposer import MOST_REQUESTS, Draft, DraftInputs, ExtendInputs, RelaySpec, draw_rows
+from outrider.speculative.vocabulary import over_target, target_tokens
 
 
 class BlockProposer(CachedProposer):
@@ -42,6 +43,7 @@ class BlockProposer(CachedProposer):
         self._seen = torch.empty(0, 0, dtype=torch.bool)
         self._masks = torch.empty(1, 0, dtype=torch.int64)
         self._starts = torch.empty(0, dtype=torch.int32)
+        self._cold = torch.empty(0)
 
     @property
     def head(self) -> DFlashHead:
@@ -89,6 +91,7 @@ class BlockProposer(CachedProposer):
         width, device = self._draft_tokens + 1, backend.device
         seen = torch.ones(width, width, dtype=torch.bool)
         self._seen = (seen.tril() if self._head.causal else seen).repeat(MOST_REQUESTS, 1).to(device)
+        self._cold = torch.zeros(MOST_REQUESTS * self._draft_tokens, device=device)
         self._masks = torch.full((1, self._draft_tokens), self._head.mask_token, device=device)
         self._starts = torch.arange(0, (MOST_REQUESTS + 1) * width, width, dtype=torch.int32, device=device)
 
@@ -118,8 +121,12 @@ class BlockProposer(CachedProposer):
             attention,
         )
         hidden = head.forward(flat, self.cache).view(batch, width, -1)[:, 1:]
-        drawn, probs = draw_rows(head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions[:, 1:])
-        return Draft(drawn, probs if inputs.sampling else None)
+        drawn, probs = draw_rows(head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions[:, 1:], self._cold)
+        target = head.target
+        tokens = target_tokens(head.kernels, drawn, target.output_ids)
+        if not inputs.sampling:
+            return Draft(tokens, None)
+        return Draft(tokens, over_target(probs, target.output_ids, target.config.vocab_size))
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Write the keys and values of the tokens; padding goes where a later token will overwrite it, or to page 0."""

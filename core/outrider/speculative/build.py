@@ -14,6 +14,7 @@ from outrider.device import Backend, ConfigError
 from outrider.errors import shown
 from outrider.model import (
     OUTPUT_FORMATS,
+    DraftVocabulary,
     LanguageModel,
     Progress,
     QuantizedMode,
@@ -46,6 +47,7 @@ class DraftOptions:
     ``draft_tokens``: D, the longest path. ``topk``: 1 for a chain, else T, how many children of a node are looked at.
     ``nodes``: K, of the tree in all; None: D * T. ``quantized``: how quantised weights of the draft are loaded.
     ``output_head``: the format of the copy of the target's output head that drafts are drawn with; None: that head itself.
+    ``vocabulary``: the tokens that they're drawn from; None: all.
     """
 
     target: LanguageModel
@@ -58,6 +60,7 @@ class DraftOptions:
     progress: Progress | None = None
     quantized: QuantizedMode = QuantizedMode.KERNELS
     output_head: str | None = None
+    vocabulary: DraftVocabulary | None = None
 
 
 Builder = Callable[[DraftOptions], Proposer]
@@ -71,7 +74,7 @@ def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] |
     checkpoint that isn't right.
     """
     known = {**BUILDERS, **(builders or {})}
-    check_output_head(name, options.output_head)
+    check_output_head(name, options.output_head, options.vocabulary)
     if name not in known and name.startswith(FIRST):
         return _combined(name, options, known)
     if name not in known:
@@ -83,15 +86,20 @@ def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] |
     return known[name](options)
 
 
-def check_output_head(name: str, format: str | None) -> None:
-    """Raise :class:`ConfigError` where ``format`` is none, or where the proposer called ``name`` draws with another head."""
+def check_output_head(name: str, format: str | None, vocabulary: object | None = None) -> None:
+    """Raise :class:`ConfigError` where ``format`` is none, or where the proposer called ``name`` draws with another head and
+    so has no use for it, nor for a ``vocabulary``.
+    """
     if format not in (None, *OUTPUT_FORMATS):
         raise ConfigError(
             f"draft_output_head is {shown(format)}; expected one of {', '.join(OUTPUT_FORMATS)}, or None for the target's own"
         )
-    if format is not None and name.removeprefix(FIRST) not in BY_TARGETS_HEAD:
+    given = None if vocabulary is None else "draft_vocabulary is given"
+    if format is not None:
+        given = f"draft_output_head is {format}"
+    if given is not None and name.removeprefix(FIRST) not in BY_TARGETS_HEAD:
         raise ConfigError(
-            f"draft_output_head is {format}, but speculate={name!r} doesn't draw drafts with the target's output head; "
+            f"{given}, but speculate={name!r} doesn't draw drafts with the target's output head; "
             f"{', '.join(sorted(BY_TARGETS_HEAD))} do. A draft with a head of its own is quantised as a checkpoint "
             "(outrider quantize)"
         )
@@ -106,8 +114,8 @@ def _directory(options: DraftOptions, name: str, what: str) -> Path:
 def _read(load: Callable[..., _Head], options: DraftOptions, name: str, what: str) -> _Head:
     """What drafts on top of the target, from its directory."""
     directory, target = _directory(options, name, what), options.target
-    if options.output_head is not None:
-        target = with_output_head(target, options.output_head, backend=options.backend)
+    if options.output_head is not None or options.vocabulary is not None:
+        target = with_output_head(target, backend=options.backend, format=options.output_head, vocabulary=options.vocabulary)
     return load(
         directory,
         target=target,

@@ -20,6 +20,7 @@ from outrider.speculative.places import given_places, text_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
 from outrider.speculative.tree import Level, TreeShape, likeliest
+from outrider.speculative.vocabulary import over_target, target_tokens, too_many_branches
 
 DraftHead = EagleHead | Eagle3Head
 
@@ -68,18 +69,13 @@ class HeadDrafts(CachedProposer):
         states = self._head.forward(flat, hidden, self.cache)
         return states if inputs.kept is not None else self._head.kernels.gather_rows(states, inputs.last)
 
-    def tokens(self, draft_ids: Tensor) -> Tensor:
-        """The target's ids of draft tokens, any shape."""
-        ids = self._head.target_ids
-        return draft_ids if ids is None else ids[draft_ids]
+    def tokens(self, drafted: Tensor) -> Tensor:
+        """The target's tokens of drafted ones, any shape."""
+        return target_tokens(self._head.kernels, drafted, self._head.target_ids)
 
     def over_target(self, probs: Tensor) -> Tensor:
         """Distributions [B, K, Vd] over the draft vocabulary, as ones over the target's [B, K, V]."""
-        ids = self._head.target_ids
-        if ids is None:
-            return probs
-        full = probs.new_zeros((*probs.shape[:-1], self._head.target.config.vocab_size))
-        return full.index_copy_(2, ids, probs)
+        return over_target(probs, self._head.target_ids, self._head.target.config.vocab_size)
 
 
 class EagleProposer(HeadDrafts):
@@ -159,6 +155,8 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
     """
 
     def __init__(self, head: DraftHead, shape: TreeShape) -> None:
+        if shape.branches > head.draft_vocab_size:
+            raise too_many_branches(shape.branches, head.draft_vocab_size)
         TreeProposer.__init__(self, head.config, head.target.dtype, shape)
         self._head = head
         self.name = _name(head)

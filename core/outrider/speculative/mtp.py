@@ -21,6 +21,7 @@ from outrider.speculative.places import given_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
 from outrider.speculative.tree import Tree
+from outrider.speculative.vocabulary import over_target, target_tokens, too_many_branches
 
 
 class MtpProposer(CachedProposer):
@@ -39,6 +40,8 @@ class MtpProposer(CachedProposer):
             raise ConfigError(
                 f"multi-token prediction by {count} heads with {branches} tokens each is impossible; both must be at least 1"
             )
+        if branches > heads[0].target.output_size:
+            raise too_many_branches(branches, heads[0].target.output_size)
         self._heads = tuple(heads[:count])
         self._branches = branches
         self._parents = torch.empty(0, dtype=torch.int64)
@@ -77,7 +80,7 @@ class MtpProposer(CachedProposer):
         if self._heads[0].config.rope.sections and heads > 1:
             specs.append(RelaySpec("places", (heads - 1, 3), torch.int64, bounds=(0, 1 << 62)))
         if not self.is_tree:
-            specs.append(RelaySpec("probs", (heads, target.config.vocab_size), torch.float32))
+            specs.append(RelaySpec("probs", (heads, target.output_size), torch.float32))
         return tuple(specs)
 
     @property
@@ -105,9 +108,10 @@ class MtpProposer(CachedProposer):
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """No pass at all: draft-extend has drafted."""
-        tokens = inputs.relay["tokens"].flatten(1)
+        tokens, target = inputs.relay["tokens"].flatten(1), self._heads[0].target
         if not self.is_tree:
-            return Draft(tokens, inputs.relay["probs"] if inputs.sampling else None)
+            probs = inputs.relay["probs"]
+            return Draft(tokens, over_target(probs, target.output_ids, target.config.vocab_size) if inputs.sampling else None)
         parents = self._parents.expand(tokens.shape[0], -1)
         return Draft(tokens, None, Tree.from_parents(parents, depth=len(self._heads)))
 
@@ -152,11 +156,12 @@ class MtpProposer(CachedProposer):
                 behind = _rows(hidden, (end - 1).unsqueeze(1)).squeeze(1)
             logits = head.logits(behind)
             if self.is_tree:
-                drafts.append(logits.topk(self._branches, dim=-1).indices)
+                drawn = logits.topk(self._branches, dim=-1).indices
             else:
                 token, drawn_from = draw(head.kernels, logits, inputs, inputs.next_positions + extra)
-                drafts.append(token.unsqueeze(1))
+                drawn = token.unsqueeze(1)
                 probs.append(drawn_from)
+            drafts.append(target_tokens(head.kernels, drawn, head.target.output_ids))
             text = text.scatter(1, (count + extra).unsqueeze(1), drafts[-1][:, :1])
             if extra + 1 < heads:  # for the next call, at its start - (extra + 1)
                 states.append(_rows(hidden, (end - extra - 1).unsqueeze(1)).squeeze(1))

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, ConfigError
+from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import ForwardInput, PEagleHead
 from outrider.speculative.eagle import HeadDrafts
 from outrider.speculative.places import text_places
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw_rows
+from outrider.speculative.proposer import MOST_REQUESTS, Draft, DraftInputs, ExtendInputs, RelaySpec, draw_rows
 from outrider.speculative.slots import slots_of
 
 _MOST_TOKENS = 63
@@ -40,6 +40,12 @@ class PEagleProposer(HeadDrafts):
         super().__init__(head.config, head.target.dtype)
         self._head = head
         self._draft_tokens = draft_tokens
+        self._cold = torch.empty(0)
+
+    def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
+        """The cache, and temperatures of drafts that aren't sampled."""
+        super().allocate(backend=backend, pages=pages, page_size=page_size)
+        self._cold = torch.zeros(MOST_REQUESTS * self._draft_tokens, device=backend.device)
 
     @property
     def depth(self) -> int:
@@ -72,7 +78,7 @@ class PEagleProposer(HeadDrafts):
         hidden = inputs.relay["hidden"][:, :count]
         lane = torch.arange(1, count + 1, device=hidden.device)
         positions = inputs.seq_lens.unsqueeze(1) + lane
-        drawn, probs = draw_rows(head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions)
+        drawn, probs = draw_rows(head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions, self._cold)
         return Draft(self.tokens(drawn), self.over_target(probs) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:

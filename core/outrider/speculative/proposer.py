@@ -146,15 +146,17 @@ def draw(kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs,
     return token, torch.softmax(logits.float() / scale, dim=-1)
 
 
-def draw_rows(kernels: KernelSet, logits: Tensor, inputs: DraftInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
+def draw_rows(
+    kernels: KernelSet, logits: Tensor, inputs: DraftInputs, positions: Tensor, cold: Tensor
+) -> tuple[Tensor, Tensor]:
     """:func:`draw` for n places of each request at once: ``logits`` [B * n, V] at ``positions`` int64 [B, n] → tokens [B, n]
-    and distributions [B, n, V].
+    and distributions [B, n, V]. ``cold``: B * n zeros in float32 on the device, or more.
     """
     count, places = positions.shape[1], positions.flatten()
     if inputs.sampling:
         temperature, seeds = inputs.temperature.repeat_interleave(count), inputs.seeds.repeat_interleave(count)
-    else:  # nobody looks at seeds, and every temperature is 0
-        temperature, seeds = inputs.temperature.new_zeros(places.shape), places
+    else:  # nobody looks at seeds, and every temperature is 0; a copy of them would be a kernel of its own
+        temperature, seeds = cold[: places.shape[0]], places
     drawn, probs = draw(kernels, logits, replace(inputs, temperature=temperature, seeds=seeds), places)
     return drawn.view(positions.shape), probs.view(*positions.shape, -1)
 

@@ -21,6 +21,7 @@ from outrider.cli.models import (
     DraftOutputHeadOption,
     DraftTokensOption,
     DraftTopkOption,
+    DraftVocabularyOption,
     ModelOption,
     SpeculateOption,
     Speculation,
@@ -74,6 +75,7 @@ def decode(
     draft_topk: DraftTopkOption = 1,
     draft_nodes: DraftNodesOption = None,
     draft_output_head: DraftOutputHeadOption = None,
+    draft_vocabulary: DraftVocabularyOption = None,
     through_transformers: DoorOption = False,
     shape: Annotated[
         str | None,
@@ -172,6 +174,7 @@ def decode(
             quantize=quantize,
             quantize_head=lm_head,
             draft_output_head=draft_output_head,
+            draft_vocabulary=draft_vocabulary,
             draft_layers=draft_layers or DRAFT_LAYERS,
         )
         room = min(max(lengths) + new_tokens + 2 * (draft_tokens + 1), shape_config(shape).max_context)
@@ -198,6 +201,7 @@ def decode(
             draft_topk=draft_topk,
             draft_nodes=draft_nodes,
             draft_output_head=draft_output_head,
+            draft_vocabulary=draft_vocabulary,
             through_transformers=through_transformers,
         )
         engine = load(

@@ -14,7 +14,14 @@ import typer
 
 from outrider.cli.directories import check_directory
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import DraftOutputHeadOption, DraftTokensOption, ModeOption, PrefillChunkOption, TuneOption
+from outrider.cli.models import (
+    DraftOutputHeadOption,
+    DraftTokensOption,
+    DraftVocabularyOption,
+    ModeOption,
+    PrefillChunkOption,
+    TuneOption,
+)
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
 from outrider.cli.starting import progress_shown
 from outrider.cli.streams import note
@@ -97,6 +104,7 @@ def peers(
     ] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="With --quantize, the output head too.")] = False,
     draft_output_head: DraftOutputHeadOption = None,
+    draft_vocabulary: DraftVocabularyOption = None,
     engines: Annotated[str, typer.Option(metavar="outrider,vllm", help="Which engines.")] = ",".join(_ORDER),
     speculate: Annotated[str, typer.Option("--speculate", metavar="eagle,none", help="With drafts, without, or both.")] = (
         "eagle,none"
@@ -149,10 +157,12 @@ def peers(
         _check_quantized(quantize, lm_head, shape, chosen)
     elif lm_head:
         raise ConfigError("--lm-head says what --quantize takes too; leave it out, or name a format with --quantize")
-    if draft_output_head is not None and not (OURS in chosen and "eagle" in kinds):
+    ours = {"--draft-output-head": draft_output_head, "--draft-vocabulary": draft_vocabulary}
+    given = [option for option, value in ours.items() if value is not None]
+    if given and not (OURS in chosen and "eagle" in kinds):
         raise ConfigError(
-            f"--draft-output-head is for drafts of {OURS}, and --engines {engines!r} with --speculate {speculate!r} has "
-            "none; leave it out"
+            f"{given[0]} is for drafts of {OURS}, and --engines {engines!r} with --speculate {speculate!r} has none; leave "
+            "it out"
         )
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
@@ -188,6 +198,7 @@ def peers(
         quantize=quantize,
         quantize_head=lm_head,
         draft_output_head=draft_output_head,
+        draft_vocabulary=draft_vocabulary,
     )
     tokens, whose = work.longest
     room = min(max_context or work.shape_context, work.shape_context)

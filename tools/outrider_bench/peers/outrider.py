@@ -82,6 +82,7 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
         quantize=work.quantize,
         quantize_head=work.quantize_head,
         draft_output_head=work.draft_output_head if drafts else None,
+        draft_vocabulary=work.draft_vocabulary if drafts else None,
     )
     found: list[Prepared] = []
     engine = model.load(
@@ -100,6 +101,8 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
     settings = f"{launched}, {engine.model.kernels.name}, {found[0]}"
     if model.draft_output_head is not None:
         settings += f", drafts drawn with the output head in {model.draft_output_head}"
+    if model.draft_vocabulary is not None:
+        settings += f", drafts drawn from the tokens of {model.draft_vocabulary}"
     result = found[0].result
     yield Outrider(engine, settings=settings, drafts=drafts, tuned_s=0.0 if result is None else result.seconds)
 

@@ -32,7 +32,8 @@ class Work:
     same time at most; ``max_context``: tokens that one may have, None for what it needs. ``memory``: share of the device's
     memory, for an engine that takes a share. ``device``: as torch names it. ``keep``: a directory for what engines compile;
     None: nothing is kept. ``quantize``: the format of the layers' weights, also the draft's; ``quantize_head``: of the output
-    head too. ``draft_output_head``: the format of the copy of the output head that our own engine draws drafts with.
+    head too. ``draft_output_head``: the format of the copy of the output head that our own engine draws drafts with;
+    ``draft_vocabulary``: the tokens that it draws them from.
     """
 
     shape: str
@@ -58,6 +59,7 @@ class Work:
     quantize: str | None = None
     quantize_head: bool = False
     draft_output_head: str | None = None
+    draft_vocabulary: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Work:

@@ -4,10 +4,11 @@
 
 Ways: plain decoding; the EAGLE head, the block drafter, suffix decoding and the heads behind suffix decoding, with fixed
 lengths and with each request's own (adaptive); with ``--output-heads fp8 int4``, EAGLE and the block drafter also draw with a
-copy of the output head in these formats. Greedy. Tokens of each way are compared with those of plain decoding: where
-two logits are nearly equal, another shape of batch may turn them around, so in float32 there should be none. The ways of one
-proposer run in turn, ``--rounds`` times as far as there are prompts, and the fastest round of each counts; then their engines
-go, since a device has few streams. No prompt comes twice: suffix decoding's past outputs are those of other prompts.
+copy of the output head in these formats, with ``--vocabularies FILE 512`` from these tokens alone. Greedy. Tokens of each
+way are compared with those of plain decoding: where two logits are nearly equal, another shape of batch may turn them around,
+so in float32 there should be none. The ways of one proposer run in turn, ``--rounds`` times as far as there are prompts, and
+the fastest round of each counts; then their engines go, since a device has few streams. No prompt comes twice: suffix
+decoding's past outputs are those of other prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.cli.models import bundled
+from outrider.cli.models import bundled, vocabulary_of
 from outrider.device import ConfigError
 from outrider.registry import Registry
 
@@ -29,7 +30,7 @@ from outrider.registry import Registry
 @dataclass(frozen=True)
 class Way:
     """A proposer, the number of tokens that it drafts, what decides their number in an iteration, and the format of the copy
-    of the output head that they're drawn with.
+    of the output head that they're drawn with, or the tokens that they're drawn from.
     """
 
     speculate: str
@@ -37,6 +38,7 @@ class Way:
     length: str = "fixed"
     draft: Path | None = None
     output_head: str | None = None
+    vocabulary: str | None = None
 
     @property
     def name(self) -> str:
@@ -44,15 +46,17 @@ class Way:
         if not self.draft_tokens:
             return self.speculate
         drawn = "" if self.output_head is None else f", drawn in {self.output_head}"
+        drawn += "" if self.vocabulary is None else f", drawn from {Path(self.vocabulary).name}"
         return f"{self.speculate} {'adaptive, up to ' if self.length == 'adaptive' else ''}{self.draft_tokens}{drawn}"
 
 
-def ways(dflash: Path, output_heads: Sequence[str] = ()) -> list[list[Way]]:
+def ways(dflash: Path, output_heads: Sequence[str] = (), vocabularies: Sequence[str] = ()) -> list[list[Way]]:
     """All that are compared, by proposer; plain decoding first."""
     eagle = bundled("eagle")
 
     def drawn(speculate: str, draft: Path) -> list[Way]:
-        return [Way(speculate, 4, draft=draft, output_head=format) for format in output_heads]
+        rounded = [Way(speculate, 4, draft=draft, output_head=format) for format in output_heads]
+        return rounded + [Way(speculate, 4, draft=draft, vocabulary=each) for each in vocabularies]
 
     def of(speculate: str, lengths: Sequence[int], adaptive: Sequence[int], draft: Path | None = None) -> list[Way]:
         fixed = [Way(speculate, count, draft=draft) for count in lengths]
@@ -77,6 +81,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--dflash", type=Path, default=bundled("dflash"), help="another block drafter of the bundled model")
     parser.add_argument("--output-heads", nargs="*", default=[], help="formats of output heads to draw drafts with: fp8 int4")
+    parser.add_argument("--vocabularies", nargs="*", default=[], help="tokens to draw drafts from: files, or the first N")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
@@ -104,7 +109,7 @@ def _batch(given: argparse.Namespace, backend: Any, texts: Sequence[str], batch:
     print(f"\n| batch {batch} | tokens an iteration | tokens/s | to plain | prompts that differ |\n|---|---|---|---|---|")
     rows: list[dict[str, Any]] = []
     plain: list[list[tuple[int, ...]]] = []
-    for group in ways(given.dflash, given.output_heads):
+    for group in ways(given.dflash, given.output_heads, given.vocabularies):
         found = _group(given, backend, texts, batch, group, plain)
         rows += found
         for row in found:
@@ -165,6 +170,7 @@ def _engine(given: argparse.Namespace, backend: Any, batch: int, way: Way) -> En
         draft_dir=way.draft,
         speculate=way.speculate,
         draft_output_head=way.output_head,
+        draft_vocabulary=vocabulary_of(way.vocabulary),
         config=config,
     )
 

@@ -331,6 +331,8 @@ def _norm_linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str |
 
 def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
     heads, kv_heads = HEADS[shape["heads"]]
+    if shape["alone"]:  # keys and values without queries
+        heads = 0
     tokens, size = shape["tokens"], SIZES[shape["size"]]
     operands, real = rotary_operands(shape, dtype, dice, tokens, kv_heads, size, cache)
     made = dice.normal(tokens, heads + 2 * kv_heads, size, dtype=dtype)
@@ -439,8 +441,13 @@ _CASES = (
     (
         "head_norm_rope_write_cache",
         _head_norm_rope,
-        ROTARY,
-        (TURNED, {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0}, {**TURNED, "tokens": 1, "size": 1, "heads": 1}),
+        {**ROTARY, "alone": _FLAG},
+        (
+            {**TURNED, "alone": 0},
+            {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0, "alone": 0},
+            {**TURNED, "tokens": 1, "size": 1, "heads": 1, "alone": 0},
+            {**TURNED, "alone": 1},
+        ),
     ),
     (
         "move_cache",

@@ -330,11 +330,15 @@ class ModelKernels:
 
     def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
         """:meth:`rms_norm` of each head of queries and of keys, then :meth:`rope_write_cache` → queries [T, Hq, D]. ``made``
-        [T, (Hq + 2 Hkv) D] is contiguous, has queries, keys and values side by side, and stays as it is.
+        [T, (Hq + 2 Hkv) D] is contiguous, has queries, keys and values side by side, and stays as it is. Hq may be 0: then it
+        has keys and values alone.
         """
         q, k, v = rotary.split(made)
-        q, k = self.rms_norm(q, norms.queries, norms.eps), self.rms_norm(k, norms.keys, norms.eps)
-        self.rope_write_cache(q, k, v, *rotary)
+        k = self.rms_norm(k, norms.keys, norms.eps)
+        if q.shape[1]:
+            q = self.rms_norm(q, norms.queries, norms.eps)
+        # Where there are no queries, keys are turned in their place and thrown away: no other method has none.
+        self.rope_write_cache(q if q.shape[1] else k.clone(), k, v, *rotary)
         return q
 
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:

@@ -31,6 +31,7 @@ class Loading:
     trust_remote_code: bool
     quantized: str = "kernels"
     draft_output_head: str | None = None
+    draft_vocabulary: Path | int | None = None
 
     def arguments(self) -> dict[str, Any]:
         """By name."""
