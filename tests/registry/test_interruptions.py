@@ -6,8 +6,9 @@ from contextlib import suppress
 
 import pytest
 
+from outrider.cli.files import write_whole
 from outrider.registry.interruptions import interruptions_held
-from outrider_sanitizer.files import scratch_directory, write_whole
+from outrider_sanitizer.files import scratch_directory
 
 
 def test_a_signal_waits_until_the_scope_is_left():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from outrider.cli.files import write_whole
 from outrider.cli.streams import note
-from outrider_sanitizer.files import write_whole
 
 
 def write_output(option: str, path: Path, text: str) -> str | None:

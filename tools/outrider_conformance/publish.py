@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from outrider.cli.files import write_whole
 from outrider_conformance.page import badge, page
-from outrider_sanitizer.files import write_whole
 
 FILES = ("report.json", "report.xml", "report.html", "badge.svg")
 

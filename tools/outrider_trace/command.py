@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
+from outrider.cli.files import check_output, write_whole
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
-from outrider_sanitizer.files import check_output, write_whole
 from outrider_sanitizer.scripts import run_script, script_path
 
 if TYPE_CHECKING:

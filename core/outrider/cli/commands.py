@@ -21,6 +21,7 @@ OWN: Mapping[str, Target] = {
     "fences": "outrider.cli.fences:fences",
     "tune": "outrider.cli.tune:tune",
     "quantize": "outrider.cli.quantize:quantize",
+    "draft-vocabulary": "outrider.cli.draft_vocabulary:draft_vocabulary",
     "prefill-server": "outrider.cli.apart:prefill_server",
     "decode-server": "outrider.cli.apart:decode_server",
 }

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.directories import check_directory
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
+from outrider.cli.files import check_directory
 from outrider.cli.starting import chosen, progress_shown, say_what_started, say_what_was_chosen
 from outrider.device.errors import ConfigError
 from outrider.device.scopes import uncollected

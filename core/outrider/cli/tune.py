@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.cli.directories import check_directory
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
+from outrider.cli.files import check_directory
 from outrider.cli.models import ModelOption, bundled
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
 from outrider.cli.starting import progress_shown

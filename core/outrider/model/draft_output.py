@@ -8,8 +8,8 @@ Of 128,000 tokens a quarter makes nearly all text: a head of the rows of those a
 
 from __future__ import annotations
 
+import io
 import json
-import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,12 +23,14 @@ from outrider.model.decoder import Decoder
 from outrider.model.language_model import LanguageModel
 from outrider.model.products import Weight, label
 from outrider.model.quantization.rounding import ROUND, rounded
+from outrider.model.reading import JSON_LIMIT, present, read_bytes, reading
 from outrider.model.shards import Shard
 from outrider.model.tensors import placed
 
 OUTPUT_FORMATS = tuple(ROUND)
 """What the copy can be kept in."""
 _SUFFIXES = (".json", ".pt")
+_EXPECTED = "expected a list of numbers in JSON, or one that torch saved, without code of its own"
 _MOST_TOKENS = 1 << 31
 """Of any vocabulary."""
 
@@ -45,7 +47,8 @@ class DraftVocabulary:
         """The first so many tokens of a vocabulary, or those that a file lists in any order: ``.json``, a list of numbers;
         ``.pt``, a list or a tensor of them, as FR-Spec publishes its lists.
 
-        Raises :class:`ConfigError` for a number below 1 and for a file without such a list.
+        Raises :class:`ConfigError` for a number below 1 and for a file that isn't there or has no such list, and
+        :class:`CheckpointError` for one that can't be read.
         """
         if isinstance(given, int):
             if not is_whole(given, 1, _MOST_TOKENS):
@@ -71,16 +74,14 @@ def _listed(path: Path) -> list[int]:
     """The numbers that a file lists, at least one, none below 0."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"draft_vocabulary is {path}; expected a number of tokens, or a file {' or '.join(_SUFFIXES)}")
-    try:
+    if not present(path):
+        raise ConfigError(f"draft_vocabulary is {path}, and there is no such file; expected a list of tokens")
+    content = read_bytes(path, JSON_LIMIT)
+    with reading(path, "a list of tokens", _EXPECTED):
         if path.suffix == ".json":
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(content)
         else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ConfigError(f"draft_vocabulary: {path} can't be read ({error.strerror})") from error
-    except (ValueError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        kind = "JSON" if path.suffix == ".json" else "a list that torch saved, without code of its own"
-        raise ConfigError(f"draft_vocabulary: {path} isn't {kind}; expected a list of tokens") from error
+            found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     holds = shown(found)
     if isinstance(found, Tensor):
         holds = f"a tensor of shape {list(found.shape)}"

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.engine_options import LaunchOptions, with_options
+from outrider.cli.files import check_output
 from outrider.cli.models import (
     DoorOption,
     DraftLengthOption,
@@ -35,7 +36,6 @@ from outrider_bench.decoding import profile_batch, run_batch, too_few
 from outrider_bench.engines import check_room
 from outrider_bench.outputs import write_plot
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel, check_acceptance
-from outrider_sanitizer.files import check_output
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.directories import check_directory
 from outrider.cli.environment import backend_from_environment
+from outrider.cli.files import check_directory, check_output
 from outrider.cli.models import (
     DraftOutputHeadOption,
     DraftTokensOption,
@@ -35,7 +35,6 @@ from outrider_bench.peers.comparing import OURS, Found, compared, render
 from outrider_bench.peers.session import Session, session
 from outrider_bench.peers.sglang import variables as _sglang_variables
 from outrider_bench.peers.work import PHASES, Work
-from outrider_sanitizer.files import check_output
 
 if TYPE_CHECKING:
     from rich.console import Console

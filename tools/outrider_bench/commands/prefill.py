@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.engine_options import with_options
+from outrider.cli.files import check_output
 from outrider.cli.report import JsonOption, Report
 from outrider_bench.commands.decode import sizes_of
 from outrider_bench.engines import WorkOptions, check_room
 from outrider_bench.mixed_load import token_ids
 from outrider_bench.outputs import write_plot
-from outrider_sanitizer.files import check_output
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.directories import check_directory
+from outrider.cli.files import check_directory
 from outrider.cli.models import DraftTokensOption, DtypeOption
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.cli.streams import note

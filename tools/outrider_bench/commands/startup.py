@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.directories import check_directory
 from outrider.cli.environment import backend_from_environment
+from outrider.cli.files import check_directory
 from outrider.cli.models import (
     DraftTokensOption,
     DtypeOption,

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from outrider.cli.files import write_whole
 from outrider.cli.inputs import read_utf8
 from outrider.cli.report import JsonOption, Report
 from outrider.device.errors import ConfigError
-from outrider_sanitizer.files import write_whole
 
 EVIDENCE = Path("docs/evidence/support")
 COMMAND = "outrider support --write docs/support.md"

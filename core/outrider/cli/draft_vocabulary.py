@@ -1,0 +1,104 @@
+"""``outrider draft-vocabulary``: the tokens that drafts may be drawn from, counted in text."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from outrider.cli.files import check_output, write_whole
+from outrider.cli.models import ModelOption, bundled
+from outrider.cli.report import JsonOption, Report
+from outrider.cli.starting import progress_shown
+from outrider.device.errors import ConfigError
+
+_PIECE = 1 << 16  # characters that are made tokens at once, and what is left of their last line
+
+
+def draft_vocabulary(
+    texts: Annotated[
+        list[Path],
+        typer.Argument(metavar="TEXT…", help="Files of text such as the model writes, in UTF-8.", show_default=False),
+    ],
+    size: Annotated[int, typer.Option("--size", min=1, metavar="N", help="How many tokens at most: 32768 of 128,000, say.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="F.json", help="Where the list goes, for --draft-vocabulary; the commonest first."),
+    ],
+    model: ModelOption = None,
+    json_output: JsonOption = False,
+) -> Report:
+    """Count a model's tokens in text, and write a list of the commonest: what drafts are drawn from.
+
+    The tokens that end a text are always in the list. Says what share of the text's tokens it has; that of other text is
+    less.
+    """
+    from outrider.cli.torch_probe import require_torch
+
+    del json_output
+    check_output("--out", out, ".json")
+    require_torch()
+    from outrider.model import ModelConfig, Tokenizer
+    from outrider.model.location import find_checkpoint
+
+    directory = bundled("target") if model is None else find_checkpoint(model)
+    config, tokenizer = ModelConfig.from_checkpoint(directory), Tokenizer.from_checkpoint(directory)
+    counts: Counter[int] = Counter()
+    sizes = [_bytes_of(path) for path in texts]
+    done = 0
+    with progress_shown() as tell:
+        for path, whole in zip(texts, sizes, strict=True):
+            for piece in _pieces(path):
+                counts.update(tokenizer.encode(piece, special_tokens=False))
+                tell("counting", min(done + len(piece), sum(sizes)), sum(sizes))
+            done += whole
+    total = counts.total()
+    if not total:
+        raise ConfigError(f"there is no token in {', '.join(map(str, texts))}; expected text such as the model writes")
+    ends = [token for token in config.eos_token_ids if token < config.vocab_size]
+    kept = list(dict.fromkeys([*ends, *(token for token, _ in counts.most_common() if token < config.vocab_size)]))[:size]
+    write_whole(out, json.dumps(kept) + "\n")
+    share = sum(counts[token] for token in kept) / total
+    data = {
+        "model": str(directory),
+        "out": str(out),
+        "tokens": len(kept),
+        "vocabulary": config.vocab_size,
+        "counted": total,
+        "different": len(counts),
+        "share": share,
+    }
+
+    def render(console: Console) -> None:
+        console.print(
+            f"{out}: {len(kept)} of {config.vocab_size} tokens, {share:.2%} of the {total} that the text has "
+            f"({len(counts)} different ones)"
+        )
+
+    return Report(data=data, render=render)
+
+
+def _bytes_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read ({error.strerror}); expected a file of text") from None
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """A text, in pieces that end where a line does."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            while piece := file.read(_PIECE):
+                yield piece + file.readline()
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read ({error.strerror}); expected a file of text") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} isn't text in UTF-8 ({error.reason} at byte {error.start}); expected such a file"
+        ) from None
