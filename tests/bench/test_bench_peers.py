@@ -494,8 +494,8 @@ def test_prompts_have_tokens_of_a_small_vocabulary(outrider, tmp_path):
 
 
 class Late(Peer):
-    """By hand: 100 ms of prefill, of which the last 30 come behind the first token, and iterations of 10 ms, each of 2 tokens.
-    What it leaves on its device delays the next call.
+    """By hand: 100 ms of prefill, of which 30 come behind the first token, and iterations of 10 ms, each of 2 tokens. What it
+    leaves on its device delays the next call.
     """
 
     version = settings = "by hand"
@@ -504,6 +504,7 @@ class Late(Peer):
         self.clock, self.busy_until, self.verified, self.calls = clock, 0.0, 0, []
 
     def generate(self, prompts, counts):
+        del prompts
         self.calls.append(list(counts))
         begun = max(self.clock.now, self.busy_until)
         verified = (counts[0] - 1) / 2 if counts[0] > 2 else counts[0] - 1

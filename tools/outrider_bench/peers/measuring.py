@@ -13,7 +13,7 @@ from outrider_bench.peers.work import Work
 
 _WARM_TOKENS = 16
 _SETTLE_S = 0.2
-"""Between two runs of one measurement: what an engine has left on its device, an iteration that nobody needs, is over then."""
+"""Before each run: what the one before has left on its device, such as an iteration too many, is over then."""
 
 
 class Peer(ABC):
@@ -93,7 +93,6 @@ class Runs:
         new = self._work.new_tokens
         prompts = [self._prompt(tokens) for _ in range(batch)]
         first, _ = self._timed(prompts, [min(2, new)] * batch)
-        time.sleep(_SETTLE_S)
         whole, counted = self._timed(prompts, [new] * batch)
         seconds = whole - first
         accepted = 1.0 if counted is None else counted
@@ -135,6 +134,7 @@ class Runs:
 
     def _timed(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> tuple[float, float | None]:
         """Seconds, and the tokens of an iteration where drafts are verified."""
+        time.sleep(_SETTLE_S)
         before = self._peer.accepted()
         began = time.perf_counter()
         lengths = self._peer.generate(prompts, counts)
