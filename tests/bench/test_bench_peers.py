@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from outrider_bench.child import ChildFailed
 from outrider_bench.commands import peers
 from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles, token_ids
 from outrider_bench.peers.comparing import Found, compared, over
-from outrider_bench.peers.measuring import Peer, Runs
 from outrider_bench.peers.session import session
 from outrider_bench.peers.work import Work
 from outrider_bench.plot import series_svg
@@ -491,49 +489,3 @@ def test_prompts_have_tokens_of_a_small_vocabulary(outrider, tmp_path):
     kinds = ("--engines", "outrider", "--speculate", "none", "--dtype", "float32")
     result = outrider("bench", "peers", "--backend", "cpu", "--shape", str(file), *kinds, *sizes, "--json").json
     assert result["engines"][0]["status"] == "measured"
-
-
-class Late(Peer):
-    """By hand: 100 ms of prefill, of which 30 come behind the first token, and iterations of 10 ms, each of 2 tokens. What it
-    leaves on its device delays the next call.
-    """
-
-    version = settings = "by hand"
-
-    def __init__(self, clock):
-        self.clock, self.busy_until, self.verified, self.calls = clock, 0.0, 0, []
-
-    def generate(self, prompts, counts):
-        del prompts
-        self.calls.append(list(counts))
-        begun = max(self.clock.now, self.busy_until)
-        verified = (counts[0] - 1) / 2 if counts[0] > 2 else counts[0] - 1
-        self.busy_until = begun + 0.1 + 0.01 * (verified + 1)  # one more that nobody needs
-        self.clock.now = begun + (0.07 if counts[0] == 1 else 0.1 + 0.01 * verified)
-        self.verified += verified
-        return list(counts)
-
-    def accepted(self):
-        return self.verified, self.verified
-
-
-def test_iterations_are_told_from_prefill_and_from_what_is_left_behind_it(monkeypatch):
-    class Clock:
-        now = 0.0
-
-        def perf_counter(self):
-            return self.now
-
-        def sleep(self, seconds):
-            self.now += seconds
-
-    clock = Clock()
-    monkeypatch.setattr("outrider_bench.peers.measuring.time", clock)
-    peer = Late(clock)
-    found = Runs(peer, replace(WORKED, new_tokens=41, prompt_tokens=8)).run({"phase": "decode", "case": 3})
-    assert peer.calls[-2:] == [[2] * 3, [41] * 3]
-    assert found["acceptance_length"] == 2
-    assert found["iteration_ms"] == pytest.approx(10)
-    assert found["tokens_per_s"] == pytest.approx(3 * 2 / 0.01)
-    with pytest.raises(ChildFailed, match="2 new tokens took no longer than the first two; ask for more"):
-        Runs(peer, replace(WORKED, new_tokens=2, prompt_tokens=8)).run({"phase": "decode", "case": 3})
