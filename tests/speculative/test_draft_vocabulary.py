@@ -144,7 +144,7 @@ def test_files_that_hold_no_list_are_refused_before_the_target_is_read(checkpoin
 
 @pytest.mark.parametrize("number", [0, -4, 2**40])
 def test_no_token_at_all_is_refused(checkpoints, number):
-    with pytest.raises(ConfigError, match=f"draft_vocabulary is {number}; expected at least 1 token"):
+    with pytest.raises(ConfigError, match=f"draft_vocabulary is {number}; expected 1 to 16777216 tokens of the target"):
         made(checkpoints, "eagle", draft_vocabulary=number)
 
 

@@ -31,7 +31,7 @@ OUTPUT_FORMATS = tuple(ROUND)
 """What the copy can be kept in."""
 _SUFFIXES = (".json", ".pt")
 _EXPECTED = "expected a list of numbers in JSON, or one that torch saved, without code of its own"
-_MOST_TOKENS = 1 << 31
+_MOST_TOKENS = 1 << 24
 """Of any vocabulary."""
 
 
@@ -47,15 +47,17 @@ class DraftVocabulary:
         """The first so many tokens of a vocabulary, or those that a file lists in any order: ``.json``, a list of numbers;
         ``.pt``, a list or a tensor of them, as FR-Spec publishes its lists.
 
-        Raises :class:`ConfigError` for a number below 1 and for a file that isn't there or has no such list, and
-        :class:`CheckpointError` for one that can't be read.
+        Raises :class:`ConfigError` for a number that no vocabulary has and for a file that isn't there or has no such list,
+        and :class:`CheckpointError` for one that can't be read.
         """
         if isinstance(given, int):
             if not is_whole(given, 1, _MOST_TOKENS):
-                raise ConfigError(f"draft_vocabulary is {given}; expected at least 1 token, or a file of tokens")
-            return cls(ids=torch.arange(given), origin=f"the first {given} tokens")
+                raise ConfigError(
+                    f"draft_vocabulary is {given}; expected 1 to {_MOST_TOKENS} tokens of the target, or a file of tokens"
+                )
+            return cls(ids=torch.arange(given, device="cpu"), origin=f"the first {given} tokens")
         path = Path(given)
-        ids = torch.tensor(_listed(path), dtype=torch.int64).sort().values
+        ids = torch.tensor(_listed(path), dtype=torch.int64, device="cpu").sort().values
         twice = ids[1:][ids[1:] == ids[:-1]]
         if twice.numel():
             raise ConfigError(f"draft_vocabulary: {path} lists token {int(twice[0])} twice; expected each token once")
@@ -135,7 +137,7 @@ def _shared_out(ids: Tensor, shard: Shard, vocabulary: int) -> tuple[Tensor, Ten
     A rank that has no more tokens of its own is behind the vocabulary with the rows that it lacks, and so are all behind it.
     """
     bounds = [Shard(rank, shard.size).uneven(vocabulary) for rank in range(shard.size)]
-    wanted = torch.zeros(vocabulary, dtype=torch.bool)
+    wanted = torch.zeros(vocabulary, dtype=torch.bool, device="cpu")
     wanted[ids] = True
     width = max(int(wanted[first:last].sum()) for first, last in bounds)
     for first, last in bounds:
