@@ -95,10 +95,10 @@ def of_timeline(timeline: Timeline) -> DeviceProfile | None:
 
 def _of_device(events: list[Any], lead: float = 0.0) -> DeviceProfile | None:
     ran = [each for each in events if each.device_type.name != "CPU" and not getattr(each, "is_user_annotation", False)]
+    # What one launch enqueued, a graph's kernels among it, has one number; 0 says that it isn't known.
+    numbers = [event.id or -1 - place for place, event in enumerate(ran)]
     launches: dict[int, Interval] = {}
-    for number, event in enumerate(ran):
-        # What one launch enqueued, a graph's kernels among it, has one number; 0 says that it isn't known.
-        launch = event.id or -1 - number
+    for launch, event in zip(numbers, ran, strict=True):
         start, end = launches.get(launch, (event.time_range.start, event.time_range.end))
         launches[launch] = min(start, event.time_range.start), max(end, event.time_range.end)
     in_order = sorted(launches, key=lambda launch: launches[launch])
@@ -110,8 +110,8 @@ def _of_device(events: list[Any], lead: float = 0.0) -> DeviceProfile | None:
     whole = [(max(launches[launch][0], begin), launches[launch][1]) for launch in left if launches[launch][1] > begin]
     counted = [
         (event.name, (max(event.time_range.start, begin), event.time_range.end))
-        for number, event in enumerate(ran)
-        if (event.id or -1 - number) in left and event.time_range.end > begin
+        for launch, event in zip(numbers, ran, strict=True)
+        if launch in left and event.time_range.end > begin
     ]
     times = [(name, end - start) for name, (start, end) in counted]
     profile = _profile("device", [each for _, each in counted], whole, times, begin=begin if skipped else None)

@@ -134,6 +134,8 @@ class RandomModel:
         )
         from outrider_bench.synthetic import with_synthetic_acceptance
 
+        given = vocabulary_of(self.draft_vocabulary)
+        vocabulary = None if given is None else DraftVocabulary.read(given)
         whole = shape_config(self.shape)
         way = None if self.quantize is None else RandomQuantization(name=self.quantize, head=self.quantize_head)
         model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks, quantization=way, kv_dtype=kv_dtype)
@@ -145,8 +147,6 @@ class RandomModel:
         if self.speculate == "none":
             return model, None
         drawn = model
-        given = vocabulary_of(self.draft_vocabulary)
-        vocabulary = None if given is None else DraftVocabulary.read(given)
         if self.draft_output_head is not None or vocabulary is not None:
             drawn = with_output_head(model, backend=device, format=self.draft_output_head, vocabulary=vocabulary)
         if self.speculate == "dflash":

@@ -191,13 +191,7 @@ def write_eagle(
     inner, kv = config.intermediate_size, config.num_key_value_heads * config.head_dim
     shapes = {
         "fc.weight": (hidden_size, 2 * hidden_size),
-        "layers.0.self_attn.q_proj.weight": (hidden_size, hidden_size),
-        "layers.0.self_attn.k_proj.weight": (kv, hidden_size),
-        "layers.0.self_attn.v_proj.weight": (kv, hidden_size),
-        "layers.0.self_attn.o_proj.weight": (hidden_size, hidden_size),
-        "layers.0.mlp.gate_proj.weight": (inner, hidden_size),
-        "layers.0.mlp.up_proj.weight": (inner, hidden_size),
-        "layers.0.mlp.down_proj.weight": (hidden_size, inner),
+        **_layer_products("layers.0", hidden_size, inner, kv),
         "layers.0.post_attention_layernorm.weight": (hidden_size,),
     }
     if bias:
@@ -236,13 +230,7 @@ def write_eagle3(
         "midlayer.hidden_norm.weight": (hidden,),
         "midlayer.input_layernorm.weight": (hidden,),
         "midlayer.post_attention_layernorm.weight": (hidden,),
-        "midlayer.self_attn.q_proj.weight": (hidden, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (kv, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (kv, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, hidden),
-        "midlayer.mlp.gate_proj.weight": (inner, hidden),
-        "midlayer.mlp.up_proj.weight": (inner, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, inner),
+        **_layer_products("midlayer", hidden, inner, kv, reads=2 * hidden),
     }
     for index in range(1, depth):
         for key in [key for key in shapes if key.startswith("midlayer.") and "hidden_norm" not in key]:
@@ -278,30 +266,19 @@ def write_mtp(directory: str | Path, *, heads: int = 2, seed: int = 5) -> dict[s
     hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(heads):
+        layer = f"model.mtp_layers.{index}"
         shapes |= {
-            f"model.mtp_layers.{index}.{key}.weight": shape
-            for key, shape in {
-                "token_layernorm": (hidden,),
-                "hidden_layernorm": (hidden,),
-                "input_proj": (hidden, 2 * hidden),
-                "final_layernorm": (hidden,),
-                "input_layernorm": (hidden,),
-                "post_attention_layernorm": (hidden,),
-                "self_attn.q_proj": (hidden, hidden),
-                "self_attn.k_proj": (kv, hidden),
-                "self_attn.v_proj": (kv, hidden),
-                "self_attn.o_proj": (hidden, hidden),
-                "mlp.gate_proj": (inner, hidden),
-                "mlp.up_proj": (inner, hidden),
-                "mlp.down_proj": (hidden, inner),
-            }.items()
+            f"{layer}.token_layernorm.weight": (hidden,),
+            f"{layer}.hidden_layernorm.weight": (hidden,),
+            f"{layer}.input_proj.weight": (hidden, 2 * hidden),
+            f"{layer}.final_layernorm.weight": (hidden,),
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            **_layer_products(layer, hidden, inner, kv),
         }
     state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     config.num_nextn_predict_layers = heads
-    config.save_pretrained(directory)
-    save_file(state, directory / "model.safetensors")
+    _save(Path(directory), config, state, "safetensors")
     return state
 
 
@@ -342,6 +319,20 @@ def write_dflash(
     config.dflash_config = {"mask_token_id": mask, "target_layer_ids": list(reads)}
     _save(Path(directory), config, state, fmt)
     return state
+
+
+def _layer_products(prefix: str, hidden: int, inner: int, kv: int, *, reads: int | None = None) -> dict[str, tuple[int, ...]]:
+    """The weights of a layer's products, by name; ``reads``: the width that its attention reads, None: ``hidden``."""
+    reads = reads or hidden
+    return {
+        f"{prefix}.self_attn.q_proj.weight": (hidden, reads),
+        f"{prefix}.self_attn.k_proj.weight": (kv, reads),
+        f"{prefix}.self_attn.v_proj.weight": (kv, reads),
+        f"{prefix}.self_attn.o_proj.weight": (hidden, hidden),
+        f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
+        f"{prefix}.mlp.up_proj.weight": (inner, hidden),
+        f"{prefix}.mlp.down_proj.weight": (hidden, inner),
+    }
 
 
 def _save(directory: Path, config: Any, state: dict[str, torch.Tensor], fmt: str) -> None:
