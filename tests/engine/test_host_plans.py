@@ -2,12 +2,15 @@
 schedule, called and replayed; and what would spoil that is found.
 """
 
+from dataclasses import replace
+
 import pytest
 from tests.engine.conftest import Bundle
 
 from outrider import SamplingParams
 from outrider.device import CapabilityError, SeamError
 from outrider.engine.state.attention_plans import AttentionPlans, Planned
+from outrider.model import EagleHead
 from outrider.registry import get_backend
 from outrider_proof import tiny
 from outrider_proof.decode_program import DecodeExplorer
@@ -97,8 +100,6 @@ def stale(when):
     def spoilt(self, what, attention, lengths, ahead, stream):
         kept = self._kept.get((what, attention.seq_lens.shape[0], attention.max_query))
         if when is what and kept is not None:
-            from dataclasses import replace
-
             return replace(attention, plan=kept, shapes=self._shapes[what])
         return plan(self, what, attention, lengths, ahead, stream)
 
@@ -108,6 +109,10 @@ def stale(when):
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
 @pytest.mark.parametrize(("name", "when"), [("eagle", Planned.VERIFY), ("eagle-tree", Planned.PATH)])
 def test_a_stale_plan_is_an_error(name, when, graphs, monkeypatch):
+    # Of a path's tokens only the last one goes on behind the last layer's keys and values, and isn't planned.
+    one = tiny.eagle_head()
+    two = EagleHead(tiny.config(2), replace(one.weights, layers=2 * one.weights.layers), one.target)
+    monkeypatch.setattr(tiny, "eagle_head", lambda: two)
     monkeypatch.setattr(AttentionPlans, "plan", stale(when))
     error = run_once(get_backend("sim:kernels=host-plans"), program(name, graphs=graphs), Strategy())
     assert "runs with the plan of another batch" in str(error)
@@ -115,8 +120,6 @@ def test_a_stale_plan_is_an_error(name, when, graphs, monkeypatch):
 
 def test_a_missing_plan_is_an_error(monkeypatch):
     def unplanned(self, what, attention, lengths, ahead, stream):
-        from dataclasses import replace
-
         return replace(attention, shapes=self._shapes[what])
 
     monkeypatch.setattr(AttentionPlans, "plan", unplanned)

@@ -33,7 +33,7 @@ from outrider.engine.state.probes import Probes
 from outrider.engine.state.results import Results
 from outrider.engine.state.rows import FutureMap, RowTable
 from outrider.engine.state.staging import Staging
-from outrider.model import ForwardInput, KVCache, LanguageModel, ModelRanks, SideBySide, side_by_side
+from outrider.model import ForwardInput, KeptRows, KVCache, LanguageModel, ModelRanks, SideBySide, side_by_side
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer
 from outrider.speculative.tree import Tree
 
@@ -361,6 +361,9 @@ class Extend(Capturable[ExtendStageInput, None]):
         if seq_lens_host is not None and self.host_params(batch.drafted):
             seq_lens_host = replace(seq_lens_host, values=seq_lens_host.plus(self._taken_in(batch.drafted)))
             attention = replace(attention, seq_lens_host=seq_lens_host.param("extend", 0))
+        kept = None  # what a host must know of attention it knows before anything is accepted, and so of whole drafts alone
+        if seq_lens_host is None and batch.drafted:
+            kept = KeptRows.one_each(attention, plan.last, plan.starts, plan.last_lens)
         places = verify if along is None else along
         static = batch.captured and along is None
         return self._proposer.extend(
@@ -381,6 +384,7 @@ class Extend(Capturable[ExtendStageInput, None]):
                 relay=inputs.relay,
                 continues=plan.continues,
                 prompt=None,
+                kept=kept,
                 seq_lens_host=seq_lens_host,
             )
         )

@@ -28,12 +28,21 @@ class KeptRows:
         A sequence without tokens keeps a row all the same: that of another one's token, which sees nothing but the first
         place of its own page. What comes of it is never read.
         """
+        starts = torch.arange(last.shape[0] + 1, dtype=torch.int32, device=last.device)
+        return cls.one_each(attention, last, starts, attention.seq_lens.clamp(min=1))
+
+    @classmethod
+    def one_each(cls, attention: AttentionMetadata, index: Tensor, starts: Tensor, seq_lens: Tensor) -> KeptRows:
+        """The token at ``index`` int64 [S] of each sequence, whose cached tokens up to it, itself included, are ``seq_lens``
+        int32 [S], at least 1. ``starts`` int32 [S + 1]: 0, 1, and so on.
+        """
         return cls(
-            last,
+            index,
             replace(
                 attention,
-                query_start=torch.arange(last.shape[0] + 1, dtype=torch.int32, device=last.device),
-                seq_lens=attention.seq_lens.clamp(min=1),
+                query_start=starts,
+                seq_lens=seq_lens,
+                block_table=attention.block_table[: index.shape[0]],
                 max_query=1,
                 tree_mask=None,
                 uniform=True,

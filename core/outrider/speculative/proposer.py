@@ -101,9 +101,10 @@ class ExtendInputs:
 
     ``prompt`` int64 [M], the token *at* each position, where prompts are taken in; None when decoding, where these are
     tokens that earlier calls had in ``tokens``. With a prompt come ``embeddings``, ``embedded`` and ``prompt_lens`` as the
-    target has them (:class:`ForwardInput`), and ``kept``, the tokens at ``last`` as the only ones of which a pass over all of
-    them is to give a result. ``hidden`` is None there unless the proposer says that it reads it
-    (:attr:`Proposer.reads_hidden`). ``seq_lens_host``: ``attention.seq_lens`` on the host, see :class:`DraftInputs`.
+    target has them (:class:`ForwardInput`). ``hidden`` is None there unless the proposer says that it reads it
+    (:attr:`Proposer.reads_hidden`). ``kept``: the tokens at ``last`` as the only ones of which a pass over all of them is to
+    give a result, None where attention takes lengths that a host must know or all tokens are such; a pass may give them all
+    the same. ``seq_lens_host``: ``attention.seq_lens`` on the host, see :class:`DraftInputs`.
     """
 
     tokens: Tensor

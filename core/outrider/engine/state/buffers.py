@@ -136,14 +136,17 @@ class PathInputs:
 
 @dataclass(frozen=True, slots=True)
 class ExtendPlan:
-    """Written in the extend plan: ``tokens`` int64 [B*E], ``last`` and ``next_positions`` int64 [B]; ``path`` None for
-    chains. ``continues`` bool [B] is constant: all do.
+    """Written in the extend plan: ``tokens`` int64 [B*E], ``last`` and ``next_positions`` int64 [B]; ``last_lens`` int32 [B],
+    cached tokens up to the last one, itself included; ``path`` None for chains. ``continues`` bool [B] and ``starts`` int32
+    [B+1] are constant: all do, and one token of each.
     """
 
     tokens: Tensor
     last: Tensor
+    last_lens: Tensor
     next_positions: Tensor
     continues: Tensor
+    starts: Tensor
     path: PathInputs | None
 
 
@@ -220,7 +223,7 @@ class StaticBuffers:
         self._max_requests = max_requests
         self._views: dict[tuple[int | None, int], Views] = {}
         for specs_of in self._layouts.values():
-            for per in {specs_of["verify.positions"].per, specs_of["extend.tokens"].per} - self._constants.keys():
+            for per in {1, specs_of["verify.positions"].per, specs_of["extend.tokens"].per} - self._constants.keys():
                 ends = torch.arange(0, (max_requests + 1) * per, per, dtype=torch.int32, device=backend.device)
                 self._constants[per] = ends
         self.lane = torch.arange(max(self._constants), device=backend.device)
@@ -337,8 +340,10 @@ class StaticBuffers:
             extend=ExtendPlan(
                 tokens=get("extend.tokens"),
                 last=get("extend.last"),
+                last_lens=get("extend.last_lens"),
                 next_positions=get("extend.next_positions"),
                 continues=self._continuing[:count],
+                starts=self._constants[1][: count + 1],
                 path=path,
             ),
             outputs=VerifyOutputs(
@@ -412,6 +417,7 @@ def step_buffers(
         BufferSpec("outputs.accepted"),
         BufferSpec("extend.tokens", per=path),
         BufferSpec("extend.last", step=path),  # the first token of each: a row of its own
+        BufferSpec("extend.last_lens", dtype=int32, padding=1),
         BufferSpec("extend.next_positions"),
     ]
     if proposer.is_tree:
