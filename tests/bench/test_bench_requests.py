@@ -42,10 +42,10 @@ def test_a_written_checkpoint_is_loaded_and_a_simulated_device_has_times_of_its_
 
 def test_a_mixed_load(outrider):
     load = ("--requests", "6", "--prompts", "3-20", "--outputs", "2-9", "--max-requests", "3", "--accept-length", "2.5")
-    result = outrider(
-        "bench", "mixed", *SMALL, *load, "--draft-output-head", "int4", "--draft-vocabulary", "40", "--json"
-    ).json
+    drafts = ("--draft-output-head", "int4", "--draft-vocabulary", "40", "--draft-quantize", "fp8")
+    result = outrider("bench", "mixed", *SMALL, *load, *drafts, "--json").json
     assert (result["draft_output_head"], result["draft_vocabulary"]) == ("int4", "40")
+    assert (result["quantized"], result["draft"]) == (None, "random weights, fp8")
     assert result["load"]["requests"] == 6
     assert result["tokens_per_s"] == pytest.approx(result["load"]["output_tokens"] / result["seconds"])
     assert result["acceptance"] == "synthetic, mean 2.5"

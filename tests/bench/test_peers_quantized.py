@@ -95,6 +95,13 @@ def test_this_engine_draws_drafts_with_a_copy_of_the_head():
         assert torch.equal(drawn, own[:16])
         saved = engine.proposer.depth * (own.nbytes - drawn.nbytes)
         assert limits[None] - iteration_bytes(engine, batch=1, context=8) == saved
+    with opened(replace(WORKED, draft_quantize="fp8"), "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
+        assert "the draft's layers in fp8" in peer.settings
+        target, draft = engine.model.weights, engine.proposer.head.weights
+        assert not any(
+            isinstance(each, QuantizedWeight) for each in (target.head, target.layers[1].qkv, target.layers[1].down)
+        )
+        assert all(isinstance(each, QuantizedWeight) for each in (draft.fusion, draft.layers[0].gate_up))
     with opened(replace(WORKED, draft_output_head="int8"), "none", "cpu", options) as peer, closing(peer._engine):
         assert "drawn" not in peer.settings  # of the runs without drafts
 
@@ -107,6 +114,9 @@ def test_this_engine_draws_drafts_with_a_copy_of_the_head():
         (("--draft-output-head", "fp8", "--engines", "vllm"), "--draft-output-head is for drafts of outrider"),
         (("--draft-output-head", "fp8", "--speculate", "none"), "--draft-output-head is for drafts of outrider"),
         (("--draft-vocabulary", "9", "--speculate", "none"), "--draft-vocabulary is for drafts of outrider"),
+        (("--draft-quantize", "fp8", "--engines", "vllm"), "--draft-quantize is for drafts of outrider"),
+        (("--draft-quantize", "fp3", "--engines", "outrider"), "no random weights in the format 'fp3'"),
+        (("--draft-quantize", "fp8", "--quantize", "fp8", "--engines", "outrider"), "leave --draft-quantize out"),
         (("--lm-head",), "--lm-head says what --quantize takes too"),
         (("--shape", "llama-3.2-1b", "--quantize", "fp8", "--lm-head", "--engines", "vllm"), "is its embedding"),
     ],

@@ -25,10 +25,20 @@ from outrider.cli.models import (
 )
 from outrider.cli.report import BackendOption
 from outrider.device.errors import ConfigError
-from outrider_bench.random_model import RandomModel, check_acceptance
+from outrider_bench.random_model import RandomModel, check_acceptance, check_draft_quantize
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
+
+
+DraftQuantizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-quantize",
+        metavar="FORMAT",
+        help="With --shape, how the draft's layers alone are quantised: fp8, int8, int4 and so on, as --quantize has them.",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +55,7 @@ class WorkOptions(LaunchOptions):
     draft_tokens: DraftTokensOption = 4
     draft_output_head: DraftOutputHeadOption = None
     draft_vocabulary: DraftVocabularyOption = None
+    draft_quantize: DraftQuantizeOption = None
     backend: BackendOption = None
 
     def asked(self, *, requests: int, context: int, accept_length: float | None = None) -> Asked:
@@ -58,6 +69,7 @@ class WorkOptions(LaunchOptions):
             draft_tokens=self.draft_tokens,
             draft_output_head=self.draft_output_head,
             draft_vocabulary=self.draft_vocabulary,
+            draft_quantize=self.draft_quantize,
             accept_length=accept_length,
             dtype=self.dtype,
             running=self.running(),
@@ -82,6 +94,7 @@ class Asked:
     draft_tokens: int
     draft_output_head: str | None
     draft_vocabulary: str | None
+    draft_quantize: str | None
     accept_length: float | None
     dtype: str | None
     running: Running
@@ -95,6 +108,7 @@ class Asked:
         from outrider.model.shapes import shape_config
 
         check_acceptance(self.accept_length, self.shape)
+        check_draft_quantize(self.draft_quantize, self.shape)
         requests = self.sizes.max_requests or self.requests
         if self.shape is None:
             speculation = Speculation.choose(
@@ -132,6 +146,7 @@ class Asked:
                 draft_tokens=self.draft_tokens,
                 draft_output_head=self.draft_output_head,
                 draft_vocabulary=self.draft_vocabulary,
+                draft_quantize=self.draft_quantize,
                 accept_length=self.accept_length,
             )
             engine = random.load(

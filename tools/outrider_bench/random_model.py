@@ -35,6 +35,22 @@ def check_acceptance(accept_length: float | None, shape: str | None) -> None:
         raise ConfigError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
 
 
+def check_draft_quantize(draft_quantize: str | None, shape: str | None, quantize: str | None = None) -> None:
+    """Raise :class:`ConfigError` for an unknown format, for a real draft, and where all of the model is quantised."""
+    from outrider_tune.quantized import random_format
+
+    if draft_quantize is None:
+        return
+    random_format(draft_quantize)
+    if quantize is not None:
+        raise ConfigError("--quantize takes the draft's layers too; leave --draft-quantize out")
+    if shape is None:
+        raise ConfigError(
+            "--draft-quantize makes random weights and goes with --shape alone: write a real draft's with outrider quantize, "
+            "and give its directory with --draft"
+        )
+
+
 def check_lengths(config: ModelConfig, of: str, *, prompt_tokens: int, new_tokens: int) -> None:
     """Raise :class:`ConfigError` where a request is longer than the context of the model of ``config``, which is ``of``."""
     if prompt_tokens + new_tokens > config.max_context:
@@ -49,7 +65,8 @@ class RandomModel:
     """A shape, its proposer (of :data:`RANDOM_PROPOSERS`), and the mean length of synthetic acceptance, if any, with equal
     chances for each drafted token. ``draft_layers``: of a block drafter.
 
-    ``quantize``: the format of the layers' weights, also the draft's; ``quantize_head``: of the output head too.
+    ``quantize``: the format of the layers' weights, also the draft's; ``quantize_head``: of the output head too;
+    ``draft_quantize``: the format of the draft's alone.
     ``draft_output_head``: the format of the copy of the head that drafts are drawn with; ``draft_vocabulary``: the tokens
     that they're drawn from, as ``--draft-vocabulary`` names them.
     """
@@ -60,6 +77,7 @@ class RandomModel:
     accept_length: float | None
     quantize: str | None = None
     quantize_head: bool = False
+    draft_quantize: str | None = None
     draft_output_head: str | None = None
     draft_vocabulary: str | None = None
     draft_layers: int = DRAFT_LAYERS
@@ -71,6 +89,8 @@ class RandomModel:
             )
         if self.accept_length is not None and self.speculate == "none":
             raise ConfigError("--accept-length needs drafts to accept; leave it out, or use --speculate eagle")
+        if self.draft_quantize is not None and self.speculate == "none":
+            raise ConfigError("--draft-quantize says what a draft's weights are; leave it out, or use --speculate eagle")
         if self.draft_output_head is not None and self.speculate == "none":
             raise ConfigError("--draft-output-head says how drafts are drawn; leave it out, or use --speculate eagle")
         if self.draft_vocabulary is not None and self.speculate == "none":
@@ -98,7 +118,8 @@ class RandomModel:
     def _draft(self) -> str | None:
         if self.speculate == "none":
             return None
-        return f"random weights, {self.draft_layers} layers" if self.speculate == "dflash" else "random weights"
+        layers = f", {self.draft_layers} layers" if self.speculate == "dflash" else ""
+        return f"random weights{layers}" + (f", {self.draft_quantize}" if self.draft_quantize else "")
 
     def config(
         self, *, running: Running, max_requests: int, dtype: str | None, max_context: int, sizes: Sizes | None = None
@@ -146,6 +167,9 @@ class RandomModel:
             model = Decoder(model.config, model.weights, kernels, ranks)
         if self.speculate == "none":
             return model, None
+        if self.draft_quantize is not None:
+            way = RandomQuantization(name=self.draft_quantize, head=False)
+            way.check(device)
         drawn = model
         if self.draft_output_head is not None or vocabulary is not None:
             drawn = with_output_head(model, backend=device, format=self.draft_output_head, vocabulary=vocabulary)

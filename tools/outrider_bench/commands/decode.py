@@ -33,9 +33,9 @@ from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParall
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few
-from outrider_bench.engines import check_room
+from outrider_bench.engines import DraftQuantizeOption, check_room
 from outrider_bench.outputs import write_plot
-from outrider_bench.random_model import DRAFT_LAYERS, RandomModel, check_acceptance
+from outrider_bench.random_model import DRAFT_LAYERS, RandomModel, check_acceptance, check_draft_quantize
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -76,6 +76,7 @@ def decode(
     draft_nodes: DraftNodesOption = None,
     draft_output_head: DraftOutputHeadOption = None,
     draft_vocabulary: DraftVocabularyOption = None,
+    draft_quantize: DraftQuantizeOption = None,
     through_transformers: DoorOption = False,
     shape: Annotated[
         str | None,
@@ -157,6 +158,7 @@ def decode(
     from outrider_bench.limits import measure_bandwidth
 
     check_acceptance(accept_length, shape)
+    check_draft_quantize(draft_quantize, shape, quantize)
     joined = Joined(tensor_parallel, data_parallel)
     beside = [Choice("max_requests", max(sizes), "--batch")] if max_requests is None else []
     if shape is not None:
@@ -175,6 +177,7 @@ def decode(
             quantize_head=lm_head,
             draft_output_head=draft_output_head,
             draft_vocabulary=draft_vocabulary,
+            draft_quantize=draft_quantize,
             draft_layers=draft_layers or DRAFT_LAYERS,
         )
         room = min(max(lengths) + new_tokens + 2 * (draft_tokens + 1), shape_config(shape).max_context)

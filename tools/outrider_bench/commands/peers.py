@@ -29,12 +29,14 @@ from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import ChildFailed
 from outrider_bench.commands.decode import sizes_of
+from outrider_bench.engines import DraftQuantizeOption
 from outrider_bench.mixed_load import length_range
 from outrider_bench.outputs import write_output, write_plot
 from outrider_bench.peers.comparing import OURS, Found, compared, render
 from outrider_bench.peers.session import Session, session
 from outrider_bench.peers.sglang import variables as _sglang_variables
 from outrider_bench.peers.work import PHASES, Work
+from outrider_bench.random_model import check_draft_quantize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,6 +106,7 @@ def peers(
     lm_head: Annotated[bool, typer.Option("--lm-head", help="With --quantize, the output head too.")] = False,
     draft_output_head: DraftOutputHeadOption = None,
     draft_vocabulary: DraftVocabularyOption = None,
+    draft_quantize: DraftQuantizeOption = None,
     engines: Annotated[str, typer.Option(metavar="outrider,vllm", help="Which engines.")] = ",".join(_ORDER),
     speculate: Annotated[str, typer.Option("--speculate", metavar="eagle,none", help="With drafts, without, or both.")] = (
         "eagle,none"
@@ -156,13 +159,18 @@ def peers(
         _check_quantized(quantize, lm_head, shape, chosen)
     elif lm_head:
         raise ConfigError("--lm-head says what --quantize takes too; leave it out, or name a format with --quantize")
-    ours = {"--draft-output-head": draft_output_head, "--draft-vocabulary": draft_vocabulary}
+    ours = {
+        "--draft-output-head": draft_output_head,
+        "--draft-vocabulary": draft_vocabulary,
+        "--draft-quantize": draft_quantize,
+    }
     given = [option for option, value in ours.items() if value is not None]
     if given and not (OURS in chosen and "eagle" in kinds):
         raise ConfigError(
             f"{given[0]} is for drafts of {OURS}, and --engines {engines!r} with --speculate {speculate!r} has none; leave "
             "it out"
         )
+    check_draft_quantize(draft_quantize, shape, quantize)
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     from outrider_bench.synthetic import rates_of_length
@@ -198,6 +206,7 @@ def peers(
         quantize_head=lm_head,
         draft_output_head=draft_output_head,
         draft_vocabulary=draft_vocabulary,
+        draft_quantize=draft_quantize,
     )
     tokens, whose = work.longest
     room = min(max_context or work.shape_context, work.shape_context)

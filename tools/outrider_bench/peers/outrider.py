@@ -83,6 +83,7 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
         quantize_head=work.quantize_head,
         draft_output_head=work.draft_output_head if drafts else None,
         draft_vocabulary=work.draft_vocabulary if drafts else None,
+        draft_quantize=work.draft_quantize if drafts else None,
     )
     found: list[Prepared] = []
     engine = model.load(
@@ -103,6 +104,8 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
         settings += f", drafts drawn with the output head in {model.draft_output_head}"
     if model.draft_vocabulary is not None:
         settings += f", drafts drawn from the tokens of {model.draft_vocabulary}"
+    if model.draft_quantize is not None:
+        settings += f", the draft's layers in {model.draft_quantize}"
     result = found[0].result
     yield Outrider(engine, settings=settings, drafts=drafts, tuned_s=0.0 if result is None else result.seconds)
 

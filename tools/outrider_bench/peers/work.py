@@ -33,7 +33,7 @@ class Work:
     memory, for an engine that takes a share. ``device``: as torch names it. ``keep``: a directory for what engines compile;
     None: nothing is kept. ``quantize``: the format of the layers' weights, also the draft's; ``quantize_head``: of the output
     head too. ``draft_output_head``: the format of the copy of the output head that our own engine draws drafts with;
-    ``draft_vocabulary``: the tokens that it draws them from.
+    ``draft_vocabulary``: the tokens that it draws them from; ``draft_quantize``: the format of its draft's layers alone.
     """
 
     shape: str
@@ -60,6 +60,7 @@ class Work:
     quantize_head: bool = False
     draft_output_head: str | None = None
     draft_vocabulary: str | None = None
+    draft_quantize: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Work:
