@@ -50,9 +50,8 @@ class Way:
         return f"{self.speculate} {'adaptive, up to ' if self.length == 'adaptive' else ''}{self.draft_tokens}{drawn}"
 
 
-def ways(dflash: Path, output_heads: Sequence[str] = (), vocabularies: Sequence[str] = ()) -> list[list[Way]]:
+def ways(eagle: Path, dflash: Path, output_heads: Sequence[str] = (), vocabularies: Sequence[str] = ()) -> list[list[Way]]:
     """All that are compared, by proposer; plain decoding first."""
-    eagle = bundled("eagle")
 
     def drawn(speculate: str, draft: Path) -> list[Way]:
         rounded = [Way(speculate, 4, draft=draft, output_head=format) for format in output_heads]
@@ -79,6 +78,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help='{"prompts": [{"text": …}]}')
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--eagle", type=Path, default=bundled("eagle"), help="another EAGLE head of the bundled model")
     parser.add_argument("--dflash", type=Path, default=bundled("dflash"), help="another block drafter of the bundled model")
     parser.add_argument("--output-heads", nargs="*", default=[], help="formats of output heads to draw drafts with: fp8 int4")
     parser.add_argument("--vocabularies", nargs="*", default=[], help="tokens to draw drafts from: files, or the first N")
@@ -109,7 +109,7 @@ def _batch(given: argparse.Namespace, backend: Any, texts: Sequence[str], batch:
     print(f"\n| batch {batch} | tokens an iteration | tokens/s | to plain | prompts that differ |\n|---|---|---|---|---|")
     rows: list[dict[str, Any]] = []
     plain: list[list[tuple[int, ...]]] = []
-    for group in ways(given.dflash, given.output_heads, given.vocabularies):
+    for group in ways(given.eagle, given.dflash, given.output_heads, given.vocabularies):
         found = _group(given, backend, texts, batch, group, plain)
         rows += found
         for row in found:
