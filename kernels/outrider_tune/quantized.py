@@ -60,7 +60,10 @@ def random_quantized(
     generator: torch.Generator | None = None,
     scales_dtype: torch.dtype = torch.float32,
 ) -> QuantizedWeight:
-    """A weight [rows, columns] whose products keep the size of what goes in. Checkpoints have scales in the model's dtype."""
+    """A weight [rows, columns] whose products keep the size of what goes in.
+
+    Checkpoints have scales in the model's dtype, ``scales_dtype``; those of whole rows are in float32 once they're loaded.
+    """
     block = (way.rows or rows, way.columns or columns)
     grid = (-(-rows // block[0]), -(-columns // block[1]))
     held = (rows, -(-columns // 2)) if way.format == "int4" else (rows, columns)
@@ -76,7 +79,8 @@ def random_quantized(
             part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8, device=device, generator=generator))
     scale = columns**-0.5 / _SPREAD[way.format]
     scales = torch.empty(grid, dtype=torch.float32, device=device).uniform_(0.9 * scale, 1.1 * scale, generator=generator)
-    scales = scales.to(scales_dtype)
+    if block[1] < columns:
+        scales = scales.to(scales_dtype)
     zeros = torch.randint(-2, 3, grid, dtype=torch.int8, device=device, generator=generator) if way.zeros else None
     return QuantizedWeight(
         format=way.format,

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from outrider.device.kernels.quantized_reference import dequantize
 from outrider.model import load_decoder, load_eagle
 from outrider.model.cuts import Cut
 from outrider.model.products import quantized_products
-from outrider.model.quantization.layouts import narrowed, padded, stack
+from outrider.model.quantization.layouts import moved, narrowed, padded, stack
+from outrider.model.quantization.rounding import ROUND, rounded
 from outrider_proof.checkpoints import write_checkpoint, write_eagle
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8]
@@ -188,3 +190,17 @@ def test_parts_stacks_and_padding_are_exact(format, rows, blocks, into, zeros, d
     start = data.draw(st.integers(0, both.shape[dim] - 1))
     stop = data.draw(st.integers(start + 1, both.shape[dim]))
     assert torch.equal(value(narrowed(both, Cut(dim, start, stop))), value(both).narrow(dim, start, stop - start))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_scale_of_a_row_is_wide_and_one_of_a_group_as_it_is_stored(dtype):
+    """Exactly the same number, in a dtype that libraries take."""
+    weight = torch.randn(8, 192, generator=torch.Generator().manual_seed(3)).to(dtype)
+    wide = torch.float32 if dtype is torch.bfloat16 else dtype
+    for format, kept in (("fp8", wide), ("int8", wide), ("int4", dtype)):
+        made = rounded(weight, format)
+        stored = ROUND[format](weight, group=made.block[1])["weight_scale"]
+        loaded = moved(replace(made, scales=stored), torch.device("cpu"))
+        for each in (made, loaded):
+            assert each.scales.dtype is kept
+            assert torch.equal(each.scales.double(), stored.double())

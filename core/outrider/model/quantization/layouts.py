@@ -273,6 +273,16 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(one, other)
 
 
+def wide_scales(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """``scales`` as products take them: in float32 or wider where each row has one, else as they're stored.
+
+    Libraries take scales of rows in float32 alone, and would have them converted for every product; there are few. Groups of
+    columns have a share of the weight's bytes, and are read as they are.
+    """
+    by_row = block[1] == shape[1]
+    return scales.to(torch.promote_types(scales.dtype, torch.float32)) if by_row else scales
+
+
 def moved(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
     """The weight on a device, once the current stream has run."""
 
@@ -283,7 +293,7 @@ def moved(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
     return replace(
         weight,
         data=there(weight.data),
-        scales=there(weight.scales),
+        scales=there(wide_scales(weight.scales, weight.block, weight.shape)),
         zero_points=None if weight.zero_points is None else there(weight.zero_points),
         input_scale=None if weight.input_scale is None else there(weight.input_scale),
     )

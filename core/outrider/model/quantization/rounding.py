@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError, QuantizedWeight
-from outrider.model.quantization.layouts import packed_halves
+from outrider.model.quantization.layouts import packed_halves, wide_scales
 
 GROUP = 128
 """Columns that share a scale in int4, by default."""
@@ -75,13 +75,14 @@ def rounded(weight: Tensor, format: str) -> QuantizedWeight:
     group = next((each for each in _GROUPS if columns % each == 0), 0)
     if format == "int4" and not group:
         raise ConfigError(f"a weight of {rows} x {columns} has no groups in int4: expected columns in multiples of 8")
+    block = (1, group if format == "int4" else columns)
     parts = [ROUND[format](part, group=group) for part in weight.split(_ROWS_AT_ONCE)]
     data = torch.cat([part["weight_packed" if format == "int4" else "weight"] for part in parts])
     return QuantizedWeight(
         format=format,
         data=data.view(torch.uint8) if format == "int4" else data,
-        scales=torch.cat([part["weight_scale"] for part in parts]),
-        block=(1, group if format == "int4" else columns),
+        scales=wide_scales(torch.cat([part["weight_scale"] for part in parts]), block, shape),
+        block=block,
         shape=shape,
         activations=_ACTIVATIONS[format],
     )
