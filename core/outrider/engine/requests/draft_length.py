@@ -13,7 +13,7 @@ PRIOR = 0.7
 
 _PRIOR_WEIGHT = 8.0  # trials that the prior counts for
 _DECAY = 0.98  # what an iteration leaves of the weight of those before it
-_GAIN = 1.08  # how much faster another length must be: serving takes some percent more than what was measured at start
+_GAIN = 1.02  # how much faster another length must be: what was measured at start is a percent or two off
 _STAY = 4  # iterations at least between two changes
 _PROBE_EVERY = 256  # iterations with a shorter draft, behind which one with a longer one is run
 
@@ -201,7 +201,7 @@ class Acceptance:
 class FollowLoad(DraftLengthPolicy):
     """The length with the most expected tokens a second, by what iterations cost and by the acceptance so far.
 
-    It changes when another length is faster by 8 %, at most every fourth iteration. What a longer draft would accept is found
+    It changes when another length is faster by 2 %, at most every fourth iteration. What a longer draft would accept is found
     out now and then: 256 iterations with less than the most tokens are followed by one with the next length.
     """
 
