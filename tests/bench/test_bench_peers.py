@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from outrider_bench.child import ChildFailed
 from outrider_bench.commands import peers
 from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles, token_ids
-from outrider_bench.peers.comparing import Found, compared, over
+from outrider_bench.peers.comparing import Found, compared, expected, over
 from outrider_bench.peers.session import session
 from outrider_bench.peers.work import Work
 from outrider_bench.plot import series_svg
@@ -69,7 +70,8 @@ class LLM:
         return [output(str(i), params[i].count) for i in range(len(prompts))]
     def get_metrics(self):
         name = "vllm:spec_decode_num_"
-        return [Metric(name + "drafts", self.drafts), Metric(name + "accepted_tokens", self.passed)]
+        return [Metric(name + "drafts", self.drafts), Metric(name + "draft_tokens", 4 * self.drafts),
+                Metric(name + "accepted_tokens", self.passed)]
 """
 SGLANG = """
 import os, time
@@ -362,6 +364,20 @@ def test_ratios_are_of_medians_and_above_one_where_this_engine_is_faster():
     del theirs.runs[case]
     assert {each["phase"] for each in compared([ours, theirs], WORKED)["ratios"]} == {"prefill", "mixed", "context"}
     assert over([ours], "context") == {"outrider, plain": [(24, 2.0)]}
+
+
+def test_at_equal_acceptance_a_shorter_draft_yields_less():
+    """An iteration that drafts one token takes less time than one that drafts two, and has fewer tokens."""
+    assert [expected(drafted, (0.8, 0.5)) for drafted in (0, 1, 1.5, 2)] == pytest.approx([1.0, 1.8, 2.05, 2.3])
+
+    def found(engine, ms, drafted, accepted):
+        row = {"iteration_ms": ms, "tokens_per_s": accepted / ms, "acceptance_length": accepted, "drafted": drafted}
+        return Found(engine=engine, speculate="eagle", status="measured", runs={("decode", 4): [row]})
+
+    work = replace(WORKED, rates=(0.8, 0.5))
+    (short,) = compared([found("outrider", 10.0, 1.0, 1.9), found("vllm", 20.0, 2.0, 2.3)], work)["ratios"]
+    assert short["ratio"] == pytest.approx(1.9 / 2.3 * 2)
+    assert short["at_equal_acceptance"] == pytest.approx(1.8 / 2.3 * 2)
 
 
 def test_the_cache_holds_what_runs_at_once():

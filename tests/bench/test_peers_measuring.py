@@ -6,7 +6,7 @@ import pytest
 
 from bench.test_bench_peers import WORKED
 from outrider_bench.child import ChildFailed
-from outrider_bench.peers.measuring import Peer, Runs
+from outrider_bench.peers.measuring import Counted, Peer, Runs
 
 
 class Late(Peer):
@@ -29,8 +29,8 @@ class Late(Peer):
         self.verified += verified
         return list(counts)
 
-    def accepted(self):
-        return self.verified, self.verified
+    def counted(self):
+        return Counted(self.verified, 3 * self.verified, self.verified)
 
 
 def test_iterations_are_told_from_prefill_and_from_what_is_left_behind_it(monkeypatch):
@@ -48,7 +48,7 @@ def test_iterations_are_told_from_prefill_and_from_what_is_left_behind_it(monkey
     peer = Late(clock)
     found = Runs(peer, replace(WORKED, new_tokens=41, prompt_tokens=8)).run({"phase": "decode", "case": 3})
     assert peer.calls[-2:] == [[2] * 3, [41] * 3]
-    assert found["acceptance_length"] == 2
+    assert (found["acceptance_length"], found["drafted"]) == (2, 3)
     assert found["iteration_ms"] == pytest.approx(10)
     assert found["tokens_per_s"] == pytest.approx(3 * 2 / 0.01)
     with pytest.raises(ChildFailed, match="2 new tokens took no longer than the first two; ask for more"):

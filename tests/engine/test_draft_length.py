@@ -11,7 +11,7 @@ from outrider.engine.requests.draft_length import DraftCosts, FixedLength, Follo
 from outrider.engine.requests.sampling import SamplingParams
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
-from outrider_proof.proposers import MAKERS, PROMPTS
+from outrider_proof.proposers import EXTREMES, MAKERS, PROMPTS
 
 # Milliseconds as an H200 has them for an 8B model at 640 cached tokens, by requests and length: large batches are bound by
 # arithmetic.
@@ -92,7 +92,7 @@ def cpu():
 def engine(cpu, name, *, policy=None, **config):
     target = tiny.target()
     config = {"max_context": 48, "max_requests": 3, "page_size": 4, "prefill_chunk": 4, "overlap": True} | config
-    proposer = MAKERS[name](target, cpu)
+    proposer = (MAKERS | EXTREMES)[name](target, cpu)
     return Engine(target, cpu, proposer=proposer, config=EngineConfig(dtype="float64", **config), draft_length=policy)
 
 
@@ -132,6 +132,21 @@ def test_drafts_are_as_good_after_plain_iterations(cpu, name):
     assert found[place] == drafts(engine(cpu, name, overlap=False), text[:place])[place]
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle, untrained", "eagle-tree", "eagle3", "eagle3-tree", "mtp", "peagle"])
+@pytest.mark.parametrize("mode", [{}, {"mode": "fused"}], ids=["staged", "fused"])
+def test_drafts_are_as_good_behind_drafts(cpu, name, mode):
+    """Of accepted tokens the last one alone goes on behind the last layer's keys and values; of a prompt's, too."""
+    compared = 0
+    for prompt in PROMPTS:
+        found = drafts(engine(cpu, name, overlap=False, **mode), prompt)
+        text = (*prompt, *tiny.plain(prompt, 12))
+        for place in sorted(found)[1:]:
+            if place <= len(text):
+                assert found[place] == drafts(engine(cpu, name, overlap=False, **mode), text[:place])[place]
+                compared += 1
+    assert compared > 2
+
+
 def test_what_is_drawn_does_not_depend_on_the_lengths(cpu):
     drawn = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
     policies = (None, LengthSchedule((0, 1, 3)))
@@ -152,6 +167,14 @@ def test_the_policy_is_told_what_was_accepted(cpu):
     made.generate(PROMPTS, SamplingParams(max_tokens=12))
     assert len(told) == made.stats.request_iterations
     assert sum(told) == made.stats.verified_tokens - made.stats.request_iterations > 0
+    assert made.stats.drafted_tokens == 3 * made.stats.request_iterations
+
+
+def test_what_was_drafted_is_counted_by_the_lengths_that_were_chosen(cpu):
+    made = engine(cpu, "eagle", policy=LengthSchedule((0, 2)), max_requests=1, overlap=False)
+    made.generate([PROMPTS[0]], SamplingParams(max_tokens=12, ignore_eos=True))
+    iterations = made.stats.request_iterations
+    assert made.stats.drafted_tokens == 2 * (iterations // 2) > 0
 
 
 @pytest.mark.parametrize("mode", [{}, {"mode": "fused"}], ids=["staged", "fused"])

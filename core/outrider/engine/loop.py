@@ -68,7 +68,8 @@ class Loop:
         """Those that wait or run, by id."""
         self.outbox = Outbox()
         """Outputs of requests, by receiver."""
-        self.counts = {"iterations": 0, "request_iterations": 0, "verified_tokens": 0, "emitted_tokens": 0}
+        counted = ("iterations", "request_iterations", "drafted_tokens", "verified_tokens", "emitted_tokens")
+        self.counts = dict.fromkeys(counted, 0)
 
     @property
     def has_work(self) -> bool:
@@ -227,13 +228,15 @@ class Loop:
 
     def _take_in(self, batch: Batch, outcome: Outcome) -> None:
         """What an iteration yielded for the requests of a batch."""
+        proposed = self.scheduler.proposed(batch)
         for request, tokens in zip(batch.decode, outcome.decoded, strict=True):
             if not request.finished:
                 request.iterations += 1
                 request.verified_tokens += len(tokens)
                 self.counts["request_iterations"] += 1
+                self.counts["drafted_tokens"] += proposed
                 self.counts["verified_tokens"] += len(tokens)
-                self._emit(request, tokens, outcome, self.scheduler.proposed(batch))
+                self._emit(request, tokens, outcome, proposed)
         for chunk, first in zip(batch.prefill, outcome.first_tokens, strict=True):
             if (first is not None or chunk.request.id in outcome.bad) and not chunk.request.finished:
                 self._emit(chunk.request, () if first is None else (first,), outcome)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counts since the engine was made. ``verified_tokens`` came out of ``request_iterations`` verifications of single
-    requests; ``iterations`` counts launched batches, prefill-only ones included. ``blocked_s``: seconds that the host
-    waited at fences for the device; the rest of a step's time is the host's own.
+    requests, of whose drafts ``drafted_tokens`` could have passed at most: those of chains, and the longest paths of trees.
+    ``iterations`` counts launched batches, prefill-only ones included. ``blocked_s``: seconds that the host waited at fences
+    for the device; the rest of a step's time is the host's own.
 
     ``preemptions``: requests that gave up their pages and begin again. ``prefix_looked_up``: tokens of contexts that were
     looked up in the prefix cache; ``prefix_hits``: those of them whose pages were there.
@@ -23,6 +24,7 @@ class EngineStats:
     preemptions: int = 0
     prefix_looked_up: int = 0
     prefix_hits: int = 0
+    drafted_tokens: int = 0
 
     @property
     def acceptance_length(self) -> float:

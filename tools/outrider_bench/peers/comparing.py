@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from outrider_bench.peers.work import Work
 
 OURS = "outrider"
-_DECODE = ("iteration_ms", "tokens_per_s", "acceptance_length", "limit_ms")
+_DECODE = ("iteration_ms", "tokens_per_s", "acceptance_length", "drafted", "limit_ms")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,7 +50,7 @@ def compared(found: Sequence[Found], work: Work) -> dict[str, object]:
         ratio
         for each in engines
         if each["engine"] != OURS and each["speculate"] in ours
-        for ratio in _ratios(ours[each["speculate"]], each)
+        for ratio in _ratios(ours[each["speculate"]], each, work.rates)
     ]
     return {"engines": engines, "ratios": ratios}
 
@@ -80,15 +80,27 @@ def _engine(each: Found, work: Work) -> dict[str, Any]:
         "results": results,
         "prefill": [{"prompt_tokens": length, **row} for length, row in prefill if row is not None],
         "context": [{"prompt_tokens": tokens, "batch": 1, **row} for tokens, row in contexts if row is not None],
-        "mixed": each.row("mixed", "seconds", ("seconds", "tokens_per_s", "acceptance_length")),
+        "mixed": each.row("mixed", "seconds", ("seconds", "tokens_per_s", "acceptance_length", "drafted")),
         "latency": None if latency is None else latency["runs"][0],
     }
 
 
-def _ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tokens a second, ours over theirs; for first tokens, their time over ours. ``at_equal_acceptance``: their iteration
-    over ours, which leaves out how lucky each was.
+def expected(drafted: float, rates: Sequence[float]) -> float:
+    """Tokens that an iteration with so many drafted ones yields on average, where ``rates`` are the chances of each place; of
+    a number between two whole ones, that of a mixture.
     """
+    whole = int(drafted)
+    return 1.0 + sum(rates[:whole]) + ((drafted - whole) * rates[whole] if whole < len(rates) else 0.0)
+
+
+def _ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any], rates: Sequence[float]) -> list[dict[str, Any]]:
+    """Tokens a second, ours over theirs; for first tokens, their time over ours. ``at_equal_acceptance``: tokens a second
+    where an iteration has as many as its drafted ones yield on average, which leaves out how lucky each was.
+    """
+
+    def rate(row: Mapping[str, Any]) -> float:
+        return expected(row.get("drafted", 0.0), rates) / float(row["iteration_ms"])
+
     base = {"engine": theirs["engine"], "speculate": theirs["speculate"]}
     found: list[dict[str, Any]] = []
     for phase, rows, name in (("decode", "results", "batch"), ("context", "context", "prompt_tokens")):
@@ -102,7 +114,7 @@ def _ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[dict[str
                         "phase": phase,
                         "case": row[name],
                         "ratio": row["tokens_per_s"] / other["tokens_per_s"],
-                        "at_equal_acceptance": other["iteration_ms"] / row["iteration_ms"],
+                        "at_equal_acceptance": rate(row) / rate(other),
                     }
                 )
     by_length = {row["prompt_tokens"]: row for row in theirs["prefill"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from outrider_bench.child import ChildFailed
@@ -14,6 +15,17 @@ from outrider_bench.peers.work import Work
 _WARM_TOKENS = 16
 _SETTLE_S = 0.2
 """Before each run: what the one before has left on its device, such as an iteration too many, is over then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What an engine has ``verified`` so far, the draft of one request each time, the tokens that were ``drafted`` for that,
+    and those that ``passed``.
+    """
+
+    verified: float
+    drafted: float
+    passed: float
 
 
 class Peer(ABC):
@@ -28,8 +40,8 @@ class Peer(ABC):
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
         """So many new tokens for each prompt, all at once; returns how many each got."""
 
-    def accepted(self) -> tuple[float, float] | None:
-        """Verifications of a request so far, and drafted tokens that passed; None without drafts."""
+    def counted(self) -> Counted | None:
+        """What became of drafts so far; None without any."""
         return None
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
@@ -95,14 +107,14 @@ class Runs:
         first, _ = self._timed(prompts, [min(2, new)] * batch)
         whole, counted = self._timed(prompts, [new] * batch)
         seconds = whole - first
-        accepted = 1.0 if counted is None else counted
+        accepted = 1.0 if counted is None else counted["acceptance_length"]
         iterations = (new - 1) / accepted - 1
         if seconds <= 0 or iterations <= 0:
             raise ChildFailed(f"{new} new tokens took no longer than the first two; ask for more")
         found: dict[str, object] = {
             "iteration_ms": 1e3 * seconds / iterations,
             "tokens_per_s": batch * accepted * iterations / seconds,
-            "acceptance_length": accepted,
+            **(counted or {"acceptance_length": accepted}),
         }
         limit = self._peer.limit_ms(batch, tokens + new / 2)
         return found if limit is None else found | {"limit_ms": limit}
@@ -113,8 +125,8 @@ class Runs:
 
     def _mixed(self) -> dict[str, object]:
         prompts, counts = self._load()
-        seconds, accepted = self._timed(prompts, counts)
-        return {"seconds": seconds, "tokens_per_s": sum(counts) / seconds, "acceptance_length": accepted or 1.0}
+        seconds, counted = self._timed(prompts, counts)
+        return {"seconds": seconds, "tokens_per_s": sum(counts) / seconds, **(counted or {"acceptance_length": 1.0})}
 
     def _latency(self) -> dict[str, object]:
         prompts, counts = self._load()
@@ -132,17 +144,21 @@ class Runs:
         self._number += 1
         return self._work.prompt(self._number, tokens, self._vocabulary)
 
-    def _timed(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> tuple[float, float | None]:
-        """Seconds, and the tokens of an iteration where drafts are verified."""
+    def _timed(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> tuple[float, dict[str, float] | None]:
+        """Seconds, and where drafts are verified the tokens of an iteration, and those that were drafted for it."""
         time.sleep(_SETTLE_S)
-        before = self._peer.accepted()
+        before = self._peer.counted()
         began = time.perf_counter()
         lengths = self._peer.generate(prompts, counts)
         seconds = time.perf_counter() - began
         for length, wanted in zip(lengths, counts, strict=True):
             if length != wanted:
                 raise ChildFailed(f"asked for {wanted} new tokens, a request got {length}: that isn't the same work")
-        after = self._peer.accepted()
-        if before is None or after is None or after[0] == before[0]:
+        after = self._peer.counted()
+        if before is None or after is None or after.verified == before.verified:
             return seconds, None
-        return seconds, 1 + (after[1] - before[1]) / (after[0] - before[0])
+        verified = after.verified - before.verified
+        return seconds, {
+            "acceptance_length": 1 + (after.passed - before.passed) / verified,
+            "drafted": (after.drafted - before.drafted) / verified,
+        }

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from outrider_bench.mixed_load import Arrived
-from outrider_bench.peers.measuring import Peer
+from outrider_bench.peers.measuring import Counted, Peer
 from outrider_bench.peers.session import serve
 from outrider_bench.peers.work import Work
 
@@ -28,7 +28,6 @@ class Outrider(Peer):
         self.tuned_s = tuned_s
         self._engine = engine
         self._drafts = drafts
-        self._counted = (0.0, 0.0)
         self._bandwidth = measure_bandwidth(engine.backend)
 
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
@@ -37,14 +36,13 @@ class Outrider(Peer):
 
         params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in counts]
         made = self._engine.generate(prompts, params)
-        verified = sum(each.iterations for each in made)
-        passed = sum(each.iterations * (each.acceptance_length - 1) for each in made)
-        self._counted = self._counted[0] + verified, self._counted[1] + passed
         return [len(each.token_ids) for each in made]
 
-    def accepted(self) -> tuple[float, float] | None:
+    def counted(self) -> Counted | None:
         """See :class:`~outrider_bench.peers.measuring.Peer`."""
-        return self._counted if self._drafts else None
+        stats = self._engine.stats
+        passed = stats.verified_tokens - stats.request_iterations
+        return Counted(stats.request_iterations, stats.drafted_tokens, passed) if self._drafts else None
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
         """See :class:`~outrider_bench.peers.measuring.Peer`."""

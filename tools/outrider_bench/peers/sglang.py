@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider_bench.child import ChildFailed
-from outrider_bench.peers.measuring import Peer
+from outrider_bench.peers.measuring import Counted, Peer
 from outrider_bench.peers.session import serve
 from outrider_bench.peers.work import Work, checkpoints
 
@@ -25,12 +25,13 @@ def variables(accept_length: float, speculate: str) -> dict[str, str]:
 class SGLang(Peer):
     """See :class:`~outrider_bench.peers.measuring.Peer`."""
 
-    def __init__(self, engine: Any, *, drafts: bool) -> None:
+    def __init__(self, engine: Any, *, drafts: int) -> None:
+        """``drafts``: tokens of a draft; 0 for none."""
         how = "simulated acceptance length" if drafts else "no speculation"
         self.version = version("sglang")
         self.settings = f"Engine.generate, defaults, {how}"
         self._engine, self._drafts = engine, drafts
-        self._counted = (0.0, 0.0)
+        self._verified, self._passed = 0.0, 0.0
 
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
         """See :class:`~outrider_bench.peers.measuring.Peer`."""
@@ -44,12 +45,13 @@ class SGLang(Peer):
                 verified = each["meta_info"].get("spec_verify_ct")
                 if not verified:
                     raise ChildFailed("this SGLang doesn't say how often it verified (spec_verify_ct is missing)")
-                self._counted = self._counted[0] + verified, self._counted[1] + count - 1 - verified
+                self._verified += verified
+                self._passed += count - 1 - verified
         return tokens
 
-    def accepted(self) -> tuple[float, float] | None:
+    def counted(self) -> Counted | None:
         """See :class:`~outrider_bench.peers.measuring.Peer`."""
-        return self._counted if self._drafts else None
+        return Counted(self._verified, self._verified * self._drafts, self._passed) if self._drafts else None
 
 
 @contextmanager
@@ -78,7 +80,7 @@ def opened(work: Work, speculate: str, place: Path) -> Generator[SGLang]:
         }
     engine = sglang.Engine(**options)
     try:
-        yield SGLang(engine, drafts=drafts)
+        yield SGLang(engine, drafts=work.draft_tokens if drafts else 0)
     finally:
         engine.shutdown()
 

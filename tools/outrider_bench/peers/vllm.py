@@ -11,11 +11,11 @@ from typing import Any
 
 from outrider_bench.child import ChildFailed
 from outrider_bench.mixed_load import Arrived
-from outrider_bench.peers.measuring import Peer
+from outrider_bench.peers.measuring import Counted, Peer
 from outrider_bench.peers.session import serve
 from outrider_bench.peers.work import Work, cache_bytes, checkpoints
 
-_COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+_COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 
 
 class VLLM(Peer):
@@ -38,15 +38,16 @@ class VLLM(Peer):
     def _params(self, count: int, **more: object) -> Any:
         return self._vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, **more)
 
-    def accepted(self) -> tuple[float, float] | None:
-        """Drafts verified so far, and drafted tokens that passed. Raises :class:`ChildFailed` where it doesn't say."""
+    def counted(self) -> Counted | None:
+        """See :class:`~outrider_bench.peers.measuring.Peer`. Raises :class:`ChildFailed` where it doesn't say."""
         if not self._drafts:
             return None
         values = {metric.name: getattr(metric, "value", None) for metric in self._engine.get_metrics()}
         found = [values.get(name) for name in _COUNTERS]
         if any(value is None for value in found):
             raise ChildFailed(f"this vLLM doesn't say how much it accepted ({', '.join(_COUNTERS)} are missing)")
-        return float(found[0] or 0), float(found[1] or 0)
+        verified, drafted, passed = (float(value or 0) for value in found)
+        return Counted(verified, drafted, passed)
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
         """The loop of ``LLM.generate``, with outputs as they come."""
