@@ -361,7 +361,7 @@ class Extend(Capturable[ExtendStageInput, None]):
         if seq_lens_host is not None and self.host_params(batch.drafted):
             seq_lens_host = replace(seq_lens_host, values=seq_lens_host.plus(self._taken_in(batch.drafted)))
             attention = replace(attention, seq_lens_host=seq_lens_host.param("extend", 0))
-        kept = None  # what a host must know of attention it knows before anything is accepted, and so of whole drafts alone
+        kept = None  # a host that has to know lengths knows those with all drafted tokens, before any of them is accepted
         if seq_lens_host is None and batch.drafted:
             kept = KeptRows.one_each(attention, plan.last, plan.starts, plan.last_lens)
         places = verify if along is None else along

@@ -189,13 +189,16 @@ def _name(each: Mapping[str, Any]) -> str:
 
 
 def _decode_table(console: Console, engines: Sequence[Mapping[str, Any]]) -> None:
-    table = Table("engine", "speculate", "batch", "iteration, ms", "tokens/s", "accepted", box=None, pad_edge=False)
+    table = Table(
+        "engine", "speculate", "batch", "iteration, ms", "tokens/s", "accepted", "drafted", box=None, pad_edge=False
+    )
     for each in engines:
         if not each["results"]:
             table.add_row(_name(each), each["speculate"], "", each["status"].split(":")[0])
         for row in each["results"]:
             figures = (f"{row[key]:.3f}" for key in ("iteration_ms", "tokens_per_s", "acceptance_length"))
-            table.add_row(_name(each), each["speculate"], str(row["batch"]), *figures)
+            drafted = f"{row['drafted']:.2f}" if "drafted" in row else ""
+            table.add_row(_name(each), each["speculate"], str(row["batch"]), *figures, drafted)
     console.print(table)
 
 
