@@ -52,6 +52,35 @@ def test_the_columns_of_a_smaller_batch_are_written_and_no_others_are_read(colum
     assert found == ([] if columns == 2 else [Kind.STALE_PADDING])
 
 
+@pytest.mark.parametrize("rows", [20, 19])
+def test_rows_side_by_side_of_a_smaller_batch_are_written_and_no_others_are_read(rows):
+    """Each half of the rows is a statement's of its own. What lies between two runs of one isn't left from a larger batch."""
+
+    def program(backend):
+        stream = backend.create_stream("forward")
+        with backend.on(stream):
+            whole = torch.zeros(40, 4, device=backend.device)
+            y = torch.zeros(40, 4, device=backend.device)
+        graphs = {}
+        for count in (40, 20):
+
+            def body(context):
+                context.outputs["y"].copy_(context.inputs["x"] * 2)
+
+            graphs[count] = backend.capture(
+                f"extend[{count}]", body, stream=stream, inputs={"x": whole[:count]}, outputs={"y": y[:count]}
+            )
+        for count, written in ((20, 20), (40, 40), (20, rows), (20, rows)):
+            with backend.on(stream):
+                for half in (whole[:, :2], whole[:, 2:]):
+                    half[:written] = float(count)
+            graphs[count].replay(stream)
+        stream.synchronize()
+
+    found = kinds(program)
+    assert found == ([] if rows == 20 else [Kind.STALE_PADDING])
+
+
 @pytest.mark.parametrize("strategy", ["program", "lazy"])
 @pytest.mark.parametrize("again", [True, False])
 def test_a_read_by_rows_before_the_mark_is_no_stale_read(strategy, again):

@@ -151,7 +151,7 @@ class Staleness:
         """A statement that wrote more of the input for an earlier replay than for this one left the rest behind."""
         shadow = self._ordering.memory.shadow(place.storage)
         fresh: list[Record] = []
-        old: list[tuple[int, int, Record]] = []
+        old: list[tuple[int, int, Record]] = []  # bytes that it wrote last; of one with holes, between which it wrote some
         for begin, finish in dense_parts(place, _PARTS) or ((place.start, place.end),):
             for interval in shadow.within(begin, finish):
                 for record in interval.writes:
@@ -173,19 +173,20 @@ class Staleness:
             assert was is not None
             for point, now in fresh:
                 assert now is not None
-                if _shrunk(before, was, point, now):
+                left = _left_behind(was, now, start, end) if _shrunk(before, was, point, now) else None
+                if left is not None:
                     self._add(
                         Finding(
                             kind=Kind.STALE_PADDING,
                             first=self._diagnosis.site(before, was),
                             second=self._diagnosis.site(
                                 self._replay_point(stream, age, location),
-                                Access(place.storage, start, end, False, argument=name),
+                                Access(place.storage, *left, False, argument=name),
                             ),
                             missing=(
-                                f"write bytes {start} to {end} of input {name!r} again before replay {generation} of graph "
-                                f"{age.name!r}: {point.location or point.name} wrote bytes {now.start} to {now.end} this "
-                                f"time and {was.start} to {was.end} before"
+                                f"write bytes {left[0]} to {left[1]} of input {name!r} again before replay {generation} of "
+                                f"graph {age.name!r}: {point.location or point.name} wrote bytes {now.start} to {now.end} "
+                                f"this time and {was.start} to {was.end} before"
                             ),
                             memory=shadow.described,
                             hint="the graph reads its whole input; what lies behind this batch is left from a larger one",
@@ -292,3 +293,18 @@ class Staleness:
 def _shrunk(before: Point, was: Access, after: Point, now: Access) -> bool:
     same_place = before.location == after.location and before.name == after.name
     return same_place and was.start == now.start and now.end < was.end
+
+
+def _left_behind(was: Access, now: Access, start: int, end: int) -> tuple[int, int] | None:
+    """The first bytes of [start, end) that were written before and aren't now; all of them, where that are too many runs."""
+    before, after = dense_parts(was, _PARTS), dense_parts(now, _PARTS)
+    if before is None or after is None:
+        return start, end
+    for first, last in before:
+        first, last = max(first, start), min(last, end)
+        for low, high in sorted(after):
+            if low <= first < high:
+                first = high
+        if first < last:
+            return first, last
+    return None
