@@ -23,6 +23,15 @@ def kinds(program, strategy="program"):
     return [finding.kind for finding in reports[0]]
 
 
+def doubling(backend, stream, name, x, y):
+    """A graph that writes twice ``x`` to ``y``."""
+
+    def body(context):
+        context.outputs["y"].copy_(context.inputs["x"] * 2)
+
+    return backend.capture(name, body, stream=stream, inputs={"x": x}, outputs={"y": y})
+
+
 @pytest.mark.parametrize("columns", [2, 1])
 def test_the_columns_of_a_smaller_batch_are_written_and_no_others_are_read(columns):
     """A graph's input is some columns of a buffer; a larger batch's graph reads more of them."""
@@ -34,14 +43,7 @@ def test_the_columns_of_a_smaller_batch_are_written_and_no_others_are_read(colum
             y = torch.zeros(3, 4, device=backend.device)
         graphs = {}
         for count in (4, 2):
-            x = whole[:, :count]
-
-            def body(context):
-                context.outputs["y"].copy_(context.inputs["x"] * 2)
-
-            graphs[count] = backend.capture(
-                f"verify[{count}]", body, stream=stream, inputs={"x": x}, outputs={"y": y[:, :count]}
-            )
+            graphs[count] = doubling(backend, stream, f"verify[{count}]", whole[:, :count], y[:, :count])
         for count, written in ((2, 2), (4, 4), (2, columns), (2, columns)):
             with backend.on(stream):
                 whole[:, :written] = float(count)
@@ -63,13 +65,7 @@ def test_rows_side_by_side_of_a_smaller_batch_are_written_and_no_others_are_read
             y = torch.zeros(40, 4, device=backend.device)
         graphs = {}
         for count in (40, 20):
-
-            def body(context):
-                context.outputs["y"].copy_(context.inputs["x"] * 2)
-
-            graphs[count] = backend.capture(
-                f"extend[{count}]", body, stream=stream, inputs={"x": whole[:count]}, outputs={"y": y[:count]}
-            )
+            graphs[count] = doubling(backend, stream, f"extend[{count}]", whole[:count], y[:count])
         for count, written in ((20, 20), (40, 40), (20, rows), (20, rows)):
             with backend.on(stream):
                 for half in (whole[:, :2], whole[:, 2:]):

@@ -363,7 +363,9 @@ class Extend(Capturable[ExtendStageInput, None]):
             attention = replace(attention, seq_lens_host=seq_lens_host.param("extend", 0))
         kept = None  # a host that has to know lengths knows those with all drafted tokens, before any of them is accepted
         if seq_lens_host is None and batch.drafted:
-            kept = KeptRows.one_each(attention, plan.last, plan.starts, plan.last_lens)
+            # From lengths that never exceed the tables', and not from positions: a request may be over on the device.
+            seq_lens = attention.seq_lens[: batch.count] - (self._taken_in(batch.drafted) - 1)
+            kept = KeptRows.one_each(attention, plan.last, plan.starts, seq_lens.add_(outputs.accepted))
         places = verify if along is None else along
         static = batch.captured and along is None
         return self._proposer.extend(

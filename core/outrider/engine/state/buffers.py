@@ -136,14 +136,12 @@ class PathInputs:
 
 @dataclass(frozen=True, slots=True)
 class ExtendPlan:
-    """Written in the extend plan: ``tokens`` int64 [B*E], ``last`` and ``next_positions`` int64 [B]; ``last_lens`` int32 [B],
-    cached tokens up to the last one, itself included; ``path`` None for chains. ``continues`` bool [B] and ``starts`` int32
-    [B+1] are constant: all do, and one token of each.
+    """Written in the extend plan: ``tokens`` int64 [B*E], ``last`` and ``next_positions`` int64 [B]; ``path`` None for
+    chains. ``continues`` bool [B] and ``starts`` int32 [B+1] are constant: all do, and one token of each.
     """
 
     tokens: Tensor
     last: Tensor
-    last_lens: Tensor
     next_positions: Tensor
     continues: Tensor
     starts: Tensor
@@ -340,7 +338,6 @@ class StaticBuffers:
             extend=ExtendPlan(
                 tokens=get("extend.tokens"),
                 last=get("extend.last"),
-                last_lens=get("extend.last_lens"),
                 next_positions=get("extend.next_positions"),
                 continues=self._continuing[:count],
                 starts=self._constants[1][: count + 1],
@@ -417,7 +414,6 @@ def step_buffers(
         BufferSpec("outputs.accepted"),
         BufferSpec("extend.tokens", per=path),
         BufferSpec("extend.last", step=path),  # the first token of each: a row of its own
-        BufferSpec("extend.last_lens", dtype=int32, padding=1),
         BufferSpec("extend.next_positions"),
     ]
     if proposer.is_tree:

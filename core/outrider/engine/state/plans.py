@@ -75,9 +75,6 @@ class Plans:
         )
         if extend.path is not None and outputs.path is not None:
             self._along(inputs, verify, outputs.accepted, outputs.path, extend.path)
-        # From lengths that never exceed the tables', and not from positions: a request may be over on the device.
-        seq_lens = verify.seq_lens if extend.path is None else extend.path.seq_lens
-        torch.sub(seq_lens, following.shape[1] - 1, out=extend.last_lens).add_(outputs.accepted)
 
     def _along(self, inputs: DecodeInputs, verify: VerifyInputs, accepted: Tensor, path: Tensor, plan: PathInputs) -> None:
         """Where the accepted path lies among verify's rows and slots, and where it goes: behind one another."""
