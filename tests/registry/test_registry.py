@@ -188,6 +188,20 @@ def test_a_registry_sees_a_later_installation(install):
     assert registry.create("chip").given == (0, {})
 
 
+def test_a_registry_sees_a_distribution_that_changes_in_place(install):
+    site = install("chip")
+    registry = Registry()
+    assert "chip" in registry.names
+    (points,) = site.glob("*.dist-info/entry_points.txt")
+    points.write_text(points.read_text().replace("chip =", "chop ="))
+    assert "chip" not in registry.names
+    assert "chop" in registry.names
+    points.write_text("[outrider.backends]\nchip\n")
+    assert "chip" not in registry.names
+    with pytest.raises(BackendNotFound, match=r"distribution 'outrider-chip' in .* was passed over: its metadata"):
+        registry.create("chip")
+
+
 def test_observers_see_each_new_backend_while_their_scope_lasts():
     first, second = [], []
     with Registry.observing(first.append):

@@ -81,8 +81,10 @@ class Offer:
     @classmethod
     def of(cls, entry_point: EntryPoint) -> Offer:
         """The entry point's own distribution, as far as it's known."""
-        dist = entry_point.dist
-        return cls(entry_point, f"{dist.name} {dist.version}" if dist is not None else "(unknown distribution)")
+        if entry_point.dist is None:
+            return cls(entry_point, "(unknown distribution)")
+        metadata = entry_point.dist.metadata  # parsed each time that it's asked for
+        return cls(entry_point, f"{metadata['Name']} {metadata['Version']}")
 
     @property
     def label(self) -> str:
