@@ -172,7 +172,10 @@ class Placed:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two host tensors are the same in every bit, NaN included."""
-    return torch.equal(_bytes(one), _bytes(other))
+    these, those = _bytes(one), _bytes(other)
+    # Words are compared in an eighth of the time.
+    words = torch.int64 if these.numel() == those.numel() and these.numel() % 8 == 0 else torch.uint8
+    return torch.equal(these.view(words), those.view(words))
 
 
 def _bytes(x: Tensor) -> Tensor:
