@@ -44,7 +44,7 @@ class Exploration:
     graphs: bool = False
     images: bool = False
 
-    def explorer(self, device: Backend, like: DecodeExplorer | None = None) -> DecodeExplorer:
+    def explorer(self, device: Backend) -> DecodeExplorer:
         """The engine's programs on a device."""
         return DecodeExplorer(
             device,
@@ -55,7 +55,6 @@ class Exploration:
             drop=self.drop_fence,
             half=self.drop,
             images=self.images,
-            like=like,
         )
 
     @property
@@ -121,7 +120,7 @@ def _explored(chosen: Exploration, device: Backend, explorer: DecodeExplorer) ->
             }
         if device.control is None:
             device = chosen.make()
-            explorer = chosen.explorer(device, explorer)
+            explorer = chosen.explorer(device)
     return found
 
 
@@ -150,14 +149,12 @@ def _explore_every_fence(chosen: Exploration, device: Backend) -> Report:
     """Run with every fence, then without each of them in turn: no finding at first, then one for each fence that is used."""
     from outrider.engine.fences import FENCES
 
-    explorer: DecodeExplorer | None = None
     rows: list[dict[str, Any]] = []
     for name in (None, *(fence.name for fence in FENCES)):
         one = replace(chosen, drop_fence=name)
-        if device.control is None or explorer is None:
+        if device.control is None or not rows:
             device = one.make()
-        explorer = one.explorer(device, explorer)
-        found = _explored(one, device, explorer)
+        found = _explored(one, device, one.explorer(device))
         races = found["failed"] and found["error"]["type"] == "RaceError"
         rows.append(
             {

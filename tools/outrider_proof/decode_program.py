@@ -157,7 +157,7 @@ class DecodeExplorer:
     """A model on a backend whose schedule is decided, and the reference to compare with.
 
     Weights are loaded once, before anything is scheduled; each run builds an engine of its own. ``images``: a tiny model over
-    text and images instead of the bundled one. ``like``: another explorer, whose expected tokens are taken over.
+    text and images instead of the bundled one.
     """
 
     def __init__(
@@ -172,7 +172,6 @@ class DecodeExplorer:
         half: str = "wait",
         consumer: str | None = None,
         images: bool = False,
-        like: DecodeExplorer | None = None,
     ) -> None:
         from outrider.engine.fences import FENCES
         from outrider_proof.fence_log import Drop
@@ -188,7 +187,6 @@ class DecodeExplorer:
         self._mode, self._graphs, self._consumer = mode, graphs, consumer
         self._subject = tiny_images() if images else bundled_text()
         self._model, self._vision = self._subject.load(backend)
-        self._plain: dict[Arrival, tuple[int, ...]] = {} if like is None else like._plain
         self.findings: Findings | None = None
         self.log: FenceLog | None = None
         self.pace = Pace()
@@ -208,9 +206,10 @@ class DecodeExplorer:
     def expected(self, arrival: Arrival) -> tuple[int, ...]:
         """Plain greedy tokens for the whole length that any request may write."""
         alike = Arrival(arrival.start, arrival.length, _LONGEST, 0, None, guided=arrival.guided)
-        if alike not in self._plain:
-            self._plain[alike] = _plain(self._subject, alike)
-        return self._plain[alike][: arrival.max_tokens]
+        known = self._subject.plain
+        if alike not in known:
+            known[alike] = _plain(self._subject, alike)
+        return known[alike][: arrival.max_tokens]
 
     def run(self, program: HostProgram, backend: Backend) -> None:
         """Run it once, watched. Raises the sanitizer's RaceError, :class:`WrongTokens`, what :class:`Pace` raises (lost

@@ -58,6 +58,11 @@ class Subject:
         """The same on the host, loaded once."""
         return self.load(Registry().create("cpu"))
 
+    @functools.cached_property
+    def plain(self) -> dict[Arrival, tuple[int, ...]]:
+        """Plain greedy tokens of requests, as far as they were needed: the same for whoever explores."""
+        return {}
+
 
 @functools.cache
 def bundled_text() -> Subject:
