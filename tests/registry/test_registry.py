@@ -188,6 +188,17 @@ def test_a_registry_sees_a_later_installation(install):
     assert registry.create("chip").given == (0, {})
 
 
+def test_a_registry_that_reads_once_sees_what_there_was(install):
+    registry = Registry(once=True)
+    install("chip")
+    assert "chip" in registry.names
+    install("chop")
+    assert "chop" not in registry.names
+    with pytest.raises(BackendNotFound, match="no backend.* named 'chop'"):
+        registry.create("chop")
+    assert registry.create("chip").given == (0, {})
+
+
 def test_a_registry_sees_a_distribution_that_changes_in_place(install):
     site = install("chip")
     registry = Registry()

@@ -22,7 +22,7 @@ class Kit:
     """Opens the backend under test, a new object each time, and keeps what the report says about it."""
 
     def __init__(self, spec: str, registry: Registry | None = None) -> None:
-        self.registry = registry or Registry()
+        self.registry = registry or Registry(once=True)  # each test opens a backend
         self._installed = registry is None
         self.spec = self.registry.select(spec)
         self.pace = Pace()

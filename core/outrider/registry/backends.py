@@ -105,8 +105,9 @@ class Registry:
     """The backends that are installed, and the kernel sets.
 
     ``entry_points`` is for tests; by default the environment's own are read, each time that they are needed, so a
-    registry made before an installation sees it. So is ``backends``, a group of another version. ``probe``: how plugins are
-    tried in a child process before they are loaded here; a backend that is named isn't.
+    registry made before an installation sees it; ``once``: the first time alone, for who makes many backends of one plugin.
+    ``backends``, a group of another version, is for tests too. ``probe``: how plugins are tried in a child process before
+    they are loaded here; a backend that is named isn't.
     """
 
     _observers: ClassVar[tuple[Callable[[Backend], None], ...]] = ()
@@ -117,10 +118,11 @@ class Registry:
         *,
         backends: PluginGroup[BackendInfo] = BACKENDS,
         probe: Probe | None = None,
+        once: bool = False,
     ) -> None:
         given = None if entry_points is None else tuple(entry_points)
-        self._backends = Plugins(backends, given, probe=probe)
-        self.kernels = Plugins(KERNELS, given, probe=probe)
+        self._backends = Plugins(backends, given, probe=probe, once=once)
+        self.kernels = Plugins(KERNELS, given, probe=probe, once=once)
 
     # -- what there is ---------------------------------------------------------------------------------------------
 

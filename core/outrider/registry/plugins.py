@@ -24,7 +24,7 @@ from outrider.device.errors import (
     PluginContractError,
 )
 from outrider.device.plugin import PluginInfo
-from outrider.registry.discovery import installed
+from outrider.registry.discovery import Installed, installed
 from outrider.registry.info_check import wrong_field
 from outrider.registry.probing import Probe, Verdict, in_child
 
@@ -96,15 +96,22 @@ class Plugins(Generic[Info]):
     """The installed plugins of a group.
 
     ``entry_points`` is for tests; by default the environment's own are read, each time that they are needed, so plugins
-    that are installed later are seen. ``probe``: how plugins that weren't named are tried before they are loaded here.
+    that are installed later are seen; ``once``: the first time alone. ``probe``: how plugins that weren't named are tried
+    before they are loaded here.
     """
 
     def __init__(
-        self, group: PluginGroup[Info], entry_points: Iterable[EntryPoint] | None = None, *, probe: Probe | None = None
+        self,
+        group: PluginGroup[Info],
+        entry_points: Iterable[EntryPoint] | None = None,
+        *,
+        probe: Probe | None = None,
+        once: bool = False,
     ) -> None:
         self.group = group
         self._probe = probe or Probe()
-        self._given = None if entry_points is None else tuple(entry_points)
+        self._known = None if entry_points is None else Installed(tuple(entry_points))
+        self._once = once
         self._manager = pluggy.PluginManager("outrider")
         self._manager.add_hookspecs(group.hooks)
 
@@ -135,7 +142,7 @@ class Plugins(Generic[Info]):
     @property
     def notes(self) -> tuple[str, ...]:
         """A line for each distribution whose entry points can't be read, so that its plugins are missing here."""
-        return () if self._given is not None else installed(self.group.entry_points).notes
+        return self._installed().notes
 
     def offer(self, name: str) -> Offer:
         """The one entry point of that name, not loaded. Raises :class:`BackendNotFound` or :class:`AmbiguousBackend`."""
@@ -211,10 +218,17 @@ class Plugins(Generic[Info]):
 
     # -- finding and loading ---------------------------------------------------------------------------------------
 
+    def _installed(self) -> Installed:
+        if self._known is not None:
+            return self._known
+        found = installed(self.group.entry_points)
+        if self._once:
+            self._known = found
+        return found
+
     def _offers(self, name: str | None = None) -> list[Offer]:
         group = self.group.entry_points
-        found = installed(group).entry_points if self._given is None else self._given
-        selected = [ep for ep in found if ep.group == group and name in (None, ep.name)]
+        selected = [ep for ep in self._installed().entry_points if ep.group == group and name in (None, ep.name)]
         # One distribution may be visible twice, through its source tree and its installation.
         unique = {
             (offer.distribution, offer.entry_point.name, offer.entry_point.value): offer for offer in map(Offer.of, selected)
