@@ -89,7 +89,7 @@ def split_in(kernels, split, *weights):
         for m in (1, 2, 4, 8):
             for operator in ("linear_parts", "linear"):
                 kernels._derived_quantized[operator, stored, *each.shape, m, 0] = MatmulConfig(
-                    16, 16, 128, split, 1, 2, 0, 0, 16
+                    16, 64, 128, split, 1, 2, 0, 0, 64
                 )
 
 
