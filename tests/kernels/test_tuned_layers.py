@@ -126,7 +126,7 @@ def test_what_ends_a_layer_is_another_shapes_product_behind_attention(tastes, tm
 
 @pytest.mark.parametrize("left", [(), ("scaled_silu_mul",), ("linear_parts", "linear_silu_mul"), tuple(OPERATORS)], ids=str)
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_all_that_a_layer_asks_for_is_kept(qk_norm, left, device, monkeypatch):
+def test_all_that_a_layer_asks_for_is_kept(qk_norm, left, device, monkeypatch, unlaunched):
     """Whatever it leaves to the library."""
     shape = DecoderShape(
         hidden=64, heads=4, kv_heads=2, head_size=16, inner=96, vocabulary=99, dtype=torch.bfloat16, qk_norm=qk_norm
