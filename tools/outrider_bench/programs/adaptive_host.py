@@ -92,7 +92,10 @@ class _Recorded(FixedLength):
 
 
 def host_costs(batch: int, iterations: int, behind: int, *, noise: float, repeat: int = 1) -> tuple[Cost, Cost]:
-    """What iterations take ``behind`` the first ones, of a host with so much noise: adaptive, and the same from a list."""
+    """What iterations take ``behind`` the first ones, of a host with so much noise: adaptive, and the same from a list.
+
+    With ``repeat`` 0 calls are counted, and nothing is timed.
+    """
     lengths: list[int] = []
 
     def cost(make: Callable[[], DraftLengthPolicy]) -> Cost:
