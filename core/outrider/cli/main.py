@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +14,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with until_stopped(process_ends=arguments is None) as stop:
         from outrider.cli.dispatch import dispatch
 
-        return dispatch(arguments, stop)
+        code = dispatch(arguments, stop)
+    if arguments is None:
+        gc.freeze()  # else Python looks through all that was imported for garbage at its end: with torch half a second
+    return code
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from outrider.registry.probing import Probe
 
 _PROBE = """
 import json
+import os
 try:
     import torch
     report = {"version": torch.__version__}
@@ -34,7 +35,8 @@ except BaseException as error:
         texts.append(f"{type(error).__name__}: {error}")
         error = error.__cause__ or error.__context__
     report = {"errors": texts}
-print("\\n" + json.dumps(report))
+print("\\n" + json.dumps(report), flush=True)
+os._exit(0)  # Python's own end looks through all that torch has imported
 """
 _LIMIT_S = 300
 
