@@ -7,6 +7,7 @@ didn't ask for it.
 from __future__ import annotations
 
 import datetime
+import gc
 import shlex
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -107,6 +108,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item, _ in kept if test_id(item) not in chosen]
         config.hook.pytest_deselected(items=left)
         items[:] = [*others, *(item for item, _ in kept if test_id(item) in chosen)]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What the suite has imported stays: no later collection of garbage looks through it again, the last ones included."""
+    if KIT in session.config.stash:
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
