@@ -15,7 +15,7 @@ from tools import Emulated
 from outrider_rocm import backend as module
 from outrider_rocm import plugin
 
-ARCHITECTURE = os.environ.get("EMULATION_ARCHITECTURE", "gfx942:sramecc+:xnack-")
+ARCHITECTURE = "gfx942:sramecc+:xnack-"
 WAVE_SIZE = 64
 
 
