@@ -10,8 +10,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from outrider_triton.derive_quantized import (
+    ALONE,
+    CACHED,
+    GAP,
+    LATENCY,
+    LAUNCH,
+    OURS,
+    PLAIN,
+    PLANE_ROWS,
+    REACHED,
+    Stored,
+    by_steps,
+    by_units,
+)
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import power_of_two
 from outrider_triton.table import BUCKETS, STREAMED, TALL, MatmulConfig, bucket
@@ -26,7 +40,6 @@ _GATED = ("linear_silu_mul", "scaled_silu_mul")
 _ADDED = ("linear_add", "linear_add_scaled")
 _PAIRS = 32  # of a tile of a ring; outrider_triton.jit.ring says the same
 _DIGITS = 4  # tokens that fill the least that the matrix unit takes, in two digits each
-_PLANE_ROWS = 64  # rows of a tile of four bits; outrider_triton.jit.planes_ring says the same
 _PAIRED = 8  # low or high rows beside each other in one with pairs; likewise
 _FEW = 16
 """To so many tokens four bits come through a ring."""
@@ -40,58 +53,12 @@ _TALL_END = 3e-6  # seconds behind the last bytes: the last products, the activa
 _TALL_REACHED = 0.9  # share of the matrix units' rate that tall tiles reach
 _LIBRARY = 1.12  # times the weight's bytes, and a launch and the activation: gates of 65 to 128 tokens by the library
 _LIBRARY_END = 8e-6
-_OURS = 64
-"""To so many tokens our products win wherever they were measured; to twice as many here and there, by a twentieth."""
-_LATENCY = 1.0e-6  # seconds until a byte comes while memory is busy
-_LAUNCH = 2.0e-6  # seconds of a kernel beside its bytes
-_ALONE = 1.15  # how much more than its share of the bandwidth a multiprocessor can have while others have nothing to do
-_CACHED = 2.2  # how much faster than memory the second-level cache is
-_REACHED = 0.52  # share of the matrix units' rate that products reach whose tile is large
 _WIDE = 32  # tokens, to which units of 8 bits have 256 columns: what a program does between two units takes longer than those
 _THREADS = 1536
-_GAP = 4e-6  # seconds between two products in a layer, about
 _ROOMS = ((184 << 10, 208 << 10, 128 << 10), (208 << 10, 160 << 10, 112 << 10))
 """Bytes of a ring, the likeliest first. The second: of what adds to the residual, and can be filled during attention."""
-# Of products whose weight isn't stored plain, seconds on an H200; docs/evidence/2026-11-23-quantized-kernels.md has what they
-# are held against.
-_BEGIN = 0.65e-6  # until a program's first tile is there
-_STEP = 0.1e-6  # between two tiles
-_MEET = 0.13e-6  # for each warp: all of a program wait for each other between two tiles
-_FLIGHT = 4.5e-6  # from asking for a tile to its being there, while all ask
-_MADE = 1.6e-10  # of one warp: for each instruction that each number takes
-_ISSUE = 7e-12  # of a multiprocessor: for each number, whoever multiplies it
-_ISSUE_COLUMN = 0.6e-9  # of a multiprocessor, for 64 rows of a ring: about an instruction of each of four warps, counted
-_ALONE_COLUMN = 0.8e-9  # of a group of four warps for them, and until it begins with a unit: reasoned
-_UNIT_BEGIN = 0.1e-6
-_UNIT_TOKEN = 8e-9  # of a multiprocessor: for each unit and token, a grain, and digits that are added up
-_PARTS = 1.0e-6  # until parts are added up
 _TILES = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
 _BOXES = {8: 1.015, 16: 1.005, 32: 1.0}  # small ones are more requests of the copy engine
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """How operands of a product are stored: bits of a number of the weight, bytes of one of the tokens.
-
-    ``columns``: so many are multiplied at a time at most, since each so many have a scale of their own; 0: as many as a tile
-    has. ``made``: instructions for each number of the weight, of what makes it one that the matrix unit takes; 0: the unit
-    takes what is stored. ``again``: whether what was made lies in shared memory, too. ``least``: tokens of the smallest tile.
-    """
-
-    weight_bits: int = 16
-    token_bytes: int = 2
-    columns: int = 0
-    made: float = 0.0
-    again: bool = False
-    least: int = 16
-    ring: bool = False
-
-    def at_once(self, columns: int) -> int:
-        """Of a tile of so many columns, those that are multiplied at a time."""
-        return min(self.columns, columns) if self.columns else columns
-
-
-PLAIN = Stored()
 
 
 def choose(
@@ -102,10 +69,12 @@ def choose(
     ``operator`` is one of :data:`OPERATORS`; ``half``: half a head's size, for ``linear_rope`` alone. Operands that aren't
     ``stored`` plain: ``linear`` and ``linear_parts``, and through rings alone ``linear_rope`` and ``linear_silu_mul``.
     """
+    if m > OURS and stored.library:
+        return None
     ranked = rank(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
-    if m > _OURS:
+    if m > OURS and stored == PLAIN:
         ranked = [config for config in ranked if config.descriptor == TALL]
-    return ranked[0] if ranked and _wins(facts, operator, ranked[0], m=m, n=n, k=k) else None
+    return ranked[0] if ranked and _wins(facts, operator, ranked[0], m=m, n=n, k=k, stored=stored) else None
 
 
 def rank(
@@ -124,11 +93,13 @@ def size_of(m: int, stored: Stored = PLAIN) -> int:
     return _DIGITS if stored.ring and stored.made and m <= _DIGITS else bucket(m)
 
 
-def _wins(facts: DeviceFacts, operator: str, best: MatmulConfig, *, m: int, n: int, k: int) -> bool:
+def _wins(facts: DeviceFacts, operator: str, best: MatmulConfig, *, m: int, n: int, k: int, stored: Stored) -> bool:
     """Whether a kernel of ours is expected to be faster than the library's and what comes around it."""
     if operator == "linear_add_scaled" and (k > 2 * n or m > 32):
         return False  # so long a row is better shared out in parts, and their sum normed; so are many
-    return m <= _OURS or _by_tiles(facts, best, n=n, k=k) < _LIBRARY * 2 * n * k / facts.bytes_per_second + _LIBRARY_END
+    if m <= OURS or stored != PLAIN:
+        return True
+    return _by_tiles(facts, best, n=n, k=k) < _LIBRARY * 2 * n * k / facts.bytes_per_second + _LIBRARY_END
 
 
 # -- candidates ----------------------------------------------------------------------------------------------------
@@ -139,11 +110,11 @@ def candidates(
 ) -> list[MatmulConfig]:
     """Configurations that are worth a try and fit; ``m`` is one of :func:`size_of`."""
     made = [] if stored != PLAIN and operator in _GATED else list(_plain(facts, operator, m, n, stored))
-    if facts.rings and m <= _OURS and (stored == PLAIN or (stored.ring and not stored.made)):
+    if facts.rings and m <= OURS and (stored == PLAIN or (stored.ring and not stored.made)):
         made += _rings(facts, operator, m, n, k, half, stored)
     elif facts.rings and m <= _FEW and stored.ring:
         made += _plane_rings(facts, operator, m, n, k, half, stored)
-    if facts.rings and m >= _OURS and stored == PLAIN and operator == "linear_silu_mul":
+    if facts.rings and m >= OURS and stored == PLAIN and operator == "linear_silu_mul":
         made += _tall(facts, m, n, k)
     return [config for config in dict.fromkeys(made) if shared_bytes(facts, operator, config, stored) <= facts.shared_bytes]
 
@@ -151,6 +122,9 @@ def candidates(
 def _plain(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) -> Iterator[MatmulConfig]:
     """Those of :mod:`outrider_triton.jit.matmul`, :mod:`outrider_triton.jit.fused`, :mod:`outrider_triton.jit.quantized`."""
     block_m = max(stored.least if facts.capability >= 80 else 16, m)  # NVIDIA's unit takes 8 since then
+    if block_m > OURS and stored != PLAIN:
+        yield from _many(facts, operator, block_m, n, stored)
+        return
     few = block_m <= 32
     tiles = [(16, 256), (32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64)]
     if not few:
@@ -166,9 +140,7 @@ def _plain(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) ->
         tiles += [(128, 256)]
         tiles = [(rows, columns) for rows, columns in tiles if columns >= 256 or not few]
         tiles = [(rows, columns) for rows, columns in dict.fromkeys(tiles) if columns % stored.at_once(columns) == 0]
-    ahead = 256 if facts.pdl else 0
-    if ahead and stored != PLAIN:  # what comes while small kernels run ahead; a ring would hold as much
-        ahead *= max(1, round(min(_GAP * facts.bytes_per_second, facts.l2_bytes / 2) / (512 * n)))
+    ahead = _ahead(facts, n, stored)
     rows = n // 2 if operator in (*_GATED, "linear_rope") else n
     for (block_n, block_k), split, stages in itertools.product(tiles, _splits(operator, stored), (4, 3, 5, 2)):
         most = block_n // 2 if operator == "linear_rope" else block_n
@@ -180,6 +152,39 @@ def _plain(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) ->
             warps = min(warps, block_n // 16)
         for each in sorted(shared):
             yield MatmulConfig(block_m, block_n, block_k, split, warps, stages, ahead, 0, each)
+
+
+def _many(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) -> Iterator[MatmulConfig]:
+    """Of 65 to 128 tokens and a quantised weight: tiles that were measured. Where scales of groups meet the sums, there are
+    two sums of each number.
+    """
+    if operator not in ("linear", "linear_parts"):
+        return
+    cuts = [(64, 128, 4, (5, 4, 3, 2)), (64, 256, 4, (3, 2))]
+    if stored.made or not stored.columns:
+        cuts.insert(0, (128, 128, 8, (4, 3, 2)))
+    found = []
+    for (rows, columns, warps, depths), split in itertools.product(cuts, _splits(operator, stored)):
+        cut = MatmulConfig(m, rows, columns, split, warps, 2, _ahead(facts, n, stored), 0, 0)
+        deep = (replace(cut, stages=stages) for stages in depths)
+        fits = [each for each in deep if shared_bytes(facts, operator, each, stored) <= facts.shared_bytes]
+        if fits and columns % stored.at_once(columns) == 0:
+            found.append(fits[0])
+    yield from found or _small(facts, operator, m, n, stored)
+
+
+def _small(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) -> Iterator[MatmulConfig]:
+    """For a device whose shared memory holds none of the others."""
+    for rows, split in itertools.product((64, 32), _splits(operator, stored)):
+        yield MatmulConfig(m, rows, 64, split, rows // 16, 2, _ahead(facts, n, stored), 0, 0)
+
+
+def _ahead(facts: DeviceFacts, n: int, stored: Stored) -> int:
+    """Columns of a weight that are asked for ahead of the kernel before."""
+    times = 1
+    if stored != PLAIN:  # what comes while small kernels run ahead; a ring would hold as much
+        times = max(1, round(min(GAP * facts.bytes_per_second, facts.l2_bytes / 2) / (512 * n)))
+    return 256 * times if facts.pdl else 0
 
 
 def _splits(operator: str, stored: Stored = PLAIN) -> tuple[int, ...]:
@@ -242,12 +247,12 @@ def _plane_rings(
         each = -(-n * split // (facts.processors * waves * box * rows_of)) * box
         steps, odd = divmod(k, split * wide)
         groups = warps // 4
-        if odd or steps < groups or (steps % groups and rows_of * each > _PLANE_ROWS):
+        if odd or steps < groups or (steps % groups and rows_of * each > PLANE_ROWS):
             continue
-        units = -(-rows_of * each // _PLANE_ROWS) * steps
+        units = -(-rows_of * each // PLANE_ROWS) * steps
         bare = MatmulConfig(max(_DIGITS, m), box, steps * wide, split, warps, 0, wide, STREAMED, each)
         room = min(facts.shared_bytes, facts.processor_shared // waves - 1024) - shared_bytes(facts, operator, bare, stored)
-        stages = min(max(units, 2), room // (_PLANE_ROWS * wide // 2 + 32)) // groups * groups  # a place belongs to one group
+        stages = min(max(units, 2), room // (PLANE_ROWS * wide // 2 + 32)) // groups * groups  # a place belongs to one group
         if stages >= min(4, units):
             yield replace(bare, stages=stages)
 
@@ -259,12 +264,12 @@ def _rows_of(operator: str) -> int:
 
 def _plane_ring_bytes(operator: str, config: MatmulConfig) -> int:
     """Tiles, tokens, scales in float32, sums of groups of tokens, those of the second group of warps, barriers."""
-    wide, tiles = config.ahead, -(-_rows_of(operator) * config.each // _PLANE_ROWS)
-    scales = power_of_two(tiles) * power_of_two(config.block_k // 128) * _PLANE_ROWS * 4
-    sums = _PLANE_ROWS * config.block_m * 4 if config.warps > 4 else 0
+    wide, tiles = config.ahead, -(-_rows_of(operator) * config.each // PLANE_ROWS)
+    scales = power_of_two(tiles) * power_of_two(config.block_k // 128) * PLANE_ROWS * 4
+    sums = PLANE_ROWS * config.block_m * 4 if config.warps > 4 else 0
     offsets = power_of_two(config.block_k // 128) * config.block_m * 4
     return (
-        config.stages * (_PLANE_ROWS * wide // 2 + 32)
+        config.stages * (PLANE_ROWS * wide // 2 + 32)
         + config.block_k // wide * (config.block_m * wide * 2 + 16)
         + scales
         + offsets
@@ -335,7 +340,7 @@ def estimate(
     n: int,
     k: int,
     stored: Stored = PLAIN,
-    gap: float = _GAP,
+    gap: float = GAP,
 ) -> float:
     """Seconds that a product is expected to take, for ranking: bytes of the busiest multiprocessor, and what is in flight.
 
@@ -344,8 +349,14 @@ def estimate(
     """
     if config.descriptor == TALL:
         return _by_tiles(facts, config, n=n, k=k)
-    if stored != PLAIN and (stored.made or config.descriptor != STREAMED):
-        return _by_steps(facts, operator, config, m=m, n=n, k=k, stored=stored, gap=gap)
+    resident = _resident(facts, operator, config, stored)
+    if not resident:
+        return float("inf")
+    if stored != PLAIN and config.descriptor != STREAMED:
+        return by_steps(facts, config, resident, m=m, n=n, k=k, stored=stored)
+    if stored.made:
+        whole = replace(config, each=_rows_of(operator) * config.each)
+        return by_units(facts, whole, resident, m=m, n=n, k=k, gap=gap)
     streamed = config.descriptor == STREAMED
     paired = operator in (*_GATED, "linear_rope")
     folded = streamed and not paired and config.split == 1
@@ -357,9 +368,6 @@ def estimate(
     columns = -(-k // config.split)
     if not streamed:
         columns = -(-columns // config.block_k) * config.block_k
-    resident = _resident(facts, operator, config, stored)
-    if not resident:
-        return float("inf")
     rounds = -(-programs // facts.processors)
     share = facts.bytes_per_second / facts.processors
     width = stored.weight_bits / 8
@@ -369,20 +377,20 @@ def estimate(
     flying = (
         min(resident, rounds) * (config.stages - (0 if streamed else 1.5)) * min(loaded, 2 * each) * config.block_k * width
     )
-    hidden = min(1.0, flying / (1.4 * _LATENCY * share))
-    memory = max(programs * own / facts.bytes_per_second, rounds * own / (_ALONE * share)) / hidden
+    hidden = min(1.0, flying / (1.4 * LATENCY * share))
+    memory = max(programs * own / facts.bytes_per_second, rounds * own / (ALONE * share)) / hidden
     if stored != PLAIN:  # small kernels run ahead of it, and its ring fills meanwhile
         memory -= min(programs / rounds * flying / facts.bytes_per_second, gap, memory)
     tokens = programs * min(m, config.block_m) * columns * stored.token_bytes
-    cache = (programs * own + tokens) / (_CACHED * facts.bytes_per_second)
+    cache = (programs * own + tokens) / (CACHED * facts.bytes_per_second)
     waste = max(1.0, loaded / (each * rows_of)) if not streamed else 2.0 if folded else 1.0
     tile = 1.0 if streamed else 1 + 8 * (1 / loaded + 1 / config.block_m)  # what a small one reads again
-    unit = 2.0 * config.block_m * n * k * waste * tile * -(-m // config.block_m) / (_REACHED * facts.flops)
+    unit = 2.0 * config.block_m * n * k * waste * tile * -(-m // config.block_m) / (REACHED * facts.flops)
     behind = 0.0
     if config.split > 1:  # parts are written, and read by the norm
-        behind = 8.0 * config.split * m * n / (_CACHED * facts.bytes_per_second) + 0.7e-6 * config.split
+        behind = 8.0 * config.split * m * n / (CACHED * facts.bytes_per_second) + 0.7e-6 * config.split
     elif operator == "linear_parts":
-        behind = 4.0 * m * n / (_CACHED * facts.bytes_per_second)
+        behind = 4.0 * m * n / (CACHED * facts.bytes_per_second)
     # A program that comes after another on the same multiprocessor begins with nothing on its way, unless two fit beside.
     starts = 0.1e-6 * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
     if streamed and operator in _GATED and m > 32:
@@ -391,7 +399,7 @@ def estimate(
     # Pointers to 128 bytes of a row are more requests than those to 256.
     plain = (1.03 if even else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
     slower = _BOXES[config.block_n] if streamed else plain * _TILES[config.block_n]
-    return (max(memory, cache, unit) + starts + behind) * slower + _LAUNCH
+    return (max(memory, cache, unit) + starts + behind) * slower + LAUNCH
 
 
 def _by_tiles(facts: DeviceFacts, config: MatmulConfig, *, n: int, k: int) -> float:
@@ -402,63 +410,7 @@ def _by_tiles(facts: DeviceFacts, config: MatmulConfig, *, n: int, k: int) -> fl
     unit = 4.0 * tall * config.block_m * k * facts.processors / (_TALL_REACHED * facts.flops)
     row = 4.0 * k * min(programs, facts.processors) / facts.bytes_per_second  # a pair of every program
     tiles = config.each // tall * max(tall * row, unit) + (max(rest * row, unit) if rest else 0.0)
-    return _TALL_TIMES * rounds * tiles + _TALL_END + _LAUNCH
-
-
-def _by_steps(
-    facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int, n: int, k: int, stored: Stored, gap: float
-) -> float:
-    """Seconds of a product whose weight isn't stored plain. Few bytes take so little time that what a program does between
-    two tiles decides: as many programs as a multiprocessor has room for go through their tiles at a time, then the next ones.
-    """
-    resident = _resident(facts, operator, config, stored)
-    if not resident:
-        return float("inf")
-    if config.descriptor == STREAMED:
-        whole = replace(config, each=_rows_of(operator) * config.each)
-        return _by_units(facts, whole, resident, m=m, n=n, k=k, gap=gap)
-    rows, width = min(config.each or config.block_n, n), stored.weight_bits / 8
-    programs = -(-n // rows) * config.split * -(-m // config.block_m)
-    steps = -(-k // (config.split * config.block_k))
-    numbers = config.block_n * config.block_k
-    tile = rows * config.block_k * width
-    bandwidth = facts.bytes_per_second / facts.processors
-    unit = 2.0 * config.block_m * numbers * facts.processors / (_REACHED * facts.flops)
-    alone = max(
-        _STEP + config.warps * _MEET + _MADE * stored.made * numbers / config.warps, _FLIGHT / max(config.stages - 1, 1)
-    )
-
-    def wave(count: int) -> float:
-        return _BEGIN + steps * max(alone, count * max(_ISSUE * numbers, unit, tile / bandwidth))
-
-    full, rest = divmod(-(-programs // facts.processors), resident)
-    passed = max(full * wave(resident) + (wave(rest) if rest else 0.0), n * k * width / facts.bytes_per_second)
-    behind = 0.0
-    if config.split > 1:  # parts are written, and read by the norm
-        behind = _PARTS + 8.0 * config.split * m * n / (_CACHED * facts.bytes_per_second)
-    return passed + behind + _LAUNCH
-
-
-def _by_units(facts: DeviceFacts, config: MatmulConfig, resident: int, *, m: int, n: int, k: int, gap: float) -> float:
-    """Seconds of a product whose four bits come through a ring: the busiest multiprocessor's bytes, or its instructions, or
-    what a group of four warps takes for one unit after the other.
-    """
-    programs = -(-n // config.each) * config.split
-    rounds = -(-programs // facts.processors)
-    units = -(-config.each // _PLANE_ROWS) * (config.block_k // config.ahead)
-    own = rounds * config.each * config.block_k / 2
-    memory = max(n * k / 2 / facts.bytes_per_second, own * facts.processors / (_ALONE * facts.bytes_per_second))
-    # What rings hold comes while the small kernels ahead run: a tile that isn't full holds less of it.
-    held = min(rounds, resident) * config.stages * min(config.each, _PLANE_ROWS) * config.ahead / 2
-    memory -= min(held * facts.processors / facts.bytes_per_second, gap, memory)
-    groups = config.warps // 4
-    issue = rounds * units * (config.ahead * _ISSUE_COLUMN + config.block_m * _UNIT_TOKEN)
-    alone = -(-rounds // resident) * -(-units // groups) * (_UNIT_BEGIN + config.ahead * _ALONE_COLUMN)
-    behind = 0.0
-    if config.split > 1:  # parts are written, and read by the norm
-        behind = _PARTS * (config.split - 1) / 4 + 8.0 * config.split * m * n / (_CACHED * facts.bytes_per_second)
-    begins = _BEGIN * -(-rounds // resident)
-    return max(memory, issue, alone) + begins + behind + _LAUNCH
+    return _TALL_TIMES * rounds * tiles + _TALL_END + LAUNCH
 
 
 def _resident(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: Stored = PLAIN) -> int:

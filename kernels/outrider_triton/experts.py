@@ -13,7 +13,8 @@ from outrider.device import KernelSet, QuantizedWeight
 from outrider_triton import expert_ops as _expert_ops  # noqa: F401  (these register the operators)
 from outrider_triton import expert_quantized_ops as _expert_quantized_ops  # noqa: F401
 from outrider_triton import variants
-from outrider_triton.derive import PLAIN, Stored, rank
+from outrider_triton.derive import rank
+from outrider_triton.derive_quantized import PLAIN, Stored
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.quantized_ops import Plan, plan

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
-from outrider_triton.derive import Stored
+from outrider_triton.derive_quantized import Stored
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
@@ -53,7 +52,8 @@ class Plan:
         made = 1.4 if self.planes else made
         bits = 4 if format == "int4" else 8
         least = 8 if self.planes or self.native else 16
-        return Stored(bits, 1 if self.native else 2, self.at_once, made, not self.planes, least, self.ring)
+        library = format == "fp8" and self.native and self.mode == "row" and not self.at_once
+        return Stored(bits, 1 if self.native else 2, self.at_once, made, not self.planes, least, self.ring, library)
 
 
 def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) -> Plan | None:
@@ -131,36 +131,7 @@ define(
 )
 
 
-def plain_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl: bool) -> Tensor:
-    """What a weight stands for, in ``dtype``: computed in float32, rounded once."""
-    (n, k), (rows, columns) = weight.shape, weight.block
-    out = torch.empty((n, k), dtype=dtype, device=weight.device)
-    launch(
-        quantized.dequantize,
-        (triton.cdiv(n, 16), triton.cdiv(k, 256)),
-        *(
-            weight.data.view(torch.int8) if weight.format == "fp8" else weight.data,
-            weight.scales,
-            weight.zero_points,
-            out,
-            n,
-            k,
-            weight.scales.shape[1],
-        ),
-        ROWS=rows,
-        COLUMNS=columns,
-        FORMAT=weight.format,
-        ZEROS=weight.zero_points is not None,
-        FP8=fp8,
-        BLOCK_N=16,
-        BLOCK_K=256,
-        pdl=pdl,
-        warps=4,
-    )
-    return out
-
-
-def _record(
+def record(
     data: Tensor,
     scales: Tensor,
     zero_points: Tensor | None,
@@ -171,6 +142,7 @@ def _record(
     activations: str,
     activation_group: int,
 ) -> QuantizedWeight:
+    """The weight that an operator's operands stand for."""
     return QuantizedWeight(
         format=format,
         data=data,
@@ -184,7 +156,8 @@ def _record(
     )
 
 
-def _rows(x: Tensor, weight: QuantizedWeight) -> Tensor:
+def flat_rows(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """``x`` [..., K] as rows [m, K] for a product with the weight, whose numbers lie beside each other."""
     expect(
         x.shape[-1] == weight.shape[1],
         lambda: f"product of {tuple(x.shape)} with a quantised weight of {tuple(weight.shape)}",
@@ -218,11 +191,11 @@ def _linear_quantized(
     pdl: bool,
 ) -> Tensor:
     """``x_scales``: ``x`` was quantised. ``parts``: what a split leaves, float32 [split, T, N] without the bias."""
-    weight = _record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
+    weight = record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
     ring = descriptor == STREAMED and native and format == "fp8" and mode == "row"
     expect(ring or not descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
-    flat = _rows(x, weight)
+    flat = flat_rows(x, weight)
     (m, k), n = flat.shape, shape[0]
     # The same where there's no split: one place for what a program writes.
     made = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else dtype, device=x.device)
@@ -295,13 +268,13 @@ def added(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, pdl
     return out
 
 
-_WEIGHT = (
+OPERANDS = (
     "Tensor x, Tensor data, Tensor scales, Tensor? zero_points, Tensor? input_scale, Tensor? bias, str format, int[] block, "
     "int[] shape, str activations, int activation_group"
 )
 
 
-def _empty(x: Tensor, *rest: Any) -> Tensor:
+def empty_product(x: Tensor, *rest: Any) -> Tensor:
     """``rest``: the operands behind x, as the schema has them."""
     return x.new_empty((*x.shape[:-1], rest[7][0]))
 
@@ -315,8 +288,8 @@ def _empty_parts(x: Tensor, *rest: Any) -> Tensor:
 
 # An overload of the operator whose operands it has.
 define(
-    f"linear_quantized.triton({_WEIGHT}, Tensor? x_scales, ScalarType dtype, bool parts, str mode, int columns, int at_once, "
-    "bool native, bool fp8, bool asm, int[] config, bool pdl) -> Tensor",
+    f"linear_quantized.triton({OPERANDS}, Tensor? x_scales, ScalarType dtype, bool parts, str mode, int columns, "
+    "int at_once, bool native, bool fp8, bool asm, int[] config, bool pdl) -> Tensor",
     _linear_quantized,
     _empty_parts,
 )
@@ -428,44 +401,3 @@ define(
     _silu_mul_quantize,
     lambda gate_up, format, group, dtype, pdl: room_quantized(gate_up, gate_up.shape[-1] // 2, group, dtype),
 )
-
-
-def _library(
-    x: Tensor,
-    data: Tensor,
-    scales: Tensor,
-    zero_points: Tensor | None,
-    input_scale: Tensor | None,
-    bias: Tensor | None,
-    format: str,
-    block: Sequence[int],
-    shape: Sequence[int],
-    activations: str,
-    activation_group: int,
-    scaled: bool,
-    fp8: bool,
-    pdl: bool,
-) -> Tensor:
-    """The library's product: of operands as they're stored where ``scaled``, else of plain numbers."""
-    weight = _record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
-    flat, n = _rows(x, weight), shape[0]
-    if scaled:
-        flat, by_row = quantized_rows(flat, activations, 0, input_scale, data.dtype, pdl)
-        by_column = scales.float().reshape(1, -1)
-        if by_column.shape[1] != n:
-            by_column = by_column.repeat_interleave(block[0], dim=1)[:, :n]
-        if format == "fp8":
-            made = torch._scaled_mm(
-                flat, data.t(), scale_a=by_row, scale_b=by_column.contiguous(), out_dtype=torch.bfloat16, use_fast_accum=False
-            ).to(x.dtype)
-        else:
-            made = (torch._int_mm(flat, data.t()).float() * by_row * by_column).to(x.dtype)
-        made = made if bias is None else made + bias
-    else:
-        if activations:
-            flat, _ = quantized_rows(flat, activations, activation_group, input_scale, x.dtype, pdl, plain=True)
-        made = F.linear(flat, plain_weight(weight, x.dtype, fp8=fp8, pdl=pdl), bias)
-    return made.view(*x.shape[:-1], n)
-
-
-define(f"linear_quantized.library({_WEIGHT}, bool scaled, bool fp8, bool pdl) -> Tensor", _library, _empty)

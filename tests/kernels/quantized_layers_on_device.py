@@ -33,7 +33,7 @@ CONTEXT, CAPACITY, PAGE, LAYERS = 640, 1024, 16, 6
 ERROR = 8e-3
 """Relative to the largest number of a row; the reference rounds nothing."""
 BF16 = torch.bfloat16
-FORMATS = ("int4", "fp8")
+FORMATS = ("int4", "fp8", "int8", "fp8-block")
 
 
 def apart(kernels, *operands, **options):
@@ -96,7 +96,7 @@ class Layers:
 
 def right(facts, device):
     found = []
-    for format, (batch, width) in itertools.product(FORMATS, ((1, 1), (1, 4), (3, 4), (13, 1), (64, 1))):
+    for format, (batch, width) in itertools.product(FORMATS, ((1, 1), (1, 4), (13, 1), (64, 1), (17, 4), (32, 4))):
         layers = Layers(TritonKernels(facts, table=load(facts.name)), format, device, layers=1)
         layers.prepare(batch, width)
         qkv, output, gates, down = layers.weights[0]
@@ -168,7 +168,7 @@ def main():
     for format in FORMATS:
         kernels = TritonKernels(facts, table=load(facts.name)).for_shape(decoder_shape(shape_config("llama-3.1-8b"), BF16))
         layers = Layers(kernels, format, device)
-        for batch, width in ((1, 1), (1, 4), (2, 4), (4, 4)):
+        for batch, width in ((1, 1), (1, 4), (4, 4), (16, 4), (20, 4), (32, 4)):
             if time.monotonic() > deadline:
                 break
             layers.prepare(batch, width)

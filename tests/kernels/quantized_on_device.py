@@ -22,7 +22,7 @@ from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 
 TOKENS = (1, 4, 13, 64, 100, 300)
 SHAPES = ((4096, 4096), (6144, 4096), (1000, 1056), (1000, 1024), (2048, 14336))
-LAYERS = ("fp8", "int4")
+LAYERS = ("fp8", "int4", "int8", "fp8-block")
 EXPERTS = ((128, 8, 2048, 768), (8, 2, 1024, 1024), (60, 4, 520, 136))
 ERROR = 6e-3
 """Relative to the largest number of the row: a rounding of bfloat16 is 4e-3, and the reference rounds nothing."""
@@ -54,7 +54,7 @@ def layers(kernels, device):
     hidden, inner, heads, kv_heads, size = 4096, 14336, 32, 8, 128
     shapes = (hidden, hidden), (2 * inner, hidden), (hidden, inner), ((heads + 2 * kv_heads) * size, hidden)
     shapes += ((hidden, 2 * hidden),)
-    for name, m in itertools.product(LAYERS, (1, 4, 13, 32)):
+    for name, m in itertools.product(LAYERS, (1, 13, 32, 65, 128)):
         weights = [random_quantized(RANDOM_FORMATS[name], n, k, device=device, generator=generator) for n, k in shapes]
         given = normal(m, hidden), normal(hidden), normal(m, hidden), normal(m, 2 * inner), normal(m, size)
         work = partial(layer, weights, given, kv_heads)
@@ -72,7 +72,7 @@ def layer(weights, given, kv_heads, kernel_set, dtype):
     residual, norm, x, gate_up, angles = (each.to(dtype) for each in given)
     tokens, embedding = torch.arange(x.shape[0], device=x.device).flip(0), x * 0.5
     slots = torch.arange(x.shape[0], device=x.device) + 5
-    caches = [torch.zeros(8, 16, kv_heads, angles.shape[1], device=x.device, dtype=dtype) for _ in range(2)]
+    caches = [torch.zeros(16, 16, kv_heads, angles.shape[1], device=x.device, dtype=dtype) for _ in range(2)]
     turned = RotaryArgs(angles.cos(), angles.sin(), *caches, slots)
     added = QuantizedProduct(x, weights[0], None)
     gates = kernel_set.norm_linear_quantized(added, residual.clone(), norm, 1e-5, weights[1])

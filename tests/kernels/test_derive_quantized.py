@@ -5,12 +5,14 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernels.devices import DEVICES
 from outrider_triton.derive import candidates, choose, estimate, rank, shared_bytes, size_of
 from outrider_triton.launch import power_of_two
-from outrider_triton.quantized_ops import Plan
+from outrider_triton.quantized_ops import Plan, plan
 from outrider_triton.table import STREAMED, MatmulConfig
+from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 
 H200 = DEVICES["H200"]
 STORED = {
@@ -24,7 +26,8 @@ WEIGHTS = {
     "down": (4096, 14336),
     "head": (128256, 4096),
 }
-MEASURED = json.loads((Path(__file__).resolve().parents[1] / "data" / "quantized_products_h200.json").read_text())
+DATA = Path(__file__).resolve().parents[1] / "data"
+MEASURED = json.loads((DATA / "quantized_products_h200.json").read_text())
 """Microseconds of each product, behind tokens, rows, columns, split, warps, stages and the share of rows of a program."""
 
 
@@ -42,6 +45,50 @@ def test_of_what_was_measured_a_fast_one_is_ranked_first(case):
     assert first[-1] <= 1.12 * best[-1], (first, best)
 
 
+MANY = json.loads((DATA / "quantized_products_of_many_tokens_h200.json").read_text())
+"""Microseconds of products of 128 tokens: of what the library takes, behind quantising tokens or making the weight plain, and
+of ours as above; 2026-11-28.
+"""
+
+
+def stored_as(form, facts):
+    weight = random_quantized(RANDOM_FORMATS[form], 16, 4096, device=torch.device("cpu"))
+    return plan(facts, weight).stored(weight.format)
+
+
+@pytest.mark.parametrize("tokens", [65, 96, 128])
+@pytest.mark.parametrize("case", [case for case in MANY if not case.startswith("fp8,")])
+def test_of_many_tokens_a_fast_one_is_chosen(case, tokens):
+    form, product, _ = case.split(", ")
+    n, k = WEIGHTS[product]
+    config = choose(H200, "linear_parts", m=tokens, n=n, k=k, stored=stored_as(form, H200))
+    took = {tuple(row[:-1]): row[-1] for row in MANY[case]["ours"]}
+    found = took[(*config.as_list()[:6], config.each)]
+    assert found <= 1.07 * min(took.values())
+    assert found < MANY[case]["library"]
+
+
+@pytest.mark.parametrize("tokens", [64, 65, 128])
+@pytest.mark.parametrize("form", ["fp8", "fp8-tensor"])
+def test_more_than_64_tokens_in_e4m3_by_rows_are_the_librarys(form, tokens):
+    """Ours are faster alone, and a layer of them is slower (docs/evidence/2026-11-28-many-tokens.md)."""
+    for n, k in WEIGHTS.values():
+        config = choose(H200, "linear_parts", m=tokens, n=n, k=k, stored=stored_as(form, H200))
+        assert (config is None) is (tokens > 64)
+
+
+@pytest.mark.parametrize("device", ["A100", "L4", "H100", "H200", "B200", "RTX 5090", "MI300X"])
+@pytest.mark.parametrize("form", RANDOM_FORMATS)
+def test_every_device_has_a_choice_for_many_tokens_that_fits(device, form):
+    facts, stored = DEVICES[device], stored_as(form, DEVICES[device])
+    for n, k in WEIGHTS.values():
+        ranked = rank(facts, "linear_parts", m=100, n=n, k=k, stored=stored)
+        assert ranked
+        for config in ranked:
+            assert shared_bytes(facts, "linear_parts", config, stored) <= facts.shared_bytes
+        assert choose(facts, "linear_parts", m=129, n=n, k=k, stored=stored) is None
+
+
 @pytest.mark.parametrize("form", STORED)
 @pytest.mark.parametrize("device", ["A100", "L4", "H200", "B200", "MI300X"])
 @pytest.mark.parametrize("tokens", [1, 16, 64])
@@ -54,7 +101,7 @@ def test_every_device_has_a_choice_that_keeps_its_processors_busy(device, form, 
         assert programs >= 0.4 * facts.processors, first
 
 
-RINGS = json.loads((Path(__file__).resolve().parents[1] / "data" / "plane_rings_h200.json").read_text())
+RINGS = json.loads((DATA / "plane_rings_h200.json").read_text())
 """Microseconds of products of four bits through rings at one token, behind their configurations; 2026-11-24."""
 RING = Plan("block", False, 128, 128, planes=True, ring=True).stored("int4")
 

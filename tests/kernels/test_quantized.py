@@ -10,9 +10,10 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES, SMALL
 from kernels.test_numerics import close
 from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
-from outrider.device.kernels.quantized_reference import quantize_activations
-from outrider_triton import quantized_ops
-from outrider_triton.derive import Stored, choose
+from outrider.device.kernels.quantized_reference import dequantize, quantize_activations
+from outrider_triton import library_ops, quantized_ops
+from outrider_triton.derive import choose
+from outrider_triton.derive_quantized import Stored
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.planes_ops import DIGITS, PLAIN, in_planes
 from outrider_triton.quantized_ops import Plan, plan
@@ -93,12 +94,15 @@ def test_each_way(name, either):
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "int4 groups of 128, zeros"])
-def test_many_tokens_are_the_librarys(name, either):
+@pytest.mark.parametrize(("tokens", "ours"), [(40, True), (65, False)])
+def test_of_many_tokens_the_most_are_the_librarys(tokens, ours, name, either):
     way, k, _ = WAYS[name]
-    weight, x, bias = drawn(way, k), normal(2, 40, k), normal(COLUMNS, seed=6)
-    assert either.quantized_config(x, weight, plan(either.facts, weight)) is None
+    weight, x, bias = drawn(way, k), normal(2, tokens, k), normal(COLUMNS, seed=6)
+    config = either.quantized_config(x, weight, plan(either.facts, weight))
+    assert (config is not None) is ours
+    assert config is None or config.block_m == 128
     made = either.linear_quantized(x, weight, bias)
-    assert made.shape == (2, 40, COLUMNS)
+    assert made.shape == (2, tokens, COLUMNS)
     check(made.flatten(0, 1), x.flatten(0, 1), weight, bias)
 
 
@@ -203,7 +207,7 @@ def test_every_number_of_e4m3_is_read_right(either):
     """All bytes, the two that are NaN included, against torch's own conversion."""
     bits = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).repeat(2, 1).contiguous()
     weight = QuantizedWeight(format="fp8", data=bits, scales=torch.ones(2, 1), block=(1, 256), shape=(2, 256))
-    made = quantized_ops.plain_weight(weight, torch.float16, fp8=False, pdl=False)
+    made = library_ops.plain_weight(weight, torch.float16, fp8=False, pdl=False)
     assert torch.equal(made.nan_to_num(1e4), bits.half().nan_to_num(1e4))
     assert int(made.isnan().sum()) == 4
     finite = bits.float().nan_to_num(0.0).to(torch.float8_e4m3fn)
@@ -212,6 +216,44 @@ def test_every_number_of_e4m3_is_read_right(either):
         own = replace(weight, data=finite.roll(-64 * part, 1).contiguous())
         made = either.linear_quantized(x, own)
         assert torch.equal(made[:, 0].float(), own.data[0, :64].float())
+
+
+PLAIN_WAYS = {
+    "groups": (RandomFormat(format="int4", columns=128), 512),
+    "small groups, zeros": (RandomFormat(format="int4", columns=32, zeros=True), 264),
+    "groups of no power of two": (RandomFormat(format="int4", columns=96), 300),
+    "groups of more than a block": (RandomFormat(format="int4", columns=512, zeros=True), 1030),
+    "whole rows": (RandomFormat(format="int4"), 200),
+    "an odd row": (RandomFormat(format="int4", columns=64), 201),
+    "fp8 blocks": (RandomFormat(format="fp8", rows=32, columns=128), 300),
+    "fp8 of a tensor": (RandomFormat(format="fp8", rows=0), 256),
+    "int8 zeros": (RandomFormat(format="int8", columns=24, zeros=True), 100),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_WAYS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_a_weight_stands_for_is_the_references(name, dtype, device):
+    if device.type == "cuda":
+        pytest.skip("weights are drawn on the host: tests/kernels/quantized_on_device.py")
+    weight = drawn(*PLAIN_WAYS[name])
+    held = weight.data, weight.scales, weight.zero_points, weight.format, weight.block, weight.shape, dtype
+    made = library_ops.plain_weight(weight, dtype, fp8=False, pdl=False)
+    assert torch.equal(made, dequantize(*held))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 2048])
+@pytest.mark.parametrize("biased", [False, True])
+def test_whole_sums_are_scaled_in_one_kernel(rows, biased, device):
+    n = 1300  # more than a program has, and no multiple
+    dice = torch.Generator().manual_seed(8)
+    sums = torch.randint(-(1 << 20), 1 << 20, (3, n), generator=dice, dtype=torch.int32).to(device)
+    by_row = (torch.rand(3, 1, generator=dice) / 1000).to(device)
+    scales = (torch.rand(-(-n // rows), 1, generator=dice) / 1000).to(device)
+    bias = normal(n).to(device) if biased else None
+    made = library_ops.scaled_products(sums, by_row, scales, bias, rows, torch.float16, False)
+    right = sums.float() * by_row * scales.repeat_interleave(rows, 0)[:n].t()
+    assert torch.equal(made, (right + bias.float() if biased else right).half())
 
 
 def test_rounding_to_e4m3_is_torchs(either):

@@ -14,7 +14,17 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import AttentionMetadata, QuantizedProduct, RotaryArgs
-from outrider_triton import activated_ops, attention_ops, bookkeeping_ops, fused_ops, ops, planes_ops, quantized_ops, streamed
+from outrider_triton import (
+    activated_ops,
+    attention_ops,
+    bookkeeping_ops,
+    fused_ops,
+    library_ops,
+    ops,
+    planes_ops,
+    quantized_ops,
+    streamed,
+)
 from outrider_triton.derive import choose
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
@@ -41,7 +51,8 @@ def launched(monkeypatch):
         if kernel.__name__.startswith("streamed"):
             assert set(known) | set(settings) | {"PDL"} >= set(kernel.arg_names), "an operand is missing"
 
-    for module in (streamed, planes_ops, quantized_ops, activated_ops, attention_ops, bookkeeping_ops, fused_ops, ops):
+    products = streamed, planes_ops, quantized_ops, library_ops, activated_ops, ops
+    for module in (*products, attention_ops, bookkeeping_ops, fused_ops):
         monkeypatch.setattr(module, "launch", launch)
     return calls
 

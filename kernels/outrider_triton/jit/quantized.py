@@ -104,6 +104,14 @@ def _number(weight, there, mask, FORMAT: tl.constexpr, TYPE: tl.constexpr, FP8: 
 
 
 @triton.jit
+def _spread(grid, place, SHAPE: tl.constexpr, WIDTH: tl.constexpr):
+    """A number for each WIDTH columns, beside each other so often."""
+    made = tl.load(grid + place).to(tl.float32)
+    made = tl.broadcast_to(made[:, :, None], [SHAPE[0], SHAPE[1] // WIDTH, WIDTH])
+    return tl.reshape(made, [SHAPE[0], SHAPE[1]])
+
+
+@triton.jit
 def dequantize(
     weight,
     scales,
@@ -114,6 +122,7 @@ def dequantize(
     scale_columns,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
     FP8: tl.constexpr,
@@ -121,30 +130,36 @@ def dequantize(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``out [n, k]``: the weight as plain numbers, computed in float32 and rounded once."""
+    """``out [n, k]``: the weight as plain numbers, computed in float32 and rounded once. WIDTH: so many columns of a block, a
+    power of two, have one scale; 0: each looks for its own.
+    """
     begin(PDL)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (row < n)[:, None] & (column < k)[None, :]
+    mine = (row < n)[:, None]
+    mask = mine & (column < k)[None, :]
     if FORMAT == "int4":
-        place = row.to(tl.int64)[:, None] * tl.cdiv(k, 2) + (column // 2)[None, :]
-        packed = tl.load(weight + place, mask=mask, other=0).to(tl.int32)
-        value = (((packed >> ((column % 2) * 4)[None, :]) & 15) - 8).to(tl.float32)
+        HALF: tl.constexpr = BLOCK_K // 2
+        pair = tl.program_id(1) * HALF + tl.arange(0, HALF)
+        held = tl.cdiv(k, 2)
+        there = row.to(tl.int64)[:, None] * held + pair[None, :]
+        packed = tl.load(weight + there, mask=mine & (pair < held)[None, :], other=0).to(tl.int32)
+        both = tl.join(packed & 15, packed >> 4)
+        value = (tl.reshape(both, [BLOCK_N, BLOCK_K]) - 8).to(tl.float32)
     else:
         value = _number(weight, row.to(tl.int64)[:, None] * k + column[None, :], mask, FORMAT, tl.float32, FP8)
-    place = (row // ROWS)[:, None] * scale_columns + (column // COLUMNS)[None, :]
-    if ZEROS:
-        value -= tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
-    value *= tl.load(scales + place, mask=mask, other=0.0).to(tl.float32)
+    if WIDTH:
+        groups = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K // WIDTH) * WIDTH) // COLUMNS
+        place = (tl.minimum(row, n - 1) // ROWS)[:, None] * scale_columns + tl.minimum(groups, scale_columns - 1)[None, :]
+        if ZEROS:
+            value -= _spread(zeros, place, [BLOCK_N, BLOCK_K], WIDTH)
+        value *= _spread(scales, place, [BLOCK_N, BLOCK_K], WIDTH)
+    else:
+        place = (row // ROWS)[:, None] * scale_columns + (column // COLUMNS)[None, :]
+        if ZEROS:
+            value -= tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
+        value *= tl.load(scales + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row.to(tl.int64)[:, None] * k + column[None, :], value.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _spread(grid, place, SHAPE: tl.constexpr, WIDTH: tl.constexpr):
-    """A number for each WIDTH columns, beside each other so often."""
-    made = tl.load(grid + place).to(tl.float32)
-    made = tl.broadcast_to(made[:, :, None], [SHAPE[0], SHAPE[1] // WIDTH, WIDTH])
-    return tl.reshape(made, [SHAPE[0], SHAPE[1]])
 
 
 @triton.jit
@@ -383,3 +398,31 @@ def add_parts(parts, bias, out, size, n, PARTS: tl.constexpr, HAS_BIAS: tl.const
     if HAS_BIAS:
         total += tl.load(bias + lane % n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + lane, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scale_products(
+    sums,
+    x_scales,
+    scales,
+    bias,
+    out,
+    n,
+    ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``out [m, n]``: the library's ``sums`` of whole numbers, times what both operands were divided by, ``x_scales [m]`` and
+    one of ``scales`` for ROWS of the n, and ``bias [n]``. Program (row, BLOCK numbers).
+    """
+    begin(PDL)
+    row = tl.program_id(0)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < n
+    place = row.to(tl.int64) * n + lane
+    total = tl.load(sums + place, mask=inside, other=0).to(tl.float32) * tl.load(x_scales + row)
+    total *= tl.load(scales + lane // ROWS, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + lane, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,116 @@
+"""Products with quantised weights by the library: of operands as they're stored, or with the weight made plain for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from outrider.device import QuantizedWeight
+from outrider_triton.define import define
+from outrider_triton.jit import quantized
+from outrider_triton.launch import launch
+from outrider_triton.quantized_ops import OPERANDS, empty_product, flat_rows, quantized_rows, record
+
+
+def plain_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl: bool) -> Tensor:
+    """What a weight stands for, in ``dtype``: computed in float32, rounded once."""
+    (n, k), (rows, columns), block = weight.shape, weight.block, 256
+    whole = columns >= k or columns % block == 0
+    width = block if whole else columns if block % columns == 0 else 0
+    out = torch.empty((n, k), dtype=dtype, device=weight.device)
+    launch(
+        quantized.dequantize,
+        (triton.cdiv(n, 16), triton.cdiv(k, block)),
+        *(
+            weight.data.view(torch.int8) if weight.format == "fp8" else weight.data,
+            weight.scales,
+            weight.zero_points,
+            out,
+            n,
+            k,
+            weight.scales.shape[1],
+        ),
+        ROWS=rows,
+        COLUMNS=columns,
+        WIDTH=width,
+        FORMAT=weight.format,
+        ZEROS=weight.zero_points is not None,
+        FP8=fp8,
+        BLOCK_N=16,
+        BLOCK_K=block,
+        pdl=pdl,
+        warps=4,
+    )
+    return out
+
+
+def scaled_products(
+    sums: Tensor, x_scales: Tensor, scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype, pdl: bool
+) -> Tensor:
+    """``sums`` [m, n] of whole numbers as products in ``dtype``; ``rows`` of the weight have one of ``scales``."""
+    (m, n), block = sums.shape, 1024
+    out = torch.empty((m, n), dtype=dtype, device=sums.device)
+    launch(
+        quantized.scale_products,
+        (m, triton.cdiv(n, block)),
+        *(sums, x_scales, scales, bias, out, n),
+        ROWS=rows,
+        HAS_BIAS=bias is not None,
+        BLOCK=block,
+        pdl=pdl,
+        warps=4,
+    )
+    return out
+
+
+define(
+    "scale_products.triton(Tensor sums, Tensor x_scales, Tensor scales, Tensor? bias, int rows, ScalarType dtype, bool pdl) "
+    "-> Tensor",
+    scaled_products,
+    lambda sums, x_scales, scales, bias, rows, dtype, pdl: torch.empty_like(sums, dtype=dtype),
+)
+
+
+def _library(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    format: str,
+    block: Sequence[int],
+    shape: Sequence[int],
+    activations: str,
+    activation_group: int,
+    scaled: bool,
+    fp8: bool,
+    pdl: bool,
+) -> Tensor:
+    """The library's product: of operands as they're stored where ``scaled``, else of plain numbers."""
+    weight = record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
+    flat, n = flat_rows(x, weight), shape[0]
+    if scaled:
+        flat, by_row = quantized_rows(flat, activations, 0, input_scale, data.dtype, pdl)
+        if format == "int8":
+            made = scaled_products(torch._int_mm(flat, data.t()), by_row, scales, bias, block[0], x.dtype, pdl)
+        else:
+            by_column = scales.float().reshape(1, -1)
+            if by_column.shape[1] != n:
+                by_column = by_column.repeat_interleave(block[0], dim=1)[:, :n]
+            made = torch._scaled_mm(
+                flat, data.t(), scale_a=by_row, scale_b=by_column.contiguous(), out_dtype=torch.bfloat16, use_fast_accum=False
+            ).to(x.dtype)
+            made = made if bias is None else made + bias
+    else:
+        if activations:
+            flat, _ = quantized_rows(flat, activations, activation_group, input_scale, x.dtype, pdl, plain=True)
+        made = F.linear(flat, plain_weight(weight, x.dtype, fp8=fp8, pdl=pdl), bias)
+    return made.view(*x.shape[:-1], n)
+
+
+define(f"linear_quantized.library({OPERANDS}, bool scaled, bool fp8, bool pdl) -> Tensor", _library, empty_product)
