@@ -325,7 +325,7 @@ def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored
     held = tiles * (rows * stored.weight_bits // 8 + tokens * stored.token_bytes) * columns
     if stored.made and (stored.again or tokens > 8):
         held += (rows + tokens) * stored.at_once(columns) * 2
-    return max(held, result) + 512
+    return max(held, result) + (512 if tokens <= OURS else 1024)
 
 
 # -- the estimate --------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def quantized_kernels(capability):
          {**PLAINLY, "ROWS": 1, "WIDTH": 128, "FORMAT": "int4", "ZEROS": True, "FP8": fp8}),
         (quantized.dequantize, {**SCALES, "weight": "*u8"},
          {**PLAINLY, "zeros": None, "ROWS": 1, "WIDTH": 0, "COLUMNS": 96, "FORMAT": "int4", "ZEROS": False, "FP8": fp8}),
-        (quantized.scale_products, {"sums": INT, "x_scales": WIDE, "scales": WIDE},
+        (quantized.scale_products, {"sums": INT, "x_scales": WIDE, "scales": WIDE, "bias": HALF},
          {"ROWS": 1, "HAS_BIAS": True, "BLOCK": 1024}),
         (quantized.linear_quantized, {**SCALES, **held}, {**active, "FORMAT": "fp8", "NATIVE": fp8, "MODE": "row"}),
         (quantized.linear_quantized, {**SCALES, **held},
