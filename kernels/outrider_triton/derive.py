@@ -31,8 +31,8 @@ from outrider_triton.launch import power_of_two
 from outrider_triton.table import BUCKETS, STREAMED, TALL, MatmulConfig, bucket
 
 MOST = 128
-"""More tokens than this are a matrix product for the library. From 65 on they are but for gates, unless something else was
-measured.
+"""More tokens than this are a matrix product for the library. From 65 on they are but for gates and quantised weights, unless
+something else was measured.
 """
 OPERATORS = ("linear", "linear_parts", "linear_silu_mul", "linear_add", "linear_add_scaled", "scaled_silu_mul", "linear_rope")
 
