@@ -152,7 +152,7 @@ class TritonAttention(TritonEnds):
 
         def attended(way: Plan, config: MatmulConfig) -> Rows:
             # Of more requests it isn't split: rows lie plainly then.
-            ways = {0, *(_planes(call, way, each) for each in self._every(output, way))} if self._scope.depth else ()
+            ways = {0, *(_planes(call, way, each) for each in self._every(call.q, output, way))} if self._scope.depth else ()
             return self._joined(call, _planes(call, way, config), ways)
 
         added = QuantizedProduct(whole, output, output_bias)

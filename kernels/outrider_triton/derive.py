@@ -69,8 +69,6 @@ def choose(
     ``operator`` is one of :data:`OPERATORS`; ``half``: half a head's size, for ``linear_rope`` alone. Operands that aren't
     ``stored`` plain: ``linear`` and ``linear_parts``, and through rings alone ``linear_rope`` and ``linear_silu_mul``.
     """
-    if m > OURS and stored.library:
-        return None
     ranked = rank(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
     if m > OURS and stored == PLAIN:
         ranked = [config for config in ranked if config.descriptor == TALL]

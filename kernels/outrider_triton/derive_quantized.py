@@ -44,7 +44,6 @@ class Stored:
     ``columns``: so many are multiplied at a time at most, since each so many have a scale of their own; 0: as many as a tile
     has. ``made``: instructions for each number of the weight, of what makes it one that the matrix unit takes; 0: the unit
     takes what is stored. ``again``: whether what was made lies in shared memory, too. ``least``: tokens of the smallest tile.
-    ``library``: whether the library's product of more than 64 tokens is faster in a layer.
     """
 
     weight_bits: int = 16
@@ -54,7 +53,6 @@ class Stored:
     again: bool = False
     least: int = 16
     ring: bool = False
-    library: bool = False
 
     def at_once(self, columns: int) -> int:
         """Of a tile of so many columns, those that are multiplied at a time."""

@@ -46,7 +46,7 @@ class TritonEnds(TritonQuantized):
         if self._scope.first(("linear_quantized_add", residual.dtype, weight.shape, weight.label, added.bias is None)):
             self._compile_activation(added, way)
             few = residual[:4]
-            for each in self._every(weight, way):
+            for each in self._every(residual, weight, way):
                 if ring and each.descriptor == STREAMED:
                     with ahead():
                         self._added(Rows(few.new_empty((few.shape[0], weight.shape[1])), None, False), added, few, each)
@@ -74,7 +74,7 @@ class TritonEnds(TritonQuantized):
         own = weight.shape, weight.label, added.bias is None
         if self._scope.first(("linear_quantized_add_rms_norm", residual.dtype, *own)):
             self._compile_activation(added, way)
-            for split in {each.split for each in self._every(weight, way)}:
+            for split in {each.split for each in self._every(residual, weight, way)}:
                 few = residual[:4].clone()
                 parts = few.new_empty((split, *few.shape), dtype=torch.float32) if split > 1 else few
                 with ahead():

@@ -17,12 +17,13 @@ from outrider_triton import library_ops as _library_ops  # noqa: F401
 from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.derive import MOST, choose, every, size_of
+from outrider_triton.derive_quantized import OURS
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
 from outrider_triton.planes_ops import DIGITS, activates, laying, room
 from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
 from outrider_triton.rotary import rotates
-from outrider_triton.table import MatmulConfig
+from outrider_triton.table import BUCKETS, MatmulConfig
 
 _TRITON = torch.ops.outrider
 
@@ -66,7 +67,8 @@ class TritonQuantized(KernelSet):
         """The configuration for ``x [..., K]`` and such a weight; None: the library's product. ``parts``: see
         :meth:`_derive`.
         """
-        return self._derive(x.numel() // x.shape[-1], weight, way, parts=parts)
+        m = x.numel() // x.shape[-1]
+        return None if m > OURS and _librarys(x, weight, way) else self._derive(m, weight, way, parts=parts)
 
     def _derive(
         self, m: int, weight: QuantizedWeight, way: Plan, *, half: int = 0, gated: bool = False, parts: bool = True
@@ -242,7 +244,7 @@ class TritonQuantized(KernelSet):
         """What turns queries and keys of such a weight's product, for any number of tokens: rings, and the sum of parts."""
         cos, sin, k_cache, v_cache, slots = rotary
         few, turned, (n, k) = residual[:4], (cos[:4], sin[:4], k_cache, v_cache, slots[:4]), weight.shape
-        for split in {each.split for each in self._every(weight, way)}:
+        for split in {each.split for each in self._every(residual, weight, way)}:
             shape = few.shape[0], n
             made = few.new_empty((split, *shape), dtype=torch.float32) if split > 1 else few.new_empty(shape)
             with ahead():
@@ -403,21 +405,21 @@ class TritonQuantized(KernelSet):
                 by_row = few.new_empty((few.shape[0], 1), dtype=torch.float32)
                 _TRITON.scale_products.triton(sums, by_row, weight.scales, bias, weight.block[0], x.dtype, self.pdl)
         if way is not None:
-            for each in self._every(weight, way):
+            for each in self._every(x, weight, way):
                 with ahead():
                     self._skinny(few, weight, bias, way, each)
 
-    def _every(self, weight: QuantizedWeight, way: Plan) -> tuple[MatmulConfig, ...]:
+    def _every(self, like: Tensor, weight: QuantizedWeight, way: Plan) -> tuple[MatmulConfig, ...]:
+        """Each configuration that such a weight has for some number of tokens, of the dtype and device of ``like``."""
         (n, k), stored = weight.shape, way.stored(weight.format)
-        found = (
-            each for operator in ("linear_parts", "linear") for each in every(self.facts, operator, n=n, k=k, stored=stored)
-        )
-        return tuple(dict.fromkeys(found))
+        but = [size for size in BUCKETS if size > OURS and _librarys(like, weight, way)]
+        found = (every(self.facts, operator, n=n, k=k, but=but, stored=stored) for operator in ("linear_parts", "linear"))
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
     def _compile_activation(self, added: QuantizedProduct, way: Plan) -> None:
         """SwiGLU that leaves its rows as the product behind it may take them."""
         if added.gated and way.planes and not dynamic(added.weight) and self._uses("silu_mul", added.x):
-            configs = self._every(added.weight, way)
+            configs = self._every(added.x, added.weight, way)
             for how in {laying(each) for each in configs}:
                 with ahead():
                     _TRITON.silu_mul.triton(added.x[:4], self.pdl, how)
@@ -437,8 +439,9 @@ class TritonQuantized(KernelSet):
     ) -> None:
         """The norm behind as many parts as the first product may have, and rows laid out as either product may take them."""
         self._compile_activation(added, first)
-        hows = {laying(each) if second.planes else 0 for each in self._every(weight, second)}
-        for split, how in itertools.product({each.split for each in self._every(added.weight, first)}, hows):
+        hows = {laying(each) if second.planes else 0 for each in self._every(residual, weight, second)}
+        splits = {each.split for each in self._every(residual, added.weight, first)}
+        for split, how in itertools.product(splits, hows):
             few = residual[:4].clone()
             parts = few.new_empty((split, *few.shape), dtype=torch.float32) if split > 1 else few
             left = added.bias if split > 1 else None
@@ -471,10 +474,21 @@ def dynamic(weight: QuantizedWeight) -> bool:
 
 
 def _scales(x: Tensor, weight: QuantizedWeight, way: Plan | None) -> bool:
-    """Whether the library multiplies both operands as they're stored, with a scale a row and a column."""
-    if way is None or not way.native or way.mode != "row" or 0 < weight.activation_group < weight.shape[1]:
+    """Whether the library multiplies ``x`` and the weight as they're stored, with a scale a row and a column."""
+    return way is not None and x.numel() > 16 * x.shape[-1] and _as_stored(x, weight, way)
+
+
+def _as_stored(like: Tensor, weight: QuantizedWeight, way: Plan) -> bool:
+    """Whether it does so with more than 16 tokens, whose dtype and device are those of ``like``."""
+    if not way.native or way.mode != "row" or 0 < weight.activation_group < weight.shape[1]:
         return False
-    if x.device.type != "cuda" or any(size % 16 for size in weight.shape):
+    if like.device.type != "cuda" or any(size % 16 for size in weight.shape):
         return False
-    m = x.numel() // x.shape[-1]
-    return m > 16 and (weight.format == "int8" or x.dtype is torch.bfloat16)
+    return weight.format == "int8" or like.dtype is torch.bfloat16
+
+
+def _librarys(like: Tensor, weight: QuantizedWeight, way: Plan) -> bool:
+    """Whether more than 64 tokens like these are the library's: it takes e4m3 as it's stored, and in a layer that is faster
+    (docs/evidence/2026-11-28-many-tokens.md).
+    """
+    return weight.format == "fp8" and _as_stored(like, weight, way)

@@ -52,8 +52,7 @@ class Plan:
         made = 1.4 if self.planes else made
         bits = 4 if format == "int4" else 8
         least = 8 if self.planes or self.native else 16
-        library = format == "fp8" and self.native and self.mode == "row" and not self.at_once
-        return Stored(bits, 1 if self.native else 2, self.at_once, made, not self.planes, least, self.ring, library)
+        return Stored(bits, 1 if self.native else 2, self.at_once, made, not self.planes, least, self.ring)
 
 
 def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) -> Plan | None:

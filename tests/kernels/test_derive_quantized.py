@@ -68,15 +68,6 @@ def test_of_many_tokens_a_fast_one_is_chosen(case, tokens):
     assert found < MANY[case]["library"]
 
 
-@pytest.mark.parametrize("tokens", [64, 65, 128])
-@pytest.mark.parametrize("form", ["fp8", "fp8-tensor"])
-def test_more_than_64_tokens_in_e4m3_by_rows_are_the_librarys(form, tokens):
-    """Ours are faster alone, and a layer of them is slower (docs/evidence/2026-11-28-many-tokens.md)."""
-    for n, k in WEIGHTS.values():
-        config = choose(H200, "linear_parts", m=tokens, n=n, k=k, stored=stored_as(form, H200))
-        assert (config is None) is (tokens > 64)
-
-
 @pytest.mark.parametrize("device", ["A100", "L4", "H100", "H200", "B200", "RTX 5090", "MI300X"])
 @pytest.mark.parametrize("form", RANDOM_FORMATS)
 def test_every_device_has_a_choice_for_many_tokens_that_fits(device, form):

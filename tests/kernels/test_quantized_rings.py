@@ -6,6 +6,8 @@ reference on a device by ``quantized_on_device.py``.
 
 from collections import Counter
 from contextlib import contextmanager
+from math import prod
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import STREAMED, MatmulConfig
-from outrider_tune.quantized import RandomFormat, random_quantized
+from outrider_tune.quantized import RANDOM_FORMATS, RandomFormat, random_quantized
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
 TURNED = (HEADS + 2 * KV_HEADS) * SIZE
@@ -131,6 +133,40 @@ def activated(kernels, weights, batch, width):
     rotary = RotaryArgs(angles, angles, *caches, torch.arange(m))
     kernels.norm_linear_quantized_rope_write_cache(made, residual, norm, 1e-5, weights["turned"], None, rotary)
     return made
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "columns", "librarys"),
+    [
+        ("fp8", BF16, 4096, True),
+        ("fp8-tensor", BF16, 4096, True),
+        ("fp8", torch.float16, 4096, False),  # its product is in bfloat16
+        ("fp8", BF16, 4104, False),  # it takes multiples of 16 columns
+        ("fp8-block", BF16, 4096, False),
+        ("int8", BF16, 4096, False),
+        ("int4", BF16, 4096, False),
+    ],
+)
+def test_of_more_than_64_tokens_e4m3_by_rows_alone_is_the_librarys(form, dtype, columns, librarys, kernels):
+    """Where it takes both operands as they're stored."""
+    weight = random_quantized(RANDOM_FORMATS[form], 256, columns, device=torch.device("cpu"))
+    way, most = plan(kernels.facts, weight), []
+    for m in (64, 65, 128, 129):
+        x = FakeTensor(torch.device("cuda"), dtype, (m, columns))
+        most.append(kernels.quantized_config(x, weight, way) is None)
+    assert most == [False, librarys, librarys, True]
+    assert (128 in {each.block_m for each in kernels._every(x, weight, way)}) is not librarys
+
+
+class FakeTensor(NamedTuple):
+    """What is asked of tokens on a device that isn't here."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, int]
+
+    def numel(self):
+        return prod(self.shape)
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 32])
