@@ -135,6 +135,17 @@ def activated(kernels, weights, batch, width):
     return made
 
 
+class FakeTensor(NamedTuple):
+    """What is asked of tokens on a device that isn't here."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, int]
+
+    def numel(self):
+        return prod(self.shape)
+
+
 @pytest.mark.parametrize(
     ("form", "dtype", "columns", "librarys"),
     [
@@ -156,17 +167,6 @@ def test_of_more_than_64_tokens_e4m3_by_rows_alone_is_the_librarys(form, dtype, 
         most.append(kernels.quantized_config(x, weight, way) is None)
     assert most == [False, librarys, librarys, True]
     assert (128 in {each.block_m for each in kernels._every(x, weight, way)}) is not librarys
-
-
-class FakeTensor(NamedTuple):
-    """What is asked of tokens on a device that isn't here."""
-
-    device: torch.device
-    dtype: torch.dtype
-    shape: tuple[int, int]
-
-    def numel(self):
-        return prod(self.shape)
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 32])
