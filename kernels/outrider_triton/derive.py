@@ -161,20 +161,15 @@ def _many(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) -> 
     cuts = [(64, 128, 4, (5, 4, 3, 2)), (64, 256, 4, (3, 2))]
     if stored.made or not stored.columns:
         cuts.insert(0, (128, 128, 8, (4, 3, 2)))
-    found = []
-    for (rows, columns, warps, depths), split in itertools.product(cuts, _splits(operator, stored)):
-        cut = MatmulConfig(m, rows, columns, split, warps, 2, _ahead(facts, n, stored), 0, 0)
-        deep = (replace(cut, stages=stages) for stages in depths)
-        fits = [each for each in deep if shared_bytes(facts, operator, each, stored) <= facts.shared_bytes]
-        if fits and columns % stored.at_once(columns) == 0:
-            found.append(fits[0])
-    yield from found or _small(facts, operator, m, n, stored)
-
-
-def _small(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) -> Iterator[MatmulConfig]:
-    """For a device whose shared memory holds none of the others."""
-    for rows, split in itertools.product((64, 32), _splits(operator, stored)):
-        yield MatmulConfig(m, rows, 64, split, rows // 16, 2, _ahead(facts, n, stored), 0, 0)
+    ahead, splits, found = _ahead(facts, n, stored), _splits(operator, stored), []
+    for (rows, columns, warps, depths), split in itertools.product(cuts, splits):
+        deep = [MatmulConfig(m, rows, columns, split, warps, stages, ahead, 0, 0) for stages in depths]
+        fit = [cut for cut in deep if shared_bytes(facts, operator, cut, stored) <= facts.shared_bytes]
+        if columns % stored.at_once(columns) == 0:
+            found += fit[:1]
+    # A device may have too little shared memory for all of them.
+    small = itertools.product((64, 32), splits)
+    yield from found or (MatmulConfig(m, rows, 64, split, rows // 16, 2, ahead, 0, 0) for rows, split in small)
 
 
 def _ahead(facts: DeviceFacts, n: int, stored: Stored) -> int:

@@ -400,7 +400,7 @@ class TritonQuantized(KernelSet):
         few, way = x.reshape(-1, x.shape[-1])[:4], plan(self.facts, weight)
         with ahead():
             _TRITON.linear_quantized.library(few, *_operands(weight, bias), False, self.facts.fp8, self.pdl)
-            if weight.format == "int8" and way is not None and way.native and way.mode == "row":
+            if weight.format == "int8" and way is not None and _as_stored(x, weight, way):
                 sums = few.new_empty((few.shape[0], weight.shape[0]), dtype=torch.int32)
                 by_row = few.new_empty((few.shape[0], 1), dtype=torch.float32)
                 _TRITON.scale_products.triton(sums, by_row, weight.scales, bias, weight.block[0], x.dtype, self.pdl)

@@ -35,14 +35,23 @@ def pdl(device):
 
 
 @pytest.fixture
-def unlaunched(monkeypatch):
-    """Kernels are asked for and not run: where what is launched matters, and not what it makes."""
+def instead_of_launching(monkeypatch):
+    """Have every module call what is given instead of ``launch``."""
     import outrider_triton
 
-    for found in iter_modules(outrider_triton.__path__):
-        module = import_module(f"outrider_triton.{found.name}")
-        if hasattr(module, "launch") and module.__name__ != "outrider_triton.launch":
-            monkeypatch.setattr(module, "launch", lambda *operands, **settings: None)
+    def replace(called):
+        for found in iter_modules(outrider_triton.__path__):
+            module = import_module(f"outrider_triton.{found.name}")
+            if hasattr(module, "launch") and module.__name__ != "outrider_triton.launch":
+                monkeypatch.setattr(module, "launch", called)
+
+    return replace
+
+
+@pytest.fixture
+def unlaunched(instead_of_launching):
+    """Kernels are asked for and not run: where what is launched matters, and not what it makes."""
+    instead_of_launching(lambda *operands, **settings: None)
 
 
 @pytest.fixture(scope="session")

@@ -234,12 +234,12 @@ PLAIN_WAYS = {
 @pytest.mark.parametrize("name", PLAIN_WAYS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_what_a_weight_stands_for_is_the_references(name, dtype, device):
-    if device.type == "cuda":
-        pytest.skip("weights are drawn on the host: tests/kernels/quantized_on_device.py")
     weight = drawn(*PLAIN_WAYS[name])
-    held = weight.data, weight.scales, weight.zero_points, weight.format, weight.block, weight.shape, dtype
-    made = library_ops.plain_weight(weight, dtype, fp8=False, pdl=False)
-    assert torch.equal(made, dequantize(*held))
+    held = weight.data, weight.scales, weight.zero_points
+    right = dequantize(*held, weight.format, weight.block, weight.shape, dtype)
+    data, scales, zero_points = (None if each is None else each.to(device) for each in held)
+    there = replace(weight, data=data, scales=scales, zero_points=zero_points)
+    assert torch.equal(library_ops.plain_weight(there, dtype, fp8=False, pdl=False).cpu(), right)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 2048])
@@ -248,8 +248,11 @@ def test_whole_sums_are_scaled_in_one_kernel(rows, biased, device):
     n = 1300  # more than a program has, and no multiple
     dice = torch.Generator().manual_seed(8)
     sums = torch.randint(-(1 << 20), 1 << 20, (3, n), generator=dice, dtype=torch.int32).to(device)
-    by_row = (torch.rand(3, 1, generator=dice) / 1000).to(device)
-    scales = (torch.rand(-(-n // rows), 1, generator=dice) / 1000).to(device)
+
+    def powers(count):  # of two: a device may round a product and a sum at once
+        return torch.ldexp(torch.ones(count, 1), torch.randint(-12, -8, (count, 1), generator=dice)).to(device)
+
+    by_row, scales = powers(3), powers(-(-n // rows))
     bias = normal(n).to(device) if biased else None
     made = library_ops.scaled_products(sums, by_row, scales, bias, rows, torch.float16, False)
     right = sums.float() * by_row * scales.repeat_interleave(rows, 0)[:n].t()

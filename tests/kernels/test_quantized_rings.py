@@ -16,17 +16,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import AttentionMetadata, QuantizedProduct, RotaryArgs
-from outrider_triton import (
-    activated_ops,
-    attention_ops,
-    bookkeeping_ops,
-    fused_ops,
-    library_ops,
-    ops,
-    planes_ops,
-    quantized_ops,
-    streamed,
-)
+from outrider_triton import streamed
 from outrider_triton.derive import choose
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
@@ -41,7 +31,7 @@ BY_ROW = RandomFormat(format="fp8", activations="fp8")
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(instead_of_launching):
     """Kernels that were launched, and what makes their variants; nothing runs."""
     calls = []
 
@@ -53,9 +43,7 @@ def launched(monkeypatch):
         if kernel.__name__.startswith("streamed"):
             assert set(known) | set(settings) | {"PDL"} >= set(kernel.arg_names), "an operand is missing"
 
-    products = streamed, planes_ops, quantized_ops, library_ops, activated_ops, ops
-    for module in (*products, attention_ops, bookkeeping_ops, fused_ops):
-        monkeypatch.setattr(module, "launch", launch)
+    instead_of_launching(launch)
     return calls
 
 

@@ -1,14 +1,10 @@
 """A subclass of TritonKernels is asked for what it overrides, also by what is one kernel there."""
 
-from importlib import import_module
-from pkgutil import iter_modules
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
-import outrider_triton
 from kernels.devices import DEVICES
 from outrider.device import KernelSet
 from outrider.device.kernels.kernelset import kernel_names, parts_of
@@ -26,17 +22,8 @@ NOT_DRAWN = {
 """Parts that a kernel has for other operands than those that are drawn first."""
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """Kernels that don't run: what is called matters here, not what it makes."""
-    for found in iter_modules(outrider_triton.__path__):
-        module = import_module(f"outrider_triton.{found.name}")
-        if hasattr(module, "launch") and found.name != "launch":
-            monkeypatch.setattr(module, "launch", lambda *operands, **settings: None)
-
-
 @pytest.mark.parametrize(("name", "part"), PAIRS)
-def test_a_subclass_is_asked_for_its_part_of_what_is_one_kernel(name, part, launches):
+def test_a_subclass_is_asked_for_its_part_of_what_is_one_kernel(name, part, unlaunched):
     asked = []
 
     def own(self, *operands, **options):

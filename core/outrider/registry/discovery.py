@@ -52,7 +52,7 @@ class _Text(Distribution):
         return self._text if filename == _FILE else None
 
     def locate_file(self, path: str | PathLike[str]) -> Path:
-        raise NotImplementedError
+        raise NotImplementedError  # its interface has it, and who reads entry points asks for no other file
 
 
 @functools.lru_cache(maxsize=4096)
