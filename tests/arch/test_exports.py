@@ -1,7 +1,6 @@
 """The public names are pinned: adding or losing one is a decision, made here in the same change."""
 
 import ast
-from importlib import import_module
 
 import pytest
 
@@ -57,9 +56,7 @@ def test_lazy_names_are_the_ones_that_type_checkers_see(module):
     imported = {
         alias.asname or alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        and (node.module or "").startswith("outrider.")
-        and node.module not in ("outrider._moved", "outrider._renamed")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("outrider.")
         for alias in node.names
     }
     assert imported == set(module.__all__)
@@ -69,11 +66,3 @@ def test_lazy_names_are_the_ones_that_type_checkers_see(module):
 def test_an_unknown_name_is_an_attribute_error(module):
     with pytest.raises(AttributeError, match="'Bakend'"):
         _ = module.Bakend
-
-
-@pytest.mark.parametrize(("old", "new"), [("CheckpointError", "outrider.errors"), ("RequestError", "outrider.errors")])
-@pytest.mark.parametrize("module", [outrider.device, outrider.device.errors])
-def test_an_old_name_is_the_same_object_and_warns_of_the_new_one(module, old, new):
-    with pytest.warns(DeprecationWarning, match=f"{module.__name__}.{old} is now {new}.{old}"):
-        found = getattr(module, old)
-    assert found is getattr(import_module(new), old)

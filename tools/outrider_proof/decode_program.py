@@ -477,7 +477,7 @@ def _plain(subject: Subject, arrival: Arrival) -> tuple[int, ...]:
     if arrival.guided:
         return Residues.greedy(model, tokens, arrival.max_tokens)
     from outrider.engine.engine import Engine
-    from outrider.engine.requests.request import SamplingParams
+    from outrider.engine.requests.sampling import SamplingParams
     from outrider_proof.tiny import plain_config
 
     config = plain_config(max_requests=1, max_context=_CONTEXT, dtype=subject.dtype)

@@ -10,7 +10,6 @@ Errors and hooks come at once and need no torch, so that a plugin can be describ
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from outrider._renamed import renamed_in
 from outrider.device.errors import (
     AmbiguousBackend,
     BackendError,
@@ -287,24 +286,13 @@ __all__ = [
 ]
 
 
-# Plugins that were written for the version before know these.
-_renamed = renamed_in(
-    __name__,
-    {
-        "CheckpointError": "outrider.errors.CheckpointError",
-        "RequestError": "outrider.errors.RequestError",
-        "Turn": "outrider.device.RotaryArgs",
-    },
-    stacklevel=3,  # through the function below
-)
-
 if not TYPE_CHECKING:  # a type checker must see a misspelt name as an error
 
     def __getattr__(name: str) -> Any:
         for home, names in _HOMES.items():
             if name in names:
                 return getattr(import_module(f"{__name__}.{home}"), name)
-        return _renamed(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         return __all__

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider._renamed import Renamed, adopt_overrides
 from outrider.device.capabilities import Capabilities
 from outrider.device.collectives import Communicating
 from outrider.device.declared import Declared
@@ -55,10 +54,6 @@ class Backend(Declared, Communicating, ABC):
     *Threads.* Every method may be called from any thread. ``on`` scopes and captures belong to the thread that opened
     them.
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        adopt_overrides(cls, stacklevel=4)  # between here and the class there is ABCMeta
 
     def __init__(
         self,
@@ -414,8 +409,6 @@ class Backend(Declared, Communicating, ABC):
         """
         if self.observer is not None:
             self.observer.marked_stale(tensor, reason)
-
-    mark_over = Renamed("mark_stale")
 
     def mark_mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
         """Tell an attached tool that ``mirror`` is read as the present value of ``source``.

@@ -33,9 +33,6 @@ The last two are about models and requests, not about devices. They are in :mod:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-from outrider._renamed import renamed_in
 
 
 class OutriderError(Exception):
@@ -152,13 +149,3 @@ class EngineStopped(OutriderError):
 
 class DeadlockError(OutriderError):
     """Nothing that is queued can ever run; the text lists who waits for what."""
-
-
-if not TYPE_CHECKING:
-    __getattr__ = renamed_in(
-        __name__,
-        {
-            "CheckpointError": "outrider.errors.CheckpointError",
-            "RequestError": "outrider.errors.RequestError",
-        },
-    )

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from outrider._renamed import Renamed, adopt_overrides
-
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
@@ -74,10 +72,6 @@ class Operation:
 
 class Observer:
     """Receives what happens on a device. Every method does nothing unless a tool overrides it."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        adopt_overrides(cls)
 
     def stream_created(self, stream: Stream) -> None:
         """A stream exists. Streams that existed before the observer was attached are announced on attach."""
@@ -172,8 +166,6 @@ class Observer:
 
     def marked_stale(self, tensor: Tensor, reason: str) -> None:
         """The contents of ``tensor`` are stale: bytes of it that are read before they are written again are stale reads."""
-
-    marked_over = Renamed("marked_stale")
 
     def marked_mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
         """``mirror`` (memory, or a host parameter of a graph) is read as the present value of ``source``."""
