@@ -272,7 +272,6 @@ def build_runner(parts: EngineParts, stages: Stages, iteration: Iteration, progr
         lengths=parts.lengths,
         everything=everything,
         capacity=parts.capacity,
-        every_shorter=config.draft_length == "adaptive",
         progress=progress,
     )
 
