@@ -18,7 +18,7 @@ TOP = {
     "StepOutput",
     "get_backend",
 }
-SEAM = """
+INTERFACE_NAMES = """
 Access ActiveCapture AmbiguousBackend AttentionMetadata AttentionShape Backend BackendError BackendHooks BackendInfo
 BackendLoadError BackendNotFound BookkeepingKernels Capabilities CapabilityError CaptureContext CaptureError
 CiDeclaration CACHE_FORMATS Collective CollectiveError ConfigError ControllableDevice DeadlockError Decision DecoderShape
@@ -27,8 +27,8 @@ ExplorationResult Fence Flag Graph GraphCallable GraphPool Group HeadNorms HostP
 KernelHooks KernelInfo KernelSet LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE MemoryInfo ModelKernels Observer
 Operation OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError PluginInfo ProcessView Product
 QUANTIZED_FORMATS QuantizedProduct QuantizedWeight ROW_ACCESS Recompute
-Reduction RequestInputs RequestRows RotaryArgs RowResolver SEAM_VERSION SamplingKernels Scalar ScheduleFailure
-SeamError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
+Reduction RequestInputs RequestRows RotaryArgs RowResolver INTERFACE_VERSION SamplingKernels Scalar ScheduleFailure
+InterfaceError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
 TorchDeviceBackend TorchEvent TorchGraph TorchGroup TorchStream TuningProgress TuningResult Waiter WrappedKernels
 hookimpl hookspec
 """
@@ -39,12 +39,12 @@ def test_top_level_names():
     assert dir(outrider) == outrider.__all__
 
 
-def test_seam_names():
-    assert sorted(outrider.device.__all__) == sorted(SEAM.split())
+def test_names_of_the_backend_interface():
+    assert sorted(outrider.device.__all__) == sorted(INTERFACE_NAMES.split())
 
 
-@pytest.mark.parametrize("name", SEAM.split())
-def test_each_seam_name_loads(name):
+@pytest.mark.parametrize("name", INTERFACE_NAMES.split())
+def test_each_name_of_the_backend_interface_loads(name):
     assert getattr(outrider.device, name) is not None
 
 

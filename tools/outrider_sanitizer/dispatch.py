@@ -179,7 +179,7 @@ class DerivedSanitizer(Sanitizer):
         return not self._modes or self._modes[-1] is mode
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
-        self._scope.append(stream.name)  # a capture places its callable without a scope of the seam
+        self._scope.append(stream.name)  # a capture places its callable without a scope of the backend interface
         with self._lock:
             self._outside, self._index = self._index, {}  # what is captured counts from the graph's beginning
         super().capture_began(graph, stream)

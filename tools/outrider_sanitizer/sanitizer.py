@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from outrider.device import Access, CapabilityError, Observer, Operation, SeamError
+from outrider.device import Access, CapabilityError, InterfaceError, Observer, Operation
 from outrider_sanitizer.advisor import Advisor
 from outrider_sanitizer.clocks import Point
 from outrider_sanitizer.diagnose import Diagnosis
@@ -90,7 +90,7 @@ class Sanitizer(Observer):
         """Where a tensor lies; overridden where accesses are derived."""
         try:
             return self.backend.locate(tensor)
-        except (CapabilityError, SeamError):
+        except (CapabilityError, InterfaceError):
             return None
 
     def _locate(self, tensor: Tensor) -> Access | None:

@@ -1,4 +1,4 @@
-"""The seam: everything that a backend plugin imports from Outrider, and nothing else.
+"""The backend interface: everything that a backend plugin imports from Outrider, and nothing else.
 
 Version 1. Each member's docstring states its ordering, lifetime, threads, capture rules and errors; the conformance kit
 checks them.
@@ -25,18 +25,18 @@ from outrider.device.errors import (
     DeviceLost,
     DeviceStuck,
     EngineStopped,
+    InterfaceError,
     OutOfDeviceMemory,
     OutriderError,
     PluginContractError,
-    SeamError,
     StaleBufferError,
     StreamOrderError,
     SynchronousCopyError,
 )
 from outrider.device.plugin import (
     ENTRY_POINT_GROUP,
+    INTERFACE_VERSION,
     KERNELS_GROUP,
-    SEAM_VERSION,
     BackendHooks,
     BackendInfo,
     CiDeclaration,
@@ -188,6 +188,7 @@ _HOMES = {
 __all__ = [
     "CACHE_FORMATS",
     "ENTRY_POINT_GROUP",
+    "INTERFACE_VERSION",
     "KERNELS_GROUP",
     "LANE_ACCEPT",
     "LANE_DRAFT",
@@ -195,7 +196,6 @@ __all__ = [
     "LANE_SAMPLE",
     "QUANTIZED_FORMATS",
     "ROW_ACCESS",
-    "SEAM_VERSION",
     "Access",
     "ActiveCapture",
     "AmbiguousBackend",
@@ -237,6 +237,7 @@ __all__ = [
     "Group",
     "HeadNorms",
     "HostParam",
+    "InterfaceError",
     "JoinedPlan",
     "KeepAlive",
     "KernelHooks",
@@ -264,7 +265,6 @@ __all__ = [
     "SamplingKernels",
     "Scalar",
     "ScheduleFailure",
-    "SeamError",
     "SpeculativeSync",
     "StaleBufferError",
     "StepMode",

@@ -10,7 +10,7 @@ expected and what to do. The command line prints that text without a traceback.
     │   ├── BackendLoadError      installed, but can't be loaded or can't run here
     │   ├── AmbiguousBackend      two equal candidates
     │   └── PluginContractError   hooks missing, wrong signature, interface version out of range
-    ├── SeamError                 the seam was used against its rules
+    ├── InterfaceError                 the backend interface was used against its rules
     │   ├── CapabilityError       asked for an ability that the backend doesn't declare
     │   ├── StreamOrderError      an invalid wait: never recorded, foreign, captured elsewhere
     │   ├── SynchronousCopyError  an asynchronous copy that the device would make synchronous
@@ -63,27 +63,27 @@ class PluginContractError(BackendError):
     """A plugin breaks the contract of the hooks or of the interface version."""
 
 
-class SeamError(OutriderError):
-    """The seam was used against its rules."""
+class InterfaceError(OutriderError):
+    """The backend interface was used against its rules."""
 
 
-class CapabilityError(SeamError):
+class CapabilityError(InterfaceError):
     """An ability was asked for that the backend doesn't declare."""
 
 
-class StreamOrderError(SeamError):
+class StreamOrderError(InterfaceError):
     """An invalid wait or record, such as a wait on an event that was never recorded."""
 
 
-class SynchronousCopyError(SeamError):
+class SynchronousCopyError(InterfaceError):
     """An asynchronous copy was asked for that the device would silently make synchronous."""
 
 
-class StaleBufferError(SeamError):
+class StaleBufferError(InterfaceError):
     """A pinned buffer was read under an old generation, after it had been renewed."""
 
 
-class CaptureError(SeamError):
+class CaptureError(InterfaceError):
     """A capture failed. Streams, pools and the ambient stream are as they were before it."""
 
 

@@ -1,6 +1,6 @@
 """What tools see of a device: the observer, and the records that it is handed.
 
-A tool (the sanitizer, a tracer) subclasses :class:`Observer` and attaches it with ``Backend.attach``. The seam's own
+A tool (the sanitizer, a tracer) subclasses :class:`Observer` and attaches it with ``Backend.attach``. The interface's own
 classes report streams, events, flags, scopes, captures and host synchronisation on every backend. Memory accesses are
 reported by the backend itself where it declares ``reports_accesses``; elsewhere a tool derives them from torch's
 dispatcher and the operators' schemas.

@@ -221,7 +221,7 @@ class DecidedConfig(EngineConfig):
 
     @property
     def step_mode(self) -> StepMode:
-        """``mode`` as the seam names it."""
+        """``mode`` as the backend interface names it."""
         return StepMode(self.mode)
 
 

@@ -1,4 +1,4 @@
-"""Kernels behind the seam: the set in its three parts, its metadata, the torch references and their operators."""
+"""Kernels of the backend interface: the set in its three parts, its metadata, the torch references and their operators."""
 
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.kernelset import KernelSet, declared_below, kernel_names
