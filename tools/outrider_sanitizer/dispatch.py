@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
 from outrider.device.arrays import watched
-from outrider_sanitizer.ordering import HOST
 from outrider_sanitizer.places import here
 from outrider_sanitizer.ranks import Ranks
 from outrider_sanitizer.sanitizer import Sanitizer
 from outrider_sanitizer.storages import Known, Storages, extent
+from outrider_sanitizer.streams import HOST
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Event, Graph, Stream

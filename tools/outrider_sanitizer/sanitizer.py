@@ -13,10 +13,11 @@ from outrider_sanitizer.advisor import Advisor
 from outrider_sanitizer.clocks import Point
 from outrider_sanitizer.diagnose import Diagnosis
 from outrider_sanitizer.findings import Finding, Report
-from outrider_sanitizer.ordering import HOST, Listener, Ordering
+from outrider_sanitizer.ordering import Ordering
 from outrider_sanitizer.places import here
 from outrider_sanitizer.ranks import Ranks
 from outrider_sanitizer.staleness import Staleness
+from outrider_sanitizer.streams import HOST, Listener
 
 if TYPE_CHECKING:
     from torch import Tensor

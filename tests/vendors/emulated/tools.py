@@ -7,7 +7,7 @@ import torch_npu
 from torch_npu.npu.streams import Idle, Stream
 
 from outrider.device import InterfaceError, TorchEvent, TorchStream
-from outrider_sim.backend import SimControl
+from outrider_sim.control import SimControl
 from outrider_sim.exhaustive import Exhaustive
 from outrider_sim.operands import extent
 from outrider_sim.pinned import PinnedTensor
