@@ -1,4 +1,4 @@
-"""How many tokens an iteration drafts for each of its requests: one object decides, on the host."""
+"""Policies that decide on the host how many tokens an iteration drafts for each request."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-PRIOR = 0.7
-"""How likely a drafted token passes, of which nothing is known yet."""
-
+_PRIOR = 0.7  # probability that a drafted token is accepted, before anything is known
 _PRIOR_WEIGHT = 8.0  # trials that the prior counts for
 _DECAY = 0.98  # what an iteration leaves of the weight of those before it
 _GAIN = 1.02  # how much faster another length must be: what was measured at start is a percent or two off
@@ -99,11 +97,11 @@ class DraftCosts:
 class Acceptance:
     """How likely the token at each place of a chain passes, if those before it do: an average that forgets, from a prior.
 
-    Each place starts at :data:`PRIOR`, which counts for 8 trials. An iteration leaves 98 % of the weight of earlier ones.
+    Each place starts at 0.7, which counts for 8 trials. An iteration leaves 98 % of the weight of earlier ones.
     """
 
     def __init__(self, places: int) -> None:
-        self._passed = [PRIOR * _PRIOR_WEIGHT] * places
+        self._passed = [_PRIOR * _PRIOR_WEIGHT] * places
         self._tried = [_PRIOR_WEIGHT] * places
 
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:

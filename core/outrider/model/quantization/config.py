@@ -65,7 +65,7 @@ def read_quantization(directory: Path, *, mode: str = QuantizedMode.KERNELS) -> 
 
 def refuse_quantized(directory: Path) -> None:
     """Raise :class:`CheckpointError` where a checkpoint says that it's quantised: only plain ones are read then."""
-    path, given = _given(directory, "config.json")
+    path, given = _given(directory)
     if given is None:
         return
     method = given.get("quant_method") or _method_of(path, given) if isinstance(given, dict) else None
