@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ _PATIENCE = (1, 4, 16, 64)
 _SIMULATED_CYCLES = 100_000
 _BALLAST = 192
 _TIMINGS = 3
+_PRODUCT = 256
+_SLOW = 4.0
+"""Ratio of a product's time to the float32 time, above which a dtype gets fewer random operand sets."""
 
 
 class Seen(Exception):
@@ -45,6 +48,8 @@ class Pace:
     target_ms: float = 20.0
     cycles: int = 0
     products: int = 0
+    slowdowns: dict[torch.dtype, float] = field(default_factory=dict)
+    """Time of a product in a dtype, as a multiple of the time in float32."""
 
 
 class Lab:
@@ -167,6 +172,37 @@ class Lab:
             ballast = torch.full((_BALLAST, _BALLAST), 1.0 / _BALLAST, device=self.backend.device)
             for _ in range(products):
                 ballast = ballast @ ballast
+
+    def slowdown(self, dtype: torch.dtype) -> float:
+        """Return how many times as long as in float32 a product takes in ``dtype``; measured once per session."""
+        if dtype not in self.pace.slowdowns:
+            seconds, single = self._product_time(dtype), self._product_time(torch.float32)
+            self.pace.slowdowns[dtype] = seconds / max(single, 1e-9)
+        return self.pace.slowdowns[dtype]
+
+    def draws_in(self, dtype: torch.dtype) -> int:
+        """Return the number of random operand sets per kernel in ``dtype``: fewer, at least one, where products are slow.
+
+        A processor without float16 or bfloat16 takes up to a hundred times as long for them.
+        """
+        slowdown = self.slowdown(dtype)
+        return self.draws if slowdown <= _SLOW else min(self.draws, max(1, int(self.draws * _SLOW / slowdown)))
+
+    def _product_time(self, dtype: torch.dtype) -> float:
+        """Return the shortest time of a product, in seconds: a busy host only makes single timings longer."""
+        (stream,) = self.streams("slowdown")
+        with self.backend.on(stream):
+            factor = torch.full((_PRODUCT, _PRODUCT), 1.0 / _PRODUCT, device=self.backend.device).to(dtype)
+
+        def seconds() -> float:
+            stream.synchronize()
+            start = time.perf_counter()
+            with self.backend.on(stream):
+                factor @ factor
+            stream.synchronize()
+            return time.perf_counter() - start
+
+        return min(seconds() for _ in range(_TIMINGS + 1))  # the first one may load a library
 
     # -- data ------------------------------------------------------------------------------------------------------
 
