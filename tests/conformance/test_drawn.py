@@ -55,7 +55,7 @@ Lab._product_time = lambda self, dtype: 40.0 if dtype is torch.float16 else 1.0
 
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_every_override_of_the_reference_backend_computes_something(monkeypatch, bfloat16):
-    """Also those that take large operands alone, whatever dtype the processor prefers."""
+    """The override of ``linear`` accepts only large operands. It computes whatever dtype the processor prefers."""
     monkeypatch.setattr(cpu_backend, "computes_bfloat16", lambda: bfloat16)
     observed = observe(Kit("cpu"))
     overrides = {name for _, names, unused in observed.layers for name in names - set(unused)}
