@@ -31,9 +31,18 @@ def small(name):
     return problem(drawn, {dimension: SMALL[dimension] for dimension in drawn.dimensions}, torch.float32, 0)
 
 
-@pytest.mark.parametrize(("slowdown", "sets"), [(0.5, 6), (4.0, 6), (8.0, 3), (40.0, 1), (1000.0, 1)])
-def test_a_slow_dtype_gets_fewer_operand_sets(slowdown, sets):
-    pace = Pace(slowdowns={torch.float16: slowdown, torch.float32: 1.0})
+@pytest.mark.parametrize(
+    ("half_s", "single_s", "sets"),
+    [
+        (0.0001, 0.0002, 6),
+        (0.02, 0.0001, 6),  # slower, and still quick
+        (0.5, 0.4, 6),  # the device is slow in every dtype
+        (0.04, 0.001, 3),
+        (0.5, 0.001, 1),
+    ],
+)
+def test_a_slow_dtype_gets_fewer_operand_sets(half_s, single_s, sets):
+    pace = Pace(product_s={torch.float16: half_s, torch.float32: single_s})
     lab = Lab(get_backend("cpu"), pace, draws=6)
     assert (lab.draws_in(torch.float16), lab.draws_in(torch.float32)) == (sets, 6)
 
@@ -43,7 +52,7 @@ def test_the_report_says_that_a_dtype_got_fewer_operand_sets(tmp_path, monkeypat
         """
 import torch
 from outrider_conformance.lab import Lab
-Lab._product_time = lambda self, dtype: 40.0 if dtype is torch.float16 else 1.0
+Lab._product_time = lambda self, dtype: 0.4 if dtype is torch.float16 else 0.01
 """
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

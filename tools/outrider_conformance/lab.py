@@ -29,8 +29,11 @@ _SIMULATED_CYCLES = 100_000
 _BALLAST = 192
 _TIMINGS = 3
 _PRODUCT = 256
-_SLOW = 4.0
-"""Ratio of a product's time to the float32 time, above which a dtype gets fewer random operand sets."""
+_SLOW_RATIO = 4.0
+_SLOW_PRODUCT_S = 0.02
+"""A dtype is slow if a product takes more than this time, and more than four times the time in float32: then products take
+longer than what the kit does for an operand set on the host.
+"""
 
 
 class Seen(Exception):
@@ -48,8 +51,8 @@ class Pace:
     target_ms: float = 20.0
     cycles: int = 0
     products: int = 0
-    slowdowns: dict[torch.dtype, float] = field(default_factory=dict)
-    """Time of a product in a dtype, as a multiple of the time in float32."""
+    product_s: dict[torch.dtype, float] = field(default_factory=dict)
+    """Seconds of a product of 256 x 256 factors, by dtype."""
 
 
 class Lab:
@@ -173,23 +176,28 @@ class Lab:
             for _ in range(products):
                 ballast = ballast @ ballast
 
+    def product_s(self, dtype: torch.dtype) -> float:
+        """Return the seconds of a product in ``dtype``; measured once per session."""
+        if dtype not in self.pace.product_s:
+            self.pace.product_s[dtype] = self._product_time(dtype)
+        return self.pace.product_s[dtype]
+
     def slowdown(self, dtype: torch.dtype) -> float:
-        """Return how many times as long as in float32 a product takes in ``dtype``; measured once per session."""
-        if dtype not in self.pace.slowdowns:
-            seconds, single = self._product_time(dtype), self._product_time(torch.float32)
-            self.pace.slowdowns[dtype] = seconds / max(single, 1e-9)
-        return self.pace.slowdowns[dtype]
+        """Return how many times as long as in float32 a product takes in ``dtype``."""
+        return self.product_s(dtype) / max(self.product_s(torch.float32), 1e-9)
 
     def draws_in(self, dtype: torch.dtype) -> int:
         """Return the number of random operand sets per kernel in ``dtype``: fewer, at least one, where products are slow.
 
-        A processor without float16 or bfloat16 takes up to a hundred times as long for them.
+        A processor without float16 or bfloat16 may take hundreds of times as long for them.
         """
-        slowdown = self.slowdown(dtype)
-        return self.draws if slowdown <= _SLOW else min(self.draws, max(1, int(self.draws * _SLOW / slowdown)))
+        seconds = self.product_s(dtype)
+        if seconds <= _SLOW_PRODUCT_S or self.slowdown(dtype) <= _SLOW_RATIO:
+            return self.draws
+        return min(self.draws, max(1, int(self.draws * _SLOW_PRODUCT_S / seconds)))
 
     def _product_time(self, dtype: torch.dtype) -> float:
-        """Return the shortest time of a product, in seconds: a busy host only makes single timings longer."""
+        """Return the shortest of several timings, in seconds: a busy host makes single timings longer."""
         (stream,) = self.streams("slowdown")
         with self.backend.on(stream):
             factor = torch.full((_PRODUCT, _PRODUCT), 1.0 / _PRODUCT, device=self.backend.device).to(dtype)

@@ -55,7 +55,7 @@ def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: Drawn, dtype: torc
     _applies(lab, drawn, dtype)
     (stream,) = lab.streams("s")
 
-    measured = drawn.choices or dtype in lab.pace.slowdowns
+    measured = drawn.choices or dtype in lab.pace.product_s
     draws = lab.draws if drawn.choices else lab.draws_in(dtype)
     if not measured and draws < lab.draws:
         name = str(dtype).removeprefix("torch.")
