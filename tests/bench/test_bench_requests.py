@@ -126,7 +126,7 @@ def test_a_prompt_may_be_as_long_as_the_models_context_lets_it(outrider, tmp_pat
             None,
             False,
             "float32",
-            "the published checkpoint is in bfloat16, and the device's own kernels run in float32 or float64",
+            "the published checkpoint is in bfloat16, and the device's own kernels run in float32, float64",
         ),
     ],
 )
