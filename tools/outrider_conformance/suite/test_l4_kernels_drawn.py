@@ -55,15 +55,15 @@ def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: Drawn, dtype: torc
     _applies(lab, drawn, dtype)
     (stream,) = lab.streams("s")
 
-    measured = drawn.choices or dtype in lab.pace.product_s
-    draws = lab.draws if drawn.choices else lab.draws_in(dtype)
-    if not measured and draws < lab.draws:
+    # Each new shape may be a variant to compile; the corners have compiled enough of them.
+    compiled = lab.backend.kernels_in_use.every_variant() is not None
+    most = min(lab.draws, _COMPILED_DRAWS) if compiled else lab.draws
+    first_of_dtype = dtype not in lab.pace.product_s
+    draws = most if drawn.choices else min(most, lab.draws_in(dtype))
+    if draws < most and first_of_dtype:
         name = str(dtype).removeprefix("torch.")
         why = f"a product takes {lab.slowdown(dtype):.0f} times as long as in float32"
-        figure(f"random operand sets per kernel in {name} ({why})", draws, f"of {lab.draws}")
-    # Each new shape may be a variant to compile; the corners have compiled enough of them.
-    if lab.backend.kernels_in_use.every_variant() is not None:
-        draws = min(draws, _COMPILED_DRAWS)
+        figure(f"random operand sets per kernel in {name} ({why})", draws, f"of {most}")
 
     @hypothesis.seed(lab.seed)
     @hypothesis.settings(
