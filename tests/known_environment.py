@@ -14,7 +14,10 @@ _REMOVED = (
     *("PYTHONWARNINGS", "PYTHONOPTIMIZE", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "PYTHONUTF8"),
     # Some images forbid compiled files: each of the many child processes would compile all of Outrider again.
     "PYTHONDONTWRITEBYTECODE",
-    "OUTRIDER_BACKEND",
+    *("OUTRIDER_BACKEND", "OUTRIDER_API_KEY", "OUTRIDER_RANK_PIPE", "TORCH_DEVICE_BACKEND_AUTOLOAD"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),  # torchrun sets them
+    *("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT", "HF_TOKEN"),
+    "GITHUB_ACTIONS",  # typer then colors its messages
 )
 _SET = {
     "TERM": "dumb",

@@ -19,6 +19,10 @@ HOSTILE = {
     "HTTP_PROXY": "http://127.0.0.1:9",
     "http_proxy": "http://127.0.0.1:9",
     "OUTRIDER_BACKEND": "none-such",
+    "OUTRIDER_API_KEY": "secret",
+    "RANK": "3",
+    "HF_HUB_OFFLINE": "1",
+    "GITHUB_ACTIONS": "true",
     "OMP_NUM_THREADS": "16",
 }
 STATE = """
