@@ -205,12 +205,14 @@ def test_frames_in_any_pieces():
 def test_a_signal_that_a_server_takes_ends_no_process_while_requests_run():
     """The command's own watch ends a process whose Python doesn't get to handle a signal within seconds."""
     stop, ended = Stop(), []
-    # As a shell starts what runs behind it.
+    # The state of a background job of a shell without job control.
     before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
     before[signal.SIGTERM] = signal.signal(signal.SIGTERM, stop.handle)
     try:
         with _ended_by_signals(lambda: ended.append(True)):
             began = time.monotonic()
+            signal.raise_signal(signal.SIGINT)
+            assert ended == []
             signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) == stop.handle
     finally:

@@ -20,6 +20,7 @@ from outrider.cli.report import JsonOption, Report
 from outrider.cli.stopping import Stop
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
+from outrider.registry.interruptions import accepted_interruptions
 
 if TYPE_CHECKING:
     from outrider.apart.connections import Address
@@ -189,8 +190,8 @@ def _serve(server: Server, place: _Place) -> Report:
 
 @contextmanager
 def _ended_by_signals(end: Callable[[], None]) -> Generator[None]:
-    """SIGTERM and SIGINT call ``end``, in the place of what they do to other commands."""
-    stop = Stop.of_process(signal.SIGTERM)  # a shell starts what runs behind it with SIGINT ignored
+    """Call ``end`` for SIGTERM and SIGINT in the scope. A signal that is ignored stays ignored."""
+    stop = Stop.of_process(signal.SIGTERM)
 
     def handle(number: int, frame: Any) -> None:
         del number, frame
@@ -198,7 +199,7 @@ def _ended_by_signals(end: Callable[[], None]) -> Generator[None]:
             stop.handled()  # else the process is taken to hang, and ended while requests still run
         end()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handle) for number in accepted_interruptions()}
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,10 +22,10 @@ Tell = Callable[[str, int, int], None]
 
 @contextmanager
 def progress_shown(shown: bool = True) -> Generator[Tell]:
-    """Bars, one for each thing told of as ``(what, done, total)``; none unless ``shown``."""
+    """Yield a function that shows a bar for each ``(what, done, total)``: on a terminal only, and only if ``shown``."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and _has_terminal())) as bars:
         bar_of: dict[str, TaskID] = {}
 
         def tell(what: str, done: int, total: int) -> None:
@@ -33,6 +34,11 @@ def progress_shown(shown: bool = True) -> Generator[Tell]:
             bars.update(bar_of[what], completed=done)
 
         yield tell
+
+
+def _has_terminal() -> bool:
+    """Return whether standard error is a terminal. rich also counts a file or a pipe as one where FORCE_COLOR is set."""
+    return sys.stderr.isatty()
 
 
 def chosen(engine: Engine, beside: Sequence[Choice] = ()) -> list[dict[str, object]]:
@@ -50,7 +56,7 @@ def say_what_was_chosen(engine: Engine, beside: Sequence[Choice] = ()) -> None:
 def say_what_started(engine: Engine) -> None:
     """What was compiled and captured, and how the length of drafts is decided."""
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    if not console.is_terminal:
+    if not _has_terminal():
         return
     if engine.warm_up is not None:
         console.print(f"outrider: {engine.warm_up}", style="dim")
