@@ -13,7 +13,7 @@ from outrider import DecodeClient, SamplingParams
 from outrider.apart.connections import Address, Hub, Role
 from outrider.apart.server import DecodeServer, PrefillServer
 from outrider.apart.wire import VERSION, Decoder, Message, WireError
-from outrider.cli.apart import _ended_by_signals
+from outrider.cli.disaggregation import _ended_by_signals
 from outrider.cli.stopping import Stop
 from outrider.device import ConfigError
 from outrider.transports.local import LocalTransport
@@ -130,7 +130,7 @@ def test_who_does_not_know_the_secret_is_not_heard():
 
 
 def test_an_address_for_all_needs_a_secret():
-    with pytest.raises(ConfigError, match="--secret-file"):
+    with pytest.raises(ConfigError, match="--api-key-file"):
         Hub(Role.PREFILL, listen=Address("0.0.0.0", 0))
 
 

@@ -69,7 +69,6 @@ def test_a_tree_has_a_most():
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        (("--n", "1000000", "--temperature", "1"), "n is 1000000; expected a whole number of 1 to 1024"),
         (("--draft-tokens", "100000"), "draft_tokens is 100000"),
         (("--draft-topk", "9999999"), "draft_topk is 9999999"),
         (("--max-tokens", "0"), "max_tokens is 0"),

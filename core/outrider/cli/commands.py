@@ -22,8 +22,6 @@ OWN: Mapping[str, Target] = {
     "tune": "outrider.cli.tune:tune",
     "quantize": "outrider.cli.quantize:quantize",
     "draft-vocabulary": "outrider.cli.draft_vocabulary:draft_vocabulary",
-    "prefill-server": "outrider.cli.apart:prefill_server",
-    "decode-server": "outrider.cli.apart:decode_server",
 }
 
 

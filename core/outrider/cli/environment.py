@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from outrider.device.errors import ConfigError
 from outrider.registry.probing import Probe
 
 BACKEND_VARIABLE = "OUTRIDER_BACKEND"
@@ -12,6 +13,7 @@ AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 API_KEY_VARIABLE = "OUTRIDER_API_KEY"
 RANK_VARIABLE = "RANK"
+SPANS_VARIABLE = "OTEL_TRACES_EXPORTER"
 
 
 def backend_from_environment() -> str | None:
@@ -22,6 +24,17 @@ def backend_from_environment() -> str | None:
 def api_keys_from_environment() -> tuple[str, ...]:
     """Keys that clients of the server must have one of, separated by commas; empty counts as unset."""
     return tuple(key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",") if key.strip())
+
+
+def spans_from_environment() -> bool:
+    """Return True if OpenTelemetry's own variable requests spans over OTLP.
+
+    Raises :class:`ConfigError` for an exporter that isn't supported.
+    """
+    exporter = os.environ.get(SPANS_VARIABLE, "")
+    if exporter not in ("", "none", "otlp"):
+        raise ConfigError(f"{SPANS_VARIABLE} is {exporter!r}; expected otlp, or none for no spans")
+    return exporter == "otlp"
 
 
 def plugin_probe() -> Probe:

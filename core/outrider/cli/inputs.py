@@ -1,9 +1,10 @@
-"""Text from files and arguments, within bounds."""
+"""Checks of the inputs of a command: bounded text from files and arguments, and addresses to listen on."""
 
 from __future__ import annotations
 
 import os
 import select
+import socket
 import stat
 import sys
 from pathlib import Path
@@ -71,3 +72,27 @@ def check_utf8(option: str, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(f"{option}: not UTF-8 text at character {error.start}; use the encoding UTF-8") from None
+
+
+def check_listening(options: str, host: str, port: int, *, family: int = socket.AF_UNSPEC) -> None:
+    """Raise :class:`ConfigError` if no server can listen on ``host`` and ``port`` now. Port 0 is any free port.
+
+    ``options``: the names of the options for the error message, such as ``--host and --port``. ``family``: the address family
+    of a server that listens on one family only. The check does not reserve the port.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for kind, _, protocol, _, address in found:
+            try:
+                tried = socket.socket(kind, socket.SOCK_STREAM, protocol)
+            except OSError:  # this machine lacks the address family; servers skip it too
+                continue
+            with tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # servers set it, to restart on the same port
+                if kind == socket.AF_INET6:
+                    tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                tried.bind(address)
+                tried.listen()
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"nothing can listen at {host}, port {port}: {why}; choose another with {options}") from None

@@ -60,10 +60,7 @@ SpeculateOption = Annotated[
 DraftTopkOption = Annotated[
     int, typer.Option("--draft-topk", metavar="T", help="Children that a draft tree considers per node; 1: a chain.")
 ]
-DraftNodesOption = Annotated[
-    int | None, typer.Option("--draft-nodes", metavar="N", help="Total tokens of a draft tree. Default: K * T.")
-]
-DoorOption = Annotated[
+TransformersOption = Annotated[
     bool,
     typer.Option(
         "--through-transformers",
@@ -88,15 +85,6 @@ QuantizedOption = Annotated[
     ),
 ]
 DraftTokensOption = Annotated[int, typer.Option("--draft-tokens", metavar="K", help="Tokens drafted in an iteration.")]
-DraftLengthOption = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-length",
-        metavar="fixed|load|adaptive",
-        help="Draft K tokens in every iteration, or as many as make the batch fastest, by the acceptance of all (load) or of "
-        "each request (adaptive). Default: by load where graphs are replayed beside the host.",
-    ),
-]
 DraftOutputHeadOption = Annotated[
     str | None,
     typer.Option(
@@ -113,28 +101,6 @@ DraftVocabularyOption = Annotated[
         metavar="N|FILE",
         help="Draw drafts from these tokens alone: the first N of the target's, or those that a file lists (.json, .pt, see "
         "outrider draft-vocabulary). Tokens are the same, drafts take less time. Default: from all.",
-    ),
-]
-ModeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mode",
-        metavar="staged|fused",
-        help="Stages on their own streams, or the whole iteration in one graph. Default: fused where the backend has it.",
-    ),
-]
-GraphsOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--graphs/--no-graphs",
-        help="In staged mode too, replay each stage from a graph. Default: where the device captures graphs.",
-    ),
-]
-OverlapOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--overlap/--no-overlap",
-        help="Launch an iteration before the previous one's results are read. Default: where the device is asynchronous.",
     ),
 ]
 DtypeOption = Annotated[
@@ -182,21 +148,6 @@ MaxRequestsOption = Annotated[
         "--max-requests", metavar="N", help="Requests that run at the same time. Default: as many as the command makes."
     ),
 ]
-PrefillChunkOption = Annotated[
-    int | None,
-    typer.Option("--prefill-chunk", metavar="N", help="Prompt tokens of an iteration. Default: by the device's memory."),
-]
-
-TuneOption = Annotated[
-    float,
-    typer.Option(
-        "--tune-seconds",
-        metavar="S",
-        min=0.0,
-        help="Measure kernels for this model for at most so long before it's loaded, and keep what was found for the next "
-        "start. Default 0: take what is kept, measure nothing.",
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,7 +186,6 @@ class Speculation:
     draft: Path | None
     draft_tokens: int
     draft_topk: int = 1
-    draft_nodes: int | None = None
     through_transformers: bool = False
     trust_remote_code: bool = False
     quantized: str = "kernels"
@@ -251,7 +201,6 @@ class Speculation:
         draft: Path | None,
         draft_tokens: int,
         draft_topk: int = 1,
-        draft_nodes: int | None = None,
         through_transformers: bool = False,
         trust_remote_code: bool = False,
         quantized: str = "kernels",
@@ -272,7 +221,6 @@ class Speculation:
             draft=None if draft is None else find_checkpoint(draft),
             draft_tokens=draft_tokens,
             draft_topk=draft_topk,
-            draft_nodes=draft_nodes,
             through_transformers=through_transformers,
             trust_remote_code=trust_remote_code,
             quantized=quantized,
@@ -282,7 +230,7 @@ class Speculation:
 
     def without(self) -> Speculation:
         """The same model, decoding plainly."""
-        return replace(self, kind="none", draft_topk=1, draft_nodes=None, draft_output_head=None, draft_vocabulary=None)
+        return replace(self, kind="none", draft_topk=1, draft_output_head=None, draft_vocabulary=None)
 
 
 def vocabulary_of(given: str | int | None) -> Path | int | None:
@@ -324,7 +272,6 @@ def load(
     dtype: str | None = None,
     running: Running | None = None,
     sizes: Sizes | None = None,
-    tune_seconds: float = 0.0,
     say: bool = False,
     beside: Sequence[Choice] = (),
     joined: Joined | None = None,
@@ -343,7 +290,6 @@ def load(
     config = EngineConfig(
         draft_tokens=speculation.draft_tokens,
         draft_topk=speculation.draft_topk,
-        draft_nodes=speculation.draft_nodes,
         dtype=dtype,
         prefix_cache=prefix_cache,
         **asdict(running or Running()),
@@ -357,7 +303,7 @@ def load(
         ranks, leads = joined.join(device), joined.leads
     with progress_shown(leads) as tell:
         if not speculation.through_transformers:
-            prepare_device(device, lambda: ModelConfig.from_checkpoint(speculation.model), tune_seconds, tell)
+            prepare_device(device, lambda: ModelConfig.from_checkpoint(speculation.model), 0.0, tell)
         engine = Engine.from_checkpoint(
             speculation.model,
             device,

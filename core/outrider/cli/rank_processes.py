@@ -66,7 +66,7 @@ _UNSAID = 70
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlacement:
     """Where a process is among the ranks, as torchrun's environment says: ``local`` is its number on this host. ``agent``:
     torchrun itself started it, for the ``attempt``-th time: it can start ranks again, which meet in the same store.
     """
@@ -82,7 +82,7 @@ class Place:
     attempt: int = 0
 
     @classmethod
-    def find(cls) -> Place | None:
+    def find(cls) -> RankPlacement | None:
         """That of this process; None: it isn't one of several ranks."""
         found = rank_environment()
         if found is None:
@@ -123,13 +123,13 @@ class Joined:
     environment doesn't say it.
     """
 
-    def __init__(self, tensor: int, data: int, place: Place | None = None) -> None:
+    def __init__(self, tensor: int, data: int, place: RankPlacement | None = None) -> None:
         self._tensor = tensor
         self._data = data
         self._watch: Watch | None = None
         self._room: Any = None
         self.ranks: Ranks | None = None
-        self.place = place or (Place.find() if tensor * data > 1 else None)
+        self.place = place or (RankPlacement.find() if tensor * data > 1 else None)
 
     @property
     def leads(self) -> bool:
@@ -213,7 +213,7 @@ class Joined:
             raise Unsaid(_UNSAID) from error  # whoever started the ranks says it, or the first of them
 
 
-def _said_elsewhere(place: Place, error: OutriderError) -> bool:
+def _said_elsewhere(place: RankPlacement, error: OutriderError) -> bool:
     """Whether another rank says the same, before the ranks have met: the same options are wrong on all of them."""
     if not place.agent or not place.store_is_elsewhere:
         return False
@@ -234,7 +234,7 @@ def _of_the_ranks(error: BaseException) -> bool:
 
 def spread(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> Report | None:
     """Run the command on several ranks, and wait for them; None: go on in this process, as one of them or alone."""
-    if tensor * data == 1 or Place.find() is not None:
+    if tensor * data == 1 or RankPlacement.find() is not None:
         return None
     if arguments is None:
         raise ConfigError("this command was called from Python; start ranks with torchrun, or run the command in a shell")

@@ -12,12 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.engine_options import LaunchOptions, with_options
+from outrider.cli.engine_options import with_options
 from outrider.cli.files import check_output
 from outrider.cli.models import (
-    DoorOption,
-    DraftLengthOption,
-    DraftNodesOption,
     DraftOption,
     DraftOutputHeadOption,
     DraftTokensOption,
@@ -26,6 +23,7 @@ from outrider.cli.models import (
     ModelOption,
     SpeculateOption,
     Speculation,
+    TransformersOption,
     launched,
     load,
 )
@@ -34,6 +32,7 @@ from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few
 from outrider_bench.engines import DraftQuantizeOption, check_room
+from outrider_bench.launch_options import DraftLengthOption, LaunchOptions
 from outrider_bench.outputs import write_plot
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel, check_acceptance, check_draft_quantize
 
@@ -73,11 +72,10 @@ def decode(
     speculate: SpeculateOption = None,
     draft_tokens: DraftTokensOption = 4,
     draft_topk: DraftTopkOption = 1,
-    draft_nodes: DraftNodesOption = None,
     draft_output_head: DraftOutputHeadOption = None,
     draft_vocabulary: DraftVocabularyOption = None,
     draft_quantize: DraftQuantizeOption = None,
-    through_transformers: DoorOption = False,
+    through_transformers: TransformersOption = False,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -166,8 +164,8 @@ def decode(
         for option, unwanted in given.items():
             if unwanted is not None:
                 raise ConfigError(f"{option} doesn't go with --shape, which has random weights of its own")
-        if draft_topk != 1 or draft_nodes is not None:
-            raise ConfigError("--shape drafts chains alone; leave out --draft-topk and --draft-nodes")
+        if draft_topk != 1:
+            raise ConfigError("--shape drafts chains alone; leave out --draft-topk")
         work = RandomModel(
             shape=shape,
             speculate=speculate or "eagle",
@@ -202,7 +200,6 @@ def decode(
             draft=draft,
             draft_tokens=draft_tokens,
             draft_topk=draft_topk,
-            draft_nodes=draft_nodes,
             draft_output_head=draft_output_head,
             draft_vocabulary=draft_vocabulary,
             through_transformers=through_transformers,

@@ -18,9 +18,6 @@ from outrider.cli.models import (
     DraftOutputHeadOption,
     DraftTokensOption,
     DraftVocabularyOption,
-    ModeOption,
-    PrefillChunkOption,
-    TuneOption,
 )
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
 from outrider.cli.starting import progress_shown
@@ -30,6 +27,7 @@ from outrider.registry import Registry
 from outrider_bench.child import ChildFailed
 from outrider_bench.commands.decode import sizes_of
 from outrider_bench.engines import DraftQuantizeOption
+from outrider_bench.launch_options import ModeOption, PrefillChunkOption, TuneOption
 from outrider_bench.mixed_load import length_range
 from outrider_bench.outputs import write_output, write_plot
 from outrider_bench.peers.comparing import OURS, Found, compared, render
