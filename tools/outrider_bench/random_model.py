@@ -132,8 +132,6 @@ class RandomModel:
             draft_tokens=self.draft_tokens,
             dtype=dtype,
             prefix_cache=False,
-            penalties=False,
-            max_logprobs=0,
             **asdict(running),
             **least | (sizes or Sizes()).given,
         )

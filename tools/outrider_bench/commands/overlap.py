@@ -192,8 +192,6 @@ class _Work:
             graphs=self.graphs,
             plan_stream=variant.plan_stream,
             prefix_cache=False,
-            penalties=self.random is None,
-            max_logprobs=20 if self.random is None else 0,
             buckets=(self.batch,),
         )
         if self.random is not None:
