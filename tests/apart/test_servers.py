@@ -14,7 +14,7 @@ from outrider.apart.connections import Address, Hub, Role
 from outrider.apart.server import DecodeServer, PrefillServer
 from outrider.apart.wire import VERSION, Decoder, Message, WireError
 from outrider.cli.disaggregation import _ended_by_signals
-from outrider.cli.stopping import Stop
+from outrider.cli.stopping import SignalStop
 from outrider.device import ConfigError
 from outrider.transports.local import LocalTransport
 from outrider_proof import tiny
@@ -204,7 +204,7 @@ def test_frames_in_any_pieces():
 
 def test_a_signal_that_a_server_takes_ends_no_process_while_requests_run():
     """The command's own watch ends a process whose Python doesn't get to handle a signal within seconds."""
-    stop, ended = Stop(), []
+    stop, ended = SignalStop(), []
     # As a shell starts what runs behind it.
     before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
     before[signal.SIGTERM] = signal.signal(signal.SIGTERM, stop.handle)

@@ -19,7 +19,7 @@ from outrider.cli.inputs import MAX_BYTES, check_utf8
 from outrider.cli.models import launched
 from outrider.cli.report import Interrupted, JsonOption, Report, Unfinished
 from outrider.cli.request_options import SamplingOptions
-from outrider.cli.stopping import Stop
+from outrider.cli.stopping import SignalStop
 from outrider.cli.streamed_output import StreamedOutput
 from outrider.cli.streams import note
 from outrider.device.errors import OutriderError
@@ -175,7 +175,7 @@ def _answer_messages(conversation: _Conversation, write: Callable[[str], object]
     """Answer each message of standard input, and return the device error that ended the conversation, or None."""
     terminal = conversation.terminal
     interrupts = _Interrupts(terminal)
-    stop = Stop.of_process()
+    stop = SignalStop.of_process()
     with ExitStack() as stack:
         if stop is not None:
             stack.enter_context(stop.interrupts(interrupts))

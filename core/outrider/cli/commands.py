@@ -1,4 +1,4 @@
-"""The commands of ``outrider``: those that it is run with, and those that installed packages add."""
+"""The table of commands: Outrider's own, and the commands that installed packages add."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ OWN: Mapping[str, Target] = {
 
 
 def commands(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> dict[str, Target]:
-    """Every command, as a table for :func:`outrider.cli.lazy.group`. ``entry_points`` replaces the installed ones.
+    """Return every command as a table for :func:`outrider.cli.lazy.group`. ``entry_points`` replaces the installed ones.
 
-    A name that Outrider has itself stays Outrider's. A name that two packages offer is broken, and says which they are.
+    No package replaces a command of Outrider. A name that two packages offer is broken, and its reason names both packages.
     """
     found = installed(GROUP).entry_points if entry_points is None else entry_points
     offers: dict[str, dict[str, str]] = {}

@@ -15,7 +15,7 @@ from outrider.cli.engine_options import ServerOptions
 from outrider.cli.inputs import check_listening, read_bounded
 from outrider.cli.rank_processes import Joined, RankPlacement
 from outrider.cli.report import Report
-from outrider.cli.stopping import Stop
+from outrider.cli.stopping import SignalStop
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry.children import deaf_from_the_start, end_with_parent, stay_deaf
@@ -189,7 +189,7 @@ def _serve_until_signal(server: Server, drain_s: float) -> Report:
 @contextmanager
 def _ended_by_signals(end: Callable[[], None]) -> Generator[None]:
     """Call ``end`` at SIGTERM and SIGINT inside the scope, instead of ending the command."""
-    stop = Stop.of_process(signal.SIGTERM)  # a shell starts background jobs with SIGINT ignored
+    stop = SignalStop.of_process(signal.SIGTERM)  # a shell starts background jobs with SIGINT ignored
 
     def handle(number: int, frame: Any) -> None:
         del number, frame

@@ -60,7 +60,7 @@ def generate(
     ] = False,
     json_output: JsonOption = False,
 ) -> Report:
-    """Continue a prompt. Text is printed as it is generated; without --model by the bundled model."""
+    """Continue a prompt, and print the text during generation. Without --model the bundled model continues it."""
     from outrider.cli.torch_probe import require_torch
 
     conversation = ConversationPrompt.from_options(chat, messages)
@@ -86,7 +86,7 @@ def generate(
     template = None if conversation is None else conversation.template(speculation.model)
     with Joined(tensor_parallel, data_parallel) as joined:
         load_engine = options.loader(
-            speculation, max_requests=1, dtype=dtype, say=not json_output, beside=command_choices, joined=joined
+            speculation, max_requests=1, dtype=dtype, say=not json_output, command_choices=command_choices, joined=joined
         )
         load_reference = options.loader(speculation.without(), max_requests=1, dtype=dtype, joined=joined)
         engine = load_engine()
@@ -94,7 +94,7 @@ def generate(
             engine.follow()
             if compare:
                 load_reference().follow()
-            return Report.told_elsewhere()
+            return Report.silent_report()
         with closing(engine):
             if conversation is not None and template is not None:
                 text = conversation.tokens(template, text, images=len(image or ()))

@@ -19,10 +19,10 @@ _PIPE_S = 10.0
 
 
 def read_bounded(path: Path, what: str = "the text of a prompt", most: int = MAX_BYTES) -> bytes:
-    """The bytes of a file that should hold ``what``, ``most`` of them; ``-``: of standard input.
+    """Return the bytes of a file with the content ``what``; ``-`` is standard input.
 
-    Raises :class:`RequestError` for one that has more, such as a device without end, and for a named
-    pipe without a writer.
+    Raises :class:`RequestError` for more than ``most`` bytes, such as an endless device, and for a named pipe that
+    has no writer.
     """
     if str(path) == "-":
         return _within_bounds(sys.stdin.buffer.read(most + 1), path, what, most)
@@ -40,8 +40,9 @@ def read_bounded(path: Path, what: str = "the text of a prompt", most: int = MAX
 
 
 def read_utf8(path: Path, what: str, most: int = MAX_BYTES) -> str:
-    """The text of a file that should hold ``what``. Raises :class:`ConfigError` for one that can't be read, that isn't text
-    in UTF-8, or that has more than ``most`` bytes.
+    """Return the text of a file with the content ``what``.
+
+    Raises :class:`ConfigError` for a file that can't be read, that isn't UTF-8 text, or that has more than ``most`` bytes.
     """
     try:
         return read_bounded(path, what, most).decode("utf-8")
@@ -67,7 +68,7 @@ def _within_bounds(data: bytes, path: Path, what: str, most: int) -> bytes:
 
 
 def check_utf8(option: str, text: str) -> None:
-    """Raise :class:`RequestError` for an argument that isn't UTF-8 text; Python hands its bytes on as lone surrogates."""
+    """Raise :class:`RequestError` for an argument that isn't UTF-8 text: Python turns its bytes into lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -212,7 +212,7 @@ def decode(
             running=running,
             sizes=engine_sizes,
             say=not json_output,
-            beside=beside,
+            command_choices=beside,
             joined=joined,
         )
         described = {
@@ -225,7 +225,7 @@ def decode(
     if engine.follows:
         with joined:
             engine.follow()
-        return Report.told_elsewhere()
+        return Report.silent_report()
     with joined, closing(engine):
         check_room(engine, f"--prompt-tokens {max(lengths)} and --new-tokens {new_tokens}", max(lengths) + new_tokens)
         started = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]

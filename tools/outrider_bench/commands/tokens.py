@@ -89,7 +89,7 @@ def tokens(
     speculation = Speculation.choose("eagle", model=None, draft=bundled("eagle"), draft_tokens=draft_tokens)
     # The same prompts are compared and then timed: a cached prefix would shorten the second.
     start = partial(load, backend, max_requests=batch, dtype=dtype, running=running, sizes=sizes, prefix_cache=False)
-    engine = start(speculation, say=not json_output, beside=beside)
+    engine = start(speculation, say=not json_output, command_choices=beside)
     plain = start(speculation.without())
     given = _texts(prompt_file, prompts, engine)
     if not given:
