@@ -4,9 +4,11 @@ import socket
 
 import pytest
 
+from outrider.cli.environment import spans_from_environment
 from outrider.cli.main import main
 from outrider.device import ConfigError
 from outrider.serve import extra
+from outrider.serve.command import _read_tool_format
 
 
 def test_what_is_missing_is_named(monkeypatch):
@@ -93,3 +95,27 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
     file.write_text("\n")
     with pytest.raises(ConfigError, match="no API key"):
         _read_api_keys(file)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("", False), ("none", False), ("otlp", True)])
+def test_open_telemetry_s_variable_turns_spans_on(monkeypatch, value, wanted):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", value)
+    assert spans_from_environment() is wanted
+
+
+def test_another_exporter_of_spans_is_refused(monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
+    with pytest.raises(ConfigError, match="OTEL_TRACES_EXPORTER is 'zipkin'; expected otlp"):
+        spans_from_environment()
+
+
+def test_a_tool_format_is_a_name_or_a_file(tmp_path):
+    from outrider.serve.calls import FORMATS
+
+    file = tmp_path / "own.json"
+    file.write_text('{"fields": {}}')
+    assert _read_tool_format("hermes") == dict(FORMATS["hermes"])
+    assert _read_tool_format(str(file)) == {"fields": {}}
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match="has a list; expected a JSON object"):
+        _read_tool_format(str(file))

@@ -15,7 +15,7 @@ value is ``module:function``. Nothing is loaded before the command is asked for.
 OWN: Mapping[str, Target] = {
     "generate": "outrider.cli.generate:generate",
     "chat": "outrider.cli.chat:chat",
-    "models": "outrider.cli.supported:models",
+    "models": "outrider.cli.supported_models:models",
     "backends": "outrider.cli.backends:backends",
     "doctor": "outrider.cli.doctor:doctor",
     "fences": "outrider.cli.fences:fences",
