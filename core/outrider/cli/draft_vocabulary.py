@@ -14,7 +14,7 @@ from rich.console import Console
 from outrider.cli.files import check_output, write_whole
 from outrider.cli.models import ModelOption, bundled
 from outrider.cli.report import JsonOption, Report
-from outrider.cli.starting import progress_shown
+from outrider.cli.starting import show_progress
 from outrider.device.errors import ConfigError
 
 _PIECE_CHARACTERS = 1 << 16  # encoded at once, and the remainder of their last line
@@ -53,7 +53,7 @@ def draft_vocabulary(
     counts: Counter[int] = Counter()
     sizes = [_bytes_of(path) for path in texts]
     done = 0
-    with progress_shown() as tell:
+    with show_progress() as tell:
         for path, whole in zip(texts, sizes, strict=True):
             for piece in _pieces(path):
                 counts.update(tokenizer.encode(piece, special_tokens=False))

@@ -17,7 +17,7 @@ from outrider.cli.engine_options import ModelOptions, with_options
 from outrider.cli.images import EncodedPrompt, ImageOption
 from outrider.cli.inputs import check_utf8, read_bounded
 from outrider.cli.models import launched
-from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, spread
+from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
 from outrider.cli.report import Interrupted, JsonOption, Report
 from outrider.cli.request_options import GuideOption, SamplingOptions, build_guide
 from outrider.cli.streamed_output import StreamedOutput
@@ -71,7 +71,7 @@ def generate(
         )
     output_guide = build_guide(guide or ())
     require_torch()
-    ranks_report = spread(context.obj, tensor_parallel, data_parallel, json_output=json_output)
+    ranks_report = run_on_ranks(context.obj, tensor_parallel, data_parallel, json_output=json_output)
     if ranks_report is not None:
         return ranks_report
     from outrider.engine.config import Choice

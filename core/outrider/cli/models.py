@@ -12,7 +12,7 @@ import typer
 
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.files import check_directory
-from outrider.cli.starting import chosen, progress_shown, say_what_started, say_what_was_chosen
+from outrider.cli.starting import chosen, print_choices, print_start_report, show_progress
 from outrider.device.errors import ConfigError
 from outrider.device.scopes import uncollected
 from outrider.registry import Registry
@@ -315,7 +315,7 @@ def load(
     else:
         device = joined.backend(registry, backend, backend_from_environment())
         ranks, leads = joined.join(device), joined.leads
-    with progress_shown(leads) as tell:
+    with show_progress(leads) as tell:
         if not speculation.through_transformers:
             prepare_device(device, lambda: ModelConfig.from_checkpoint(speculation.model), 0.0, tell)
         engine = Engine.from_checkpoint(
@@ -336,8 +336,8 @@ def load(
     if not leads:
         return engine
     if say:
-        say_what_was_chosen(engine, command_choices)
-    say_what_started(engine)
+        print_choices(engine, command_choices)
+    print_start_report(engine)
     return engine
 
 

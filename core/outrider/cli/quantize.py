@@ -11,7 +11,7 @@ from rich.console import Console
 
 from outrider.cli.models import bundled
 from outrider.cli.report import JsonOption, Report
-from outrider.cli.starting import progress_shown
+from outrider.cli.starting import show_progress
 from outrider.device.errors import ConfigError
 from outrider.errors import shown
 
@@ -64,7 +64,7 @@ def quantize(
     group = GROUP if group is None else group
     source = bundled("target") if model is None else find_checkpoint(model)
     began = time.monotonic()
-    with progress_shown() as tell:
+    with show_progress() as tell:
         written = quantize_checkpoint(
             source,
             out,

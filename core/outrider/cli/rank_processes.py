@@ -233,7 +233,7 @@ def _of_the_ranks(error: BaseException) -> bool:
     return isinstance(error, DeviceError) or not isinstance(error, OutriderError)
 
 
-def spread(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> Report | None:
+def run_on_ranks(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> Report | None:
     """Run the command on several ranks and return their report. Returns None in a rank and for a single process."""
     if tensor * data == 1 or RankPlacement.from_environment() is not None:
         return None

@@ -20,7 +20,7 @@ Tell = Callable[[str, int, int], None]
 
 
 @contextmanager
-def progress_shown(shown: bool = True) -> Generator[Tell]:
+def show_progress(shown: bool = True) -> Generator[Tell]:
     """Show a progress bar on a terminal for each task that is reported as ``(task, done, total)``, if ``shown``."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -40,14 +40,14 @@ def chosen(engine: Engine, command_choices: Sequence[Choice] = ()) -> list[dict[
     return [asdict(choice) for choice in (*command_choices, *engine.chosen)]
 
 
-def say_what_was_chosen(engine: Engine, command_choices: Sequence[Choice] = ()) -> None:
+def print_choices(engine: Engine, command_choices: Sequence[Choice] = ()) -> None:
     """Print the settings that the engine and the command chose as one line on standard error."""
     made = "; ".join(str(choice) for choice in (*command_choices, *engine.chosen))
     if made:
         note(f"outrider: chosen for {engine.backend.device}: {made}\n")
 
 
-def say_what_started(engine: Engine) -> None:
+def print_start_report(engine: Engine) -> None:
     """Print on a terminal which kernels were compiled, which graphs captured, and how the draft length is decided."""
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:

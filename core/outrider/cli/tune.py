@@ -13,7 +13,7 @@ from outrider.cli.environment import backend_from_environment, plugin_probe, tun
 from outrider.cli.files import check_directory
 from outrider.cli.models import ModelOption, bundled
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
-from outrider.cli.starting import progress_shown
+from outrider.cli.starting import show_progress
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.registry import Registry
 
@@ -80,7 +80,7 @@ def tune(
     }
     said: list[str] = []
     try:
-        with progress_shown() as tell:
+        with show_progress() as tell:
 
             def progress(done: int, total: int, text: str) -> None:
                 said.append(text)

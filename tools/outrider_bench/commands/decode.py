@@ -27,7 +27,7 @@ from outrider.cli.models import (
     launched,
     load,
 )
-from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, spread
+from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few
@@ -147,9 +147,9 @@ def decode(
         raise ConfigError(f"--new-tokens is {new_tokens}; expected at least 1")
     check_output("--plot", plot, ".svg")
     require_torch()
-    spread_out = spread(context.obj, tensor_parallel, data_parallel, json_output=json_output)
-    if spread_out is not None:
-        return spread_out
+    ranks_report = run_on_ranks(context.obj, tensor_parallel, data_parallel, json_output=json_output)
+    if ranks_report is not None:
+        return ranks_report
     from outrider.engine.config import Choice
     from outrider.model.shapes import shape_config
     from outrider_bench.collective_limits import measure_collectives

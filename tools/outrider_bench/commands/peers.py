@@ -20,7 +20,7 @@ from outrider.cli.models import (
     DraftVocabularyOption,
 )
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
-from outrider.cli.starting import progress_shown
+from outrider.cli.starting import show_progress
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
@@ -237,7 +237,7 @@ def peers(
             note(line + "\n")
 
     runs = _Alternating(work, spec, options, limit, told)
-    with progress_shown() as tell:
+    with show_progress() as tell:
         for group in groups:
             try:
                 runs.run([each for each in found if (each.engine, each.speculate) in group], repeat, tell)
