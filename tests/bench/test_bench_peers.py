@@ -71,21 +71,6 @@ class LLM:
         return [Metric(name + "drafts", self.drafts), Metric(name + "draft_tokens", 4 * self.drafts),
                 Metric(name + "accepted_tokens", self.passed)]
 """
-SGLANG = """
-import os, time
-class Engine:
-    def __init__(self, **given):
-        assert given["load_format"] == "dummy" and given["disable_radix_cache"]
-        self.speculative = "speculative_algorithm" in given
-        assert ("SGLANG_SIMULATE_ACC_LEN" in os.environ) == self.speculative
-        if self.speculative:
-            assert os.environ["SGLANG_SIMULATE_ACC_LEN"] == "2.5" and given["speculative_num_draft_tokens"] == 4
-    def generate(self, input_ids, sampling_params):
-        counts = [each["max_new_tokens"] for each in sampling_params]
-        time.sleep(0.002 * max(counts))
-        return [{"meta_info": {"completion_tokens": count - SHORT, "spec_verify_ct": 3}} for count in counts]
-    def shutdown(self): pass
-"""
 
 
 def installed(tmp_path, name, source):
@@ -147,32 +132,29 @@ def test_what_was_measured_before_ctrl_c_is_in_the_json(outrider, monkeypatch):
 def test_other_engines_get_the_same_work(child, tmp_path):
     """Stand-ins with the parts of the real ones that are used; they check what they're given."""
     installed(tmp_path, "vllm", VLLM)
-    installed(tmp_path, "sglang", SGLANG.replace("SHORT", "0"))
     kept = tmp_path / "kept"
-    arguments = ("--engines", "vllm,sglang", *WORK, *MIXED, "--repeat", "1", "--keep", str(kept))
+    arguments = ("--engines", "vllm", *WORK, *MIXED, "--repeat", "1", "--keep", str(kept))
     result = child("bench", "peers", "--backend", "cpu", *arguments, path=(tmp_path,)).json
-    assert {"tiny-float32", "vllm-eagle.log", "sglang-none.log"} <= {each.name for each in kept.iterdir()}
+    assert {"tiny-float32", "vllm-eagle.log", "vllm-none.log"} <= {each.name for each in kept.iterdir()}
     assert (kept / "tiny-float32" / "target" / "config.json").is_file()
     found = {(each["engine"], each["speculate"]): each for each in result["engines"]}
-    untimed = "measured in part: times between tokens aren't measured with SGLang"
-    assert {(each["engine"], each["status"]) for each in found.values()} == {("vllm", "measured"), ("sglang", untimed)}
+    assert {(each["engine"], each["status"]) for each in found.values()} == {("vllm", "measured")}
     assert all(each["version"] == "9.9" for each in found.values())
-    for engine, ms in (("vllm", 4), ("sglang", 2)):
-        plain, speculative = found[engine, "none"], found[engine, "eagle"]
-        assert [row["batch"] for row in plain["results"]] == [1, 2]
-        for row in plain["results"]:
-            assert row["iteration_ms"] > 0  # a busy machine makes it anything
-            assert row["tokens_per_s"] == pytest.approx(row["batch"] * 1e3 / row["iteration_ms"])
-        for row in speculative["results"]:
-            # As the engine counted it: 1 + 3/2 tokens a draft here, 10 tokens in 3 verifications there.
-            assert row["acceptance_length"] == pytest.approx({"vllm": 2.5, "sglang": 10 / 3}[engine])
-            in_a_row = row["tokens_per_s"] * row["iteration_ms"] / 1e3
-            assert in_a_row == pytest.approx(row["batch"] * row["acceptance_length"])
-        for each in (plain, speculative):
-            assert [row["prompt_tokens"] for row in each["context"]] == [12]
-            (row,) = each["prefill"]
-            assert row["prompt_tokens"] == 16
-            assert row["first_token_ms"] >= ms  # the stand-in sleeps so long for a token
+    plain, speculative = found["vllm", "none"], found["vllm", "eagle"]
+    assert [row["batch"] for row in plain["results"]] == [1, 2]
+    for row in plain["results"]:
+        assert row["iteration_ms"] > 0  # a busy machine makes it anything
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] * 1e3 / row["iteration_ms"])
+    for row in speculative["results"]:
+        # As the engine counted it: 1 + 3/2 tokens a draft.
+        assert row["acceptance_length"] == pytest.approx(2.5)
+        in_a_row = row["tokens_per_s"] * row["iteration_ms"] / 1e3
+        assert in_a_row == pytest.approx(row["batch"] * row["acceptance_length"])
+    for each in (plain, speculative):
+        assert [row["prompt_tokens"] for row in each["context"]] == [12]
+        (row,) = each["prefill"]
+        assert row["prompt_tokens"] == 16
+        assert row["first_token_ms"] >= 4  # ms: the stand-in sleeps so long for a token
     mixed, seen = found["vllm", "none"]["mixed"], found["vllm", "none"]["latency"]
     tokens = result["mixed"]["output_tokens"]
     assert mixed["tokens_per_s"] == pytest.approx(tokens / mixed["seconds"])
@@ -180,8 +162,8 @@ def test_other_engines_get_the_same_work(child, tmp_path):
 
 
 def test_an_engine_that_does_less_work_has_no_figures(child, tmp_path):
-    installed(tmp_path, "sglang", SGLANG.replace("SHORT", "1"))
-    arguments = ("--engines", "sglang", "--speculate", "none", "--repeat", "1", *WORK)
+    installed(tmp_path, "vllm", VLLM.replace("params[i].count) for i", "params[i].count - 1) for i"))
+    arguments = ("--engines", "vllm", "--speculate", "none", "--repeat", "1", *WORK)
     place = tmp_path / "temporary"
     place.mkdir()
     given = {"path": (tmp_path,), "TMPDIR": str(place)}

@@ -84,7 +84,6 @@ def test_the_bundled_model_serves_a_load_too(outrider):
         (("prefill", "--prompt-tokens", "8,90", "--max-context", "64"), "--prompt-tokens 90 and the 8 tokens behind them"),
         (("decode", "--prompt-tokens", "8,90", "--max-context", "64"), "in the context of 64: they are 154; ask for fewer"),
         (("mixed", "--prompts", "9-9", "--outputs", "8-8", "--max-context", "16"), "--prompts 9 and --outputs 8 tokens"),
-        (("tokens", "--prompts", "1", "--max-context", "64", "--new-tokens", "80"), "of a prompt and --new-tokens 80"),
         (("decode", "--shape", "tiny", "--speculate", "none", "--draft-length", "load"), "drafts nothing; leave draft_"),
         (("mixed", "--shape", "tiny", "--draft", "x"), "leave out --model and --draft"),
         (("prefill", "--prompt-tokens", "2041"), "--prompt-tokens 2041 and the 8 tokens behind them don't fit"),
@@ -92,8 +91,6 @@ def test_the_bundled_model_serves_a_load_too(outrider):
         (("prefill", "--shape", "tiny", "--prompt-tokens", "99999999"), "--prompt-tokens 99999999 and the 8 tokens behind"),
         (("decode", "--shape", "tiny", "--new-tokens", "99999999"), "and --new-tokens 99999999 don't fit in the context of"),
         (("serve", "--shape", "tiny", "--new-tokens", "99999999"), "and --new-tokens 99999999 don't fit in the context of"),
-        (("overlap", "--shape", "tiny", "--new-tokens", "99999999"), "and --new-tokens 99999999 don't fit in the context of"),
-        (("overlap", "--prompt-tokens", "2048"), "don't fit in the context of the bundled model, which is 2048"),
     ],
 )
 def test_bad_input(outrider, arguments, message):
@@ -138,7 +135,6 @@ def test_a_config_says_the_dtype_of_its_shape(named, dtype, why, outrider, tmp_p
     [
         ("prefill", "--prompt-tokens", "64,64,128", "--repeat", "1", "--kv-memory", "0.005"),
         ("mixed", "--requests", "4", "--prompts", "40-40", "--outputs", "2-2", "--kv-memory", "0.005"),
-        ("tokens", "--prompts", "2", "--new-tokens", "4", "--timed", "2", "--no-transformers", "--kv-memory", "0.005"),
     ],
 )
 def test_no_prompt_that_is_timed_is_served_from_a_cached_prefix(arguments, outrider, monkeypatch):

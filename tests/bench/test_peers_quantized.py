@@ -109,7 +109,7 @@ def test_this_engine_draws_drafts_with_a_copy_of_the_head():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--quantize", "fp8"), "--quantize is for outrider and vllm, not for sglang, transformers"),
+        (("--quantize", "fp8"), "--quantize is for outrider and vllm, not for transformers"),
         (("--quantize", "fp3", "--engines", "outrider"), "no random weights in the format 'fp3'"),
         (("--draft-output-head", "fp8", "--engines", "vllm"), "--draft-output-head is for drafts of outrider"),
         (("--draft-output-head", "fp8", "--speculate", "none"), "--draft-output-head is for drafts of outrider"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider_bench.programs.collectives import call_us
+from outrider_bench.collective_times import call_us
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

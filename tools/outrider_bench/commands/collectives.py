@@ -39,7 +39,7 @@ def collectives(
 
     del json_output
     require_torch()
-    from outrider_bench.programs.collectives import KINDS
+    from outrider_bench.collective_times import KINDS
     from outrider_conformance.rank_processes import RankProcesses
 
     chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()] or list(KINDS)
@@ -58,7 +58,7 @@ def collectives(
         raise CapabilityError(f"--ranks {ranks} needs as many devices, and backend {spec.name!r} has {count} here")
     work = {"kinds": chosen, "tokens": sizes, "width": width, "dtype": dtype}
     with RankProcesses(str(spec), ranks) as processes:
-        found, *_ = processes.run("outrider_bench.programs.collectives:measure", work, limit_s=_LIMIT_S)
+        found, *_ = processes.run("outrider_bench.collective_times:measure", work, limit_s=_LIMIT_S)
     rows: list[dict[str, Any]] = found.pop("rows")
     libraries: dict[tuple[str, int], float] = {}
     for row in rows:

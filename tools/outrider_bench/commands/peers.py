@@ -34,7 +34,6 @@ from outrider_bench.mixed_load import length_range
 from outrider_bench.outputs import write_output, write_plot
 from outrider_bench.peers.comparing import OURS, Found, compared, render
 from outrider_bench.peers.session import Session, session
-from outrider_bench.peers.sglang import variables as _sglang_variables
 from outrider_bench.peers.work import PHASES, Work
 from outrider_bench.random_model import check_draft_quantize
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
     from outrider.registry import BackendSpec
 
-PEERS: Mapping[str, tuple[str, ...]] = {"transformers": ("none",), "vllm": ("none", "eagle"), "sglang": ("none", "eagle")}
+PEERS: Mapping[str, tuple[str, ...]] = {"transformers": ("none",), "vllm": ("none", "eagle")}
 """Each engine, and what it can be measured with."""
 _ORDER = (OURS, *PEERS)
 _ACROSS: Mapping[str, tuple[str, str]] = {
@@ -138,7 +137,7 @@ def peers(
     backend: BackendOption = None,
     json_output: JsonOption = False,
 ) -> Report:
-    """Run the same work on this engine and on whichever of transformers, vLLM and SGLang is installed.
+    """Run the same work on this engine and on each of transformers and vLLM that is installed.
 
     Each engine runs in a process of its own; their runs alternate, everything once before anything twice, and each figure is
     the median of its runs. Acceptance is synthetic, by each engine's own setting for that, with the same chance for each
@@ -342,7 +341,7 @@ class _Alternating:
         if each.engine != OURS and find_spec(each.engine) is None:
             each.status = "not installed"
             return None
-        variables = _sglang_variables(self._work.accept_length, each.speculate) if each.engine == "sglang" else {}
+        variables: dict[str, str] = {}
         log = None
         if self._work.keep is not None:
             keep = Path(self._work.keep)
