@@ -58,7 +58,7 @@ def test_a_checkpoint_goes_where_nothing_else_lies(outrider, tmp_path):
     assert "holds a checkpoint of other, not of tiny" in outrider(*arguments, "--shape", "tiny").err
     for text in ("", "{", "[]", '{"shape": "tiny"}', '{"shape": "tiny", "bytes": "many"}'):
         (tmp_path / "written.json").write_text(text)
-        assert "written.json doesn't say which checkpoint lies beside it" in outrider(*arguments, "--shape", "tiny").err
+        assert "written.json doesn't name the checkpoint next to it" in outrider(*arguments, "--shape", "tiny").err
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -101,7 +101,7 @@ def test_a_full_standard_error_takes_no_start_with_it(outrider, monkeypatch):
 def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
     calls = []
 
-    def child(module, work, *, variables, limit_s):
+    def child(function, work, *, variables, limit_s):
         calls.append(variables)
         stages = {"import": 1.0, "compile kernels": 2.0 / len(calls)}
         total = sum(stages.values())
@@ -142,32 +142,32 @@ def test_bad_input(outrider, arguments, message):
 
 def test_a_child_that_dies_says_how():
     with pytest.raises(ChildFailed, match=r"exit code 1.*No module named 'outrider\.cli\.nothing'|exit code 1.*nothing"):
-        run_child("outrider.cli.nothing", {}, variables={}, limit_s=60)
+        run_child("outrider.cli.nothing:measure", {}, limit_s=60)
 
 
 def test_a_child_that_takes_too_long_is_ended():
     with pytest.raises(ChildFailed, match="within 0.01 s"):
-        run_child("outrider_bench.startup_child", {}, variables={}, limit_s=0.01)
+        run_child("outrider_bench.engine_start:time_start", {}, limit_s=0.01)
 
 
 def test_what_a_child_has_started_ends_with_it(tmp_path):
     """An engine's own processes would hold the device, and the next engine would be measured beside them."""
     (tmp_path / "lingering.py").write_text(
-        "import json, pathlib, subprocess, sys, time\n"
-        "more = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL)\n"
-        "work = json.loads(sys.argv[1])\n"
-        "pathlib.Path(work['file']).write_text(str(more.pid))\n"
-        "time.sleep(work['seconds'])\n"
-        "print('{}')\n"
+        "import pathlib, subprocess, sys, time\n"
+        "def measure(work):\n"
+        "    more = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL)\n"
+        "    pathlib.Path(work['file']).write_text(str(more.pid))\n"
+        "    time.sleep(work['seconds'])\n"
+        "    return {}\n"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
     for seconds, limit_s in ((60, 3), (0, 60)):
         work = {"file": str(tmp_path / "pid"), "seconds": seconds}
         if seconds:
             with pytest.raises(ChildFailed, match="its processes were ended"):
-                run_child("lingering", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
+                run_child("lingering:measure", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
         else:
-            run_child("lingering", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
+            run_child("lingering:measure", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
         pid = int((tmp_path / "pid").read_text())
         assert gone(pid, seconds=10), "a process of the child's still runs"
 

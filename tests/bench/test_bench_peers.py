@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider_bench.child import ChildFailed
+from outrider_bench.child import ChildFailed, open_session
 from outrider_bench.commands import peers
 from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles, token_ids
-from outrider_bench.peers.session import session
-from outrider_bench.peers.work import Work
+from outrider_bench.peers.work import PeerWork
 from outrider_bench.plot import series_svg
 from outrider_bench.synthetic import rates_of_length
 from processes import gone
@@ -105,7 +104,7 @@ def interrupted_at_the_second(monkeypatch):
     def opened(module, work, *, variables, limit_s, log):
         yield SimpleNamespace(about={"version": "1", "settings": "set", "start_s": 1.0}, ask=ask)
 
-    monkeypatch.setattr("outrider_bench.commands.peers.session", opened)
+    monkeypatch.setattr("outrider_bench.commands.peers.open_session", opened)
 
 
 INTERRUPTED = ("bench", "peers", "--backend", "cpu", "--engines", "outrider,transformers", "--repeat", "1")
@@ -228,11 +227,14 @@ def test_a_session_that_dies_says_how_and_one_that_is_silent_is_ended(tmp_path):
     path = {"PYTHONPATH": str(tmp_path)}
     with (
         pytest.raises(ChildFailed, match="dying ended with exit code 1: no such device"),
-        session("dying", {}, variables=path, limit_s=30),
+        open_session("dying", {}, variables=path, limit_s=30),
     ):
         pass
     began = time.monotonic()
-    with pytest.raises(ChildFailed, match="silent didn't answer within"), session("silent", {}, variables=path, limit_s=0.2):
+    with (
+        pytest.raises(ChildFailed, match="silent didn't answer within"),
+        open_session("silent", {}, variables=path, limit_s=0.2),
+    ):
         pass
     assert time.monotonic() - began < 30
 
@@ -247,7 +249,7 @@ time.sleep(60)
 
 def test_a_session_that_is_late_with_an_answer_is_ended_and_not_waited_for_again(tmp_path):
     (tmp_path / "late.py").write_text(LATE)
-    with session("late", {}, variables={"PYTHONPATH": str(tmp_path)}, limit_s=30) as opened:
+    with open_session("late", {}, variables={"PYTHONPATH": str(tmp_path)}, limit_s=30) as opened:
         with pytest.raises(ChildFailed, match=r"late didn't answer within 0\.1 s; it was ended"):
             opened.ask({}, limit_s=0.1)
         with pytest.raises(ProcessLookupError):
@@ -283,7 +285,7 @@ def test_a_session_leaves_no_directory_behind_however_it_ends(ends, tmp_path, mo
     place.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(place))
     path, work = {"PYTHONPATH": str(tmp_path)}, {"dies": ends == "it dies"}
-    with ENDS[ends](), session("writing", work, variables=path, limit_s=30) as opened:
+    with ENDS[ends](), open_session("writing", work, variables=path, limit_s=30) as opened:
         (scratch,) = place.iterdir()
         assert str(scratch) == opened.about["scratch"]
         assert [each.name for each in scratch.iterdir()] == ["target"]
@@ -294,7 +296,7 @@ def test_a_session_leaves_no_directory_behind_however_it_ends(ends, tmp_path, mo
     assert list(place.iterdir()) == []
 
 
-WORKED = Work(
+WORKED = PeerWork(
     shape="tiny",
     dtype="float32",
     batches=(1, 4),
@@ -327,7 +329,7 @@ def test_a_load_is_drawn_from_its_ranges_and_by_its_seed():
     load = MixedLoad(requests=256, seed=7)
     assert load.lengths == MixedLoad(requests=256, seed=7).lengths != MixedLoad(requests=256, seed=8).lengths
     assert {32 <= prompt <= 1036 and 16 <= output <= 400 for prompt, output in load.lengths} == {True}
-    assert load.described()["prompt_tokens"] == sum(prompt for prompt, _ in load.lengths)
+    assert load.describe()["prompt_tokens"] == sum(prompt for prompt, _ in load.lengths)
 
 
 def test_quantiles():
@@ -376,7 +378,7 @@ def asked(monkeypatch):
 
         yield SimpleNamespace(about={"version": "1", "settings": "set", "start_s": 3.0, "tuned_s": 7.0}, ask=ask)
 
-    monkeypatch.setattr("outrider_bench.commands.peers.session", opened)
+    monkeypatch.setattr("outrider_bench.commands.peers.open_session", opened)
     monkeypatch.setattr("outrider_bench.commands.peers.find_spec", lambda name: name)
     return made
 
@@ -423,7 +425,7 @@ def test_a_plot_that_cannot_be_written_takes_no_measurement_with_it(asked, outri
     def full(path, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("outrider_bench.outputs.write_whole", full)
+    monkeypatch.setattr("outrider_bench.plot.write_whole", full)
     files = ("--plot", str(tmp_path / "x.svg"), "--so-far", str(tmp_path / "x.json"))
     arguments = ("--engines", "outrider", "--speculate", "none", *SEVERAL, "--repeat", "1", *files)
     result = outrider("bench", "peers", "--backend", "cpu", *SMALL, *arguments, "--json")

@@ -7,8 +7,7 @@ import pytest
 
 from outrider import Engine
 from outrider.model.shapes import shape_config
-from outrider_bench.peers.work import checkpoint_config
-from outrider_bench.random_checkpoint import write_checkpoint
+from outrider_bench.random_checkpoint import checkpoint_config, write_checkpoint
 
 SMALL = ("--backend", "cpu", "--shape", "tiny", "--dtype", "float32")
 
@@ -81,14 +80,14 @@ def test_the_bundled_model_serves_a_load_too(outrider):
         (("mixed", "--accept-length", "2"), "--accept-length is synthetic"),
         (("prefill", "--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg', and nothing can be written in '/nowhere'"),
         (("decode", "--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg', and nothing can be written in '/nowhere'"),
-        (("prefill", "--prompt-tokens", "8,90", "--max-context", "64"), "--prompt-tokens 90 and the 8 tokens behind them"),
+        (("prefill", "--prompt-tokens", "8,90", "--max-context", "64"), "--prompt-tokens 90 and the 8 tokens after them"),
         (("decode", "--prompt-tokens", "8,90", "--max-context", "64"), "in the context of 64: they are 154; ask for fewer"),
         (("mixed", "--prompts", "9-9", "--outputs", "8-8", "--max-context", "16"), "--prompts 9 and --outputs 8 tokens"),
         (("decode", "--shape", "tiny", "--speculate", "none", "--draft-length", "load"), "drafts nothing; leave draft_"),
-        (("mixed", "--shape", "tiny", "--draft", "x"), "leave out --model and --draft"),
-        (("prefill", "--prompt-tokens", "2041"), "--prompt-tokens 2041 and the 8 tokens behind them don't fit"),
+        (("mixed", "--shape", "tiny", "--draft", "x"), "--draft doesn't go with --shape"),
+        (("prefill", "--prompt-tokens", "2041"), "--prompt-tokens 2041 and the 8 tokens after them don't fit"),
         (("mixed", "--prompts", "9000-9000"), "in the context of 2048: they are 9"),
-        (("prefill", "--shape", "tiny", "--prompt-tokens", "99999999"), "--prompt-tokens 99999999 and the 8 tokens behind"),
+        (("prefill", "--shape", "tiny", "--prompt-tokens", "99999999"), "--prompt-tokens 99999999 and the 8 tokens after"),
         (("decode", "--shape", "tiny", "--new-tokens", "99999999"), "and --new-tokens 99999999 don't fit in the context of"),
         (("serve", "--shape", "tiny", "--new-tokens", "99999999"), "and --new-tokens 99999999 don't fit in the context of"),
     ],
