@@ -70,7 +70,7 @@ def test_the_bundled_model_serves_a_load_too(outrider):
         (("mixed", "--prompts", "20-3"), "--prompts is '20-3'"),
         (
             ("mixed", "--shape", "tiny", "--speculate", "none", "--draft-vocabulary", "9"),
-            "--draft-vocabulary says what drafts",
+            "--draft-vocabulary says which draft tokens",
         ),
         (
             ("decode", "--shape", "tiny", "--draft-vocabulary", "9x"),

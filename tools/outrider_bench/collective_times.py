@@ -165,7 +165,7 @@ def _microseconds(bench: RankBench, work: Callable[[], None]) -> tuple[float, bo
         for _ in range(calls):
             work()
 
-    enqueue: Callable[[], None] = repeat_call
+    enqueue: Callable[[], object] = repeat_call
     if captured:
         graph = backend.capture("collectives", repeat_call, stream=stream, inputs={}, outputs={})
         enqueue = partial(graph.replay, stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +12,11 @@ import typer
 
 from outrider.cli.engine_options import LaunchOptions
 from outrider.cli.models import (
+    DraftLengthOption,
     DraftOption,
     DraftOutputHeadOption,
     DraftTokensOption,
+    DraftTopkOption,
     DraftVocabularyOption,
     ModelOption,
     Running,
@@ -25,7 +28,7 @@ from outrider.cli.models import (
 from outrider.cli.report import BackendOption
 from outrider.device.errors import ConfigError
 from outrider_bench.mixed_load import MixedLoad
-from outrider_bench.random_model import RandomModel
+from outrider_bench.random_model import DRAFT_LAYERS, RandomModel
 
 if TYPE_CHECKING:
     from outrider.cli.rank_processes import Joined
@@ -119,31 +122,6 @@ class RandomWeightOptions(RandomDraftOptions):
                 "quantize, and give its directory with --draft"
             )
 
-    def random_model(self, shape: str, speculate: str, *, draft_layers: int | None = None) -> RandomModel:
-        """Return the model and its draft. Raises :class:`ConfigError` for options that don't go together."""
-        return RandomModel(
-            shape=shape,
-            speculate=speculate,
-            draft_tokens=self.draft_tokens,
-            accept_length=self.accept_length,
-            quantize=self.quantize,
-            quantize_head=self.lm_head,
-            draft_output_head=self.draft_output_head,
-            draft_vocabulary=self.draft_vocabulary,
-            draft_quantize=self.draft_quantize,
-            **({} if draft_layers is None else {"draft_layers": draft_layers}),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DraftExtras:
-    """Settings that ``bench decode`` adds to the shared options; the names are those of its options."""
-
-    draft_topk: int = 1
-    draft_length: str | None = None
-    draft_layers: int | None = None
-    through_transformers: bool = False
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
@@ -152,6 +130,24 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
     model: ModelOption = None
     draft: DraftOption = None
     speculate: SpeculateOption = None
+    draft_topk: DraftTopkOption = 1
+    draft_length: DraftLengthOption = None
+    draft_layers: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-layers",
+            min=1,
+            metavar="N",
+            help="With --shape and --speculate dflash: layers of the drafter. Default: 5.",
+        ),
+    ] = None
+    through_transformers: Annotated[
+        bool, typer.Option("--through-transformers", help="Run the model with transformers' own code.")
+    ] = False
+
+    def running(self) -> Running:
+        """Return the launch settings, with the draft length."""
+        return replace(super().running(), draft_length=self.draft_length)
 
     def build_engine(
         self,
@@ -161,7 +157,6 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         context: int,
         say: bool,
         joined: Joined | None = None,
-        extras: DraftExtras | None = None,
     ) -> tuple[Engine, Mapping[str, object]]:
         """Return an engine for ``requests`` of ``context`` tokens, and its description for a report.
 
@@ -171,14 +166,15 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         """
         from outrider.engine.config import Choice
 
-        extras = extras or DraftExtras()
         self.check_formats()
+        if self.draft_layers is not None and (self.shape is None or self.speculate != "dflash"):
+            raise ConfigError(
+                "--draft-layers is the size of a random block drafter: it goes with --shape and --speculate dflash"
+            )
         needed = context + 2 * (self.draft_tokens + 1)
         own = [] if self.max_requests else [Choice("max_requests", requests, requests_origin)]
-        if self.shape is None:
-            engine, described = self._from_checkpoint(requests, needed, own, say, joined, extras)
-        else:
-            engine, described = self._from_shape(self.shape, requests, needed, own, say, joined, extras)
+        load_engine = self._from_checkpoint if self.shape is None else partial(self._from_shape, self.shape)
+        engine, described = load_engine(requests, needed, own, say, joined)
         return engine, {
             "backend": engine.backend.name,
             "device": str(engine.backend.device),
@@ -192,11 +188,8 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             "max_context": engine.max_context,
         }
 
-    def _running(self, extras: DraftExtras) -> Running:
-        return replace(self.running(), draft_length=extras.draft_length)
-
     def _from_checkpoint(
-        self, requests: int, context: int, own: list[Choice], say: bool, joined: Joined | None, extras: DraftExtras
+        self, requests: int, context: int, own: list[Choice], say: bool, joined: Joined | None
     ) -> tuple[Engine, Mapping[str, object]]:
         from outrider.model import ModelConfig
 
@@ -205,13 +198,13 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             model=self.model,
             draft=self.draft,
             draft_tokens=self.draft_tokens,
-            draft_topk=extras.draft_topk,
+            draft_topk=self.draft_topk,
             draft_output_head=self.draft_output_head,
             draft_vocabulary=self.draft_vocabulary,
-            through_transformers=extras.through_transformers,
+            through_transformers=self.through_transformers,
         )
         sizes = self.sizes()
-        if not sizes.max_context and not extras.through_transformers:
+        if not sizes.max_context and not self.through_transformers:
             # A request that is longer than the model's own context is refused by `check_context`, which names options.
             sizes = replace(sizes, max_context=min(context, ModelConfig.from_checkpoint(speculation.model).max_context))
         engine = load(
@@ -219,7 +212,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             speculation,
             max_requests=requests,
             dtype=self.dtype,
-            running=self._running(extras),
+            running=self.running(),
             sizes=sizes,
             say=say,
             beside=own,
@@ -242,26 +235,36 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         own: list[Choice],
         say: bool,
         joined: Joined | None,
-        extras: DraftExtras,
     ) -> tuple[Engine, Mapping[str, object]]:
         from outrider.model.shapes import shape_config
 
-        unwanted = {"--model": self.model, "--draft": self.draft, "--through-transformers": extras.through_transformers}
+        unwanted = {"--model": self.model, "--draft": self.draft, "--through-transformers": self.through_transformers}
         for option, value in unwanted.items():
             if value:
                 raise ConfigError(f"{option} doesn't go with --shape, which has random weights of its own")
-        if extras.draft_topk != 1:
+        if self.draft_topk != 1:
             raise ConfigError("--shape drafts chains alone; leave out --draft-topk")
-        random = self.random_model(shape, self.speculate or "eagle", draft_layers=extras.draft_layers)
+        random = RandomModel(
+            shape=shape,
+            speculate=self.speculate or "eagle",
+            draft_tokens=self.draft_tokens,
+            accept_length=self.accept_length,
+            quantize=self.quantize,
+            quantize_head=self.lm_head,
+            draft_output_head=self.draft_output_head,
+            draft_vocabulary=self.draft_vocabulary,
+            draft_quantize=self.draft_quantize,
+            draft_layers=self.draft_layers or DRAFT_LAYERS,
+        )
         engine = random.load_engine(
             self.backend,
-            running=self._running(extras),
+            running=self.running(),
             max_requests=requests,
             dtype=self.dtype,
             max_context=min(context, shape_config(shape).max_context),
             sizes=self.sizes(),
             say=say,
-            beside=own,
+            other_choices=own,
             joined=joined,
         )
         return engine, random.description

@@ -32,7 +32,7 @@ _WORD_LETTERS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenCheckpoint:
+class RandomCheckpoint:
     """Directories of a target and of its EAGLE head, and the size of both in bytes."""
 
     target: Path
@@ -40,7 +40,7 @@ class WrittenCheckpoint:
     bytes: int
 
 
-def find_or_write_checkpoint(shape: str, root: Path) -> tuple[WrittenCheckpoint, bool]:
+def find_or_write_checkpoint(shape: str, root: Path) -> tuple[RandomCheckpoint, bool]:
     """Return the checkpoint of ``shape`` in ``root``, and True if it was there already.
 
     A checkpoint that was there is read once, so that it is in the page cache like one that has just been written. A missing
@@ -55,7 +55,7 @@ def find_or_write_checkpoint(shape: str, root: Path) -> tuple[WrittenCheckpoint,
         ) from error
 
 
-def _find_or_write(shape: str, root: Path) -> tuple[WrittenCheckpoint, bool]:
+def _find_or_write(shape: str, root: Path) -> tuple[RandomCheckpoint, bool]:
     mark = root / _MARK
     if mark.is_file():
         found, size = _read_mark(mark)
@@ -65,7 +65,7 @@ def _find_or_write(shape: str, root: Path) -> tuple[WrittenCheckpoint, bool]:
             with file.open("rb", buffering=0) as opened:
                 while opened.read(_RANDOM_VALUES):
                     pass
-        return WrittenCheckpoint(root / "target", root / "draft", size), True
+        return RandomCheckpoint(root / "target", root / "draft", size), True
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise ConfigError(f"{root} holds something else than a checkpoint that was written whole; name an empty directory")
     made = [each for each in (root, *root.parents) if not each.exists()]
@@ -102,7 +102,7 @@ def _read_mark(mark: Path) -> tuple[str, int]:
         ) from error
 
 
-def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: int = _FILE_BYTES) -> WrittenCheckpoint:
+def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: int = _FILE_BYTES) -> RandomCheckpoint:
     """Write a target and an EAGLE head of ``shape`` below ``root``, the target in files of about ``shard`` bytes.
 
     Norms are ones, matrices are random. The tokenizer is that of the bundled model, which has fewer tokens. The files are in
@@ -127,7 +127,7 @@ def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: 
         shapes = [(piece.key, piece.shape) for each in pieces for piece in each.pieces]
         total += _write(directory, shapes, dtype, shard if directory == target else 1 << 60)
     shutil.copyfile(bundled("target") / "tokenizer.json", target / "tokenizer.json")
-    return WrittenCheckpoint(target, draft, total)
+    return RandomCheckpoint(target, draft, total)
 
 
 def _write(directory: Path, shapes: Sequence[tuple[str, tuple[int, ...]]], dtype: str, shard: int) -> int:

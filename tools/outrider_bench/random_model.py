@@ -29,8 +29,8 @@ DRAFT_LAYERS = 5
 _DRAFT_OPTIONS = {
     "accept_length": "--accept-length needs drafts to accept",
     "draft_quantize": "--draft-quantize says what a draft's weights are",
-    "draft_output_head": "--draft-output-head says how drafts are drawn",
-    "draft_vocabulary": "--draft-vocabulary says what drafts are drawn from",
+    "draft_output_head": "--draft-output-head says how draft tokens are sampled",
+    "draft_vocabulary": "--draft-vocabulary says which draft tokens are sampled",
 }
 """Fields that need a draft, and the message that refuses each without one."""
 
@@ -144,7 +144,7 @@ class RandomModel:
         sizes: Sizes | None = None,
         cached_tokens: int | None = None,
         say: bool = False,
-        beside: Sequence[Choice] = (),
+        other_choices: Sequence[Choice] = (),
         joined: Joined | None = None,
         tune_seconds: float = 0.0,
         on_prepared: Callable[[Prepared], None] = lambda prepared: None,
@@ -153,7 +153,7 @@ class RandomModel:
 
         ``sizes`` replace ``max_requests`` and ``max_context``. ``cached_tokens``: capacity of the KV cache in tokens, in
         addition to a partly used page of each request; None: the engine chooses. ``say``: print the chosen settings and
-        ``beside``. ``tune_seconds``: time limit for tuning kernels first; ``on_prepared`` gets the result of tuning.
+        ``other_choices``. ``tune_seconds``: time limit for tuning kernels first; ``on_prepared`` gets the result of tuning.
         """
         from outrider.engine.engine import Engine
         from outrider.engine.resolve import resolve
@@ -167,7 +167,7 @@ class RandomModel:
         ranks = joined.join(device)
         with progress_shown(joined.leads) as tell:
             on_prepared(prepare_device(device, lambda: shape_config(self.shape), tune_seconds, tell))
-        own = () if dtype is not None else (self._choose_dtype(device),)
+        own: tuple[Choice, ...] = () if dtype is not None else (self._choose_dtype(device),)
         config = self._engine_config(running, dtype or str(own[0].value), max_requests, max_context, sizes)
         if cached_tokens is not None:
             pages = cached_tokens // (config.page_size or device.capabilities.page_size) + max_requests + 2
@@ -186,7 +186,7 @@ class RandomModel:
             )
         if joined.leads:
             if say:
-                say_what_was_chosen(engine, beside)
+                say_what_was_chosen(engine, other_choices)
             say_what_started(engine)
         return engine
 

@@ -57,7 +57,7 @@ class RandomQuantization:
         if format not in has:
             raise CapabilityError(
                 f"{backend.label} has no kernels for weights in {format} (it declares {', '.join(has) or 'none'}); measure "
-                "plain ones, or another backend"
+                "unquantized weights, or another backend"
             )
 
 

@@ -13,14 +13,12 @@ from rich.table import Table
 
 from outrider.cli.engine_options import with_options
 from outrider.cli.files import check_output
-from outrider.cli.models import DraftLengthOption, DraftTopkOption
 from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, spread
 from outrider.cli.report import JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few_tokens
 from outrider_bench.options import (
     BatchOption,
-    DraftExtras,
     MeasuredEngineOptions,
     NewTokensOption,
     PlotOption,
@@ -60,20 +58,6 @@ def decode(
     new_tokens: NewTokensOption = 64,
     prompt_tokens: PromptLengthsOption = "64",
     options: MeasuredEngineOptions,
-    draft_topk: DraftTopkOption = 1,
-    draft_length: DraftLengthOption = None,
-    draft_layers: Annotated[
-        int | None,
-        typer.Option(
-            "--draft-layers",
-            min=1,
-            metavar="N",
-            help="With --shape and --speculate dflash: layers of the drafter. Default: 5.",
-        ),
-    ] = None,
-    through_transformers: Annotated[
-        bool, typer.Option("--through-transformers", help="Run the model with transformers' own code.")
-    ] = False,
     tensor_parallel: TensorParallelOption = 1,
     data_parallel: DataParallelOption = 1,
     plot: PlotOption = None,
@@ -94,8 +78,6 @@ def decode(
         raise ConfigError(
             f"--max-requests is {options.max_requests}, and --batch {max(sizes)} requests decode together; raise it"
         )
-    if draft_layers is not None and (options.shape is None or options.speculate != "dflash"):
-        raise ConfigError("--draft-layers is the size of a random block drafter: it goes with --shape and --speculate dflash")
     check_new_tokens(new_tokens)
     check_output("--plot", plot, ".svg")
     require_torch()
@@ -111,12 +93,6 @@ def decode(
         context=max(lengths) + new_tokens,
         say=not json_output,
         joined=joined,
-        extras=DraftExtras(
-            draft_topk=draft_topk,
-            draft_length=draft_length,
-            draft_layers=draft_layers,
-            through_transformers=through_transformers,
-        ),
     )
     costs = measure_collectives(engine, sizes)
     if engine.follows:

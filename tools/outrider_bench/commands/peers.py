@@ -55,12 +55,12 @@ _AXES: Mapping[str, tuple[str, str]] = {
 _CACHE_VARIABLES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Environment variables of the directories for compiled kernels."""
 
-Tell = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerModelOptions(RandomWeightOptions):
-    """The model of each engine."""
+    """Random weights that every engine gets."""
 
     shape: RequiredShapeOption = "llama-3.1-8b"
     draft_tokens: DraftTokensOption = 3
@@ -237,10 +237,10 @@ def peers(
             note(line + "\n")
 
     race = _PeerRace(work, spec, options, limit, report_progress)
-    with progress_shown() as tell:
+    with progress_shown() as show_progress:
         for group in groups:
             try:
-                race.measure_group([each for each in found if (each.engine, each.speculate) in group], repeat, tell)
+                race.measure_group([each for each in found if (each.engine, each.speculate) in group], repeat, show_progress)
             except KeyboardInterrupt:
                 done = sum(each.has_result for each in found)
                 where = "; ".join(f"{name}, {kind}" for name, kind in group)
@@ -295,12 +295,12 @@ class _PeerRace:
         self._limit_s = limit_s
         self._report_progress = report_progress
 
-    def measure_group(self, group: list[EngineRuns], repeat: int, tell: Tell) -> None:
+    def measure_group(self, group: list[EngineRuns], repeat: int, show_progress: ProgressCallback) -> None:
         """Open the engines, measure every case ``repeat`` times, all cases once before any case twice, and end them."""
         with ExitStack() as stack:
             sessions: list[tuple[EngineRuns, ChildSession]] = []
             for each in group:
-                tell(f"starting {each.engine}, {each.speculate}", 0, 1)
+                show_progress(f"starting {each.engine}, {each.speculate}", 0, 1)
                 opened = self._open(each, stack)
                 if opened is not None:
                     sessions.append((each, opened))
@@ -309,7 +309,7 @@ class _PeerRace:
             cases = first + [(phase, case) for phase, case in first if case != "latency"] * (repeat - 1)
             for number, (phase, case) in enumerate(cases):
                 for each, opened in sessions:
-                    tell(f"{each.engine}, {each.speculate}", number, len(cases))
+                    show_progress(f"{each.engine}, {each.speculate}", number, len(cases))
                     self._measure_case(each, opened, phase, case)
 
     def _cases(self) -> list[tuple[str, Any]]:

@@ -46,7 +46,7 @@ _SEEDS = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class ServerModelOptions(RandomDraftOptions):
-    """The model of each server."""
+    """Random weights that every server gets."""
 
     shape: RequiredShapeOption = "llama-3.1-8b"
     draft_tokens: DraftTokensOption = 3

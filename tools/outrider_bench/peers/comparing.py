@@ -162,9 +162,9 @@ def render_engines(console: Console, data: Mapping[str, Any]) -> None:
         f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s are those of this acceptance, the text is nonsense\n"
     )
     engines: list[dict[str, Any]] = data["engines"]
-    for phase, table in _TABLES.items():
+    for phase, columns in _TABLES.items():
         if phase in data["phases"]:
-            _render_phase(console, engines, *table)
+            _render_phase(console, engines, *columns)
     if "mixed" in data["phases"]:
         _render_mixed(console, engines, data["mixed"])
     if data["ratios"]:

@@ -76,8 +76,8 @@ class PeerRuns:
     def measure(self, request: Mapping[str, Any]) -> dict[str, object]:
         """Run a phase (``request["phase"]``) and return its figures.
 
-        ``request["case"]`` is the batch size of ``decode``, or the prompt length of ``prefill`` and ``context``. For ``mixed``
-        the case is ``seconds`` (throughput) or ``latency`` (first tokens and gaps).
+        ``request["case"]`` is the batch size of ``decode``, or the prompt length of ``prefill`` and ``context``. For
+        ``mixed`` the case is ``seconds`` (throughput) or ``latency`` (first tokens and gaps).
         """
         phase, case = request["phase"], request["case"]
         key = phase if phase == "mixed" else f"{phase} {case}"

@@ -18,7 +18,7 @@ _COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens",
 
 
 class VllmPeer(Peer):
-    """vLLM's offline engine."""
+    """The offline engine of vLLM."""
 
     def __init__(self, vllm: Any, engine: Any, *, drafts: bool, quantized: str | None = None) -> None:
         how = "synthetic rejection sampling by position" if drafts else "no speculation"
