@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -129,12 +130,14 @@ def decode(
             compiled = sum(engine.model.kernels.compiled().values()) - known
             notes.append(f"kernels compiled since: {compiled}")
             data["kernels_compiled"] = {**asdict(engine.warm_up), "since": compiled}
-        code = 0
-        if plot is not None:
-            drawing = limits_svg(rows, title=f"{data['model']}, {data['speculate']}, {data['dtype']}")
-            code = write_plot(plot, drawing, data)
-            notes.append(str(data.get("plot_failed", f"plot: {plot}")))
+        code = 0 if plot is None else _write_limits(plot, rows, data, notes)
         return Report(data=data, render=lambda console: _render(console, data, rows, notes), exit_code=code)
+
+
+def _write_limits(plot: Path, rows: list[dict[str, Any]], data: dict[str, object], notes: list[str]) -> int:
+    code = write_plot(plot, limits_svg(rows, title=f"{data['model']}, {data['speculate']}, {data['dtype']}"), data)
+    notes.append(str(data.get("plot_failed", f"plot: {plot}")))
+    return code
 
 
 def _measure(

@@ -85,21 +85,7 @@ def kernels(
         others = device.kernels_in_use is not device.kernels
         own_us = _microseconds(device, stream, case, own) if others else us
         torch_us = _microseconds(device, stream, case, KernelSet())
-        limit_us = 1e6 * case.bytes / bandwidth
-        rows.append(
-            {
-                "kernel": case.kernel,
-                "case": case.name,
-                "us": us,
-                "own_us": own_us,
-                "torch_us": torch_us,
-                "limit_us": limit_us,
-                "bytes": case.bytes,
-                "ratio_to_limit": us / limit_us,
-                "ratio_to_torch": us / torch_us,
-                "tb_per_s": case.bytes / us / 1e6,
-            }
-        )
+        rows.append(_row(case, us, own_us, torch_us, 1e6 * case.bytes / bandwidth))
     data: dict[str, object] = {
         "backend": device.name,
         "device": str(device.device),
@@ -111,6 +97,21 @@ def kernels(
         "results": rows,
     }
     return Report(data=data, render=lambda console: _render(console, data, rows))
+
+
+def _row(case: KernelCase, us: float, own_us: float, torch_us: float, limit_us: float) -> dict[str, Any]:
+    return {
+        "kernel": case.kernel,
+        "case": case.name,
+        "us": us,
+        "own_us": own_us,
+        "torch_us": torch_us,
+        "limit_us": limit_us,
+        "bytes": case.bytes,
+        "ratio_to_limit": us / limit_us,
+        "ratio_to_torch": us / torch_us,
+        "tb_per_s": case.bytes / us / 1e6,
+    }
 
 
 def _formats(text: str | None) -> list[str]:

@@ -22,6 +22,7 @@ from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import ChildFailed, ChildSession, open_session
+from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.options import (
     BatchOption,
     MixedLoadOptions,
@@ -59,8 +60,8 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerModelOptions(RandomWeightOptions):
-    """Random weights that every engine gets."""
+class PeerWorkOptions(RandomWeightOptions):
+    """Random weights that every engine gets, and the work of each phase."""
 
     shape: RequiredShapeOption = "llama-3.1-8b"
     draft_tokens: DraftTokensOption = 3
@@ -71,25 +72,18 @@ class PeerModelOptions(RandomWeightOptions):
         ),
     ] = 2.98
     dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE")] = "bfloat16"
-
-
-@with_options
-def peers(
-    *,
-    model: PeerModelOptions,
     phases: Annotated[
         str, typer.Option(metavar="decode,prefill,mixed,context", help="Phases to measure, separated by commas.")
-    ] = "decode",
-    batch: BatchOption = "1,8,32",
-    prompt_tokens: PromptTokensOption = 512,
-    new_tokens: NewTokensOption = 256,
+    ] = "decode"
+    batch: BatchOption = "1,8,32"
+    prompt_tokens: PromptTokensOption = 512
+    new_tokens: NewTokensOption = 256
     prefill_tokens: Annotated[
         str, typer.Option("--prefill-tokens", metavar="512,4096", help="Prompt lengths of prefill, separated by commas.")
-    ] = "512,4096,16384",
+    ] = "512,4096,16384"
     contexts: Annotated[
         str, typer.Option(metavar="512,32768", help="Prompt lengths of context, where one request decodes, by commas.")
-    ] = "512,2048,8192,32768",
-    load: MixedLoadOptions,
+    ] = "512,2048,8192,32768"
     max_requests: Annotated[
         int | None,
         typer.Option(
@@ -98,11 +92,111 @@ def peers(
             metavar="N",
             help="Maximum number of concurrent requests. Default: as needed, at most 128.",
         ),
-    ] = None,
+    ] = None
     max_context: Annotated[
         int | None,
         typer.Option("--max-context", min=2, metavar="N", help="Maximum tokens of a request. Default: as needed."),
-    ] = None,
+    ] = None
+    memory: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Fraction of the device's memory, for an engine that takes a fraction."),
+    ] = None
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory for compiled kernels and output of the engines, which the next run reuses."
+        ),
+    ] = None
+
+    def check(self, engines: Sequence[str], proposers: Sequence[str]) -> None:
+        """Raise :class:`ConfigError` for options that ``engines`` with ``proposers`` can't use."""
+        self.check_formats()
+        check_new_tokens(self.new_tokens, 2)
+        if self.keep is not None:
+            check_directory("--keep", self.keep)
+        if self.memory is not None and not 0 < self.memory <= 1:
+            raise ConfigError(f"--memory is {self.memory:g}; expected a share of the device's memory, above 0 and at most 1")
+        if self.quantize is not None:
+            self._check_quantized(self.quantize, engines)
+        own = {
+            "--draft-output-head": self.draft_output_head,
+            "--draft-vocabulary": self.draft_vocabulary,
+            "--draft-quantize": self.draft_quantize,
+        }
+        given = [option for option, value in own.items() if value is not None]
+        if given and not (OURS in engines and "eagle" in proposers):
+            raise ConfigError(
+                f"{given[0]} is for drafts of {OURS}, and --engines {','.join(engines)!r} with --speculate "
+                f"{','.join(proposers)!r} has none; leave it out"
+            )
+
+    def _check_quantized(self, quantize: str, engines: Sequence[str]) -> None:
+        from outrider.model.shapes import shape_config
+        from outrider_tune.quantized import random_format
+
+        random_format(quantize)
+        others = sorted(set(engines) - {OURS, "vllm"})
+        if others:
+            raise ConfigError(
+                f"--quantize is for outrider and vllm, not for {', '.join(others)}; say --engines outrider,vllm"
+            )
+        if self.lm_head and shape_config(self.shape).tie_embeddings:
+            raise ConfigError(
+                f"the output head of {self.shape} is its embedding, which stays unquantized; leave out --lm-head"
+            )
+
+    def make_work(self, mixed: MixedLoad, *, device: str, engines: int) -> PeerWork:
+        """Return the work for engines on ``device``, ``engines`` of which share its memory. Raises :class:`ConfigError`."""
+        from outrider_bench.synthetic import rates_of_length
+
+        measured = tuple(parse_names(self.phases, "--phases", PHASES))
+        batches = tuple(parse_sizes(self.batch))
+        concurrent = max(batches) if "decode" in measured else 1
+        if "mixed" in measured:
+            concurrent = max(concurrent, min(mixed.requests, 128))
+        work = PeerWork(
+            shape=self.shape,
+            dtype=self.dtype,
+            batches=batches,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            draft_tokens=self.draft_tokens,
+            accept_length=self.accept_length,
+            rates=rates_of_length(self.accept_length, self.draft_tokens),
+            device=device,
+            phases=measured,
+            lengths=tuple(parse_sizes(self.prefill_tokens, "--prefill-tokens", "512,4096")),
+            contexts=tuple(parse_sizes(self.contexts, "--contexts", "512,4096")),
+            requests=mixed.requests,
+            seed=mixed.seed,
+            prompts=mixed.prompts,
+            outputs=mixed.outputs,
+            max_requests=self.max_requests or concurrent,
+            max_context=self.max_context,
+            memory=self.memory or (0.85 if engines == 1 else round(0.9 / engines, 3)),
+            keep=None if self.keep is None else str(self.keep.absolute()),
+            quantize=self.quantize,
+            quantize_head=self.lm_head,
+            draft_output_head=self.draft_output_head,
+            draft_vocabulary=self.draft_vocabulary,
+            draft_quantize=self.draft_quantize,
+        )
+        tokens, whose = work.longest
+        room = min(self.max_context or work.shape_context, work.shape_context)
+        if tokens > room:
+            raise ConfigError(f"a request of {whose} has {tokens} tokens, and {room} are there for one; ask for fewer")
+        if "decode" in measured and work.max_requests < max(batches):
+            raise ConfigError(
+                f"--max-requests is {work.max_requests}, and --batch {max(batches)} requests decode together; raise it"
+            )
+        return work
+
+
+@with_options
+def peers(
+    *,
+    options: PeerWorkOptions,
+    load: MixedLoadOptions,
     engines: Annotated[str, typer.Option(metavar="outrider,vllm", help="Engines, separated by commas.")] = ",".join(_ORDER),
     speculate: Annotated[str, typer.Option("--speculate", metavar="eagle,none", help="Proposers, separated by commas.")] = (
         "eagle,none"
@@ -111,16 +205,6 @@ def peers(
         int,
         typer.Option(min=1, metavar="N", help="Runs of each case. From 2 on all engines are open at once and take turns."),
     ] = 3,
-    memory: Annotated[
-        float | None,
-        typer.Option(metavar="SHARE", help="Fraction of the device's memory, for an engine that takes a fraction."),
-    ] = None,
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory for compiled kernels and output of the engines, which the next run reuses."
-        ),
-    ] = None,
     mode: ModeOption = None,
     prefill_chunk: PrefillChunkOption = None,
     tune_seconds: Annotated[
@@ -143,125 +227,65 @@ def peers(
     draft token. transformers has no such setting and doesn't speculate. Engines that aren't installed are listed.
     """
     del json_output
-    check_new_tokens(new_tokens, 2)
     chosen = parse_names(engines, "--engines", _ORDER)
     kinds = parse_names(speculate, "--speculate", ("eagle", "none"))
     check_output("--plot", plot, ".svg")
     check_output("--so-far", so_far)
-    if keep is not None:
-        check_directory("--keep", keep)
-    if memory is not None and not 0 < memory <= 1:
-        raise ConfigError(f"--memory is {memory:g}; expected a share of the device's memory, above 0 and at most 1")
-    if plot is not None and not set(_AXES) & set(parse_names(phases, "--phases", PHASES)):
-        raise ConfigError(f"--plot has nothing to draw of --phases {phases!r}; add {', '.join(_AXES)}, or leave it out")
-    model.check_formats()
-    if model.quantize is not None:
-        _check_quantized(model.quantize, model.lm_head, model.shape, chosen)
-    ours = {
-        "--draft-output-head": model.draft_output_head,
-        "--draft-vocabulary": model.draft_vocabulary,
-        "--draft-quantize": model.draft_quantize,
-    }
-    given = [option for option, value in ours.items() if value is not None]
-    if given and not (OURS in chosen and "eagle" in kinds):
+    if plot is not None and not set(_AXES) & set(parse_names(options.phases, "--phases", PHASES)):
         raise ConfigError(
-            f"{given[0]} is for drafts of {OURS}, and --engines {engines!r} with --speculate {speculate!r} has none; leave "
-            "it out"
+            f"--plot has nothing to draw of --phases {options.phases!r}; add {', '.join(_AXES)}, or leave it out"
         )
+    options.check(chosen, kinds)
     registry = Registry()
-    spec = registry.select(model.backend, backend_from_environment())
-    from outrider_bench.synthetic import rates_of_length
-
-    measured = tuple(parse_names(phases, "--phases", PHASES))
-    batches = tuple(parse_sizes(batch))
-    mixed = load.load()
-    concurrent = max(batches) if "decode" in measured else 1
-    if "mixed" in measured:
-        concurrent = max(concurrent, min(mixed.requests, 128))
-    sharing = len(chosen) if repeat > 1 else 1
-    work = PeerWork(
-        shape=model.shape,
-        dtype=model.dtype,
-        batches=batches,
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        draft_tokens=model.draft_tokens,
-        accept_length=model.accept_length,
-        rates=rates_of_length(model.accept_length, model.draft_tokens),
-        device=str(registry.create(spec).device),
-        phases=measured,
-        lengths=tuple(parse_sizes(prefill_tokens, "--prefill-tokens", "512,4096")),
-        contexts=tuple(parse_sizes(contexts, "--contexts", "512,4096")),
-        requests=mixed.requests,
-        seed=mixed.seed,
-        prompts=mixed.prompts,
-        outputs=mixed.outputs,
-        max_requests=max_requests or concurrent,
-        max_context=max_context,
-        memory=memory or (0.85 if sharing == 1 else round(0.9 / sharing, 3)),
-        keep=None if keep is None else str(keep.absolute()),
-        quantize=model.quantize,
-        quantize_head=model.lm_head,
-        draft_output_head=model.draft_output_head,
-        draft_vocabulary=model.draft_vocabulary,
-        draft_quantize=model.draft_quantize,
-    )
-    tokens, whose = work.longest
-    room = min(max_context or work.shape_context, work.shape_context)
-    if tokens > room:
-        raise ConfigError(f"a request of {whose} has {tokens} tokens, and {room} are there for one; ask for fewer")
-    if "decode" in measured and work.max_requests < max(batches):
-        raise ConfigError(
-            f"--max-requests is {work.max_requests}, and --batch {max(batches)} requests decode together; raise it"
-        )
-    jobs = [(name, kind) for kind in kinds for name in _ORDER if name in chosen and (name == OURS or kind in PEERS[name])]
-    groups = [[job] for job in jobs] if repeat == 1 else [[job for job in jobs if job[1] == kind] for kind in kinds]
-    found = [EngineRuns(engine=name, speculate=kind) for name, kind in jobs]
+    spec = registry.select(options.backend, backend_from_environment())
+    work = options.make_work(load.load(), device=str(registry.create(spec).device), engines=len(chosen) if repeat > 1 else 1)
+    groups = _engine_groups(chosen, kinds, repeat)
+    found = [each for group in groups for each in group]
     data: dict[str, object] = {
         **asdict(work),
         "backend": str(spec),
         "quantized": work.quantized,
-        "acceptance": f"synthetic, mean {model.accept_length:g}",
+        "acceptance": f"synthetic, mean {work.accept_length:g}",
         "repeat": repeat,
-        "mixed": mixed.describe() if "mixed" in measured else None,
+        "mixed": work.load.describe() if "mixed" in work.phases else None,
     }
 
     def describe() -> dict[str, object]:
         return data | compare_engines([each for each in found if each.has_result], work)
 
-    options = {"mode": mode, "prefill_chunk": prefill_chunk, "tune_seconds": tune_seconds}
+    settings = {"mode": mode, "prefill_chunk": prefill_chunk, "tune_seconds": tune_seconds}
 
     def report_progress(line: str) -> None:
         if so_far is not None:
             write_output("--so-far", so_far, json.dumps(describe(), indent=1) + "\n")
             note(line + "\n")
 
-    race = _PeerRace(work, spec, options, limit, report_progress)
+    race = _PeerRace(work, spec, settings, limit, report_progress)
     with progress_shown() as show_progress:
         for group in groups:
             try:
-                race.measure_group([each for each in found if (each.engine, each.speculate) in group], repeat, show_progress)
+                race.measure_group(group, repeat, show_progress)
             except KeyboardInterrupt:
                 done = sum(each.has_result for each in found)
-                where = "; ".join(f"{name}, {kind}" for name, kind in group)
-                reached = f"interrupted at {where}, after {done} of {len(jobs)} measurements"
+                where = "; ".join(f"{each.engine}, {each.speculate}" for each in group)
+                reached = f"interrupted at {where}, after {done} of {len(found)} measurements"
                 raise Interrupted(reached, describe(), _renderer(describe()) if done else None) from None
     result = describe()
-    code = 0 if plot is None else write_plot(plot, _draw(found, measured, f"{model.shape}, {model.dtype}"), result)
+    code = 0 if plot is None else write_plot(plot, _draw(found, work.phases, f"{work.shape}, {work.dtype}"), result)
     return Report(data=result, render=_renderer(result), exit_code=code)
 
 
-def _check_quantized(quantize: str, head: bool, shape: str, engines: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` for a format that is unknown, or that not all ``engines`` support."""
-    from outrider.model.shapes import shape_config
-    from outrider_tune.quantized import random_format
-
-    random_format(quantize)
-    others = sorted(set(engines) - {OURS, "vllm"})
-    if others:
-        raise ConfigError(f"--quantize is for outrider and vllm, not for {', '.join(others)}; say --engines outrider,vllm")
-    if head and shape_config(shape).tie_embeddings:
-        raise ConfigError(f"the output head of {shape} is its embedding, which stays unquantized; leave out --lm-head")
+def _engine_groups(engines: Sequence[str], proposers: Sequence[str], repeat: int) -> list[list[EngineRuns]]:
+    """Return the engines that are open at the same time: all with one proposer, or a single one if nothing is repeated."""
+    groups = [
+        [
+            EngineRuns(engine=name, speculate=kind)
+            for name in _ORDER
+            if name in engines and (name == OURS or kind in PEERS[name])
+        ]
+        for kind in proposers
+    ]
+    return [[each] for group in groups for each in group] if repeat == 1 else groups
 
 
 def _draw(found: Sequence[EngineRuns], phases: Sequence[str], title: str) -> str | None:

@@ -53,6 +53,24 @@ class ServerModelOptions(RandomDraftOptions):
     accept_length: AcceptLengthOption = 2.98
     dtype: DtypeOption = None
 
+    def make_setup(self, speculate: str, max_requests: int, *, prompt_tokens: int, new_tokens: int) -> ServerSetup:
+        """Return the setup of each server. Raises :class:`ConfigError` for requests that exceed the context."""
+        from outrider.model.shapes import shape_config
+        from outrider_bench.servers import ServerSetup
+
+        config = shape_config(self.shape)
+        check_lengths(config, self.shape, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+        return ServerSetup(
+            shape=self.shape,
+            speculate=speculate,
+            draft_tokens=self.draft_tokens,
+            accept_length=self.accept_length if speculate == "eagle" else None,
+            dtype=self.dtype,
+            backend=self.backend,
+            max_requests=max_requests,
+            max_context=min(prompt_tokens + new_tokens + 2 * (self.draft_tokens + 1), config.max_context),
+        )
+
 
 @with_options
 def serve(
@@ -128,21 +146,7 @@ def serve(
     if model is not None:
         raise ConfigError("--model is what a server at --url calls its model; servers that are started here have --shape")
     names = parse_names(engines, "--engines", _ENGINES)
-    from outrider.model.shapes import shape_config
-    from outrider_bench.servers import ServerSetup
-
-    config = shape_config(options.shape)
-    check_lengths(config, options.shape, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-    setup = ServerSetup(
-        shape=options.shape,
-        speculate=speculate,
-        draft_tokens=options.draft_tokens,
-        accept_length=options.accept_length if speculate == "eagle" else None,
-        dtype=options.dtype,
-        backend=options.backend,
-        max_requests=max(sizes),
-        max_context=min(prompt_tokens + new_tokens + 2 * (options.draft_tokens + 1), config.max_context),
-    )
+    setup = options.make_setup(speculate, max(sizes), prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     if logs is not None:
         check_directory("--logs", logs)
     with TemporaryDirectory(prefix="outrider-bench-") as directory:

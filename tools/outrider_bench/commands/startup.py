@@ -67,14 +67,7 @@ def startup(
     del json_output
     if speculate not in ("eagle", "none"):
         raise ConfigError(f"--speculate is {speculate!r}; expected eagle or none")
-    if checkpoint is not None and shape is None:
-        raise ConfigError("--checkpoint is the directory of a checkpoint of --shape; name a shape")
-    if checkpoint is not None and directory is not None:
-        raise ConfigError(
-            "--directory is for a checkpoint that is removed, --checkpoint for one that stays; give one of them"
-        )
-    if directory is not None:
-        check_directory("--directory", directory, make=False)
+    _check_directories(shape, checkpoint, directory)
     about: dict[str, object] | None = None
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
@@ -111,6 +104,17 @@ def startup(
     del work["target"], work["eagle"], work["tuned"]
     data: dict[str, object] = {**work, "checkpoint": about, "kernel_cache": bool(caches), "starts": found}
     return Report(data=data, render=lambda console: _render(console, work, found))
+
+
+def _check_directories(shape: str | None, checkpoint: Path | None, directory: Path | None) -> None:
+    if checkpoint is not None and shape is None:
+        raise ConfigError("--checkpoint is the directory of a checkpoint of --shape; name a shape")
+    if checkpoint is not None and directory is not None:
+        raise ConfigError(
+            "--directory is for a checkpoint that is removed, --checkpoint for one that stays; give one of them"
+        )
+    if directory is not None:
+        check_directory("--directory", directory, make=False)
 
 
 def _start_names(count: int, *, compiles: bool) -> list[str]:
