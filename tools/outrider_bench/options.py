@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.engine_options import LaunchOptions
 from outrider.cli.models import (
-    DraftLengthOption,
     DraftOption,
     DraftOutputHeadOption,
     DraftTokensOption,
@@ -22,11 +20,13 @@ from outrider.cli.models import (
     Running,
     SpeculateOption,
     Speculation,
+    TransformersOption,
     launched,
     load,
 )
 from outrider.cli.report import BackendOption
 from outrider.device.errors import ConfigError
+from outrider_bench.launch_options import DraftLengthOption, LaunchOptions
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel
 
@@ -141,9 +141,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             help="With --shape and --speculate dflash: layers of the drafter. Default: 5.",
         ),
     ] = None
-    through_transformers: Annotated[
-        bool, typer.Option("--through-transformers", help="Run the model with transformers' own code.")
-    ] = False
+    through_transformers: TransformersOption = False
 
     def running(self) -> Running:
         """Return the launch settings, with the draft length."""
@@ -215,7 +213,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             running=self.running(),
             sizes=sizes,
             say=say,
-            beside=own,
+            command_choices=own,
             joined=joined,
             prefix_cache=False,
         )

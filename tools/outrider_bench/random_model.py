@@ -200,8 +200,6 @@ class RandomModel:
             draft_tokens=self.draft_tokens,
             dtype=dtype,
             prefix_cache=False,
-            penalties=False,
-            max_logprobs=0,
             **asdict(running),
             **own | (sizes or Sizes()).given,
         )

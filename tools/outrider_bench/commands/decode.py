@@ -99,7 +99,7 @@ def decode(
     if engine.follows:
         with joined:
             engine.follow()
-        return Report.told_elsewhere()
+        return Report.silent_report()
     with joined, closing(engine):
         check_context(engine, f"--prompt-tokens {max(lengths)} and --new-tokens {new_tokens}", max(lengths) + new_tokens)
         notes = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]

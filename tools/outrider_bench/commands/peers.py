@@ -15,13 +15,14 @@ import typer
 from outrider.cli.engine_options import with_options
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.files import check_directory, check_output
-from outrider.cli.models import DraftTokensOption, ModeOption, PrefillChunkOption
+from outrider.cli.models import DraftTokensOption
 from outrider.cli.report import Interrupted, JsonOption, Report
 from outrider.cli.starting import progress_shown
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import ChildFailed, ChildSession, open_session
+from outrider_bench.launch_options import ModeOption, PrefillChunkOption
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.options import (
     BatchOption,

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.engine_options import LaunchOptions, with_options
+from outrider.cli.engine_options import with_options
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.files import check_directory
 from outrider.cli.models import DraftTokensOption
@@ -21,6 +21,7 @@ from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import run_child
+from outrider_bench.launch_options import LaunchOptions
 from outrider_bench.options import ShapeOption
 from outrider_sanitizer.files import scratch_directory
 
