@@ -16,8 +16,15 @@ from outrider.cli.models import (
     DraftTokensOption,
     DraftTopkOption,
     DraftVocabularyOption,
+    DtypeOption,
+    KvDtypeOption,
+    KvMemoryOption,
+    MaxContextOption,
+    MaxRequestsOption,
     ModelOption,
+    PageSizeOption,
     Running,
+    Sizes,
     SpeculateOption,
     Speculation,
     TransformersOption,
@@ -26,7 +33,6 @@ from outrider.cli.models import (
 )
 from outrider.cli.report import BackendOption
 from outrider.device.errors import ConfigError
-from outrider_bench.launch_options import DraftLengthOption, LaunchOptions
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel
 
@@ -38,6 +44,41 @@ if TYPE_CHECKING:
 
 _FORMATS = "fp8, fp8-tensor, fp8-block, int8, int4, int4-zeros, int4-32"
 
+DraftLengthOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-length",
+        metavar="fixed|load|adaptive",
+        help="Draft K tokens in every iteration, or as many as make the batch fastest, by the acceptance of all (load) or of "
+        "each request (adaptive). Default: by load where graphs are replayed beside the host.",
+    ),
+]
+ModeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mode",
+        metavar="staged|fused",
+        help="Stages on their own streams, or the whole iteration in one graph. Default: fused where the backend has it.",
+    ),
+]
+GraphsOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--graphs/--no-graphs",
+        help="In staged mode too, replay each stage from a graph. Default: where the device captures graphs.",
+    ),
+]
+OverlapOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--overlap/--no-overlap",
+        help="Launch an iteration before the previous one's results are read. Default: where the device is asynchronous.",
+    ),
+]
+PrefillChunkOption = Annotated[
+    int | None,
+    typer.Option("--prefill-chunk", metavar="N", help="Prompt tokens of an iteration. Default: by the device's memory."),
+]
 ShapeOption = Annotated[
     str | None,
     typer.Option(
@@ -75,6 +116,37 @@ PromptLengthsOption = Annotated[
 PromptTokensOption = Annotated[int, typer.Option("--prompt-tokens", min=1, metavar="N", help="Tokens of each prompt.")]
 NewTokensOption = Annotated[int, typer.Option("--new-tokens", metavar="N", help="New tokens of each request.")]
 PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="F.svg", help="Write a plot of the results.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How the engine of a benchmark launches its iterations, and how large the engine is."""
+
+    dtype: DtypeOption = None
+    mode: ModeOption = None
+    graphs: GraphsOption = None
+    overlap: OverlapOption = None
+    max_context: MaxContextOption = None
+    kv_memory: KvMemoryOption = None
+    kv_dtype: KvDtypeOption = "auto"
+    page_size: PageSizeOption = None
+    max_requests: MaxRequestsOption = None
+    prefill_chunk: PrefillChunkOption = None
+
+    def running(self) -> Running:
+        """Return the launch settings for :func:`~outrider.cli.models.load`."""
+        return Running(mode=self.mode, graphs=self.graphs, overlap=self.overlap)
+
+    def sizes(self) -> Sizes:
+        """Return the engine sizes for :func:`~outrider.cli.models.load`."""
+        return Sizes(
+            max_context=self.max_context,
+            kv_memory=self.kv_memory,
+            kv_dtype=None if self.kv_dtype == "auto" else self.kv_dtype,
+            page_size=self.page_size,
+            max_requests=self.max_requests,
+            prefill_chunk=self.prefill_chunk,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,13 +22,14 @@ from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import ChildFailed, ChildSession, open_session
-from outrider_bench.launch_options import ModeOption, PrefillChunkOption
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.options import (
     BatchOption,
     MixedLoadOptions,
+    ModeOption,
     NewTokensOption,
     PlotOption,
+    PrefillChunkOption,
     PromptTokensOption,
     RandomWeightOptions,
     RequiredShapeOption,

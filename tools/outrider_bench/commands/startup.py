@@ -21,8 +21,7 @@ from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import run_child
-from outrider_bench.launch_options import LaunchOptions
-from outrider_bench.options import ShapeOption
+from outrider_bench.options import LaunchOptions, ShapeOption
 from outrider_sanitizer.files import scratch_directory
 
 _FUNCTION = "outrider_bench.engine_start:time_start"
