@@ -1,10 +1,10 @@
-r"""A few overlapped iterations of the bundled model, to be drawn:
+r"""Four overlapped iterations of the bundled model, as ``docs/images/overlap.svg`` shows one of them.
 
 outrider trace --backend sim:kernels=host-plans --out trace.json --picture overlap.svg --from 3598.6 --to 3906 \
-    -- tools/outrider_bench/programs/overlap_trace.py
+    -- examples/trace_picture/iterations.py
 
-The times are virtual: they change with the engine's operations alone. ``--from`` and ``--to`` are then set anew, to the first
-operation of an iteration's gather and a little behind that of the next.
+The times are virtual and depend on the engine's operations alone. After a change of the engine, set ``--from`` to the first
+operation of an iteration's gather, and ``--to`` to a time shortly after the gather of the next iteration.
 """
 
 from pathlib import Path

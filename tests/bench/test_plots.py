@@ -1,6 +1,5 @@
-"""``outrider bench tokens``, plots, and what a host waits for."""
+"""Plots of ``outrider bench decode``, the gap of two logits, and the time that the host waits for the device."""
 
-import json
 import time
 from xml.etree import ElementTree
 
@@ -10,43 +9,7 @@ import torch
 from outrider import SamplingParams
 from outrider.cli.differences import PrefillComparison
 from outrider.cli.models import Speculation, load
-from outrider_bench.commands import tokens as bench_tokens
 from outrider_bench.plot import limits_svg
-
-
-def test_tokens_are_compared_and_timed(outrider):
-    arguments = ("--prompts", "3", "--new-tokens", "12", "--timed", "1", "--batch", "3", "--json")
-    result = outrider("bench", "tokens", "--backend", "cpu", *arguments).json
-    assert (result["prompts"], result["differ"], result["differences"]) == (3, 0, [])
-    speeds = {(row["engine"].split()[0], row["decoding"]): row for row in result["speed"]}
-    assert set(speeds) == {("outrider", "speculation"), ("outrider", "plain"), ("transformers", "plain")}
-    assert speeds["outrider", "speculation"]["acceptance_length"] > 1
-    assert speeds["outrider", "plain"]["acceptance_length"] == 1
-    assert all(row["tokens_per_s"] > 0 for row in speeds.values())
-
-
-def test_a_difference_is_shown_with_its_gap(outrider, monkeypatch, tmp_path):
-    """Speculation that puts out another token: where, and how far below the likeliest one it is."""
-    file = tmp_path / "prompts.json"
-    file.write_text(json.dumps({"prompts": [{"text": "import os\n\n\ndef "}, {"text": "class Reader:\n"}]}))
-    decode, calls = bench_tokens._decode, []
-
-    def wrong(engine, prompts, new_tokens):
-        found = decode(engine, prompts, new_tokens)
-        calls.append(engine)
-        if len(calls) == 1:
-            ids = list(found[1].token_ids)
-            ids[4] = (ids[4] + 1) % 2048
-            object.__setattr__(found[1], "token_ids", tuple(ids))
-        return found
-
-    monkeypatch.setattr("outrider_bench.commands.tokens._decode", wrong)
-    arguments = ("--prompt-file", str(file), "--new-tokens", "8", "--timed", "0")
-    shown = outrider("bench", "tokens", "--backend", "cpu", *arguments)
-    assert "1 of 2 prompts differ from plain greedy decoding (50.0 %)" in shown.out
-    (line,) = (line for line in shown.out.splitlines() if line.startswith("1  "))
-    assert line.split()[:2] == ["1", "4"]
-    assert float(line.split()[-1]) > 1000  # what was put in is nobody's rounding
 
 
 def test_the_gap_is_that_of_the_logits():
@@ -65,16 +28,6 @@ def test_the_gap_is_that_of_the_logits():
     assert both_lower.gap >= found.gap > 0  # it's the distance to the likeliest, not between the two
     unit = 2.0 ** torch.tensor(found.top_logit).abs().log2().floor().item() * torch.finfo(torch.float32).eps
     assert found.gap_roundings == pytest.approx(found.gap / unit)
-
-
-def test_a_prompt_file_that_is_none(outrider, tmp_path):
-    file = tmp_path / "x.json"
-    file.write_text("[]")
-    result = outrider("bench", "tokens", "--backend", "cpu", "--prompt-file", str(file))
-    assert result.code == 1
-    assert "expected {" in result.err
-    file.write_text('{"prompts": []}')
-    assert "x.json: no prompts in it; expected {" in outrider("bench", "tokens", "--prompt-file", str(file)).err
 
 
 def test_a_plot_of_iterations_against_the_limit(outrider, tmp_path):

@@ -1,17 +1,18 @@
-"""What ``outrider bench collectives`` runs on each rank: the time of a collective, by its size and the way it's done."""
+"""The times of collectives on one rank, by kind, size and implementation; ``outrider bench collectives`` runs them."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from outrider.device import KernelSet, OutriderError, Reduction
+from outrider_bench.limits import seconds_on_stream
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Group, Stream
@@ -26,8 +27,8 @@ _EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """One rank's side: what is measured on."""
+class RankBench:
+    """The group, the stream and the kernels of one rank."""
 
     group: Group
     stream: Stream
@@ -35,24 +36,24 @@ class Bench:
 
     @property
     def backend(self) -> Backend:
-        """The rank's device."""
+        """The backend of this rank's device."""
         return self.group.backend
 
 
 class WrongResult(OutriderError):
-    """A collective that was to be measured gave something else than it must."""
+    """Raised if a collective gives a wrong result."""
 
 
 def measure(place: Place, *, kinds: Sequence[str], tokens: Sequence[int], width: int, dtype: str) -> dict[str, Any]:
-    """Rows of the table, of this rank's clock; every rank measures the same at the same time."""
+    """Return the rows of the table by this rank's clock. Every rank calls this function at the same time."""
     backend = place.backend
     group = backend.create_group("bench", ranks=range(place.size), rank=place.rank, store=place.store)
-    bench = Bench(group, backend.create_stream("bench"), backend.kernels_in_use)
+    bench = RankBench(group, backend.create_stream("bench"), backend.kernels_in_use)
     rows = []
     try:
         for kind in kinds:
             for count in tokens:
-                for way, work, check in _works(bench, kind, count, width, getattr(torch, dtype)):
+                for way, work, check in _implementations(bench, kind, count, width, getattr(torch, dtype)):
                     check()
                     median, captured = _microseconds(bench, work)
                     rows.append({"kind": kind, "tokens": count, "way": way, "us": median, "in_graph": captured})
@@ -69,33 +70,33 @@ def measure(place: Place, *, kinds: Sequence[str], tokens: Sequence[int], width:
 
 
 def call_us(group: Group, kind: str, tokens: int, width: int, dtype: torch.dtype) -> float:
-    """Microseconds of one call by the best way that the group has for it; a graph's where collectives are captured.
+    """Return the microseconds of one call by the group's best implementation, in a graph if collectives can be captured.
 
-    Every rank of ``group`` calls this at the same time.
+    Every rank of ``group`` calls this function at the same time.
     """
     backend = group.backend
-    bench = Bench(group, backend.create_stream("collectives"), backend.kernels_in_use)
-    work, check = _one(bench, kind, tokens, width, dtype, fused=kind == "all_reduce_rms_norm")
+    bench = RankBench(group, backend.create_stream("collectives"), backend.kernels_in_use)
+    work, check = _implementation(bench, kind, tokens, width, dtype, fused=kind == "all_reduce_rms_norm")
     check()
     return _microseconds(bench, work)[0]
 
 
-def _works(
-    bench: Bench, kind: str, tokens: int, width: int, dtype: torch.dtype
+def _implementations(
+    bench: RankBench, kind: str, tokens: int, width: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
-    """(name of the way, the call, a check of it), by each way that may take it; the fused kernel last."""
+    """Yield (name, call, check) for each implementation of a collective; the fused kernel comes last."""
     group = bench.group
     first, *others = group.ways
     for way in (first, *(others if kind in ("all_reduce", "all_reduce_rms_norm", "all_gather", "broadcast") else [])):
         group.take(way)
-        yield way, *_one(bench, kind, tokens, width, dtype, fused=False)
+        yield way, *_implementation(bench, kind, tokens, width, dtype, fused=False)
     group.take(*group.ways)
     if kind == "all_reduce_rms_norm" and type(bench.kernels).all_reduce_rms_norm is not KernelSet.all_reduce_rms_norm:
-        yield FUSED, *_one(bench, kind, tokens, width, dtype, fused=True)
+        yield FUSED, *_implementation(bench, kind, tokens, width, dtype, fused=True)
 
 
-def _one(
-    bench: Bench, kind: str, tokens: int, width: int, dtype: torch.dtype, *, fused: bool
+def _implementation(
+    bench: RankBench, kind: str, tokens: int, width: int, dtype: torch.dtype, *, fused: bool
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     group, stream = bench.group, bench.stream
     device, size, rank = bench.backend.device, group.size, group.rank
@@ -153,50 +154,26 @@ def _one(
     return work, check
 
 
-def _microseconds(bench: Bench, work: Callable[[], None]) -> tuple[float, bool]:
-    """Microseconds of one call, the median of many, and whether they were replayed as a graph."""
+def _microseconds(bench: RankBench, work: Callable[[], None]) -> tuple[float, bool]:
+    """Return the microseconds of one call, the median of 9 runs, and True if they were replayed as a graph."""
     backend, stream = bench.backend, bench.stream
-    declared = backend.capabilities
-    captured = declared.captures_graphs and declared.captures_collectives
+    captured = backend.capabilities.captures_graphs and backend.capabilities.captures_collectives
+    calls = _CALLS if captured else _EAGER_CALLS
+
+    def repeat_call(context: object = None) -> None:
+        del context
+        for _ in range(calls):
+            work()
+
+    enqueue: Callable[[], object] = repeat_call
     if captured:
-
-        def many(context: object) -> None:
-            del context
-            for _ in range(_CALLS):
-                work()
-
-        graph = backend.capture("collectives", many, stream=stream, inputs={}, outputs={})
-
-        def run() -> None:
-            graph.replay(stream)
-
-        calls = _CALLS
-    else:
-
-        def run() -> None:
-            for _ in range(_EAGER_CALLS):
-                work()
-
-        calls = _EAGER_CALLS
+        graph = backend.capture("collectives", repeat_call, stream=stream, inputs={}, outputs={})
+        enqueue = partial(graph.replay, stream)
     seconds = []
-    for repeat in range(_REPEATS + 1):
+    for _ in range(_REPEATS + 1):
         stream.synchronize()
         with backend.on(stream):
             gate = torch.zeros(1, device=backend.device)
         bench.group.all_reduce(gate, stream=stream)  # all ranks begin together
-        stream.synchronize()
-        if declared.event_timing:
-            start, end = (backend.create_event(name, timing=True) for name in ("start", "end"))
-            stream.record(start)
-            run()
-            stream.record(end)
-            stream.synchronize()
-            took = start.elapsed_ms(end) / 1e3
-        else:
-            began = time.perf_counter()
-            run()
-            stream.synchronize()
-            took = time.perf_counter() - began
-        if repeat:  # the first warms up
-            seconds.append(took)
-    return 1e6 * statistics.median(seconds) / calls, captured
+        seconds.append(seconds_on_stream(backend, stream, enqueue))
+    return 1e6 * statistics.median(seconds[1:]) / calls, captured  # the first run warms up

@@ -1,4 +1,7 @@
-"""One start of an engine, timed from the outside of its process to the first token (``outrider bench startup``)."""
+"""One start of an engine, timed from the start of its process to the first token; ``outrider bench startup`` runs it.
+
+The module imports little, so that the import of the engine is timed.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.device.scopes import uncollected
-from outrider_bench.child import answer
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
 
 _PROMPT_TOKENS = 32
-_SERVED_TOKENS = 24
+_MAX_SERVED_TOKENS = 24
 
 
-@uncollected()  # as where a command loads an engine
-def start(work: Mapping[str, Any]) -> dict[str, object]:
-    """Seconds of each stage, in order, and what was compiled and captured.
+@uncollected()  # as in a command that loads an engine
+def time_start(work: Mapping[str, Any]) -> dict[str, object]:
+    """Return the seconds of each stage in order, and the compiled kernels and captured graphs.
 
-    *import*: from the process's start until torch and the engine's modules are there. *load*: the weights are on the device.
-    *allocate*: caches, buffers, streams. *first token*: from a request's arrival to its first token.
+    *import* lasts from the start of the process until torch and the engine's modules are imported, *load* until the weights
+    are on the device. *allocate* makes caches, buffers and streams. *first token* lasts from the arrival of a request to its
+    first token.
     """
     import outrider.engine.engine  # noqa: F401  (what is timed)
 
@@ -36,7 +39,7 @@ def start(work: Mapping[str, Any]) -> dict[str, object]:
     from outrider.registry import Registry
 
     running = Running(**work["running"])
-    sizes = Sizes(max_requests=work["batch"], max_context=work["max_context"], **work["sizes"])
+    sizes = Sizes(**work["sizes"])
     device = Registry().create(work["backend"])
     device.kernels_in_use.use_tuned(Path(work["tuned"]))
     device.synchronize()
@@ -52,7 +55,7 @@ def start(work: Mapping[str, Any]) -> dict[str, object]:
     device.synchronize()
     made = time.time()
     known = sum(engine.model.kernels.compiled().values())
-    _ask(engine, 1, _PROMPT_TOKENS, 2)
+    _add_requests(engine, 1, _PROMPT_TOKENS, 2)
     while not any(output.tokens for output in engine.step()):
         pass
     first = time.time()
@@ -72,7 +75,7 @@ def start(work: Mapping[str, Any]) -> dict[str, object]:
         "chosen": chosen(engine),
         "stages": stages,
         "total": first - work["started"],
-        "compiled_while_serving": _serve(engine) - known,
+        "compiled_while_serving": _serve_requests(engine) - known,
         "compiled": dict(engine.warm_up.compiled) if engine.warm_up is not None else None,
         "captured": str(engine.captured) if engine.captured is not None else None,
         "versions": dict(device.versions()),
@@ -80,7 +83,7 @@ def start(work: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def _ask(engine: Engine, requests: int, prompt: int, tokens: int) -> None:
+def _add_requests(engine: Engine, requests: int, prompt: int, tokens: int) -> None:
     from outrider.engine.requests.sampling import SamplingParams
 
     for number in range(requests):
@@ -88,14 +91,10 @@ def _ask(engine: Engine, requests: int, prompt: int, tokens: int) -> None:
         engine.add_request([1 + number] * max(1, min(prompt, engine.max_context - tokens)), params)
 
 
-def _serve(engine: Engine) -> int:
-    """Requests of several lengths, greedy and drawn; returns the variants of kernels that are compiled behind them."""
+def _serve_requests(engine: Engine) -> int:
+    """Serve greedy and sampled requests of several lengths; return the number of kernel variants compiled so far."""
     for prompt in (1, 40, engine.max_context // 2):
-        _ask(engine, engine.config.max_requests, prompt, min(_SERVED_TOKENS, engine.max_context // 4))
+        _add_requests(engine, engine.config.max_requests, prompt, min(_MAX_SERVED_TOKENS, engine.max_context // 4))
         while engine.has_unfinished:
             engine.step()
     return sum(engine.model.kernels.compiled().values())
-
-
-if __name__ == "__main__":
-    answer(start)
