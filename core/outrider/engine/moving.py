@@ -1,4 +1,4 @@
-"""Requests that move from one engine to another: handed over in one process, or lent by the network card (docs/apart.md)."""
+"""Requests that move from one engine to another: handed over in one process, or lent by the network card (docs/disaggregation.md)."""
 
 from __future__ import annotations
 
