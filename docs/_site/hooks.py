@@ -165,7 +165,7 @@ def counted(markdown: str, root: Path) -> tuple[str, list[str]]:
 
 
 def layers(root: Path) -> str:
-    """Draw the packages by their import contracts: tools on top, the core's layers, and plugins next to the backend interface."""
+    """Draw the packages by their import contracts: tools on top, the core's layers, plugins at the backend interface."""
     contracts = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
 
     def rows_of(name: str) -> list[list[str]]:
