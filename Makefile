@@ -15,7 +15,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BACKENDS := $(wildcard backends/*)
 WORKERS ?= 2
 
-# `unit`: parts by themselves: the seam, kernels against their reference, models, plugins' discovery, the simulator, the
+# `unit`: parts by themselves: the backend interface, kernels against their reference, models, plugins' discovery, the simulator, the
 # sanitizer, and the rules of the house. Nothing there serves requests. `system` is the rest: engines, proposers, commands,
 # plugins of vendors, pages of docs. Together they're `make test` without its checks.
 UNIT_TESTS := $(addprefix tests/,arch ci device kernels model races registry sanitizer sim trace)

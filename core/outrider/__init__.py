@@ -7,8 +7,6 @@ on first use (PEP 562), so that ``outrider doctor`` still runs where ``import to
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from outrider._moved import install
-
 if TYPE_CHECKING:
     from outrider.apart.client import DecodeClient
     from outrider.device.errors import OutriderError
@@ -18,8 +16,6 @@ if TYPE_CHECKING:
     from outrider.engine.requests.request import StepOutput
     from outrider.engine.requests.sampling import SamplingParams
     from outrider.registry import get_backend
-
-install()
 
 _HOMES = {
     "AsyncEngine": "outrider.engine.async_engine",

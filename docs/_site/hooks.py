@@ -176,7 +176,7 @@ def layers(root: Path) -> str:
     core = [row for row in core if row]
     tools = [part.removeprefix("outrider_") for row in rows_of("tools")[:-1] for part in row]
     rooms = sorted(path.name for path in (root / "core/outrider/engine").iterdir() if (path / "__init__.py").exists())
-    said = {"engine": f"engine: {', '.join(rooms)}", "device": "device: the seam"}
+    said = {"engine": f"engine: {', '.join(rooms)}", "device": "device: the backend interface"}
     width, height, step = 760, 44, 62
     out = [
         f'<svg class="layers" viewBox="0 0 {width + 240} {step * (len(core) + 1) + 8}" role="img" '
@@ -190,22 +190,24 @@ def layers(root: Path) -> str:
     for index, row in enumerate([tools, *core]):
         each = (width - 12 * (len(row) - 1)) / len(row)
         for place, part in enumerate(row):
-            kind = "tool" if index == 0 else "seam" if part == "device" else ""
+            kind = "tool" if index == 0 else "interface" if part == "device" else ""
             box(place * (each + 12), 4 + step * index, each, said.get(part, part), kind)
-    seam = 4 + step * (1 + next(index for index, row in enumerate(core) if "device" in row))
+    device_y = 4 + step * (1 + next(index for index, row in enumerate(core) if "device" in row))
     for place, plugin in enumerate(("kernels", "backends")):
-        box(width + 60, seam + step * (place - 1), 170, plugin, "plugin")
-        middle = seam + step * (place - 1) + height / 2
+        box(width + 60, device_y + step * (place - 1), 170, plugin, "plugin")
+        middle = device_y + step * (place - 1) + height / 2
         out.append(
-            f'<path class="import" d="M{width + 60} {middle}C{width + 30} {middle} {width + 30} {seam + 22} '
-            f'{width + 8} {seam + 22}"/>'
+            f'<path class="import" d="M{width + 60} {middle}C{width + 30} {middle} {width + 30} {device_y + 22} '
+            f'{width + 8} {device_y + 22}"/>'
         )
-    out.append(f'<path class="import" d="M{width + 18} {seam + 16}L{width + 6} {seam + 22}L{width + 18} {seam + 28}"/>')
+    out.append(
+        f'<path class="import" d="M{width + 18} {device_y + 16}L{width + 6} {device_y + 22}L{width + 18} {device_y + 28}"/>'
+    )
     out.append("</svg>")
     caption = (
         "The top row are tools: each may import the core and the tools right of it, except that bench and proof don't know "
         "each other. Below are the layers of the core: a part imports from the rows below it, never from its own row or from "
-        "above. Of the core, backends and kernels import the seam alone."
+        "above. Of the core, backends and kernels import the backend interface alone."
     )
     return f'<figure class="wide">{"".join(out)}<figcaption>{caption}</figcaption></figure>'
 

@@ -1,1 +1,1 @@
-"""FlashInfer behind the seam: attention that is planned on the host."""
+"""FlashInfer as a kernel set: attention that is planned on the host."""

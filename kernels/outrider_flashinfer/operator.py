@@ -1,4 +1,4 @@
-"""The operator by which tools see what a call of FlashInfer's touches: an overload of the seam's, with what a plan adds.
+"""The operator by which tools see what a call of FlashInfer's touches: an overload of the interface's, with what a plan adds.
 
 A wrapper can't be an operand, and it holds a table that is one: that tensor's object knows its wrapper.
 """

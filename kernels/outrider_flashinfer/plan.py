@@ -14,7 +14,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, AttentionShape, Backend, SeamError, Stream
+from outrider.device import AttentionMetadata, AttentionShape, Backend, InterfaceError, Stream
 from outrider_flashinfer.buffers import fill_indices, fill_mask, mask_bytes
 from outrider_flashinfer.operator import know
 
@@ -108,7 +108,7 @@ class Plan:
         page_size = next(iter(self.wrappers)).page_size
         pages = [-(-length // page_size) for length in lens]
         if min(lens) < 1 or max(pages) > self._pages:
-            raise SeamError(
+            raise InterfaceError(
                 f"a plan was asked for lengths {lens}: the block table holds 1 to {self._pages * page_size} tokens"
             )
         starts, total = [0], 0
@@ -158,7 +158,7 @@ class Plan:
 
 def _lengths(metadata: AttentionMetadata, batch: int) -> tuple[int, ...]:
     if metadata.seq_lens_host is None or len(metadata.seq_lens_host.value) != batch:
-        raise SeamError(f"a plan for {batch} sequences needs their lengths on the host, got {metadata.seq_lens_host}")
+        raise InterfaceError(f"a plan for {batch} sequences needs their lengths on the host, got {metadata.seq_lens_host}")
     return metadata.seq_lens_host.value
 
 
@@ -166,5 +166,5 @@ def _query_starts(metadata: AttentionMetadata, batch: int) -> tuple[int, ...]:
     if metadata.uniform:
         return tuple(range(0, (batch + 1) * metadata.max_query, metadata.max_query))
     if metadata.host_query_start is None or len(metadata.host_query_start) != batch + 1:
-        raise SeamError(f"a plan for a ragged batch needs its offsets on the host, got {metadata.host_query_start}")
+        raise InterfaceError(f"a plan for a ragged batch needs its offsets on the host, got {metadata.host_query_start}")
     return metadata.host_query_start

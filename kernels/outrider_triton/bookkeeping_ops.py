@@ -1,4 +1,4 @@
-"""The operators of an iteration's bookkeeping, as overloads of the seam's own (:mod:`outrider_triton.ops`)."""
+"""The operators of an iteration's bookkeeping, as overloads of the backend interface's own (:mod:`outrider_triton.ops`)."""
 
 from __future__ import annotations
 

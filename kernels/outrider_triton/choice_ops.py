@@ -1,4 +1,4 @@
-"""The operators that choose tokens: sampling and acceptance, as overloads of the seam's own (:mod:`outrider_triton.ops`)."""
+"""The operators that choose tokens: sampling and acceptance, as overloads of the interface's (:mod:`outrider_triton.ops`)."""
 
 from __future__ import annotations
 

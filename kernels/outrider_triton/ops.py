@@ -1,4 +1,4 @@
-"""The kernels as torch operators: overloads ``triton`` of the seam's own operators, and a few of their own.
+"""The kernels as torch operators: overloads ``triton`` of the backend interface's own operators, and a few of their own.
 
 An overload has the operands of the operator that it belongs to, under the same names, and so the same rows
 (``ROW_ACCESS``); then come integers that say how to launch. What it returns depends on its operands alone.

@@ -9,7 +9,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from outrider.device import SeamError
+from outrider.device import InterfaceError
 from outrider_triton.jit import peers as jit
 from outrider_triton.launch import launch, power_of_two
 
@@ -114,7 +114,7 @@ class PeerExchange:
         if key not in self._rooms:
             make = self._make()
             if make is None:
-                raise SeamError(f"the group of {purpose!r} is gone; keep it for as long as ranks exchange anything")
+                raise InterfaceError(f"the group of {purpose!r} is gone; keep it for as long as ranks exchange anything")
             memory = make(f"{purpose} of {row} words", (2, self._size, words), torch.int64)
             device = memory[self._rank].device
             addresses = torch.tensor([each.data_ptr() for each in memory], dtype=torch.int64, device=device)

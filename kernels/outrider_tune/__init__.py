@@ -1,1 +1,1 @@
-"""What kernels are measured on, and with: on the seam alone."""
+"""What kernels are measured on, and with: on the backend interface alone."""

@@ -9,7 +9,7 @@ import outrider.device
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {*outrider.__all__, *outrider.device.__all__}
-"""What users have; the hooks for tools are among the seam's names."""
+"""What users have; the hooks for tools are among the backend interface's names."""
 
 
 def parsed(*folders: str) -> dict[str, ast.Module]:

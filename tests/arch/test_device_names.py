@@ -1,6 +1,6 @@
 """The core names no device: not as a string, not as an attribute, not in an identifier. Docstrings may.
 
-There is no list of exceptions. What depends on a device goes behind the seam or into data.
+There is no list of exceptions. What depends on a device goes into a backend or into data.
 """
 
 import ast

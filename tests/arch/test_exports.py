@@ -1,7 +1,6 @@
 """The public names are pinned: adding or losing one is a decision, made here in the same change."""
 
 import ast
-from importlib import import_module
 
 import pytest
 
@@ -19,7 +18,7 @@ TOP = {
     "StepOutput",
     "get_backend",
 }
-SEAM = """
+INTERFACE_NAMES = """
 Access ActiveCapture AmbiguousBackend AttentionMetadata AttentionShape Backend BackendError BackendHooks BackendInfo
 BackendLoadError BackendNotFound BookkeepingKernels Capabilities CapabilityError CaptureContext CaptureError
 CiDeclaration CACHE_FORMATS Collective CollectiveError ConfigError ControllableDevice DeadlockError Decision DecoderShape
@@ -28,8 +27,8 @@ ExplorationResult Fence Flag Graph GraphCallable GraphPool Group HeadNorms HostP
 KernelHooks KernelInfo KernelSet LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE MemoryInfo ModelKernels Observer
 Operation OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError PluginInfo ProcessView Product
 QUANTIZED_FORMATS QuantizedProduct QuantizedWeight ROW_ACCESS Recompute
-Reduction RequestInputs RequestRows RotaryArgs RowResolver SEAM_VERSION SamplingKernels Scalar ScheduleFailure
-SeamError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
+Reduction RequestInputs RequestRows RotaryArgs RowResolver INTERFACE_VERSION SamplingKernels Scalar ScheduleFailure
+InterfaceError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
 TorchDeviceBackend TorchEvent TorchGraph TorchGroup TorchStream TuningProgress TuningResult Waiter WrappedKernels
 hookimpl hookspec
 """
@@ -40,12 +39,12 @@ def test_top_level_names():
     assert dir(outrider) == outrider.__all__
 
 
-def test_seam_names():
-    assert sorted(outrider.device.__all__) == sorted(SEAM.split())
+def test_names_of_the_backend_interface():
+    assert sorted(outrider.device.__all__) == sorted(INTERFACE_NAMES.split())
 
 
-@pytest.mark.parametrize("name", SEAM.split())
-def test_each_seam_name_loads(name):
+@pytest.mark.parametrize("name", INTERFACE_NAMES.split())
+def test_each_name_of_the_backend_interface_loads(name):
     assert getattr(outrider.device, name) is not None
 
 
@@ -57,9 +56,7 @@ def test_lazy_names_are_the_ones_that_type_checkers_see(module):
     imported = {
         alias.asname or alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        and (node.module or "").startswith("outrider.")
-        and node.module not in ("outrider._moved", "outrider._renamed")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("outrider.")
         for alias in node.names
     }
     assert imported == set(module.__all__)
@@ -69,11 +66,3 @@ def test_lazy_names_are_the_ones_that_type_checkers_see(module):
 def test_an_unknown_name_is_an_attribute_error(module):
     with pytest.raises(AttributeError, match="'Bakend'"):
         _ = module.Bakend
-
-
-@pytest.mark.parametrize(("old", "new"), [("CheckpointError", "outrider.errors"), ("RequestError", "outrider.errors")])
-@pytest.mark.parametrize("module", [outrider.device, outrider.device.errors])
-def test_an_old_name_is_the_same_object_and_warns_of_the_new_one(module, old, new):
-    with pytest.warns(DeprecationWarning, match=f"{module.__name__}.{old} is now {new}.{old}"):
-        found = getattr(module, old)
-    assert found is getattr(import_module(new), old)

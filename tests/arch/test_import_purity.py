@@ -57,7 +57,7 @@ def test_every_plugin_describes_itself_without_a_vendor_package():
     assert_clean(run(VENDOR, code))
 
 
-def test_the_whole_seam_imports_no_vendor_package():
+def test_the_whole_backend_interface_imports_no_vendor_package():
     assert_clean(run(VENDOR, "from outrider.device import *"))
 
 
@@ -70,7 +70,7 @@ def test_no_command_needs_torch_for_its_help():
 
 
 CHECKPOINTS = ["transformers", "tokenizers", "safetensors", "PIL"]
-SEAM_ALONE = ["outrider.device", "outrider_sanitizer", "outrider_trace", "outrider_sim", "outrider_conformance"]
+INTERFACE_ALONE = ["outrider.device", "outrider_sanitizer", "outrider_trace", "outrider_sim", "outrider_conformance"]
 ENGINE = [
     "engines",
     "observed",
@@ -94,10 +94,10 @@ EVERY_MODULE = """
 """
 
 
-def test_what_needs_the_seam_alone_imports_no_package_for_checkpoints(tmp_path):
+def test_what_needs_the_interface_alone_imports_no_package_for_checkpoints(tmp_path):
     """Every module of the sanitizer, the trace and the simulated device, and the kit up to L3, which also runs there."""
     left_out = [f"outrider_conformance.{name}" for name in ENGINE]
-    code = textwrap.dedent(EVERY_MODULE).format(packages=SEAM_ALONE, left_out=left_out, report=str(tmp_path))
+    code = textwrap.dedent(EVERY_MODULE).format(packages=INTERFACE_ALONE, left_out=left_out, report=str(tmp_path))
     assert_clean(run(CHECKPOINTS, code))
 
 

@@ -84,7 +84,7 @@ def test_pyproject_knows_each_package_of_kernels_and_tools(package):
     contracts = {contract["id"]: contract for contract in linter["contracts"]}
     assert name in contracts["vendors"]["forbidden_modules"]
     if folder == "tools":
-        assert name in contracts["seam"]["allowed_importers"]
+        assert name in contracts["backend-interface"]["allowed_importers"]
         assert any(name in layer for layer in contracts["tools"]["layers"])
     else:
         assert name in contracts["kernels"]["source_modules"]

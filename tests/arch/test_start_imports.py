@@ -17,7 +17,7 @@ START = """
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
     from outrider.engine.loading import load_checkpoint
-    from outrider.engine.requests.request import SamplingParams
+    from outrider.engine.requests.sampling import SamplingParams
     from outrider.registry import Registry
 
     device = Registry().create("cpu")

@@ -120,5 +120,5 @@ def test_a_start_that_asks_for_tuning_of_kernels_that_do_not(tmp_path):
 def test_a_shape_says_all_that_kernels_depend_on():
     qwen = decoder_shape(shape_config("qwen3-8b"), torch.bfloat16)
     assert (qwen.qk_norm, qwen.bias, qwen.fused) == (True, False, 2 * 4096)
-    assert decoder_shape(shape_config("qwen2.5-7b"), torch.bfloat16, fused=0).bias
+    assert decoder_shape(shape_config("qwen2.5-7b"), torch.bfloat16).bias
     assert replace(qwen, bias=True) != qwen

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.device import DecoderShape, KernelSet, SeamError, WrappedKernels
+from outrider.device import DecoderShape, InterfaceError, KernelSet, WrappedKernels
 from outrider.registry import get_backend
 from outrider_conformance import observed
 from outrider_conformance.counting import KERNELS, counting
@@ -118,7 +118,7 @@ def test_the_kernels_are_as_they_were_afterwards():
     with counting(kernels) as calls:
         assert isinstance(kernels, Halfway)
         assert torch.equal(kernels.linear(X, W), right)
-        with pytest.raises(SeamError, match="counted already"), counting(kernels):
+        with pytest.raises(InterfaceError, match="counted already"), counting(kernels):
             pass
     assert type(kernels) is Halfway
     kernels.linear(X, W)

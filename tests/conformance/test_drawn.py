@@ -1,4 +1,4 @@
-"""What the kit draws for kernels: all of them, with the seam's own noise, and judged by tests that refuse what is wrong."""
+"""What the kit draws for kernels: all of them, with the interface's noise, and judged by tests that refuse what is wrong."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def test_a_problem_is_the_same_each_time():
     assert all(torch.equal(one.operands[name].tensor, operand.tensor) for name, operand in other.operands.items())
 
 
-def test_the_noise_is_the_seams():
+def test_the_noise_is_the_noise_of_the_interface():
     seeds, positions = torch.tensor([0, 5, -1, 2**40 + 3, -(2**62)]), torch.tensor([0, 7, 2**33, 1, 99])
     for lane in range(4):
         assert torch.equal(noise.uniforms(seeds, positions, lane, 11).float(), uniforms(seeds, positions, lane, 11))

@@ -70,7 +70,7 @@ def test_it_is_complete(outrider, tmp_path, monkeypatch):
     left = [
         path
         for path in tree(place)
-        if re.search(r"@(name|package|distribution|Class|seam|level|adapted)@", (place / path).read_text())
+        if re.search(r"@(name|package|distribution|Class|interface_version|level|adapted)@", (place / path).read_text())
     ]
     assert left == [], "a placeholder wasn't filled in"
     assert sum(line.startswith("    check(") for line in (place / "tests/test_conformance.py").read_text().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Every test of the suite names a promise, in words that the seam's docstring has."""
+"""Every test of the suite names a promise, in words that the backend interface's docstring has."""
 
 import ast
 import inspect
@@ -31,7 +31,7 @@ def suite_tests():
 
 
 @pytest.mark.parametrize(("node", "constants"), [pytest.param(n, c, id=f"{m}::{n.name}") for m, n, c in suite_tests()])
-def test_quotes_the_seam(node, constants):
+def test_quotes_the_backend_interface(node, constants):
     (promise,) = decorators(node, "promise")
     member, words = (constants[a.id] if isinstance(a, ast.Name) else a.value for a in promise.args)
     assert " ".join(words.split()) in docstring(member), f"{member} doesn't say {words!r} but: {docstring(member)}"
@@ -39,7 +39,7 @@ def test_quotes_the_seam(node, constants):
 
 
 @pytest.mark.parametrize(("member", "words"), PROMISES.values(), ids=PROMISES)
-def test_convictions_by_random_programs_quote_the_seam(member, words):
+def test_convictions_by_random_programs_quote_the_backend_interface(member, words):
     assert words in docstring(member), f"{member} doesn't say {words!r} but: {docstring(member)}"
 
 
@@ -58,7 +58,7 @@ def test_every_ability_has_a_test():
 
 
 def test_every_verb_has_a_test():
-    """Each public verb of the seam is called somewhere in the suite."""
+    """Each public verb of the backend interface is called somewhere in the suite."""
     text = "".join(path.read_text() for path in suite_modules())
     for name in ("Stream", "Event", "Flag", "Graph", "Backend"):
         owner = getattr(outrider.device, name)

@@ -45,7 +45,7 @@ def test_passes_every_level_that_it_claims(installed, level, programs):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_imports_the_seam_alone(path):
+def test_imports_the_backend_interface_alone(path):
     modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""Groups: the rules that the seam checks itself, and torch's process groups of the host."""
+"""Groups: the rules that the backend interface checks itself, and torch's process groups of the host."""
 
 import pickle
 import threading
@@ -17,10 +17,10 @@ from outrider.device import (
     CollectiveError,
     ConfigError,
     Graph,
+    InterfaceError,
     KernelSet,
     Observer,
     Reduction,
-    SeamError,
 )
 from outrider_cpu.backend import CpuBackend
 
@@ -153,7 +153,7 @@ WRONG = {
 def test_wrong_operands_raise_before_anything_is_sent():
     def body(group, stream):
         for call in WRONG.values():
-            with pytest.raises(SeamError):
+            with pytest.raises(InterfaceError):
                 call(group, stream)
         tensor = torch.ones(3)
         group.all_reduce(tensor, stream=stream)  # the group works on
@@ -166,7 +166,7 @@ def test_a_closed_group_is_refused_and_closes_twice():
     def body(group, stream):
         group.close()
         group.close()
-        with pytest.raises(SeamError, match="closed"):
+        with pytest.raises(InterfaceError, match="closed"):
             group.all_reduce(torch.ones(1), stream=stream)
 
     right(body)
@@ -333,7 +333,7 @@ def test_graphs_are_released_before_the_library_ends(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a library that isn't done in time
         group.close()
-    with pytest.raises(SeamError, match="'calls' .*can't be replayed any more: group 'alone'.* is closed"):
+    with pytest.raises(InterfaceError, match="'calls' .*can't be replayed any more: group 'alone'.* is closed"):
         graph.replay(stream)
 
 

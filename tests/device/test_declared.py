@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.device import CapabilityError, KernelSet, SeamError, SpeculativeSync
+from outrider.device import CapabilityError, InterfaceError, KernelSet, SpeculativeSync
 from outrider_cpu.backend import CpuBackend, capabilities
 
 
@@ -57,7 +57,7 @@ def test_a_view_declares_more_and_shares_the_rest():
     assert backend.streams == (stream,)
     assert view.kernels is backend.kernels
     assert isinstance(view, CpuBackend)
-    with pytest.raises(SeamError), backend.on(stream):
+    with pytest.raises(InterfaceError), backend.on(stream):
         pass
     with pytest.raises(TypeError, match="no_such_ability"):
         backend.declaring(no_such_ability=True)

@@ -177,7 +177,9 @@ def test_what_was_drafted_is_counted_by_the_lengths_that_were_chosen(cpu):
     assert made.stats.drafted_tokens == 2 * (iterations // 2) > 0
 
 
-@pytest.mark.parametrize("mode", [{}, {"mode": "fused"}], ids=["staged", "fused"])
+@pytest.mark.parametrize(
+    "mode", [{}, {"overlap": False}, {"graphs": True}, {"mode": "fused"}], ids=["staged", "alone", "graphs", "fused"]
+)
 def test_costs_are_measured_for_each_length_and_size(cpu, mode):
     made = engine(cpu, "eagle", draft_length="load", **mode)
     report = made.draft_length
@@ -187,18 +189,6 @@ def test_costs_are_measured_for_each_length_and_size(cpu, mode):
     assert "0, 1, 2, 3 tokens drafted by load" in str(report)
     for prompt, result in zip(PROMPTS, made.generate(PROMPTS, SamplingParams(max_tokens=10)), strict=True):
         assert result.token_ids == tiny.plain(prompt, 10)
-
-
-@pytest.mark.parametrize("mode", [{"overlap": False}, {"graphs": True}, {"mode": "fused"}], ids=["alone", "graphs", "fused"])
-def test_acceptance_by_request_changes_no_token(cpu, mode):
-    made = engine(cpu, "suffix", draft_length="adaptive", **mode)
-    report = made.draft_length
-    assert (report.policy, report.lengths) == ("adaptive", (0, 1, 2, 3))
-    assert {(length, size) for length, size, _ in report.costs} == {(n, size) for n in range(4) for size in (1, 2, 3)}
-    prompts = [*PROMPTS, PROMPTS[1][::-1]]
-    for prompt, result in zip(prompts, made.generate(prompts, SamplingParams(max_tokens=16)), strict=True):
-        assert result.token_ids == tiny.plain(prompt, 16)
-    assert made._draft_length.tokens.own, "it was told of each request"
 
 
 def test_the_length_is_fixed_where_costs_would_be_the_hosts(cpu):
@@ -212,7 +202,6 @@ def test_the_length_is_fixed_where_costs_would_be_the_hosts(cpu):
     [
         ("eagle-tree", {"draft_length": "load"}, "trees"),
         ("none", {"draft_length": "load"}, "drafts nothing"),
-        ("none", {"draft_length": "adaptive"}, '"adaptive", and the proposer'),
         ("eagle", {"policy": FixedLength(4)}, "drafts 0 to 3 tokens"),
         ("eagle-tree", {"policy": LengthSchedule((0, 1))}, "one shape"),
     ],

@@ -8,7 +8,7 @@ import pytest
 from tests.engine.conftest import Bundle
 
 from outrider import SamplingParams
-from outrider.device import CapabilityError, SeamError
+from outrider.device import CapabilityError, InterfaceError
 from outrider.engine.state.attention_plans import AttentionPlans, Planned
 from outrider.model import EagleHead
 from outrider.registry import get_backend
@@ -124,7 +124,7 @@ def test_a_missing_plan_is_an_error(monkeypatch):
 
     monkeypatch.setattr(AttentionPlans, "plan", unplanned)
     error = run_once(get_backend("sim:kernels=host-plans"), program("eagle"), Strategy())
-    assert isinstance(error, SeamError)
+    assert isinstance(error, InterfaceError)
     assert "was to be planned, and there is no plan" in str(error)
 
 

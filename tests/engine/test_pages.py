@@ -7,7 +7,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.device import SeamError
+from outrider.device import InterfaceError
 from outrider.engine.requests.pages import FreeList, PageKey, PagePool
 from outrider.engine.requests.request import FinishReason, Request
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
@@ -18,11 +18,11 @@ def test_a_row_is_never_free_twice():
     row = rows.take()
     rows.give_back(row)
     for number in (row, 0):
-        with pytest.raises(SeamError, match="isn't taken"):
+        with pytest.raises(InterfaceError, match="isn't taken"):
             rows.give_back(number)
     rows.take()
     rows.take()
-    with pytest.raises(SeamError, match="no request row left"):
+    with pytest.raises(InterfaceError, match="no request row left"):
         rows.take()
 
 
@@ -172,7 +172,7 @@ def test_giving_back_what_nobody_holds_raises():
     pool = PagePool(count=4, page_size=2, ahead=0, share=True)
     page = pool.take()
     pool.give_back([page])
-    with pytest.raises(SeamError, match="given back but no request holds it"):
+    with pytest.raises(InterfaceError, match="given back but no request holds it"):
         pool.give_back([page])
 
 

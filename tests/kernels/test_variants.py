@@ -197,7 +197,7 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
     assert launched == once
 
 
-def test_kernels_of_the_seam_need_no_scope():
+def test_kernels_of_the_interface_need_no_scope():
     assert KernelSet().every_variant() is None
     assert KernelSet().compiled() == {}
 

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from outrider.errors import CheckpointError
 from outrider.model import bulk
 from outrider.model.files import open_checkpoint
-from outrider.model.mapping import Piece, Target
+from outrider.model.pieces import Piece, Target
 from outrider.model.tensors import load_tensors, placed
 from outrider.registry import get_backend
 

@@ -52,7 +52,7 @@ def test_a_program_under_some_schedules(setup, number):
         or record["aborted"]
         or record["preempted"]
         or draw(number).draft_lengths
-        or draw(number).adaptive
+        or draw(number).by_load
     )
     if setup.proposer in ("eagle-tree", "mtp", "draft-model-tree", "eagle3"):
         assert record["verified"] > record["iterations"]

@@ -44,11 +44,11 @@ BREACHES = {
     "info is None": (IMPORTS + INFO.replace('BackendInfo(name="bad", description="")', "None") + CREATE, "returned None"),
     "another name": (IMPORTS + INFO.replace('name="bad"', 'name="good"') + CREATE, "name='good', expected 'bad'"),
     "too old": (
-        IMPORTS + INFO.replace('description=""', 'description="", seam_min=0, seam_max=0') + CREATE,
+        IMPORTS + INFO.replace('description=""', 'description="", interface_min=0, interface_max=0') + CREATE,
         "interface versions 0 to 0, this outrider has version 1; install a newer plugin",
     ),
     "too new": (
-        IMPORTS + INFO.replace('description=""', 'description="", seam_min=2, seam_max=3') + CREATE,
+        IMPORTS + INFO.replace('description=""', 'description="", interface_min=2, interface_max=3') + CREATE,
         "interface versions 2 to 3, this outrider has version 1; install a newer outrider",
     ),
 }

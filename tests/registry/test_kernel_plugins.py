@@ -10,9 +10,9 @@ from outrider.device import (
     BackendLoadError,
     BackendNotFound,
     ConfigError,
+    InterfaceError,
     KernelSet,
     PluginContractError,
-    SeamError,
 )
 from outrider.registry import Registry, get_backend
 
@@ -114,7 +114,7 @@ def test_a_plugin_that_makes_no_kernels(quick, make, error, says):
     [
         ("import no_such_vendor_package", "broken", "no_such_vendor_package"),
         ("", "broken", "hook 'create_kernels' is missing; expected @hookimpl def create_kernels(backend: Backend)"),
-        (SOURCE.format(info="seam_min=0, seam_max=0", make=MAKE), "broken", "install a newer plugin"),
+        (SOURCE.format(info="interface_min=0, interface_max=0", make=MAKE), "broken", "install a newer plugin"),
     ],
 )
 def test_a_broken_one_is_diagnosed_and_stops_nobody(install, source, status, says):
@@ -128,7 +128,7 @@ def test_a_broken_one_is_diagnosed_and_stops_nobody(install, source, status, say
 def test_chosen_once():
     backend = get_backend("cpu")
     backend.use_kernels(KernelSet())
-    with pytest.raises(SeamError, match="make another backend"):
+    with pytest.raises(InterfaceError, match="make another backend"):
         backend.use_kernels(KernelSet())
 
 

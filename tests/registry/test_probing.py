@@ -151,7 +151,7 @@ def test_a_malformed_distribution_hides_no_other(install, text, caplog):
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("seam_min", "1", "seam_min='1', expected int"),
+        ("interface_min", "1", "interface_min='1', expected int"),
         ("priority", "high", "priority='high', expected int"),
         ("priority", True, "priority=True, expected int"),
         ("usable", "no", "usable='no', expected bool"),

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from outrider.device import Access, Operation
 from outrider_sanitizer.clocks import Actor, Point
-from outrider_sanitizer.ordering import Listener, Ordering
+from outrider_sanitizer.ordering import Ordering
+from outrider_sanitizer.streams import Listener
 
 ITEM = 1
 SIZE = 12

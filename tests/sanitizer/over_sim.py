@@ -58,7 +58,7 @@ class Storages:
 
 
 class Trace(Observer):
-    """Fires torch's callbacks as its C++ does. Queries aren't among them; the seam's own graphs and marks pass by."""
+    """Fires torch's callbacks as its C++ does. Queries aren't among them; the interface's own graphs and marks pass by."""
 
     def __init__(self, sanitizer: TorchSanitizer) -> None:
         self._events: dict[int, Any] = {}
@@ -161,7 +161,7 @@ class OverNames(TorchDeviceBackend):
 
 @contextmanager
 def watched_names(monkeypatch: Any) -> Generator[tuple[OverNames, TorchSanitizer]]:
-    """The same for a program of the seam, whose backend makes torch's streams, events and graphs."""
+    """The same for a program of the backend interface, whose backend makes torch's streams, events and graphs."""
     sim, backend = SimBackend(), OverNames()
     with watched(sim, monkeypatch, backend) as sanitizer:
         backend.attach(sanitizer)

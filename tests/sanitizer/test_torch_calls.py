@@ -90,7 +90,7 @@ OF_GRAPHS = ("input-overwritten", "fence-before-the-replay", "output-after-the-n
     "name", [*OF_GRAPHS, "read-after-write", "reuse-across-streams", "host-read-early", "loop-over-query"]
 )
 def test_a_backend_that_makes_torchs_own_is_told_of_once(name: str, monkeypatch: Any) -> None:
-    """The seam's graphs are known with their inputs and outputs; streams and events by what torch tells."""
+    """The backend interface's graphs are known with their inputs and outputs; streams and events by what torch tells."""
     race = RACES[name]
     for program, expected in ((race.wrong, {race.kind}), (race.right, set())):
         with watched_names(monkeypatch) as (backend, sanitizer):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.device import CaptureError, SeamError
+from outrider.device import CaptureError, InterfaceError
 from outrider_sim.explore import explore
 
 
@@ -198,7 +198,7 @@ def test_parameters_are_rebound_in_stream_order(sim):
     graph.replay(forward)
     forward.synchronize()
     assert out.tolist() == [7.0] * 4
-    with pytest.raises(SeamError):
+    with pytest.raises(InterfaceError):
         graph.update_params({"m": [7]}, stream=update)
 
 
@@ -230,5 +230,5 @@ def test_a_rebind_that_changes_the_operations_is_refused(sim):
             context.outputs["out"].add_(1)
 
     graph = backend.capture("g", body, stream=stream, inputs={}, outputs={"out": out}, params={"n": [1]})
-    with pytest.raises(SeamError, match="another sequence"):
+    with pytest.raises(InterfaceError, match="another sequence"):
         graph.update_params({"n": [3]}, stream=stream)

@@ -149,7 +149,7 @@ def test_shrinking_names_the_missing_edge(sim):
         assert isinstance(run_once(backend, wrong_relay, Replay(found.shrunk)), AssertionError)
 
 
-def test_the_handle_is_the_seams(sim):
+def test_the_handle_is_a_controllable_device(sim):
     backend = sim()
     assert isinstance(backend.control, ControllableDevice)
     found = explore(backend, no_wait, strategy="slowest:stream=writer").failure

@@ -37,7 +37,7 @@ def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -
     """Decode ``batch`` requests to their ends, timing the iterations in which all of them decode: behind the last prompt and
     before the first end. None are where the first request ends before the last prompt does.
     """
-    from outrider.engine.requests.request import SamplingParams
+    from outrider.engine.requests.sampling import SamplingParams
 
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     lengths = {engine.add_request(prompt, params): prompt_tokens for prompt in prompts_for(engine, batch, prompt_tokens)}
@@ -118,7 +118,7 @@ class _Decoding:
     """A batch past its prompts that can be stepped."""
 
     def __init__(self, engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> None:
-        from outrider.engine.requests.request import SamplingParams
+        from outrider.engine.requests.sampling import SamplingParams
 
         self._engine = engine
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)

@@ -17,7 +17,8 @@ from outrider.model.dflash import DFlashHead
 from outrider.model.dflash_loading import dflash_targets, dflash_weights
 from outrider.model.eagle import EagleHead
 from outrider.model.head_mapping import eagle_targets, eagle_weights
-from outrider.model.mapping import Target, decoder_targets, decoder_weights
+from outrider.model.mapping import decoder_targets, decoder_weights
+from outrider.model.pieces import Target
 from outrider.model.products import Weight
 from outrider.model.quantization.cache import cache_format, decide
 from outrider.model.ranks import ModelRanks

@@ -81,7 +81,7 @@ def start(work: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _ask(engine: Engine, requests: int, prompt: int, tokens: int) -> None:
-    from outrider.engine.requests.request import SamplingParams
+    from outrider.engine.requests.sampling import SamplingParams
 
     for number in range(requests):
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=float(number % 2))

@@ -28,7 +28,7 @@ from outrider.errors import CheckpointError
 from outrider_conformance.promises import docstring
 
 Promise = tuple[str, str]
-"""(member, words): a name of the seam, and a passage of its docstring."""
+"""(member, words): a name of the backend interface, and a passage of its docstring."""
 
 CAUSES: Mapping[str, str] = MappingProxyType(
     {
@@ -95,7 +95,7 @@ _KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str],
     (DeviceFault, "work that was queued before failed: what raised here only waited for it"),
     (CapabilityError, "an ability that the backend doesn't declare, or an operator that the device doesn't have"),
     (NotImplementedError, "a verb or an operator that the plugin doesn't implement"),
-    ((TypeError, AttributeError), "a verb with other parameters, or another result, than the seam asks for"),
+    ((TypeError, AttributeError), "a verb with other parameters, or another result, than the backend interface asks for"),
     (ImportError, "a package that isn't installed here"),
 )
 _LATE = "enqueued work that waits for something nobody enqueues, a lock that is held twice, or a wait without an end"
@@ -116,7 +116,7 @@ _CALLERS = ("outrider.engine", "outrider.model", "outrider.speculative", "outrid
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``promise``: what broke; None where it's nothing that the seam promises. ``where``: what was being done. ``causes``:
+    """``promise``: what broke; None where the interface promises nothing of it. ``where``: what was being done. ``causes``:
     the likeliest first.
     """
 
@@ -155,17 +155,17 @@ def diagnose(checked: Promise | None, error: BaseException, phase: str = "call")
         where = ", ".join(filter(None, [where, f"raised in {member}", place]))
         promise = checked if checked is not None and checked[0] == member else _first_sentence(member)
         return Diagnosis(promise, where, _causes(promise, error))
-    outside = "not in a verb of the seam, so no promise is quoted"
+    outside = "not in a verb of the backend interface, so no promise is quoted"
     return Diagnosis(None, ", ".join(filter(None, [where, place, outside])), _causes(None, error))
 
 
 def cause_of(member: str) -> str:
-    """The line of :data:`CAUSES` for a member of the seam; empty without one."""
+    """The line of :data:`CAUSES` for a member of the backend interface; empty without one."""
     return CAUSES.get(member) or CAUSES.get(member.partition(".")[0], "")
 
 
 def verb_of(member: str) -> str:
-    """What a plugin writes for a member of the seam: ``_wait`` for ``Stream.wait``; empty where it writes nothing."""
+    """What a plugin writes for a member of the interface: ``_wait`` for ``Stream.wait``; empty where it writes nothing."""
     owner, _, name = member.partition(".")
     base = {base.__name__: base for base in _VERBS}.get(owner)
     return f"_{name}" if base is not None and name and hasattr(base, f"_{name}") else ""
@@ -199,7 +199,7 @@ def _checked_here(error: BaseException, frames: list[FrameType]) -> bool:
 
 
 def _raised_in(frames: list[FrameType]) -> str | None:
-    """The innermost verb of the seam, unless its caller's code runs inside it and that raised."""
+    """The innermost verb of the backend interface, unless its caller's code runs inside it and that raised."""
     for frame in reversed(frames):
         name, module = frame.f_code.co_name, _module(frame)
         if module.startswith(_CALLERS):

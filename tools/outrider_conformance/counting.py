@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet, SeamError, WrappedKernels
+from outrider.device import AttentionMetadata, InterfaceError, KernelSet, WrappedKernels
 from outrider.device.kernels import declared_below, kernel_names
 from outrider_conformance.ways import Ways
 
@@ -165,12 +165,12 @@ def counting(kernels: KernelSet) -> Generator[KernelCalls]:
     ``super()`` is seen. Nothing else changes. An override that computes with another kernel set, or with an operator, has
     computed itself: a call is left to the reference by ``super()`` alone.
 
-    Raises :class:`SeamError` where the calls of ``kernels`` are counted already.
+    Raises :class:`InterfaceError` where the calls of ``kernels`` are counted already.
     """
     calls = KernelCalls()
     layers = list(layers_of(kernels))
     if any(hasattr(type(layer), "_counted_by") for layer in layers):
-        raise SeamError(f"the calls of the kernels {kernels.name!r} are counted already")
+        raise InterfaceError(f"the calls of the kernels {kernels.name!r} are counted already")
     kinds = [type(layer) for layer in layers]
     overridden = (frozenset(name for name in KERNELS if _overrides(kind, name)) for kind in kinds)
     calls.overridden = MappingProxyType(dict(zip((layer.name for layer in layers), overridden, strict=True)))

@@ -1,6 +1,6 @@
 """One case for each thing a kernel must do: operands, the call, and which operands it changes.
 
-The reference is the seam's own KernelSet on the host, on the same operands in float64 where the result is a number.
+The reference is the interface's own KernelSet on the host, on the same operands in float64 where the result is a number.
 """
 
 from __future__ import annotations

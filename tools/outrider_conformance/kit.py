@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outrider.device import SEAM_VERSION, Backend, BackendInfo
+from outrider.device import INTERFACE_VERSION, Backend, BackendInfo
 from outrider.registry import Registry
 from outrider.registry.probing import Verdict
 from outrider_conformance.lab import Pace
@@ -66,7 +66,7 @@ class Kit:
                 found.update(distribution=candidate.distribution, entry_point=candidate.entry_point)
                 if candidate.info is not None:
                     found["description"] = candidate.info.description
-                    found["seam"] = [candidate.info.seam_min, candidate.info.seam_max]
+                    found["interface"] = [candidate.info.interface_min, candidate.info.interface_max]
         return found
 
 
@@ -79,7 +79,7 @@ def host_facts() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "seam_version": SEAM_VERSION,
+        "interface_version": INTERFACE_VERSION,
         **versions,
     }
 

@@ -161,7 +161,7 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("device", str(report["device"])),
         ("kernels", str(report["kernels"])),
         *((key, str(value)) for key, value in versions.items() if key != "device"),
-        ("kit", f"{report['kit']['version']}, interface version {host['seam_version']}"),
+        ("kit", f"{report['kit']['version']}, interface version {host['interface_version']}"),
         ("python", f"{host['python']} on {host['system']}"),
         ("started", report["started"]),
     ]

@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=DEFAULT_PROGRAMS,
         metavar="N",
-        help="random programs over the seam, in all (default: %(default)s); 0 leaves them out, so nothing is passed",
+        help="random programs over the interface, in all (default: %(default)s); 0 leaves them out, so nothing is passed",
     )
     group.addoption("--kit-seed", type=int, default=0, metavar="N", help="what operands and programs are drawn from")
     group.addoption(
@@ -69,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Read the options; a mistake in them is a usage error, not a failed test."""
-    config.addinivalue_line("markers", "promise(member, words): the promise of the seam that the test checks")
+    config.addinivalue_line("markers", "promise(member, words): the promise of the backend interface that the test checks")
     config.addinivalue_line("markers", "needs(*abilities): declared abilities that the test is about")
     try:
         if KIT not in config.stash:
@@ -189,7 +189,7 @@ def backend(kit: Kit, request: pytest.FixtureRequest) -> Generator[Backend]:
 @pytest.fixture
 def observed(kit: Kit, request: pytest.FixtureRequest) -> Observed:
     """Who answers the engine's calls of kernels. The first test of a process that asks for it runs the engines."""
-    from outrider_conformance.observed import observe  # the engine: the levels below need the seam alone
+    from outrider_conformance.observed import observe  # the engine: the levels below need the backend interface alone
 
     first = kit.observed is None
     found = observe(kit)

@@ -1,4 +1,4 @@
-"""Which promise of the seam a test holds a backend to, in the words of the seam's own docstrings."""
+"""Which promise of the interface a test holds a backend to, in the words of the interface's own docstrings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def promise(member: str, words: str) -> Callable[[_Test], _Test]:
     """Mark a test with the promise that it checks.
 
     ``member`` is a name of ``outrider.device`` (``Stream.wait``), ``words`` a passage of its docstring. A test of the
-    kit's own compares the two, so that a report never quotes what the seam doesn't say.
+    kit's own compares the two, so that a report never quotes what the backend interface doesn't say.
     """
 
     def mark(test: _Test) -> _Test:
@@ -36,7 +36,7 @@ def needs(*abilities: str) -> Callable[[_Test], _Test]:
 
 
 def docstring(member: str) -> str:
-    """The docstring of a name of the seam, in one line. A field's is the string that follows it."""
+    """The docstring of a name of the backend interface, in one line. A field's is the string that follows it."""
     owner, _, attribute = member.partition(".")
     thing: Any = getattr(outrider.device, owner)
     if attribute and not callable(inspect.getattr_static(thing, attribute, None)):

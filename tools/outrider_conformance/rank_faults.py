@@ -18,10 +18,10 @@ from outrider.device import (
     ConfigError,
     Decision,
     Group,
+    InterfaceError,
     KernelSet,
     Observer,
     Reduction,
-    SeamError,
     Stream,
 )
 from outrider_conformance.lab import expect
@@ -60,11 +60,11 @@ def misuse(rank: Rank) -> None:
         if rank.backend.device.type != "cpu":
             wrong["a tensor of the host"] = lambda: group.all_reduce(torch.zeros(4), stream=stream)
         for what, call in wrong.items():
-            _raises(SeamError, what, call)
+            _raises(InterfaceError, what, call)
         expect(group.last_call, None, "the calls that were counted")
         group.all_reduce(x, stream=stream)
         stream.synchronize()
-    _raises(SeamError, "a closed group", lambda: group.all_reduce(x, stream=stream))
+    _raises(InterfaceError, "a closed group", lambda: group.all_reduce(x, stream=stream))
     group.close()
 
 

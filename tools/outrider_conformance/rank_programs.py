@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import CapabilityError, Group, Reduction, SeamError, Stream
+from outrider.device import CapabilityError, Group, InterfaceError, Reduction, Stream
 from outrider_conformance.lab import expect
 from outrider_conformance.ranks import Rank
 
@@ -366,7 +366,7 @@ def closed_with_its_graphs(rank: Rank) -> None:
     group.close()
     try:
         graph.replay(stream)
-    except SeamError:
+    except InterfaceError:
         return
     raise AssertionError("a replay raised nothing, though the group whose calls it holds is closed")
 

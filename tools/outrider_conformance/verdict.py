@@ -132,7 +132,7 @@ def _explain(diagnosis: Diagnosis, checked: Promise | None) -> str:
         member, words = diagnosis.promise
         said = f"{member} promises:\n" + textwrap.fill(f"“{words}”", 100, initial_indent="  ", subsequent_indent="  ")
     elif checked is not None:
-        said = "(what failed is nothing that the seam promises)"
+        said = "(what failed is nothing that the backend interface promises)"
     else:
         said = "(this test checks the kit's own rules)"
     return "\n".join(filter(None, [said, diagnosis.text()]))

@@ -147,7 +147,7 @@ def once(
     # What is computed on the host comes first: it must not be part of the schedule.
     for arrival in program.arrivals:
         plain(setup.proposer, alone(arrival))
-    if not program.draft_lengths and not program.adaptive:
+    if not program.draft_lengths and not program.by_load:
         synchronous(setup.proposer, program)
     error = run_once(backend, run, make_strategy(strategy, seed, {}))
     outcome.left_out = log.left_out

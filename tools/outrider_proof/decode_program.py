@@ -24,7 +24,7 @@ from outrider_proof.subjects import Subject, bundled_text, tiny_images
 if TYPE_CHECKING:
     from outrider.device import Backend, Fence
     from outrider.engine.engine import Engine
-    from outrider.engine.requests.draft_length import DraftCosts, DraftLengthPolicy
+    from outrider.engine.requests.draft_length import DraftLengthPolicy
     from outrider.engine.requests.sampling import SamplingParams
     from outrider.model import LanguageModel, Media
     from outrider.speculative.proposer import Proposer
@@ -40,8 +40,8 @@ _MOVING = 0.3
 _CHANGING = 0.35
 """How many of the programs change the length of drafts."""
 
-_ADAPTING, _BUDGETED, _CALLED, _BOTH = 0.2, 0.4, 0.2, 0.3
-"""How many of the programs have lengths by acceptance instead, a small budget of tokens, prompts that are called where others
+_BY_LOAD, _BUDGETED, _CALLED, _BOTH = 0.2, 0.4, 0.2, 0.3
+"""How many of the programs have draft lengths by load instead, a small budget of tokens, prompts that are called where others
 are replayed from graphs, and some of each.
 """
 
@@ -75,7 +75,7 @@ class HostProgram:
     """Requests, and the sizes of the engine that serves them.
 
     ``draft_lengths``: how many tokens iterations draft, one after the other and again; none: always as many as can be.
-    ``adaptive``: as many as each request's acceptance so far makes worth it instead, by costs that are made up.
+    ``by_load``: as many as the load and the acceptance so far make fastest instead, by synthetic costs.
     ``token_budget``: tokens of an iteration in which requests decode, prompts' among them; None: a whole chunk beside them.
     ``prefill_graphs``: where decoding is replayed, so are chunks of prompts of up to so many tokens; None: every one.
     """
@@ -87,7 +87,7 @@ class HostProgram:
     prefill_chunk: int
     draft_tokens: int
     draft_lengths: tuple[int, ...] = ()
-    adaptive: bool = False
+    by_load: bool = False
     token_budget: int | None = None
     prefill_graphs: int | None = None
 
@@ -117,7 +117,7 @@ class HostProgram:
         if guiding.random() < _GUIDED:
             chosen = [replace(arrival, guided=guiding.random() < _AMONG) for arrival in program.arrivals]
             program = replace(program, arrivals=tuple(chosen))
-        mixing, adapting = random.Random(f"mixed {seed}"), random.Random(f"adaptive {seed}")
+        mixing, loading = random.Random(f"mixed {seed}"), random.Random(f"by load {seed}")
         if mixing.random() < _BUDGETED:
             # Hardly more than what decoding takes, so that a prompt comes in pieces beside it.
             most = program.max_requests * (program.draft_tokens + 1)
@@ -126,8 +126,8 @@ class HostProgram:
         if kind < _CALLED + _BOTH:
             size = 0 if kind < _CALLED else mixing.randint(1, max(1, program.prefill_chunk // 2))
             program = replace(program, prefill_graphs=size)
-        if adapting.random() < _ADAPTING:
-            return replace(program, adaptive=True)
+        if loading.random() < _BY_LOAD:
+            return replace(program, by_load=True)
         if changing.random() >= _CHANGING:
             return program
         among = (0, 1, changing.randint(0, program.draft_tokens), program.draft_tokens)
@@ -324,30 +324,19 @@ def prefill_graphs_of(
     return program.prefill_graphs if able else None
 
 
-def _adaptive_by_estimates(costs: DraftCosts) -> DraftLengthPolicy:
-    from outrider.engine.requests.adaptive_length import Adaptive
-
-    class ByEstimates(Adaptive):
-        """Without the host's clock: the same program gives the same lengths each time."""
-
-        takes_times = False
-
-    return ByEstimates(costs)
-
-
 def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPolicy | None:
     """The policy that gives the program's draft lengths, those beyond the proposer's own cut off; None for a program without
     any, and for what drafts no chain.
     """
-    from outrider.engine.requests.draft_length import DraftCosts, LengthSchedule, adaptive_lengths
+    from outrider.engine.requests.draft_length import DraftCosts, FollowLoad, LengthSchedule, usual_lengths
 
     if proposer.is_tree or not proposer.nodes:
         return None
-    if program.adaptive:
+    if program.by_load:
         # A drafted token costs more the more requests there are, so lengths change with load as well as with acceptance.
-        lengths, sizes = adaptive_lengths(proposer.nodes), range(1, program.max_requests + 1)
+        lengths, sizes = usual_lengths(proposer.nodes), range(1, program.max_requests + 1)
         base = {(length, size): 1.0 + 0.2 * size * length for length in lengths for size in sizes}
-        return _adaptive_by_estimates(DraftCosts(base))
+        return FollowLoad(DraftCosts(base))
     if not program.draft_lengths:
         return None
     return LengthSchedule([min(length, proposer.nodes) for length in program.draft_lengths])
@@ -477,7 +466,7 @@ def _plain(subject: Subject, arrival: Arrival) -> tuple[int, ...]:
     if arrival.guided:
         return Residues.greedy(model, tokens, arrival.max_tokens)
     from outrider.engine.engine import Engine
-    from outrider.engine.requests.request import SamplingParams
+    from outrider.engine.requests.sampling import SamplingParams
     from outrider_proof.tiny import plain_config
 
     config = plain_config(max_requests=1, max_context=_CONTEXT, dtype=subject.dtype)

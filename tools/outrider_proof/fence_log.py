@@ -175,7 +175,7 @@ class _Noted(Fence):
         return came
 
     def _note(self, consumer: str, end: int, skipped: bool) -> None:
-        assert self._declared is not None  # the seam raises for a wait that comes before any record
+        assert self._declared is not None  # the backend interface raises for a wait that comes before any record
         done = not skipped and self._dropped is not Drop.RECORD
         self._log.edges.append(Edge(self._name, *self._declared, consumer, end, done))
         if self._dropped is Drop.RECORD and self._carried_out is not None:

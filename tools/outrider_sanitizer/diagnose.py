@@ -6,8 +6,8 @@ from outrider.device import Access, ControllableDevice
 from outrider_sanitizer.clocks import Actor, Point
 from outrider_sanitizer.findings import Finding, Kind, Site
 from outrider_sanitizer.intervals import Record
+from outrider_sanitizer.lanes import Lane
 from outrider_sanitizer.memory import Shadow
-from outrider_sanitizer.ordering import Lane
 
 _CASTS = ("aten::_to_copy", "aten::to.", "aten::type_as")
 

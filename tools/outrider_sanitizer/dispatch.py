@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
 from outrider.device.arrays import watched
-from outrider_sanitizer.ordering import HOST
 from outrider_sanitizer.places import here
 from outrider_sanitizer.ranks import Ranks
 from outrider_sanitizer.sanitizer import Sanitizer
 from outrider_sanitizer.storages import Known, Storages, extent
+from outrider_sanitizer.streams import HOST
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Event, Graph, Stream
@@ -179,7 +179,7 @@ class DerivedSanitizer(Sanitizer):
         return not self._modes or self._modes[-1] is mode
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
-        self._scope.append(stream.name)  # a capture places its callable without a scope of the seam
+        self._scope.append(stream.name)  # a capture places its callable without a scope of the backend interface
         with self._lock:
             self._outside, self._index = self._index, {}  # what is captured counts from the graph's beginning
         super().capture_began(graph, stream)

@@ -19,12 +19,10 @@ from outrider_sanitizer.intervals import IntervalMap
 from outrider_sanitizer.lanes import Lane
 from outrider_sanitizer.places import here
 from outrider_sanitizer.ranks import Half, Ranks
-from outrider_sanitizer.streams import HOST, Listener, StreamOrdering
+from outrider_sanitizer.streams import Listener, StreamOrdering
 
 if TYPE_CHECKING:
     from outrider.device import Event, Graph
-
-__all__ = ["HOST", "Lane", "Listener", "Ordering"]
 
 
 class Ordering(StreamOrdering):

@@ -21,7 +21,7 @@ _PROGRAMS = "outrider_sanitizer.races"
 
 
 def here() -> str:
-    """``file:line`` of the innermost caller outside torch, the seam, the sanitizer and the plugins; or an empty string."""
+    """``file:line`` of the innermost caller outside torch, the interface, the sanitizer and plugins; or an empty string."""
     frame = sys._getframe(1)
     while frame is not None:
         if not _inside(frame.f_globals.get("__name__", "")):

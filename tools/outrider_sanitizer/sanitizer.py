@@ -8,15 +8,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from outrider.device import Access, CapabilityError, Observer, Operation, SeamError
+from outrider.device import Access, CapabilityError, InterfaceError, Observer, Operation
 from outrider_sanitizer.advisor import Advisor
 from outrider_sanitizer.clocks import Point
 from outrider_sanitizer.diagnose import Diagnosis
 from outrider_sanitizer.findings import Finding, Report
-from outrider_sanitizer.ordering import HOST, Listener, Ordering
+from outrider_sanitizer.ordering import Ordering
 from outrider_sanitizer.places import here
 from outrider_sanitizer.ranks import Ranks
 from outrider_sanitizer.staleness import Staleness
+from outrider_sanitizer.streams import HOST, Listener
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +91,7 @@ class Sanitizer(Observer):
         """Where a tensor lies; overridden where accesses are derived."""
         try:
             return self.backend.locate(tensor)
-        except (CapabilityError, SeamError):
+        except (CapabilityError, InterfaceError):
             return None
 
     def _locate(self, tensor: Tensor) -> Access | None:

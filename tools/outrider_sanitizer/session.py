@@ -37,7 +37,7 @@ def watch(backend: Backend, *, rows_apart: bool = True, torch_calls: bool = Fals
     dispatcher on the calling thread and on the threads that it starts. There, two accesses whose rows are decided by data
     are taken to be disjoint; without ``rows_apart`` they're taken to overlap, which finds more and may raise false alarms.
 
-    ``torch_calls``: also what the program does past the seam, with torch's own streams, events and graphs, where torch
+    ``torch_calls``: also what the program does outside it, with torch's own streams, events and graphs, where torch
     tells of it (its CUDA module); for one backend of a device at a time. A backend that reports its accesses reports
     these too.
     """

@@ -405,7 +405,7 @@ class StreamOrdering(Lanes):
                 held.popleft()
                 self._waiting_flag.pop(lane.number, None)
         if self.ranks is None or not self.ranks.broken:
-            self._blind("a flag was raised outside the seam", 1)
+            self._blind("a flag was raised outside the backend interface", 1)
         self.resume_all()
 
     def finish(self) -> None:

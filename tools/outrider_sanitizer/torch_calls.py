@@ -1,6 +1,6 @@
 """Plain torch programs on a device: torch itself tells of streams, events, synchronisation and released memory.
 
-A program that uses torch alone makes its streams and events past the seam, in Python and in C++ (autograd's engine,
+A program that uses torch alone makes its streams and events outside the interface, in Python and in C++ (autograd's engine,
 collectives). torch's device modules have a trace of these calls, made for torch's own sanitizer; here it feeds the
 detectors. What the trace leaves out is taken at its Python names: queries, captures and replays of graphs, Triton's
 launches. `record_stream` passes the dispatcher.
@@ -68,9 +68,9 @@ class TorchGraph:
 
 
 class TorchSanitizer(DerivedSanitizer):
-    """The sanitizer of a program that uses torch alone, or torch beside the seam.
+    """The sanitizer of a program that uses torch alone, or torch next to the backend interface.
 
-    Streams and events reach it through torch, whoever made them; what the seam says of its own is left out, but for the
+    Streams and events reach it through torch, whoever made them; what the interface says of its own is left out, but for the
     names of its streams, its graphs (of which it knows inputs and outputs), and its marks.
     """
 
@@ -254,7 +254,7 @@ class TorchSanitizer(DerivedSanitizer):
             finally:
                 self._scopes.native = None
                 made: Any = self._graphs.get(graph)
-                if made is not None:  # else it's one of the seam's, which tells its end itself
+                if made is not None:  # else it's one of the backend interface's, which tells its end itself
                     with self._lock:
                         self._captured_all(made, failed)
 
@@ -327,7 +327,7 @@ class TorchSanitizer(DerivedSanitizer):
         return self._stream(self._current(self.backend.device.index or 0))
 
     def _handle(self, stream: Stream) -> int:
-        """The handle of a stream of the seam."""
+        """The handle of a stream of the backend interface."""
         handle: int = stream.native.cuda_stream
         return handle
 
@@ -371,7 +371,7 @@ class TorchSanitizer(DerivedSanitizer):
         if storage not in self._pooled:
             super().freed(storage, stream)
 
-    # -- what the seam tells: streams' names, graphs, marks ------------------------------------------------------------
+    # -- what the interface tells: streams' names, graphs, marks ------------------------------------------------------------
 
     def stream_created(self, stream: Stream) -> None:
         with self._lock:
@@ -406,7 +406,7 @@ class TorchSanitizer(DerivedSanitizer):
         """Torch told it."""
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
-        """The capture that torch has just begun is of a graph of the seam, which knows more of it."""
+        """The capture that torch has just begun is of a graph of the backend interface, which knows more of it."""
         native = getattr(self._scopes, "native", None)
         with self._lock:
             if native is not None:

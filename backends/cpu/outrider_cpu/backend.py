@@ -56,10 +56,10 @@ class CpuStream(Stream):
         return self.name
 
     def _record(self, event: Event) -> None:
-        """Everything before has run: the generation is complete when the seam has counted it."""
+        """Everything before has run: the generation is complete when the backend interface has counted it."""
 
     def _wait(self, event: Event) -> None:
-        """The seam has checked that the generation was recorded, so it's complete."""
+        """The backend interface has checked that the generation was recorded, so it's complete."""
 
     def _synchronize(self) -> None:
         """Nothing is ever pending."""

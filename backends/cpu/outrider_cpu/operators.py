@@ -1,4 +1,4 @@
-"""Operators of the host, as overloads of the seam's: what watches a run knows them by the operands' names.
+"""Operators of the host, as overloads of the backend interface's: what watches a run knows them by the operands' names.
 
 Each runs at once, so it may read a value for the price of reading it. Inside an operator that is its own business.
 """

@@ -1,4 +1,4 @@
-"""A CUDA device behind the seam: torch's streams, events and graphs, and the errors of the driver told apart."""
+"""A CUDA device as a backend: torch's streams, events and graphs, and the errors of the driver told apart."""
 
 from __future__ import annotations
 

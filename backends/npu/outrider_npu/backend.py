@@ -1,4 +1,4 @@
-"""An Ascend device behind the seam."""
+"""An Ascend device as a backend."""
 
 from __future__ import annotations
 

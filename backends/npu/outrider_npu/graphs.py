@@ -4,7 +4,7 @@ CANN captures host values into a graph. An operation that shall get others is ca
 and ``graph_task_group_end``, one operation a group, which gives a handle. Later the same operation is issued again between
 ``graph_task_update_begin`` and ``graph_task_update_end`` on a stream that isn't captured: it doesn't run, its arguments
 replace those of the group, as work of that stream. An update that runs beside a replay which reads the group is a race, so
-the seam's rule is the device's: the caller lets the update's stream wait for the replay before, and the next replay wait for
+the interface has the device's rule: the caller makes the update's stream wait for the replay before, the next replay for
 the update. The host waits for neither.
 
 torch_npu's own ``NPUGraph.update`` isn't used: it updates every recorded operation with one list, on a stream of its own that

@@ -114,7 +114,7 @@ class NpuKernels(KernelSet):
         v_cache: Tensor,
         slots: Tensor,
     ) -> None:
-        """One rotation for positions on one axis and on three: the seam hands over cosines and sines of each token, with
+        """One rotation for positions on one axis and on three: the interface hands over cosines and sines of each token, with
         its axes already chosen (so ``npu_mrope``, which wants positions and a table, isn't needed).
         """
         turn = (cos.unsqueeze(0).unsqueeze(2), sin.unsqueeze(0).unsqueeze(2))  # 1S1D beside BSND

@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = "torch_npu"
 COLLECTIVES = "hccl"
-"""What torch.distributed calls this device's collectives. The seam has no verb for them yet."""
+"""What torch.distributed calls this device's collectives. The backend interface has no verb for them yet."""
 _DEVICES = Path("/dev")
 _NUMBERED = re.compile(r"davinci\d+")
 

@@ -1,4 +1,4 @@
-"""A ROCm device behind the seam: torch's streams, events and graphs under their CUDA names.
+"""A ROCm device as a backend: torch's streams, events and graphs under their CUDA names.
 
 What it shares with other devices of that form is in ``TorchDeviceBackend``; here is what differs.
 """
@@ -15,7 +15,7 @@ from outrider_rocm.architecture import Architecture, parse_architecture
 from outrider_rocm.options import RocmOptions
 
 COLLECTIVES = "nccl"
-"""What torch.distributed calls RCCL. The seam has no verb for collectives yet."""
+"""What torch.distributed calls RCCL. The backend interface has no verb for collectives yet."""
 
 CAPABILITIES = Capabilities(
     asynchronous=True,

@@ -8,7 +8,7 @@ The package is an ordinary Outrider backend (`outrider_sim.plugin`). Its parts, 
 - `opinfo`, `meta`, `operands`, `dispatch` with `views`, `copies`, `creation`, `rows`: torch calls become queued operations;
 - `tensor`, `device`, `torch_module`: the torch device type, its registration, the module `torch.sim`;
 - `graphs`: capture and replay;
-- `tap`, `backend`, `plugin`, `options`: the seam.
+- `tap`, `backend`, `plugin`, `options`: the backend interface.
 
 Importing this package registers nothing with torch: creating the backend does, or `outrider_sim.device.register`.
 """

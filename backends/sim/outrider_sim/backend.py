@@ -1,4 +1,4 @@
-"""The seam's backend on the simulated machine: an ordinary plugin, with one more handle for tools (`control`)."""
+"""The interface's backend on the simulated machine: an ordinary plugin, with one more handle for tools (`control`)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from outrider.device import (
     GraphCallable,
     GraphPool,
     Group,
+    InterfaceError,
     KernelSet,
     MemoryInfo,
     Observer,
     Recompute,
-    SeamError,
     SpeculativeSync,
     StepMode,
     Stream,
@@ -47,7 +47,7 @@ from outrider_sim.pinned import PinnedTensor
 from outrider_sim.queue import EventState, FlagState, Kind, Op, StreamQueue
 from outrider_sim.sim import Sim, host_extent
 from outrider_sim.strategies import Strategy
-from outrider_sim.tap import SeamTap
+from outrider_sim.tap import ObserverTap
 from outrider_sim.tensor import SimTensor
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ class SimBackend(Backend):
     def attach(self, observer: Observer) -> None:
         """Report to `observer`, memory accesses included."""
         super().attach(observer)
-        self.sim.machine.tap = SeamTap(self, observer)
+        self.sim.machine.tap = ObserverTap(self, observer)
         self.sim.machine.update_mode()
 
     def detach(self) -> None:
@@ -304,7 +304,7 @@ class SimBackend(Backend):
         if isinstance(tensor, PinnedTensor):
             return host_extent(tensor, False)
         if not isinstance(tensor, SimTensor):
-            raise SeamError(f"a tensor on {tensor.device} that isn't pinned has no place on {self.label}")
+            raise InterfaceError(f"a tensor on {tensor.device} that isn't pinned has no place on {self.label}")
         return extent(tensor, False, "")
 
     def start_over(self, strategy: Strategy | None) -> None:

@@ -1,4 +1,4 @@
-"""Groups of simulated ranks: the seam's verbs, computed when all halves of a collective have started."""
+"""Groups of simulated ranks: the backend interface's verbs, computed when all halves of a collective have started."""
 
 from __future__ import annotations
 

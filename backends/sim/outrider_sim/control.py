@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SimControl:
-    """The handle by which tools decide who goes next (the seam's `ControllableDevice`, and more)."""
+    """The handle by which tools decide who goes next (the backend interface's `ControllableDevice`, and more)."""
 
     def __init__(self, backend: SimBackend) -> None:
         self._backend = backend

@@ -83,10 +83,10 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         super().__init__(list(ranks).index(world), len(ranks))
         self.backend = backend
         made = backend.create_group(f"torch {name}", ranks=ranks, rank=world, store=store)
-        self.seam: SimGroup = made  # type: ignore[assignment]  # a simulated backend makes no other
+        self.sim_group: SimGroup = made  # type: ignore[assignment]  # a simulated backend makes no other
         self._streams: dict[tuple[str, int], SimStream] = {}
         self._called = name
-        self._index, self._count = self.seam.rank, self.seam.size
+        self._index, self._count = self.sim_group.rank, self.sim_group.size
 
     # -- what torch asks -------------------------------------------------------------------------------------------
 
@@ -124,17 +124,17 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
     def shutdown(self) -> None:
         """Leave the group."""
-        self.seam.close()
+        self.sim_group.close()
 
     def abort(self) -> None:
         """Leave the group."""
-        self.seam.close()
+        self.sim_group.close()
 
     # -- running a call --------------------------------------------------------------------------------------------
 
     def _stream(self, channel: str = "", peer: int = -1) -> SimStream:
         if (channel, peer) not in self._streams:
-            name = f"{self.seam.name}{f' {channel} {peer}' if channel else ''}"
+            name = f"{self.sim_group.name}{f' {channel} {peer}' if channel else ''}"
             self._streams[channel, peer] = self.backend.create_stream(name)  # type: ignore[assignment]  # sim's
         return self._streams[channel, peer]
 
@@ -142,12 +142,12 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         """`verb` on the group's stream, behind the caller's."""
         mine, theirs = current(self.backend), self._stream(channel, peer)
         if mine is not theirs:
-            before = self.backend.create_event(f"{self.seam.name}: called")
+            before = self.backend.create_event(f"{self.sim_group.name}: called")
             mine.record(before)
             theirs.wait(before)
         with self.backend.on(theirs):
             verb(theirs)
-        event = self.backend.create_event(f"{self.seam.name}: done")
+        event = self.backend.create_event(f"{self.sim_group.name}: done")
         theirs.record(event)
         work = SimWork(event, tuple(held))
         if any(not isinstance(tensor, SimTensor) for tensor in held):
@@ -175,7 +175,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         def verb(stream: SimStream) -> None:
             for tensor in _list(tensors):
                 made = self._here(tensor)
-                self.seam.all_reduce(made, stream=stream, reduction=reduction)
+                self.sim_group.all_reduce(made, stream=stream, reduction=reduction)
                 if average:
                     made.div_(self._count)
                 self._back(tensor, made)
@@ -193,7 +193,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         def verb(stream: SimStream) -> None:
             for tensor in _list(tensors):
                 made = self._here(tensor).clone()
-                self.seam.all_reduce(made, stream=stream, reduction=reduction)
+                self.sim_group.all_reduce(made, stream=stream, reduction=reduction)
                 if opts.rootRank == self._index:
                     tensor.detach().copy_(made / self._count if average else made)
 
@@ -205,7 +205,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         def verb(stream: SimStream) -> None:
             for tensor in _list(tensors):
                 made = self._here(tensor)
-                self.seam.broadcast(made, root=opts.rootRank, stream=stream)
+                self.sim_group.broadcast(made, root=opts.rootRank, stream=stream)
                 self._back(tensor, made)
 
         return self._run(verb, _list(tensors))
@@ -218,7 +218,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
             for into, tensor in zip(outputs, _list(inputs), strict=True):
                 made = self._here(tensor)
                 gathered = made.new_empty((self._count, *made.shape))
-                self.seam.all_gather(gathered, made, stream=stream)
+                self.sim_group.all_gather(gathered, made, stream=stream)
                 for part, one in zip(into, gathered.unbind(0), strict=True):
                     part.detach().copy_(one)
 
@@ -234,7 +234,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
         def verb(stream: SimStream) -> None:
             made, into = self._here(tensor), self._here(output)
-            self.seam.all_gather(into.view(self._count, *made.shape), made, stream=stream)
+            self.sim_group.all_gather(into.view(self._count, *made.shape), made, stream=stream)
             self._back(output, into)
 
         return self._run(verb, (output, tensor))
@@ -265,7 +265,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         def verb(stream: SimStream) -> None:
             # The verb leaves its operand undefined, and torch's doesn't.
             made, into = self._here(tensor).clone(), self._here(output)
-            self.seam.reduce_scatter(into, made.view(self._count, *into.shape), stream=stream, reduction=reduction)
+            self.sim_group.reduce_scatter(into, made.view(self._count, *into.shape), stream=stream, reduction=reduction)
             if average:
                 into.div_(self._count)
             self._back(output, into)
@@ -292,7 +292,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         def verb(stream: SimStream) -> None:
             made, into = self._here(tensor), self._here(output)
             parts = (self._count, made.shape[0] // self._count, *made.shape[1:])
-            self.seam.all_to_all(into.view(parts), made.view(parts), stream=stream)
+            self.sim_group.all_to_all(into.view(parts), made.view(parts), stream=stream)
             self._back(output, into)
 
         return self._run(verb, (output, tensor))
@@ -306,7 +306,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         def verb(stream: SimStream) -> None:
             made = torch.stack([self._here(tensor) for tensor in inputs])
             into = torch.empty_like(made)
-            self.seam.all_to_all(into, made, stream=stream)
+            self.sim_group.all_to_all(into, made, stream=stream)
             for output, part in zip(outputs, into.unbind(0), strict=True):
                 output.detach().copy_(part)
 
@@ -318,7 +318,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         def verb(stream: SimStream) -> None:
             made = self._here(_list(inputs)[0])
             gathered = made.new_empty((self._count, *made.shape))
-            self.seam.all_gather(gathered, made, stream=stream)
+            self.sim_group.all_gather(gathered, made, stream=stream)
             if opts.rootRank == self._index:
                 for output, part in zip(outputs[0], gathered.unbind(0), strict=True):
                     output.detach().copy_(part)
@@ -332,7 +332,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
             like = self._here(_list(outputs)[0])
             root = opts.rootRank == self._index
             made = torch.stack([self._here(t) for t in inputs[0]]) if root else like.new_empty((self._count, *like.shape))
-            self.seam.broadcast(made, root=opts.rootRank, stream=stream)
+            self.sim_group.broadcast(made, root=opts.rootRank, stream=stream)
             _list(outputs)[0].detach().copy_(made[self._index])
 
         return self._run(verb, [*_list(outputs), *(t for parts in inputs for t in parts)])
@@ -341,7 +341,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         """Send to a rank of the group."""
         del tag
         tensor = _list(tensors)[0]
-        return self._run(lambda stream: self.seam.send(self._here(tensor), to=to, stream=stream), (tensor,), "to", to)
+        return self._run(lambda stream: self.sim_group.send(self._here(tensor), to=to, stream=stream), (tensor,), "to", to)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SimWork:
         """Receive from a rank of the group."""
@@ -350,7 +350,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
         def verb(stream: SimStream) -> None:
             made = self._here(tensor)
-            self.seam.receive(made, source=source, stream=stream)
+            self.sim_group.receive(made, source=source, stream=stream)
             self._back(tensor, made)
 
         return self._run(verb, (tensor,), "from", source)
@@ -376,7 +376,7 @@ _REDUCTIONS = {"SUM": Reduction.SUM, "AVG": Reduction.SUM, "MAX": Reduction.MAX,
 
 
 def _reduction(opts: Any) -> tuple[Reduction, bool]:
-    """The seam's reduction, and whether the sum becomes a mean. Raises `CapabilityError` for others."""
+    """The backend interface's reduction, and whether the sum becomes a mean. Raises `CapabilityError` for others."""
     wanted = getattr(opts, "reduceOp", None)
     if wanted is None:
         return Reduction.SUM, False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.device import CaptureError, SeamError
+from outrider.device import CaptureError, InterfaceError
 from outrider_sim.memory import Block, Pool
 from outrider_sim.queue import EventState, Generation, Kind, Op, StreamQueue
 
@@ -162,11 +162,11 @@ class Program:
     def rebind(self, other: Program, stream: StreamQueue) -> None:
         """Take over the operands of `other`, the same graph captured with other host parameters, in the order of `stream`.
 
-        Raises `SeamError` where the two differ in more than operands.
+        Raises `InterfaceError` where the two differ in more than operands.
         """
         mine, theirs = ([(lane, op.kind, op.name) for lane, op in program.nodes] for program in (self, other))
         if mine != theirs:
-            raise SeamError(
+            raise InterfaceError(
                 f"graph {self.name!r}: other host parameters give another sequence of operations ({len(mine)} and "
                 f"{len(theirs)}), which a rebind can't change; capture a graph for them"
             )

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, AttentionShape, Backend, KernelSet, SeamError, Stream, WrappedKernels
+from outrider.device import AttentionMetadata, AttentionShape, Backend, InterfaceError, KernelSet, Stream, WrappedKernels
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider_sim", "FRAGMENT")
@@ -78,13 +78,15 @@ class HostPlanKernels(WrappedKernels):
             return metadata
         batch, pages = metadata.block_table.shape
         if metadata.seq_lens_host is None or len(metadata.seq_lens_host.value) != batch:
-            raise SeamError(f"a plan for {batch} sequences needs their lengths on the host, got {metadata.seq_lens_host}")
+            raise InterfaceError(
+                f"a plan for {batch} sequences needs their lengths on the host, got {metadata.seq_lens_host}"
+            )
         if not metadata.uniform and (metadata.host_query_start is None or len(metadata.host_query_start) != batch + 1):
-            raise SeamError(f"a plan for a ragged batch needs its offsets on the host, got {metadata.host_query_start}")
+            raise InterfaceError(f"a plan for a ragged batch needs its offsets on the host, got {metadata.host_query_start}")
         plan = metadata.plan
         if not isinstance(plan, HostPlan) or plan.table.shape != metadata.block_table.shape:
             if plan is not None and metadata.uniform:
-                raise SeamError("a plan was kept for a batch of another size: a graph would go on with the old one")
+                raise InterfaceError("a plan was kept for a batch of another size: a graph would go on with the old one")
             plan = HostPlan(self.backend, batch, pages)
         plan.fill(metadata, metadata.seq_lens_host.value, stream)
         return replace(metadata, plan=plan)
@@ -107,5 +109,5 @@ class HostPlanKernels(WrappedKernels):
             planned = replace(metadata, seq_lens=plan.lens, block_table=plan.table)
             return self.inner.paged_attention(q, k_cache, v_cache, planned, scale=scale, window=window)
         if shape in metadata.shapes:
-            raise SeamError(f"attention of {shape} was to be planned, and there is no plan for it")
+            raise InterfaceError(f"attention of {shape} was to be planned, and there is no plan for it")
         return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)

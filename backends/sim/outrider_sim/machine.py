@@ -70,7 +70,7 @@ class Machine(Failing):
         self.resident = 0  # collectives that have started and aren't over
         self.runs = 0
         self.faults = options.operation_faults()
-        self.replays = 0  # graph replays so far, as the seam counts them
+        self.replays = 0  # graph replays so far, as the backend interface counts them
         self.scheduler.machines.append(self)
         if scheduler is None:
             self.scheduler.use_options()

@@ -1,4 +1,4 @@
-"""From the machine's reports to the seam's observer."""
+"""From the machine's reports to the backend interface's observer."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Tap(Protocol):
         """`op` is about to run: its index operands hold what it will use. Or it has run, where that tells (`Op.after`)."""
 
 
-class SeamTap:
-    """Tells an observer of the seam what the machine does. Streams, events, flags and captures the seam reports itself."""
+class ObserverTap:
+    """Reports to an observer what the machine does. The interface itself reports streams, events, flags and captures."""
 
     def __init__(self, backend: SimBackend, observer: Observer) -> None:
         self._backend = backend

@@ -15,7 +15,8 @@ from outrider.cli.sampling_options import logprob_data
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.engine.requests.logprobs import TokenLogprobs
-    from outrider.engine.requests.request import SamplingParams, StepOutput
+    from outrider.engine.requests.request import StepOutput
+    from outrider.engine.requests.sampling import SamplingParams
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from outrider.cli.listing import survey
 from outrider.cli.report import JsonOption, Report
 from outrider.cli.torch_probe import TorchState, loaded_torch, probe_torch
 from outrider.device.errors import OutriderError
-from outrider.device.plugin import SEAM_VERSION
+from outrider.device.plugin import INTERFACE_VERSION
 from outrider.registry import Registry
 
 _PACKAGES = ("numpy", "pluggy", "transformers", "tokenizers", "safetensors", "pillow", "typer", "rich")
@@ -34,7 +34,7 @@ def doctor(
     chosen, why = _chosen(found.registry, torch)
     data: dict[str, object] = {
         "outrider": _version("outrider"),
-        "seam_version": SEAM_VERSION,
+        "interface_version": INTERFACE_VERSION,
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
@@ -82,7 +82,7 @@ def _version(name: str) -> str | None:
 
 def _render(console: Console, data: Mapping[str, Any]) -> None:
     torch = data["torch"]
-    console.print(f"outrider {data['outrider']} (interface version {data['seam_version']})")
+    console.print(f"outrider {data['outrider']} (interface version {data['interface_version']})")
     console.print(f"python   {data['python']}  {data['executable']}")
     console.print(f"platform {data['platform']}")
     packages = (f"{name} {version or 'missing'}" for name, version in data["packages"].items())

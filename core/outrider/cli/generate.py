@@ -35,7 +35,8 @@ from outrider.errors import RequestError, shown
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider.engine.requests.request import Completion, SamplingParams
+    from outrider.engine.requests.request import Completion
+    from outrider.engine.requests.sampling import SamplingParams
 
 
 @with_options

@@ -68,7 +68,7 @@ def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
         "description": info.description if info else "",
         "priority": info.priority if info else None,
         "device_count": info.device_count if info else None,
-        "seam": [info.seam_min, info.seam_max] if info else None,
+        "interface": [info.interface_min, info.interface_max] if info else None,
         "changes": list(candidate.changes),
     }
 

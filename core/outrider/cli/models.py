@@ -92,9 +92,9 @@ DraftLengthOption = Annotated[
     str | None,
     typer.Option(
         "--draft-length",
-        metavar="fixed|load|adaptive",
-        help="Draft K tokens in every iteration, or as many as make the batch fastest, by the acceptance of all (load) or of "
-        "each request (adaptive). Default: by load where graphs are replayed beside the host.",
+        metavar="fixed|load",
+        help="Draft K tokens in every iteration (fixed), or as many as make the batch fastest (load). "
+        "Default: load where graphs are replayed concurrently with the host.",
     ),
 ]
 DraftOutputHeadOption = Annotated[

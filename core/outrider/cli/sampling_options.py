@@ -12,7 +12,7 @@ from outrider.cli.inputs import check_utf8
 
 if TYPE_CHECKING:
     from outrider.engine.requests.logprobs import TokenLogprobs
-    from outrider.engine.requests.request import SamplingParams
+    from outrider.engine.requests.sampling import SamplingParams
 
 _PANEL = "Sampling"
 
@@ -74,7 +74,7 @@ class SamplingOptions:
 
     def params(self, **others: Any) -> SamplingParams:
         """The engine's record of them and ``others``. Raises :class:`RequestError` for a value that can't be."""
-        from outrider.engine.requests.request import SamplingParams
+        from outrider.engine.requests.sampling import SamplingParams
 
         for text in self.stop or ():
             check_utf8("--stop", text)

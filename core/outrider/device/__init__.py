@@ -1,4 +1,4 @@
-"""The seam: everything that a backend plugin imports from Outrider, and nothing else.
+"""The backend interface: everything that a backend plugin imports from Outrider, and nothing else.
 
 Version 1. Each member's docstring states its ordering, lifetime, threads, capture rules and errors; the conformance kit
 checks them.
@@ -10,7 +10,6 @@ Errors and hooks come at once and need no torch, so that a plugin can be describ
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from outrider._renamed import renamed_in
 from outrider.device.errors import (
     AmbiguousBackend,
     BackendError,
@@ -26,18 +25,18 @@ from outrider.device.errors import (
     DeviceLost,
     DeviceStuck,
     EngineStopped,
+    InterfaceError,
     OutOfDeviceMemory,
     OutriderError,
     PluginContractError,
-    SeamError,
     StaleBufferError,
     StreamOrderError,
     SynchronousCopyError,
 )
 from outrider.device.plugin import (
     ENTRY_POINT_GROUP,
+    INTERFACE_VERSION,
     KERNELS_GROUP,
-    SEAM_VERSION,
     BackendHooks,
     BackendInfo,
     CiDeclaration,
@@ -189,6 +188,7 @@ _HOMES = {
 __all__ = [
     "CACHE_FORMATS",
     "ENTRY_POINT_GROUP",
+    "INTERFACE_VERSION",
     "KERNELS_GROUP",
     "LANE_ACCEPT",
     "LANE_DRAFT",
@@ -196,7 +196,6 @@ __all__ = [
     "LANE_SAMPLE",
     "QUANTIZED_FORMATS",
     "ROW_ACCESS",
-    "SEAM_VERSION",
     "Access",
     "ActiveCapture",
     "AmbiguousBackend",
@@ -238,6 +237,7 @@ __all__ = [
     "Group",
     "HeadNorms",
     "HostParam",
+    "InterfaceError",
     "JoinedPlan",
     "KeepAlive",
     "KernelHooks",
@@ -265,7 +265,6 @@ __all__ = [
     "SamplingKernels",
     "Scalar",
     "ScheduleFailure",
-    "SeamError",
     "SpeculativeSync",
     "StaleBufferError",
     "StepMode",
@@ -287,24 +286,13 @@ __all__ = [
 ]
 
 
-# Plugins that were written for the version before know these.
-_renamed = renamed_in(
-    __name__,
-    {
-        "CheckpointError": "outrider.errors.CheckpointError",
-        "RequestError": "outrider.errors.RequestError",
-        "Turn": "outrider.device.RotaryArgs",
-    },
-    stacklevel=3,  # through the function below
-)
-
 if not TYPE_CHECKING:  # a type checker must see a misspelt name as an error
 
     def __getattr__(name: str) -> Any:
         for home, names in _HOMES.items():
             if name in names:
                 return getattr(import_module(f"{__name__}.{home}"), name)
-        return _renamed(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         return __all__

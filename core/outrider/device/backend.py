@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider._renamed import Renamed, adopt_overrides
 from outrider.device.capabilities import Capabilities
 from outrider.device.collectives import Communicating
 from outrider.device.declared import Declared
@@ -20,7 +19,7 @@ from outrider.device.errors import (
     CapabilityError,
     CaptureError,
     DeviceError,
-    SeamError,
+    InterfaceError,
     StreamOrderError,
     SynchronousCopyError,
 )
@@ -56,10 +55,6 @@ class Backend(Declared, Communicating, ABC):
     them.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        adopt_overrides(cls, stacklevel=4)  # between here and the class there is ABCMeta
-
     def __init__(
         self,
         name: str,
@@ -94,7 +89,7 @@ class Backend(Declared, Communicating, ABC):
     def use_kernels(self, kernels: KernelSet) -> None:
         """Compute with ``kernels`` instead of the device's own; before anything is loaded or captured, and once."""
         if self._chosen_kernels is not None:
-            raise SeamError(f"{self.label} computes with {self._chosen_kernels.name!r} already; make another backend")
+            raise InterfaceError(f"{self.label} computes with {self._chosen_kernels.name!r} already; make another backend")
         self._chosen_kernels = kernels
 
     @property
@@ -196,12 +191,12 @@ class Backend(Declared, Communicating, ABC):
         *Ordering.* The bytes of the source are read, and those of the destination written, in stream order: the host
         must not touch its side until a fence says so.
 
-        Raises :class:`SeamError` unless shape and dtype agree (a cast is a kernel: write it where it belongs), and
+        Raises :class:`InterfaceError` unless shape and dtype agree (a cast is a kernel: write it where it belongs), and
         :class:`SynchronousCopyError` where the device would silently make the copy synchronous: a host side that isn't
         pinned by this backend, or not contiguous.
         """
         if destination.shape != source.shape or destination.dtype != source.dtype:
-            raise SeamError(
+            raise InterfaceError(
                 f"copy_async on {stream.name!r}: destination {tuple(destination.shape)} {destination.dtype} and source "
                 f"{tuple(source.shape)} {source.dtype} differ; cast or reshape in the scope of the stream that owns it"
             )
@@ -391,7 +386,7 @@ class Backend(Declared, Communicating, ABC):
     def attach(self, observer: Observer) -> None:
         """Report to ``observer`` from now on, on every thread. One observer at a time."""
         if self.observer is not None:
-            raise SeamError(f"{self.label} already reports to {self.observer!r}; detach it first")
+            raise InterfaceError(f"{self.label} already reports to {self.observer!r}; detach it first")
         self.observer = observer
         for stream in self._streams:
             observer.stream_created(stream)
@@ -414,8 +409,6 @@ class Backend(Declared, Communicating, ABC):
         """
         if self.observer is not None:
             self.observer.marked_stale(tensor, reason)
-
-    mark_over = Renamed("mark_stale")
 
     def mark_mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
         """Tell an attached tool that ``mirror`` is read as the present value of ``source``.

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from outrider.device.errors import CapabilityError, CollectiveError, ConfigError, SeamError
+from outrider.device.errors import CapabilityError, CollectiveError, ConfigError, InterfaceError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -96,7 +96,7 @@ class Group(ABC):
 
     *Threads.* One thread of a rank at a time. Ranks may be threads of one process where the backend allows it.
 
-    *Errors.* Wrong operands, another backend's stream and a closed group raise :class:`SeamError` before anything is
+    *Errors.* Wrong operands, another backend's stream and a closed group raise :class:`InterfaceError` before anything is
     enqueued. A peer that died, or that didn't come within the group's ``timeout_s``, is a :class:`CollectiveError` that
     names group, rank, sequence and kind: raised by the call where the backend isn't ``asynchronous``, else at the latest by
     the limit of the host's next wait for the stream. The group is of no use after that; close it.
@@ -201,7 +201,7 @@ class Group(ABC):
         Every rank calls this with the same arguments in the same order, and blocks until all have. Nothing orders what
         the ranks write to it but the kernels that do. It lives as long as the group is open.
 
-        Raises :class:`CapabilityError` where the ranks don't reach each other's memory, :class:`SeamError` in a capture,
+        Raises :class:`CapabilityError` where the ranks don't reach each other's memory, :class:`InterfaceError` in a capture,
         and :class:`CollectiveError` where a rank doesn't come.
         """
         if not self.has_peer_memory:
@@ -277,7 +277,7 @@ class Group(ABC):
     def close(self) -> None:
         """Give up what the group holds: connections, buffers. Allowed twice; nothing of the group may be under way.
 
-        Graphs that hold calls of the group are released with it: a replay of them raises :class:`SeamError` afterwards.
+        Graphs that hold calls of the group are released with it: a replay of them raises :class:`InterfaceError` afterwards.
         """
         if not self.closed:
             self.closed = True
@@ -358,8 +358,8 @@ class Group(ABC):
         if other and index == self.rank:
             raise self._misused(kind, f"{what} is {index}, this rank itself; copy on the stream instead")
 
-    def _misused(self, kind: str, what: str) -> SeamError:
-        return SeamError(f"{kind} of rank {self.rank} in group {self.name!r} of {self.backend.label}: {what}")
+    def _misused(self, kind: str, what: str) -> InterfaceError:
+        return InterfaceError(f"{kind} of rank {self.rank} in group {self.name!r} of {self.backend.label}: {what}")
 
     def _doing(self, call: Collective) -> str:
         return f"calling {call} as rank {self.rank} of group {self.name!r}"

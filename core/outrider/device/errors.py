@@ -10,7 +10,7 @@ expected and what to do. The command line prints that text without a traceback.
     │   ├── BackendLoadError      installed, but can't be loaded or can't run here
     │   ├── AmbiguousBackend      two equal candidates
     │   └── PluginContractError   hooks missing, wrong signature, interface version out of range
-    ├── SeamError                 the seam was used against its rules
+    ├── InterfaceError                 the backend interface was used against its rules
     │   ├── CapabilityError       asked for an ability that the backend doesn't declare
     │   ├── StreamOrderError      an invalid wait: never recorded, foreign, captured elsewhere
     │   ├── SynchronousCopyError  an asynchronous copy that the device would make synchronous
@@ -33,9 +33,6 @@ The last two are about models and requests, not about devices. They are in :mod:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-from outrider._renamed import renamed_in
 
 
 class OutriderError(Exception):
@@ -66,27 +63,27 @@ class PluginContractError(BackendError):
     """A plugin breaks the contract of the hooks or of the interface version."""
 
 
-class SeamError(OutriderError):
-    """The seam was used against its rules."""
+class InterfaceError(OutriderError):
+    """The backend interface was used against its rules."""
 
 
-class CapabilityError(SeamError):
+class CapabilityError(InterfaceError):
     """An ability was asked for that the backend doesn't declare."""
 
 
-class StreamOrderError(SeamError):
+class StreamOrderError(InterfaceError):
     """An invalid wait or record, such as a wait on an event that was never recorded."""
 
 
-class SynchronousCopyError(SeamError):
+class SynchronousCopyError(InterfaceError):
     """An asynchronous copy was asked for that the device would silently make synchronous."""
 
 
-class StaleBufferError(SeamError):
+class StaleBufferError(InterfaceError):
     """A pinned buffer was read under an old generation, after it had been renewed."""
 
 
-class CaptureError(SeamError):
+class CaptureError(InterfaceError):
     """A capture failed. Streams, pools and the ambient stream are as they were before it."""
 
 
@@ -152,13 +149,3 @@ class EngineStopped(OutriderError):
 
 class DeadlockError(OutriderError):
     """Nothing that is queued can ever run; the text lists who waits for what."""
-
-
-if not TYPE_CHECKING:
-    __getattr__ = renamed_in(
-        __name__,
-        {
-            "CheckpointError": "outrider.errors.CheckpointError",
-            "RequestError": "outrider.errors.RequestError",
-        },
-    )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from outrider.device.errors import CapabilityError, SeamError, StreamOrderError
+from outrider.device.errors import CapabilityError, InterfaceError, StreamOrderError
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -149,7 +149,7 @@ class Graph(ABC):
         """Enqueue the captured work on ``stream``; returns the replay's generation, counted from 1. Never a no-op."""
         self.backend.check_not_capturing(f"replay graph {self.name!r}")
         if self.released:
-            raise SeamError(f"graph {self.name!r} of {self.backend.label} can't be replayed any more: {self.released}")
+            raise InterfaceError(f"graph {self.name!r} of {self.backend.label} can't be replayed any more: {self.released}")
         observer = self.backend.observer
         self._generation += 1
         self.backend.replays += 1
@@ -160,7 +160,7 @@ class Graph(ABC):
         return self._generation
 
     def release(self, why: str) -> None:
-        """Give up the captured work; a replay raises :class:`SeamError` with ``why`` afterwards. Allowed twice.
+        """Give up the captured work; a replay raises :class:`InterfaceError` with ``why`` afterwards. Allowed twice.
 
         Every replay has run. What a graph uses may end only behind it: a library of collectives waits for the end of each
         graph that holds its calls.
@@ -175,20 +175,20 @@ class Graph(ABC):
         *Ordering.* The rebinding is work on ``stream``. The caller orders it after the last replay has finished reading
         its parameters, and the next replay after it. The values are copied before the call returns.
 
-        Raises :class:`SeamError` for a name that the capture doesn't have or a length that differs, and
+        Raises :class:`InterfaceError` for a name that the capture doesn't have or a length that differs, and
         :class:`CapabilityError` where a captured graph can't be rebound: no ``updates_graph_params``, or, on a device that
         rebinds operation by operation, nothing that was issued under the name (``Backend.reissue``).
         """
         bound: dict[str, tuple[int, ...]] = {}
         for name, values in params.items():
             if name not in self.context.params:
-                raise SeamError(
+                raise InterfaceError(
                     f"graph {self.name!r} has no host parameter {name!r}; it was captured with {sorted(self.context.params)}"
                 )
             bound[name] = tuple(values)
             expected = len(self.context.params[name].value)
             if len(bound[name]) != expected:
-                raise SeamError(
+                raise InterfaceError(
                     f"host parameter {name!r} of graph {self.name!r} has {expected} values, got {len(bound[name])}; "
                     "a rebind can't change the shape that was captured"
                 )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "outrider.backends"
 KERNELS_GROUP = "outrider.kernels"
-SEAM_VERSION = 1
+INTERFACE_VERSION = 1
 """Version of this interface. It rises when a plugin that was right could become wrong."""
 
 hookspec = pluggy.HookspecMarker("outrider")
@@ -62,15 +62,15 @@ class CiDeclaration:
 class PluginInfo:
     """What every plugin says about itself before anything is created.
 
-    ``seam_min`` and ``seam_max`` are the interface versions that it supports. ``usable`` is False, with ``reason`` and
-    ``advice``, where the plugin knows that it can't run on this machine; finding that out must be cheap, start no
+    ``interface_min`` and ``interface_max`` are the interface versions that it supports. ``usable`` is False, with ``reason``
+    and ``advice``, where the plugin knows that it can't run on this machine; finding that out must be cheap, start no
     device and import no vendor package.
     """
 
     name: str
     description: str
-    seam_min: int = SEAM_VERSION
-    seam_max: int = SEAM_VERSION
+    interface_min: int = INTERFACE_VERSION
+    interface_max: int = INTERFACE_VERSION
     usable: bool = True
     reason: str = ""
     advice: str = ""

@@ -1,6 +1,6 @@
 """What tools see of a device: the observer, and the records that it is handed.
 
-A tool (the sanitizer, a tracer) subclasses :class:`Observer` and attaches it with ``Backend.attach``. The seam's own
+A tool (the sanitizer, a tracer) subclasses :class:`Observer` and attaches it with ``Backend.attach``. The interface's own
 classes report streams, events, flags, scopes, captures and host synchronisation on every backend. Memory accesses are
 reported by the backend itself where it declares ``reports_accesses``; elsewhere a tool derives them from torch's
 dispatcher and the operators' schemas.
@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-from outrider._renamed import Renamed, adopt_overrides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,10 +72,6 @@ class Operation:
 
 class Observer:
     """Receives what happens on a device. Every method does nothing unless a tool overrides it."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        adopt_overrides(cls)
 
     def stream_created(self, stream: Stream) -> None:
         """A stream exists. Streams that existed before the observer was attached are announced on attach."""
@@ -172,8 +166,6 @@ class Observer:
 
     def marked_stale(self, tensor: Tensor, reason: str) -> None:
         """The contents of ``tensor`` are stale: bytes of it that are read before they are written again are stale reads."""
-
-    marked_over = Renamed("marked_stale")
 
     def marked_mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
         """``mirror`` (memory, or a host parameter of a graph) is read as the present value of ``source``."""

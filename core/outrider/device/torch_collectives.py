@@ -81,7 +81,7 @@ def fresh_store(name: str, index: int, store: Store, timeout_s: float) -> Store:
 class TorchGroup(Group):
     """A group whose verbs are those of one of torch's process groups.
 
-    They run on the ambient stream, which the seam has made ``stream``. Where torch runs them on the host (gloo), each has
+    They run on the ambient stream, which the interface made ``stream``. Where torch runs them on the host (gloo), each has
     finished when its call returns.
     """
 

@@ -272,7 +272,6 @@ def build_runner(parts: EngineParts, stages: Stages, iteration: Iteration, progr
         lengths=parts.lengths,
         everything=everything,
         capacity=parts.capacity,
-        every_shorter=config.draft_length == "adaptive",
         progress=progress,
     )
 
@@ -328,9 +327,7 @@ def why_no_prefill_graphs(parts: EngineParts) -> str | None:
     return None
 
 
-def build_prefill_graphs(
-    parts: EngineParts, prefill: Prefill, progress: CaptureProgress | None = None
-) -> PrefillGraphs | None:
+def build_prefill_graphs(parts: EngineParts, prefill: Prefill) -> PrefillGraphs | None:
     """Graphs of short prompts, captured now, or none. Raises :class:`CapabilityError` where they were asked for in vain."""
     asked, why_not = parts.config.prefill_graphs, why_no_prefill_graphs(parts)
     if asked and why_not is not None:
@@ -348,7 +345,6 @@ def build_prefill_graphs(
         staging=parts.staging,
         tokens=tokens,
         capacity=parts.capacity,
-        progress=progress,
     )
 
 

@@ -20,7 +20,7 @@ DTYPES = {
 KV_DTYPES = ("auto", "plain", *CACHE_FORMATS)
 """What a KV cache can be asked to hold."""
 
-DRAFT_LENGTHS = ("fixed", "load", "adaptive")
+DRAFT_LENGTHS = ("fixed", "load")
 """How the length of drafts is decided."""
 
 MAX_DRAFT_NODES = 4096
@@ -89,7 +89,7 @@ class EngineConfig:
 
     ``draft_length``: ``fixed``: every iteration drafts ``draft_tokens``; ``load``: iterations of greedy requests alone draft
     as many as make the batch fastest, none included, by what iterations were measured to take when the engine was made and by
-    the acceptance so far; ``adaptive``: the same by the acceptance of each request of the batch. Tokens are the same. None:
+    the acceptance so far. Tokens are the same. None:
     ``load`` where 64 or more requests run and stages are replayed from graphs on a device that works beside the host, except
     for trees and with ``batch_invariant``.
 
@@ -221,7 +221,7 @@ class DecidedConfig(EngineConfig):
 
     @property
     def step_mode(self) -> StepMode:
-        """``mode`` as the seam names it."""
+        """``mode`` as the backend interface names it."""
         return StepMode(self.mode)
 
 

@@ -14,14 +14,12 @@ from outrider.device import Backend, ConfigError
 from outrider.engine.assembly import EngineParts
 from outrider.engine.config import DecidedConfig
 from outrider.engine.graphs import SHORTER_FROM, powers_up_to, sizes_of_shorter
-from outrider.engine.requests.adaptive_length import Adaptive
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import (
     DraftCosts,
     DraftLengthPolicy,
     FixedLength,
     FollowLoad,
-    adaptive_lengths,
     usual_lengths,
 )
 from outrider.engine.requests.request import Request
@@ -48,8 +46,6 @@ def lengths_for(
             )
         return given.lengths
     if _follows_load(config, backend, proposer):
-        if config.draft_length == "adaptive":
-            return adaptive_lengths(proposer.nodes)
         return usual_lengths(proposer.nodes)
     return (proposer.nodes,)
 
@@ -57,16 +53,13 @@ def lengths_for(
 def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -> bool:
     """Whether the length follows load. Raises :class:`ConfigError` where it was asked for and can't."""
     chain = proposer.nodes > 0 and not proposer.is_tree
-    wanted = config.draft_length
-    if wanted in ("load", "adaptive"):
+    if config.draft_length == "load":
         if not chain:
             what = "drafts trees, which have one shape" if proposer.is_tree else "drafts nothing"
-            raise ConfigError(
-                f'draft_length is "{wanted}", and the proposer {proposer.name!r} {what}; leave draft_length out'
-            )
+            raise ConfigError(f'draft_length is "load", and the proposer {proposer.name!r} {what}; leave draft_length out')
         if config.batch_invariant:
             raise ConfigError(
-                f'draft_length is "{wanted}" and batch_invariant is set: what a request draws would depend on how many '
+                'draft_length is "load" and batch_invariant is set: what a request draws would depend on how many '
                 "others run; leave one of them out"
             )
         return True
@@ -93,8 +86,7 @@ class DraftLengthReport:
         if not self.costs:
             return f"{self.lengths[-1]} tokens drafted in every iteration"
         which = ", ".join(map(str, self.lengths))
-        by = "by load" if self.policy == "load" else "by load and each request's acceptance"
-        return f"{which} tokens drafted {by}; what iterations take was measured in {self.seconds:.1f} s"
+        return f"{which} tokens drafted by load; what iterations take was measured in {self.seconds:.1f} s"
 
 
 def decide(
@@ -109,15 +101,14 @@ def decide(
         return FixedLength(parts.proposer.nodes), DraftLengthReport("fixed", parts.lengths)
     began = time.perf_counter()
     costs = _Measurement(parts, step).costs(sizes or powers_up_to(parts.config.max_requests))
-    adaptive = parts.config.draft_length == "adaptive"
     report = DraftLengthReport(
-        "adaptive" if adaptive else "load",
+        "load",
         parts.lengths,
         tuple((length, size, 1e3 * seconds) for (length, size), seconds in sorted(costs.base.items())),
         tuple((length, 1e9 * seconds) for length, seconds in sorted(costs.per_token.items())),
         time.perf_counter() - began,
     )
-    return (Adaptive(costs) if adaptive else FollowLoad(costs)), report
+    return FollowLoad(costs), report
 
 
 class _Measurement:
@@ -132,7 +123,7 @@ class _Measurement:
     def costs(self, sizes: Sequence[int]) -> DraftCosts:
         """Of every length with every number of requests; what a cached token costs is measured with the most of them."""
         parts, most = self._parts, max(sizes)
-        lengths, every = sorted(parts.lengths), parts.config.draft_length == "adaptive"
+        lengths = sorted(parts.lengths)
         room = (_RUNS + 1) * (max(lengths) + 1) + parts.proposer.slots
         page = parts.config.page_size
         many = min(_MANY, parts.capacity - room, (parts.cache.pages - 1) // most * page - room)
@@ -142,7 +133,7 @@ class _Measurement:
             base = {
                 (length, size): self._seconds(length, size, few)
                 for length in lengths
-                for size in (sizes if length == max(lengths) else sizes_of_shorter(sizes, every=every))
+                for size in (sizes if length == max(lengths) else sizes_of_shorter(sizes))
             }
             per_token = {}
             if many > few:

@@ -57,7 +57,6 @@ from outrider.engine.requests.streaming import RequestStream
 from outrider.engine.resolve import resolve
 from outrider.engine.situation import situation_of
 from outrider.engine.stages import Iteration
-from outrider.engine.stats import EngineStats as EngineStats  # for who imports it from here
 from outrider.engine.warm_up import warm_up
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, Tokenizer, VisionTower

@@ -57,12 +57,11 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
     return (*(size for size in steps if size < most), most)
 
 
-def sizes_of_shorter(sizes: Sequence[int], *, every: bool = False) -> tuple[int, ...]:
+def sizes_of_shorter(sizes: Sequence[int]) -> tuple[int, ...]:
     """Those of ``sizes`` for which drafts are captured that are shorter than they can be: multiples of 64, and the largest.
-    Fewer requests are bound by memory, so that they seldom need one; they can have the graph of 64. ``every``: all sizes,
-    where the length follows each request's acceptance: that matters most to one request alone.
+    Fewer requests are bound by memory, so that they seldom need one; they can have the graph of 64.
     """
-    return tuple(size for size in sizes if every or size % SHORTER_FROM == 0 or size == max(sizes))
+    return tuple(size for size in sizes if size % SHORTER_FROM == 0 or size == max(sizes))
 
 
 class Runner(ABC):
@@ -133,7 +132,7 @@ class GraphRunner(Runner):
     Three sets of features are captured: greedy, sampling, and everything. A batch gets the first that covers it.
     ``buckets``: sizes of batches; None: :func:`buckets_up_to` the most requests for greedy ones, powers of two for those that
     sample, of four for everything. ``lengths``: of drafts, all nodes of a tree; the shorter ones are captured for greedy
-    batches, of :func:`sizes_of_shorter`; ``every_shorter``: of all sizes. ``capacity``: tokens that a block table holds.
+    batches, of :func:`sizes_of_shorter`. ``capacity``: tokens that a block table holds.
     """
 
     def __init__(
@@ -148,7 +147,6 @@ class GraphRunner(Runner):
         lengths: Sequence[int],
         everything: Features,
         capacity: int,
-        every_shorter: bool = False,
         progress: CaptureProgress | None = None,
     ) -> None:
         super().__init__(backend, buffers)
@@ -160,7 +158,7 @@ class GraphRunner(Runner):
         self.buckets = sizes[greedy]
         self._sizes = {(max(lengths), kind): sizes[kind] for kind in sizes}
         # Only greedy batches are drafted for by less than can be.
-        shorter = sizes_of_shorter(sizes[greedy], every=every_shorter)
+        shorter = sizes_of_shorter(sizes[greedy])
         self._sizes |= {(drafted, greedy): shorter for drafted in lengths if drafted < max(lengths)}
         self._stages = stages
         self._which = tuple(which)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -63,7 +62,6 @@ class Loop:
             course=course,
         )
         self._in_flight: deque[Ticket] = deque()
-        self._landed: float | None = None  # when the last results came; None: nothing was in flight since
         self.requests: dict[int, Request] = {}
         """Those that wait or run, by id."""
         self.outbox = Outbox()
@@ -109,13 +107,10 @@ class Loop:
         with self.lifeline.working("running an iteration"):
             if self._in_flight and self.scheduler.chance_of_end > _LIKELY_THE_LAST:
                 self._handle_all_but(0)
-                self._landed = None  # the device waits for the next one
             batch = self._next_batch()
             if self.course is not None:
                 self.course.act("iterate", decisions_of(batch), then=lambda: self.step.shape(batch))
-            if batch is None:
-                self._landed = None
-            else:
+            if batch is not None:
                 try:
                     self._in_flight.append(self._launch(batch))
                 except RequestFailed as failed:
@@ -197,22 +192,15 @@ class Loop:
             return self._next_batch()
 
     def _handle_all_but(self, kept: int) -> None:
-        """Take in results until so many iterations are in flight; only the first of these was waited for by itself."""
-        timed = True
+        """Take in results until so many iterations are in flight."""
         while len(self._in_flight) > kept:
-            self._handle_oldest(timed=timed)
-            timed = False
+            self._handle_oldest()
 
-    def _handle_oldest(self, *, timed: bool = False) -> None:
-        """Take in the results of the oldest iteration in flight; those of finished requests are dropped. ``timed``: from the
-        results before to these is what an iteration takes; not so where several are waited for at once.
-        """
+    def _handle_oldest(self) -> None:
+        """Take in the results of the oldest iteration in flight; those of finished requests are dropped."""
         ticket = self._in_flight[0]
         outcomes = self._results.redeem(ticket, self._fences.results_copied[ticket.entry])
         self._in_flight.popleft()
-        now = time.perf_counter()
-        seconds = now - self._landed if timed and self._landed is not None else None
-        self._landed = now
         batches = ticket.batch.everyone
         accepted = [
             len(tokens) - 1
@@ -222,7 +210,7 @@ class Loop:
         ]
         if self.course is not None:
             self.course.ranks.decide("accepted", tuple(accepted))
-        self.scheduler.landed(ticket.batch, accepted, seconds)
+        self.scheduler.landed(ticket.batch, accepted)
         for batch, outcome in zip(batches, outcomes, strict=True):
             self._take_in(batch, outcome)
 

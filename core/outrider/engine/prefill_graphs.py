@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from outrider.device import Backend, CaptureContext, Graph, Stream
-from outrider.engine.graphs import CaptureProgress, CaptureReport
+from outrider.engine.graphs import CaptureReport
 from outrider.engine.prefill import Prefill
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.features import Features
@@ -43,7 +43,6 @@ class PrefillGraphs:
         staging: Staging,
         tokens: int,
         capacity: int,
-        progress: CaptureProgress | None = None,
     ) -> None:
         self._backend = backend
         self._forward = forward
@@ -59,11 +58,9 @@ class PrefillGraphs:
         before = backend.memory_info().free if limited else 0
         began = time.perf_counter()
         # The largest first: the smaller ones then fit into the memory that the pool has already.
-        for done, size in enumerate(reversed(self.buckets), start=1):
+        for size in reversed(self.buckets):
             for sampling in (False, True):
                 self._graphs[size, sampling] = self._capture(size, sampling)
-            if progress is not None:
-                progress(done, len(self.buckets))
         after = backend.memory_info().free if limited else 0
         seconds = time.perf_counter() - began
         self.report = CaptureReport(len(self._graphs), self.buckets, before - after if limited else None, seconds)

@@ -16,7 +16,8 @@ from outrider.model.dflash import DFlashHead, DFlashWeights
 from outrider.model.files import open_checkpoint
 from outrider.model.head_loading import head_config
 from outrider.model.language_model import LanguageModel
-from outrider.model.mapping import WHOLE, Piece, Target, layer_targets, layer_weights
+from outrider.model.mapping import WHOLE, layer_targets, layer_weights
+from outrider.model.pieces import Piece, Target
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.reading import read_json
 from outrider.model.shards import Shards

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider._renamed import Renamed
 from outrider.device import QuantizedWeight
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
@@ -43,7 +42,6 @@ class EagleHead:
     ``config`` is the head's own, with the target's vocabulary and context.
     """
 
-    capture_layers = Renamed("aux_hidden_state_layers")
     reads_hidden = True
     """Whether :meth:`condition` reads the target's final hidden states."""
 

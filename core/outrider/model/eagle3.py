@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider._renamed import Renamed
 from outrider.device import KernelSet
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
@@ -64,7 +63,6 @@ class Eagle3Head:
     its next step as well.
     """
 
-    capture_layers = Renamed("aux_hidden_state_layers")
     reads_hidden = False
     """As :attr:`EagleHead.reads_hidden`."""
 

@@ -21,7 +21,7 @@ from outrider.model.eagle3_config import ENVELOPE, Eagle3Options, read_eagle3_op
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.head_mapping import eagle3_targets, eagle3_weights, eagle_targets, eagle_weights
 from outrider.model.language_model import LanguageModel
-from outrider.model.mapping import Target
+from outrider.model.pieces import Target
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
 from outrider.model.reading import read_json, reading
 from outrider.model.rope import RopeConfig

@@ -11,7 +11,8 @@ from outrider.model.config import ModelConfig
 from outrider.model.eagle import EagleWeights
 from outrider.model.eagle3 import Eagle3Weights
 from outrider.model.eagle3_config import Eagle3Options
-from outrider.model.mapping import WHOLE, Piece, Target, layer_targets, layer_weights, table_target
+from outrider.model.mapping import WHOLE, layer_targets, layer_weights, table_target
+from outrider.model.pieces import Piece, Target
 from outrider.model.shards import Shards
 
 

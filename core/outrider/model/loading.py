@@ -14,7 +14,8 @@ from outrider.model.checkpoint_config import read_model_config
 from outrider.model.decoder import Decoder
 from outrider.model.expert_mapping import check_count
 from outrider.model.files import CheckpointFiles, open_checkpoint
-from outrider.model.mapping import Piece, decoder_stem, decoder_targets, decoder_weights, vision_name
+from outrider.model.mapping import decoder_stem, decoder_targets, decoder_weights, vision_name
+from outrider.model.pieces import Piece
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.quantization.cache import cache_format, decide, read_scales, scale_keys
 from outrider.model.ranks import ModelRanks

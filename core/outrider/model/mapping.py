@@ -16,8 +16,7 @@ from outrider.model.cuts import Cut
 from outrider.model.decoder import DecoderWeights
 from outrider.model.expert_mapping import expert_targets, stacked
 from outrider.model.layer import LayerWeights
-from outrider.model.pieces import Piece as Piece
-from outrider.model.pieces import Target as Target
+from outrider.model.pieces import Piece, Target
 from outrider.model.shards import Shards
 
 WHOLE = Shards()

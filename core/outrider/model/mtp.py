@@ -24,8 +24,9 @@ from outrider.model.head_loading import head_config
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.mapping import WHOLE, Piece, Target, layer_targets, layer_weights
+from outrider.model.mapping import WHOLE, layer_targets, layer_weights
 from outrider.model.pending import add_rms_norm
+from outrider.model.pieces import Piece, Target
 from outrider.model.products import Weight, linear
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.reading import read_json

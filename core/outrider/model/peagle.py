@@ -21,7 +21,7 @@ from outrider.model.eagle3 import Eagle3Head, Eagle3Weights, fuse
 from outrider.model.files import CheckpointFiles
 from outrider.model.head_loading import check_eagle3
 from outrider.model.language_model import LanguageModel
-from outrider.model.mapping import Piece, Target
+from outrider.model.pieces import Piece, Target
 from outrider.model.quantization import QuantizedMode
 from outrider.model.reading import read_json
 from outrider.model.tensors import Progress, placed

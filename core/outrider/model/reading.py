@@ -84,9 +84,9 @@ def read_bytes(path: Path, limit: int) -> bytes:
     return content
 
 
-def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of the checkpoint; :class:`CheckpointError` if it's none, too large or too deep."""
-    content = read_bytes(path, limit)
+    content = read_bytes(path, JSON_LIMIT)
     try:
         value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:

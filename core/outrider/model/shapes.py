@@ -134,8 +134,8 @@ def shape_file(shape: str) -> Path | None:
     return path / "config.json" if path.is_dir() else path
 
 
-def decoder_shape(config: ModelConfig, dtype: torch.dtype, *, fused: int | None = None) -> DecoderShape:
-    """What kernels are tuned for; ``fused``: see there, by default that of an EAGLE head in the published form."""
+def decoder_shape(config: ModelConfig, dtype: torch.dtype) -> DecoderShape:
+    """Return the sizes that kernels are tuned for; ``fused`` is that of an EAGLE head in the published form."""
     return DecoderShape(
         hidden=config.hidden_size,
         heads=config.num_heads,
@@ -143,7 +143,7 @@ def decoder_shape(config: ModelConfig, dtype: torch.dtype, *, fused: int | None 
         head_size=config.head_size,
         inner=config.intermediate_size,
         vocabulary=config.vocab_size,
-        fused=2 * config.hidden_size if fused is None else fused,
+        fused=2 * config.hidden_size,
         bias=config.attention_bias,
         qk_norm=config.qk_norm,
         dtype=dtype,

@@ -16,7 +16,8 @@ from outrider.device import Backend, CapabilityError, Stream
 from outrider.errors import CheckpointError, shown
 from outrider.model.bulk import Part, read_parts
 from outrider.model.files import CheckpointFiles
-from outrider.model.mapping import Piece, Target, ignored
+from outrider.model.mapping import ignored
+from outrider.model.pieces import Piece, Target
 from outrider.model.quantization.loading import Quantization
 from outrider.model.quantization.scheme import SUFFIXES
 

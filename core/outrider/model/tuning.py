@@ -32,7 +32,6 @@ def prepare_kernels(
     config: ModelConfig,
     *,
     directory: Path | None,
-    dtype: torch.dtype = torch.bfloat16,
     seconds: float = 0.0,
     progress: TuningProgress | None = None,
 ) -> Prepared:
@@ -53,5 +52,7 @@ def prepare_kernels(
         raise CapabilityError(
             f"the kernels of {backend.label}, {kernels.name!r}, don't tune; leave tuning out, or choose kernels that do"
         )
-    (result,) = kernels.tune([decoder_shape(config, dtype)], deadline_s=seconds, directory=directory, progress=progress)
+    (result,) = kernels.tune(
+        [decoder_shape(config, torch.bfloat16)], deadline_s=seconds, directory=directory, progress=progress
+    )
     return Prepared(taken=taken, result=result)

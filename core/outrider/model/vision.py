@@ -18,9 +18,10 @@ from outrider.errors import CheckpointError
 from outrider.model.checkpoint_config import hf_config
 from outrider.model.config import ModelConfig
 from outrider.model.files import open_checkpoint
-from outrider.model.mapping import Piece, Target, vision_name
+from outrider.model.mapping import vision_name
 from outrider.model.media import Media
 from outrider.model.mrope import MediaGrid
+from outrider.model.pieces import Piece, Target
 from outrider.model.reading import read_json, reading
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 

@@ -19,8 +19,8 @@ from outrider.device.errors import (
 )
 from outrider.device.plugin import (
     ENTRY_POINT_GROUP,
+    INTERFACE_VERSION,
     KERNELS_GROUP,
-    SEAM_VERSION,
     BackendHooks,
     BackendInfo,
     KernelHooks,
@@ -46,7 +46,7 @@ BACKENDS = PluginGroup(
     hooks=BackendHooks,
     describe="backend_info",
     info=BackendInfo,
-    version=SEAM_VERSION,
+    version=INTERFACE_VERSION,
 )
 KERNELS = PluginGroup(
     entry_points=KERNELS_GROUP,
@@ -54,7 +54,7 @@ KERNELS = PluginGroup(
     hooks=KernelHooks,
     describe="kernel_info",
     info=KernelInfo,
-    version=SEAM_VERSION,
+    version=INTERFACE_VERSION,
 )
 
 _log = logging.getLogger(__name__)

@@ -181,7 +181,7 @@ class Plugins(Generic[Info]):
     def adapt(self, made: Any, info: Info) -> Any:
         """Adapt what a plugin made to this version of the interface."""
         version = self.group.version
-        return made if info.seam_max >= version else self.group.adapters[info.seam_max](made)
+        return made if info.interface_max >= version else self.group.adapters[info.interface_max](made)
 
     def describe(self, offer: Offer) -> Info:
         """Load one plugin, audit it and ask it what it is."""
@@ -208,10 +208,11 @@ class Plugins(Generic[Info]):
                 f"plugin {offer.label}: {group.describe} says name={info.name!r}, expected {name!r}, the name of its entry "
                 "point"
             )
-        if not info.seam_min <= group.version <= info.seam_max and info.seam_max not in group.adapters:
-            side = "a newer plugin" if info.seam_max < group.version else "a newer outrider"
+        if not info.interface_min <= group.version <= info.interface_max and info.interface_max not in group.adapters:
+            side = "a newer plugin" if info.interface_max < group.version else "a newer outrider"
             raise PluginContractError(
-                f"plugin {offer.label} supports interface versions {info.seam_min} to {info.seam_max}, this outrider has "
+                f"plugin {offer.label} supports interface versions {info.interface_min} to {info.interface_max}, "
+                f"this outrider has "
                 f"version {group.version}; install {side}"
             )
         return info

@@ -31,11 +31,11 @@ class Text(logging.Formatter):
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
-def log_to_stderr(form: str, level: str = "info") -> None:
+def log_to_stderr(form: str) -> None:
     """Let everything that is logged go to standard error, as ``json`` or ``text``. Replaces what was set before."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else Text())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    root.setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

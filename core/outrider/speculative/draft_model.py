@@ -75,7 +75,19 @@ def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: Exten
 
 
 class _ModelDrafts(CachedProposer):
-    """What a chain and a tree of one draft model have in common."""
+    """Base of the chain and the tree of one draft model."""
+
+    _model: LanguageModel
+
+    @property
+    def max_context(self) -> int:
+        """The draft model's."""
+        return self._model.config.max_context
+
+    @property
+    def lookahead(self) -> int:
+        """0: the cache entry of a position depends on no later token."""
+        return 0
 
     @property
     def reads_hidden(self) -> bool:
@@ -110,16 +122,6 @@ class DraftModelProposer(_ModelDrafts):
     def slots(self) -> int:
         """Draft-extend takes in the token behind verify's last one."""
         return self._draft_tokens + 2
-
-    @property
-    def max_context(self) -> int:
-        """The draft model's."""
-        return self._model.config.max_context
-
-    @property
-    def lookahead(self) -> int:
-        """Its cache at a position depends on nothing behind it."""
-        return 0
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
@@ -177,16 +179,6 @@ class DraftModelTreeProposer(_ModelDrafts, TreeProposer):
         """Those of verify, of draft-extend, or of the last token and the expanded nodes, whichever are most."""
         shape = self._shape
         return max(shape.nodes + 1, shape.depth + 2, shape.expanded + 1)
-
-    @property
-    def max_context(self) -> int:
-        """The draft model's."""
-        return self._model.config.max_context
-
-    @property
-    def lookahead(self) -> int:
-        """Its cache at a position depends on nothing behind it."""
-        return 0
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:

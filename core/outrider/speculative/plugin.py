@@ -26,7 +26,7 @@ __all__ = ["PROPOSERS_GROUP", "PROPOSER_VERSION", "ProposerHooks", "ProposerInfo
 class ProposerInfo(PluginInfo):
     """What a plugin says about its proposer. ``needs``: the checkpoint that ``--draft`` must name, in words; or nothing.
 
-    ``seam_min`` and ``seam_max`` are versions of this interface (:data:`PROPOSER_VERSION`).
+    ``interface_min`` and ``interface_max`` are versions of this interface (:data:`PROPOSER_VERSION`).
     """
 
     needs: str = "nothing"

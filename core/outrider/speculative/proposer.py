@@ -9,12 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider._renamed import Renamed, adopt_overrides
 from outrider.device import AttentionMetadata, AttentionShape, Backend, CapabilityError, KernelSet
 from outrider.model import KeptRows
 from outrider.speculative.seq_lens import HostSeqLens
@@ -64,10 +62,6 @@ class DraftInputs:
     sampling: bool
     seq_lens_host: HostSeqLens | None = None
     count: int | None = None
-
-    lens = Renamed("seq_lens")
-    deltas = Renamed("mrope_position_deltas")
-    host_lens = Renamed("seq_lens_host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +123,6 @@ class ExtendInputs:
     kept: KeptRows | None = None
     seq_lens_host: HostSeqLens | None = None
 
-    captured = Renamed("aux_hidden_states")
-    deltas = Renamed("mrope_position_deltas")
-    host_lens = Renamed("seq_lens_host")
-
 
 def draw(kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
     """A draft token for each row of ``logits`` [B, V], and the distribution float32 [B, V] that it was drawn from.
@@ -176,14 +166,6 @@ class Proposer(ABC):
     remembers = False
     """Whether what it drafts for a request depends on other requests, before or beside it. How much of a draft passes then
     depends on what ran when; the tokens never do."""
-
-    capture_layers = Renamed("aux_hidden_state_layers")
-    draft_tokens = Renamed("num_draft_tokens")
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """A proposer that was written for the old names says what it has to say under them: so they count."""
-        super().__init_subclass__(**options)
-        adopt_overrides(cls, stacklevel=4)  # between here and the class there is ABCMeta
 
     @property
     @abstractmethod

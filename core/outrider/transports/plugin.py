@@ -26,7 +26,7 @@ __all__ = ["TRANSPORTS_GROUP", "TRANSPORT_VERSION", "TransportHooks", "Transport
 class TransportInfo(PluginInfo):
     """What a plugin says about its transport. ``options``: those that it takes, each with what it means.
 
-    ``seam_min`` and ``seam_max`` are versions of this interface (:data:`TRANSPORT_VERSION`).
+    ``interface_min`` and ``interface_max`` are versions of this interface (:data:`TRANSPORT_VERSION`).
     """
 
     options: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The verbs of the seam, on workers."""
+"""The verbs of the backend interface, on workers."""
 
 from __future__ import annotations
 

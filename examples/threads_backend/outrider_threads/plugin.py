@@ -18,8 +18,8 @@ def backend_info() -> BackendInfo:
     return BackendInfo(
         name="threads",
         description="example: each stream is a thread of the host",
-        seam_min=1,
-        seam_max=1,
+        interface_min=1,
+        interface_max=1,
         priority=-1,
         device_count=1,
         ci=CiDeclaration(level="L4"),

@@ -3,5 +3,5 @@
 from outrider_conformance import check
 
 
-def test_threads_keeps_the_seams_promises() -> None:
+def test_threads_keeps_the_interface_promises() -> None:
     check("threads", level="L4")

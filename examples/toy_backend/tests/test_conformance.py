@@ -3,5 +3,5 @@
 from outrider_conformance import check
 
 
-def test_toy_keeps_the_seams_promises() -> None:
+def test_toy_keeps_the_interface_promises() -> None:
     check("toy", level="L4")

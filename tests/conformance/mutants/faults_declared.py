@@ -55,7 +55,7 @@ def mutants() -> Iterator[Mutant]:
         ("backend_info", "asks for no runner", 0, _no_runner),
         ("backend_info", "names a level that doesn't exist", 0, _no_level),
         ("backend_info", "has another name", 0, _info(name="other")),
-        ("backend_info", "supports no interface version of today", 0, _info(seam_min=7, seam_max=9)),
+        ("backend_info", "supports no interface version of today", 0, _info(interface_min=7, interface_max=9)),
         ("backend_info", "is usable, and gives a reason against", 0, _info(reason="too slow")),
         ("create_backend", "takes any option", 0, _any_option),
         ("create_backend", "takes any device number", 0, _any_ordinal),

@@ -239,19 +239,19 @@ def _unmarked(base):
 
 
 def _scalars_live(base):
-    import outrider.device.backend as seam
+    import outrider.device.backend as device_backend
 
-    _live(seam, "scalars")
+    _live(device_backend, "scalars")
 
 
 def _tables_live(base):
-    import outrider.device.backend as seam
+    import outrider.device.backend as device_backend
 
-    _live(seam, "inputs", "outputs")
+    _live(device_backend, "inputs", "outputs")
 
 
-def _live(seam, *names):
-    make_graph = seam.Backend.capture
+def _live(device_backend, *names):
+    make_graph = device_backend.Backend.capture
 
     def capture(self, name, fn, **arguments):
         graph = make_graph(self, name, fn, **arguments)
@@ -260,7 +260,7 @@ def _live(seam, *names):
                 object.__setattr__(graph.context, key, arguments.get(key) or {})
         return graph
 
-    seam.Backend.capture = capture
+    device_backend.Backend.capture = capture
 
 
 def _own(*, inputs=False, outputs=False):

@@ -11,7 +11,7 @@ from conformance.mutants.catalogue import patch
 
 @dataclass(frozen=True)
 class Legal:
-    """`apply(base)` changes the base within the seam's promises; it must pass every level up to `level`."""
+    """`apply(base)` changes the base within the backend interface's promises; it must pass every level up to `level`."""
 
     what: str
     base: str

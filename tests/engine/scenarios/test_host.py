@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.scenarios.historical import TWO, Historical, after, program, request
-from outrider.device import CaptureError, DeviceLost, SeamError, StreamOrderError
+from outrider.device import CaptureError, DeviceLost, InterfaceError, StreamOrderError
 from outrider.engine.requests.request import Request
 from outrider.registry import get_backend
 from outrider_proof.decode_program import WrongTokens
@@ -71,7 +71,7 @@ def test_23_staging_is_filled_again_before_it_was_copied(sim):
 
 
 def test_25_an_event_from_before_the_capture_in_a_graph(sim):
-    """The seam refuses the wait: what it would mean differs between drivers."""
+    """The backend interface refuses the wait: what it would mean differs between drivers."""
     sim.control.reset()
     forward, plan = sim.create_stream("forward"), sim.create_stream("plan")
     event = sim.create_event("draft_done")
@@ -159,7 +159,7 @@ def test_27_lengths_that_a_graph_holds_are_rebound_all_or_not_at_all():
 
     graph = device.capture("verify", body, stream=stream, inputs={}, outputs={"y": y}, params={"lengths": [1, 2]})
     for wrong in ({"lengths": [3]}, {"lengths": [3, 4, 5]}, {"lens": [3, 4]}):
-        with pytest.raises(SeamError):
+        with pytest.raises(InterfaceError):
             graph.update_params(wrong, stream=stream)
     graph.update_params({"lengths": [3, 4]}, stream=stream)
     graph.replay(stream)

@@ -6,19 +6,19 @@ from dataclasses import replace
 import torch_npu
 from torch_npu.npu.streams import Idle, Stream
 
-from outrider.device import SeamError, TorchEvent, TorchStream
-from outrider_sim.backend import SimControl
+from outrider.device import InterfaceError, TorchEvent, TorchStream
+from outrider_sim.control import SimControl
 from outrider_sim.exhaustive import Exhaustive
 from outrider_sim.operands import extent
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.sim import host_extent
-from outrider_sim.tap import SeamTap
+from outrider_sim.tap import ObserverTap
 from outrider_sim.tensor import SimTensor
 
 _ONLY_LISTED = 3  # the list of streams, the loop's variable, getrefcount's argument
 
 
-class _Tap(SeamTap):
+class _Tap(ObserverTap):
     def synchronized(self, stream):
         for candidate in self._backend.streams:
             if candidate.native.queue is stream:
@@ -80,7 +80,7 @@ class Emulated:
         if isinstance(tensor, PinnedTensor):
             return host_extent(tensor, False)
         if not isinstance(tensor, SimTensor):
-            raise SeamError(f"a tensor on {tensor.device} that isn't pinned has no place on {self.label}")
+            raise InterfaceError(f"a tensor on {tensor.device} that isn't pinned has no place on {self.label}")
         return extent(tensor, False, "")
 
     def start_over(self, strategy):

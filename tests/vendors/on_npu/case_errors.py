@@ -1,4 +1,4 @@
-"""What torch_npu says when it fails becomes errors of the seam; what fails leaves the device as it was."""
+"""What torch_npu says when it fails becomes errors of the backend interface; what fails leaves the device as it was."""
 
 import emulation
 import pytest

@@ -51,7 +51,7 @@ def kernels(
     library plans on the host isn't in the time of a call.
 
     The limit is the bytes that a call must move over the bandwidth measured in the same run. What is smaller than the
-    device's cache may beat it. Torch's own is the reference of the seam: for a matrix product, the library that torch calls.
+    device's cache may beat it. Torch's own is the interface's reference: for a matrix product, the library that torch calls.
     """
     from outrider.cli.torch_probe import require_torch
 

@@ -65,7 +65,7 @@ def mixed(
 
 def _serve(engine: Engine, lengths: list[tuple[int, int]], *, first: int) -> Arrivals:
     """``first``: the number of the first prompt; those of other numbers share no prefix with it."""
-    from outrider.engine.requests.request import SamplingParams
+    from outrider.engine.requests.sampling import SamplingParams
 
     vocabulary = engine.model.config.vocab_size
     prompts = [token_ids(first + number, prompt, vocabulary) for number, (prompt, _) in enumerate(lengths)]

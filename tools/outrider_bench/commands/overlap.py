@@ -265,7 +265,7 @@ def _virtual(work: _Work) -> tuple[Measured, dict[str, Tokens]]:
 
 def _run(engine: Engine, work: _Work) -> tuple[list[float], Tokens]:
     """Seconds of each step in which every request decodes, and the tokens."""
-    from outrider.engine.requests.request import SamplingParams
+    from outrider.engine.requests.sampling import SamplingParams
 
     prompts = prompts_for(engine, work.batch, work.prompt_tokens)
     return _steps(engine, prompts, SamplingParams(max_tokens=work.new_tokens, ignore_eos=True))
@@ -276,7 +276,7 @@ def _observed(device: Backend, make: Callable[[], Engine], work: _Work) -> dict[
 
     A simulated device is watched from the engine's making on, so that the operations of its graphs are known by name.
     """
-    from outrider.engine.requests.request import SamplingParams
+    from outrider.engine.requests.sampling import SamplingParams
     from outrider_trace.timeline import record
 
     virtual = device.control is not None

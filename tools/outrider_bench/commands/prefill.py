@@ -91,7 +91,7 @@ def _row(engine: Engine, length: int, repeat: int) -> dict[str, Any]:
 
 def _first_token(engine: Engine, prompt: list[int], count: int) -> float:
     """Seconds until the engine hands out the first token; the rest is decoded behind that."""
-    from outrider.engine.requests.request import SamplingParams
+    from outrider.engine.requests.sampling import SamplingParams
 
     began = time.perf_counter()
     engine.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))

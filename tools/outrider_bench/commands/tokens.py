@@ -143,7 +143,7 @@ def _texts(file: Path | None, count: int, engine: Engine) -> list[list[int]]:
 
 
 def _decode(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Any]:
-    from outrider.engine.requests.request import SamplingParams
+    from outrider.engine.requests.sampling import SamplingParams
 
     return engine.generate(prompts, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
 

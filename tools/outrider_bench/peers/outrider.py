@@ -32,7 +32,7 @@ class Outrider(Peer):
 
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
         """See :class:`~outrider_bench.peers.measuring.Peer`."""
-        from outrider.engine.requests.request import SamplingParams
+        from outrider.engine.requests.sampling import SamplingParams
 
         params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in counts]
         made = self._engine.generate(prompts, params)
@@ -46,7 +46,7 @@ class Outrider(Peer):
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
         """See :class:`~outrider_bench.peers.measuring.Peer`."""
-        from outrider.engine.requests.request import SamplingParams
+        from outrider.engine.requests.sampling import SamplingParams
 
         for prompt, count in zip(prompts, counts, strict=True):
             self._engine.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))

@@ -2,8 +2,8 @@
 
 ``python -m outrider_bench.programs.acceptance --prompts tests/data/heldout_prompts.json [--backend cuda] [--dflash DIR]``
 
-Ways: plain decoding; the EAGLE head, the block drafter, suffix decoding and the heads behind suffix decoding, with fixed
-lengths and with each request's own (adaptive); with ``--output-heads fp8 int4``, EAGLE and the block drafter also draw with a
+Ways: plain decoding; the EAGLE head, the block drafter, suffix decoding and the heads behind suffix decoding, with
+fixed lengths; with ``--output-heads fp8 int4``, EAGLE and the block drafter also draw with a
 copy of the output head in these formats, with ``--vocabularies FILE 512`` from these tokens alone. Greedy. Tokens of each
 way are compared with those of plain decoding: where two logits are nearly equal, another shape of batch may turn them around,
 so in float32 there should be none. The ways of one proposer run in turn, ``--rounds`` times as far as there are prompts, and
@@ -29,13 +29,12 @@ from outrider.registry import Registry
 
 @dataclass(frozen=True)
 class Way:
-    """A proposer, the number of tokens that it drafts, what decides their number in an iteration, and the format of the copy
+    """A proposer, the number of tokens that it drafts, and the format of the copy
     of the output head that they're drawn with, or the tokens that they're drawn from.
     """
 
     speculate: str
     draft_tokens: int = 0
-    length: str = "fixed"
     draft: Path | None = None
     output_head: str | None = None
     vocabulary: str | None = None
@@ -47,7 +46,7 @@ class Way:
             return self.speculate
         drawn = "" if self.output_head is None else f", drawn in {self.output_head}"
         drawn += "" if self.vocabulary is None else f", drawn from {Path(self.vocabulary).name}"
-        return f"{self.speculate} {'adaptive, up to ' if self.length == 'adaptive' else ''}{self.draft_tokens}{drawn}"
+        return f"{self.speculate} {self.draft_tokens}{drawn}"
 
 
 def ways(eagle: Path, dflash: Path, output_heads: Sequence[str] = (), vocabularies: Sequence[str] = ()) -> list[list[Way]]:
@@ -57,18 +56,17 @@ def ways(eagle: Path, dflash: Path, output_heads: Sequence[str] = (), vocabulari
         rounded = [Way(speculate, 4, draft=draft, output_head=format) for format in output_heads]
         return rounded + [Way(speculate, 4, draft=draft, vocabulary=each) for each in vocabularies]
 
-    def of(speculate: str, lengths: Sequence[int], adaptive: Sequence[int], draft: Path | None = None) -> list[Way]:
-        fixed = [Way(speculate, count, draft=draft) for count in lengths]
-        return fixed + [Way(speculate, count, "adaptive", draft) for count in adaptive]
+    def of(speculate: str, lengths: Sequence[int], draft: Path | None = None) -> list[Way]:
+        return [Way(speculate, count, draft=draft) for count in lengths]
 
     return [
         [Way("none")],
-        of("eagle", (1, 2, 4, 7), (4, 7), eagle) + drawn("eagle", eagle),
-        of("dflash", (1, 2, 4, 7), (7,), dflash) + drawn("dflash", dflash),
-        of("ngram", (4,), ()),
-        of("suffix", (1, 4, 7), (7,)),
-        of("suffix+eagle", (1, 2, 4, 7), (7,), eagle),
-        of("suffix+dflash", (2, 4, 7), (7,), dflash),
+        of("eagle", (1, 2, 4, 7), eagle) + drawn("eagle", eagle),
+        of("dflash", (1, 2, 4, 7), dflash) + drawn("dflash", dflash),
+        of("ngram", (4,)),
+        of("suffix", (1, 4, 7)),
+        of("suffix+eagle", (1, 2, 4, 7), eagle),
+        of("suffix+dflash", (2, 4, 7), dflash),
     ]
 
 
@@ -161,7 +159,7 @@ def _engine(given: argparse.Namespace, backend: Any, batch: int, way: Way) -> En
         dtype=given.dtype,
         mode=given.mode,
         draft_tokens=way.draft_tokens or 1,
-        draft_length=way.length,
+        draft_length="fixed",
         prefix_cache=False,
     )
     return Engine.from_checkpoint(

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from outrider.cli.report import JsonOption, Report
 from outrider.device.errors import ConfigError, OutriderError
-from outrider.device.plugin import SEAM_VERSION
+from outrider.device.plugin import INTERFACE_VERSION
 from outrider.registry import AUTO, Registry
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
@@ -149,7 +149,7 @@ def skeleton(name: str, kind: Kind = Kind.TORCH) -> dict[str, str]:
         "package": f"outrider_{name}",
         "distribution": f"outrider-{name.replace('_', '-')}",
         "Class": "".join(part.capitalize() for part in name.split("_")),
-        "seam": str(SEAM_VERSION),
+        "interface_version": str(INTERFACE_VERSION),
         "level": chosen.level,
         "adapted": chosen.adapted,
     }

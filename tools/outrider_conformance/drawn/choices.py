@@ -1,4 +1,4 @@
-"""Drawn tokens: sampling and verification, against the draws that the seam prescribes.
+"""Drawn tokens: sampling and verification, against the draws that the backend interface prescribes.
 
 Two devices may round a score otherwise, so a choice is right if its score is the best within rounding. That leaves more than
 one answer open about once in ten thousand rows.

@@ -1,4 +1,4 @@
-"""The draws of the seam, worked out again in numpy: Philox4x32-10 (Salmon et al., SC 2011) and Gumbel noise in float64."""
+"""The interface's draws, computed again in numpy: Philox4x32-10 (Salmon et al., SC 2011) and Gumbel noise in float64."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from outrider_conformance.programs.trial import try_program
 
 def main(program: Program) -> None:
     """Run ``program`` on the backend that the command line names; the exit code is 1 where it fails."""
-    parser = argparse.ArgumentParser(description="One program over the seam, judged by the model of its contract.")
+    parser = argparse.ArgumentParser(description="One program over the interface, judged by the model of its contract.")
     parser.add_argument("--backend", required=True, help="as `outrider backends` lists them")
     parser.add_argument("--times", type=int, default=20, help="how often, where time decides")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What a failed program says: which promise of the seam is broken, and the program as a script."""
+"""What a failed program says: which promise of the backend interface is broken, and the program as a script."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PROMISES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "graph": ("Graph", "A replay that is enqueued runs also when the Python object is dropped meanwhile."),
     }
 )
-"""What makes an edge, or does work → the member of the seam, and its words. A test holds them against the docstrings."""
+"""What makes an edge, or does work → the member of the interface, and its words. A test holds them against the docstrings."""
 
 _WAITS = frozenset({"Stream.wait", "Stream.synchronize", "Event.synchronize", "Backend.synchronize", "Flag.wait"})
 _STEPS: Mapping[type, str] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Programs over the seam, as data: what hypothesis draws, a backend runs and the model judges.
+"""Programs over the backend interface, as data: what hypothesis draws, a backend runs and the model judges.
 
 A program says what it needs (streams, buffers of device memory, slots of pinned memory, events, flags) and its steps.
 Everything is immutable and prints as the Python that makes it, so that a failing program is a script. Steps are carried out

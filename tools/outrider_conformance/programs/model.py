@@ -1,7 +1,7 @@
 """The reference: what a program may leave in memory, by the contract alone.
 
 Every step becomes *nodes*, one for each thing that a stream or the host does, with a vector clock: what must be over by
-then. Edges come from the seam's sentences and from nothing else: the order of a stream, a wait for a generation, the host
+then. Edges come from the interface's sentences alone: the order of a stream, a wait for a generation, the host
 that waits for one, a launch after what the host did before. Two accesses of one memory, one of them a write, must be ordered
 by edges; a step that isn't is refused with :class:`Unordered`, so a program that the model takes has one outcome for each
 read. Only a racy download may meet writes that nothing orders it with: it has several outcomes, any of them for each element,

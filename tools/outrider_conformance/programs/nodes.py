@@ -35,7 +35,7 @@ class Senseless(Exception):
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One thing that a stream or a host thread does. ``verb`` is the member of the seam that does it.
+    """One thing that a stream or a host thread does. ``verb`` is the member of the backend interface that does it.
 
     ``opaque``: what the memory that it writes held just before isn't promised, so that not even a racy read may meet it.
     """

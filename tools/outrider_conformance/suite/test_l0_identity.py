@@ -1,4 +1,4 @@
-"""L0: what a backend declares is constant and well-formed; what it doesn't declare, it refuses; the rules stay the seam's."""
+"""L0: what a backend declares is constant and well-formed; what it doesn't declare, it refuses; it overrides no rule."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from outrider.device import (
     Capabilities,
     CapabilityError,
     Event,
+    InterfaceError,
     KernelSet,
     OutriderError,
     Recompute,
-    SeamError,
     SpeculativeSync,
     StepMode,
     Stream,
@@ -61,18 +61,18 @@ def test_what_is_preferred_is_declared(backend: Backend) -> None:
 
 @promise("Capabilities.quantized_formats", "Formats of quantised weights that models are loaded in")
 def test_formats_that_are_declared_exist(backend: Backend) -> None:
-    """A set of the seam's own names."""
+    """A set of the backend interface's own names."""
     formats = backend.capabilities.quantized_formats
     assert isinstance(formats, frozenset), f"quantized_formats is a {type(formats).__name__}"
-    assert formats <= set(QUANTIZED_FORMATS), f"no formats of the seam: {formats - set(QUANTIZED_FORMATS)}"
+    assert formats <= set(QUANTIZED_FORMATS), f"no formats of the backend interface: {formats - set(QUANTIZED_FORMATS)}"
 
 
 @promise("KernelSet.cache_formats", "Formats of :data:`~outrider.device.CACHE_FORMATS` that the kernels take a cache in")
 def test_formats_of_a_cache_exist(backend: Backend) -> None:
-    """A set of the seam's own names."""
+    """A set of the backend interface's own names."""
     formats = backend.kernels_in_use.cache_formats
     assert isinstance(formats, frozenset), f"cache_formats is a {type(formats).__name__}"
-    assert formats <= set(CACHE_FORMATS), f"no formats of the seam: {formats - set(CACHE_FORMATS)}"
+    assert formats <= set(CACHE_FORMATS), f"no formats of the backend interface: {formats - set(CACHE_FORMATS)}"
 
 
 @promise("Capabilities", "Declaring an ability that doesn't work, and working without declaring it, are both failures")
@@ -108,7 +108,7 @@ def test_kernels_can_be_chosen_once(kit: Kit) -> None:
     backend.use_kernels(chosen)
     assert backend.kernels_in_use is chosen
     assert backend.kernels is own
-    with pytest.raises(SeamError):
+    with pytest.raises(InterfaceError):
         backend.use_kernels(KernelSet())
 
 
@@ -130,7 +130,7 @@ def test_the_policy_is_well_formed(backend: Backend) -> None:
 
 
 @promise("Backend", "The public methods check the rules and report to an attached observer, then call the vendor's verb.")
-def test_the_rules_stay_the_seams(backend: Backend) -> None:
+def test_no_checked_method_is_overridden(backend: Backend) -> None:
     """No public verb is overridden: a plugin implements the underscored ones, so that no check is lost."""
     stream, event = backend.create_stream("s"), backend.create_event("e")
     kept: list[tuple[object, type, tuple[str, ...]]] = [

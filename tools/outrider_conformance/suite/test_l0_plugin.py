@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from outrider.device import SEAM_VERSION, Backend, BackendInfo, BackendLoadError, ConfigError, OutriderError
+from outrider.device import INTERFACE_VERSION, Backend, BackendInfo, BackendLoadError, ConfigError, OutriderError
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import expect
 from outrider_conformance.levels import parse_level
@@ -42,11 +42,13 @@ def test_loading_it_leaves_the_process_as_it_was(kit: Kit) -> None:
     )
 
 
-@promise("PluginInfo", "``seam_min`` and ``seam_max`` are the interface versions that it supports.")
+@promise("PluginInfo", "``interface_min`` and ``interface_max`` are the interface versions that it supports.")
 def test_it_supports_this_interface_version(info: BackendInfo) -> None:
     """The range holds the version that is installed, and isn't empty."""
-    assert info.seam_min <= SEAM_VERSION <= info.seam_max, f"{info.seam_min}..{info.seam_max} lacks {SEAM_VERSION}"
-    assert info.seam_min >= 1, f"interface versions are counted from 1, seam_min is {info.seam_min}"
+    assert info.interface_min <= INTERFACE_VERSION <= info.interface_max, (
+        f"{info.interface_min}..{info.interface_max} lacks {INTERFACE_VERSION}"
+    )
+    assert info.interface_min >= 1, f"interface versions are counted from 1, interface_min is {info.interface_min}"
 
 
 @promise("CiDeclaration", "``outrider ci-matrix`` turns it into a matrix row.")

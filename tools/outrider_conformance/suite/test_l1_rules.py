@@ -1,4 +1,4 @@
-"""L1: calls that can't be right raise the seam's errors."""
+"""L1: calls that can't be right raise the backend interface's errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.device import (
     Backend,
     CapabilityError,
     Event,
-    SeamError,
+    InterfaceError,
     StaleBufferError,
     Stream,
     StreamOrderError,
@@ -67,16 +67,16 @@ def test_time_needs_timing_events(backend: Backend) -> None:
         start.elapsed_ms(end)
 
 
-@promise("Backend.copy_async", "Raises :class:`SeamError` unless shape and dtype agree")
+@promise("Backend.copy_async", "Raises :class:`InterfaceError` unless shape and dtype agree")
 def test_a_copy_that_casts_or_reshapes_is_refused(backend: Backend) -> None:
     """A cast is a kernel."""
     stream = backend.create_stream("s")
     with backend.on(stream):
         source = torch.ones(4, device=backend.device)
     for wrong in (torch.int32, torch.float64):
-        with pytest.raises(SeamError):
+        with pytest.raises(InterfaceError):
             backend.copy_async(backend.empty_pinned("p", (4,), wrong).tensor, source, stream=stream)
-    with pytest.raises(SeamError):
+    with pytest.raises(InterfaceError):
         backend.copy_async(backend.empty_pinned("p", (5,), torch.float32).tensor, source, stream=stream)
 
 
@@ -123,7 +123,7 @@ def test_one_observer_at_a_time(backend: Backend) -> None:
     backend.attach(diary)
     try:
         assert ("stream", stream.name) in diary.entries, "an observer isn't told of streams that existed before it"
-        with pytest.raises(SeamError):
+        with pytest.raises(InterfaceError):
             backend.attach(Diary())
     finally:
         backend.detach()

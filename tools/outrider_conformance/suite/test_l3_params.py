@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.device import Backend, CapabilityError, CaptureContext, Graph, SeamError, Stream
+from outrider.device import Backend, CapabilityError, CaptureContext, Graph, InterfaceError, Stream
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.verdict import not_applicable
@@ -93,14 +93,16 @@ def test_values_are_copied(lab: Lab) -> None:
     expect(lab.read(stream, graph.outputs["y"]), 60.0, "the output after the caller's list changed")
 
 
-@promise("Graph.update_params", "Raises :class:`SeamError` for a name that the capture doesn't have or a length that differs")
+@promise(
+    "Graph.update_params", "Raises :class:`InterfaceError` for a name that the capture doesn't have or a length that differs"
+)
 def test_wrong_names_and_lengths_are_refused(lab: Lab) -> None:
     """And change nothing."""
     (stream,) = lab.streams("s")
     graph = scaled(lab, stream)
     wrongs: list[dict[str, list[int]]] = [{"m": [2]}, {"n": [2, 3]}, {"n": []}]
     for wrong in wrongs:
-        with pytest.raises(SeamError):
+        with pytest.raises(InterfaceError):
             graph.update_params(wrong, stream=stream)
     graph.replay(stream)
     expect(lab.read(stream, graph.outputs["y"]), 10.0, "the output after refused rebinds")

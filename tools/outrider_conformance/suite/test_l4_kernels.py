@@ -19,7 +19,7 @@ _ROUNDING = "*Numerics.* A result may differ from the reference by rounding alon
 
 
 def _reference(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """The seam's own kernels on the host; numbers in float64, from the operands as ``dtype`` rounds them."""
+    """The backend interface's own kernels on the host; numbers in float64, from the operands as ``dtype`` rounds them."""
     operands = case.make(dtype)
     if not case.exact:
         operands = {k: v.double() if v.is_floating_point() and v.dtype is dtype else v for k, v in operands.items()}

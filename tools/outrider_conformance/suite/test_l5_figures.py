@@ -1,4 +1,4 @@
-"""L5: what the seam's calls cost. Figures are reported and not judged: a test fails only if it can't measure."""
+"""L5: what the backend interface's calls cost. Figures are reported and not judged: a test fails only if it can't measure."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_captured_calls_are_made_by_each_replay(ranks: RankRunner) -> None:
 
 
 @needs("collectives", "captures_collectives")
-@promise("Group.close", "a replay of them raises :class:`SeamError` afterwards.")
+@promise("Group.close", "a replay of them raises :class:`InterfaceError` afterwards.")
 def test_a_group_is_closed_before_the_graphs_that_hold_its_calls(ranks: RankRunner) -> None:
     """A library that waits for the end of those graphs isn't waited for."""
     ranks.run(programs.closed_with_its_graphs)
@@ -73,7 +73,7 @@ def test_calls_in_a_capture_that_is_not_declared(kit: Kit, ranks: RankRunner) ->
 
 
 @needs("collectives")
-@promise("Group", "Wrong operands, another backend's stream and a closed group raise :class:`SeamError`")
+@promise("Group", "Wrong operands, another backend's stream and a closed group raise :class:`InterfaceError`")
 def test_misuse_raises_before_anything_is_sent(ranks: RankRunner) -> None:
     """Shapes, dtypes, strides, devices, roots and peers; a closed group closes again."""
     ranks.run(faults.misuse, schedules=1)

@@ -1,6 +1,6 @@
 """A corpus of stream programs: each fault in a program as small as it can be, and the same program corrected.
 
-The sanitizer and the explorer are tested on it, and ``outrider explore NAME`` runs one. The programs use the seam alone,
+The sanitizer and the explorer are tested on it, and ``outrider explore NAME`` runs one. The programs use the interface alone,
 so they run on any backend that has what they need.
 """
 

@@ -1,8 +1,5 @@
-"""Kernels behind the seam: the set in its three parts, its metadata, the torch references and their operators."""
+"""Kernels of the backend interface: the set in its three parts, its metadata, the torch references and their operators."""
 
-from typing import TYPE_CHECKING
-
-from outrider._renamed import renamed_in
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.kernelset import KernelSet, declared_below, kernel_names
 from outrider.device.kernels.metadata import (
@@ -51,6 +48,3 @@ __all__ = [
     "declared_below",
     "kernel_names",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = renamed_in(__name__, {"Turn": "outrider.device.RotaryArgs"})

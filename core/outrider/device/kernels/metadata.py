@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider._renamed import Renamed, renamed_arguments, renamed_in
 from outrider.device.graph import HostParam
 
 
@@ -42,7 +41,6 @@ class AttentionShape:
         )
 
 
-@renamed_arguments(kv_lens="seq_lens", host_kv_lens="seq_lens_host")
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """A ragged batch of B sequences with T new tokens in all, over a paged cache.
@@ -86,9 +84,6 @@ class AttentionMetadata:
     host_query_start: tuple[int, ...] | None = None
     shapes: tuple[AttentionShape, ...] = ()
     settled: bool = False
-
-    kv_lens = Renamed("seq_lens")
-    host_kv_lens = Renamed("seq_lens_host")
 
 
 class Product(NamedTuple):
@@ -157,7 +152,3 @@ class RequestInputs(NamedTuple):
     seeds: Tensor
     temperature: Tensor
     tables: Tensor
-
-
-if not TYPE_CHECKING:
-    __getattr__ = renamed_in(__name__, {"Turn": "outrider.device.kernels.metadata.RotaryArgs"})

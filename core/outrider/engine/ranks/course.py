@@ -144,12 +144,8 @@ class ToldLength(DraftLengthPolicy):
         super().__init__(lengths)
         self._course = course
 
-    def without_asking(self, requests: int) -> int | None:
-        """That of the record."""
-        return self.choose(requests, 0)
-
     def choose(self, requests: int, cached: int) -> int:
-        """The same."""
+        """Return the length of the decision log."""
         del requests, cached
         drafted = self._course.drafted
         return self.lengths[-1] if drafted is None else drafted

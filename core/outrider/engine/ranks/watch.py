@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from outrider.device import DeviceError
@@ -104,12 +103,12 @@ def first_is_lost(failure: str) -> bool:
     return failure.startswith(("rank 0 hangs", "rank 0 lost", GONE))
 
 
-def end_with(descriptor: int, end: Callable[[int], None] = os._exit) -> None:
+def end_with(descriptor: int) -> None:
     """End this process when the other end of the pipe at ``descriptor`` is closed: whoever started it is gone."""
 
     def wait() -> None:
         while os.read(descriptor, 1):
             pass
-        end(1)
+        os._exit(1)
 
     threading.Thread(target=wait, name="outrider-starter", daemon=True).start()

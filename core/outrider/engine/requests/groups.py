@@ -14,7 +14,7 @@ from outrider.engine.requests.features import Features
 from outrider.engine.requests.pages import PagePool, PageWatcher
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.scheduler import Scheduler, length_for, tell
+from outrider.engine.requests.scheduler import Scheduler, length_for, report_accepted
 
 PromptPasses = Callable[[int, int, int], tuple[int, ...]]
 """Tokens of each pass over prompts, from how many tokens and sequences there are, and the longest of these."""
@@ -126,11 +126,11 @@ class GroupScheduler:
         own = batches[self._own]
         return replace(own, together=self._together(batches))
 
-    def landed(self, batch: Batch, accepted: Sequence[int], seconds: float | None = None) -> None:
+    def landed(self, batch: Batch, accepted: Sequence[int]) -> None:
         """The results of an iteration are on the host, see :meth:`Scheduler.landed`."""
         for scheduler, each in zip(self._schedulers, batch.everyone, strict=True):
             scheduler.landed(each, ())
-        tell(self._draft_length, batch, accepted, seconds)
+        report_accepted(self._draft_length, batch, accepted)
 
     def register(self, request: Request, filled: int) -> None:
         """See :meth:`Scheduler.register`."""

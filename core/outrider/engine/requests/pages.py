@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from outrider.device import SeamError
+from outrider.device import InterfaceError
 
 Extra = Callable[[int, int], object]
 """What the contents of a range of tokens depend on besides the tokens, such as images; None for nothing."""
@@ -33,7 +33,7 @@ class FreeList:
     def take(self) -> int:
         """One free number."""
         if not self._free:
-            raise SeamError(f"no {self.what} left: all {self.count - 1} are taken")
+            raise InterfaceError(f"no {self.what} left: all {self.count - 1} are taken")
         number = self._free.pop()
         self._taken.add(number)
         return number
@@ -41,7 +41,7 @@ class FreeList:
     def give_back(self, number: int) -> None:
         """Return a number that was taken."""
         if number not in self._taken:
-            raise SeamError(f"{self.what} {number} was given back but isn't taken")
+            raise InterfaceError(f"{self.what} {number} was given back but isn't taken")
         self._taken.remove(number)
         self._free.append(number)
 
@@ -140,7 +140,7 @@ class PagePool:
             if self._watcher is not None:
                 self._watcher.removed(key)
         else:
-            raise SeamError(f"no KV page left: all {self.count - 1} are held")
+            raise InterfaceError(f"no KV page left: all {self.count - 1} are held")
         self._holders[page] = 1
         return page
 
@@ -149,7 +149,7 @@ class PagePool:
         for page in reversed(list(pages)):
             holders = self._holders.get(page, 0)
             if holders == 0:
-                raise SeamError(f"KV page {page} was given back but no request holds it")
+                raise InterfaceError(f"KV page {page} was given back but no request holds it")
             if holders > 1:
                 self._holders[page] = holders - 1
                 continue

@@ -13,7 +13,7 @@ from outrider.engine.requests.lent import Arrived
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.media import RequestMedia
 from outrider.engine.requests.pages import PageKey
-from outrider.engine.requests.sampling import SamplingParams as SamplingParams
+from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.text import StopText
 
 

@@ -137,13 +137,13 @@ class Scheduler:
         """Whether another iteration may add to the request's output."""
         return not (request.finished or request.lends or request.needs_prefill or request.will_finish)
 
-    def landed(self, batch: Batch, accepted: Sequence[int], seconds: float | None = None) -> None:
+    def landed(self, batch: Batch, accepted: Sequence[int]) -> None:
         """The results of ``batch`` are on the host: its requests have one iteration less in flight. ``accepted``: drafted
-        tokens that passed, of each request that decoded and goes on. ``seconds``: that the iteration took, where it's known.
+        tokens that passed, of each request that decoded and goes on.
         """
         self._count(batch, -1)
         if self._draft_length is not None:
-            tell(self._draft_length, batch, accepted, seconds)
+            report_accepted(self._draft_length, batch, accepted)
 
     def proposed(self, batch: Batch) -> int:
         """Drafted tokens of a request of ``batch`` that could be accepted at most."""
@@ -346,22 +346,12 @@ class Scheduler:
 
 def length_for(policy: DraftLengthPolicy, decode: Sequence[Request]) -> int:
     """What ``policy`` decides for requests that are greedy."""
-    length = policy.without_asking(len(decode))
-    if length is None:
-        length = policy.choose_for([request.id for request in decode], sum(request.known_length for request in decode))
-    return length
+    if len(policy.lengths) == 1:
+        return policy.lengths[0]
+    return policy.choose(len(decode), sum(request.known_length for request in decode))
 
 
-def tell(policy: DraftLengthPolicy, batch: Batch, accepted: Sequence[int], seconds: float | None) -> None:
-    """Tell ``policy``, where it listens, what became of ``batch`` in all groups, see :meth:`Scheduler.landed`."""
-    drafted = batch.drafted
-    if not policy.listens or drafted is None or not accepted:
-        return
-    batches = batch.everyone
-    decode = [request for each in batches for request in each.decode]
-    policy.observe_each(drafted, [request.id for request in decode if not request.finished], accepted)
-    # The time is one of decoding alone, of an iteration that the policy was asked about.
-    if seconds is None or not policy.takes_times or batch.features != _GREEDY:
-        return
-    if not any(each.prefill or each.arrivals for each in batches):
-        policy.observe_time(drafted, len(decode), sum(request.known_length for request in decode), seconds)
+def report_accepted(policy: DraftLengthPolicy, batch: Batch, accepted: Sequence[int]) -> None:
+    """Pass the accepted draft tokens of all groups of ``batch`` to ``policy``, if it listens: see :meth:`landed`."""
+    if policy.listens and batch.drafted is not None and accepted:
+        policy.observe(batch.drafted, accepted)

@@ -247,15 +247,13 @@ class StaticBuffers:
         layout = self._layouts[self._layout(drafted)]
         return {name: self.rows(name, 0, count, drafted) for name in layout if name.split(".")[0] in prefixes}
 
-    def pad(
-        self, prefix: str, *, count: int, bucket: int, only: Iterable[str] | None = None, drafted: int | None = None
-    ) -> None:
+    def pad(self, prefix: str, *, count: int, bucket: int, drafted: int | None = None) -> None:
         """Fill what lies between ``count`` and ``bucket`` requests, in the caller's scope; nothing when they are equal."""
         if count == bucket:
             return
         layout = self._layout(drafted)
         for name, spec in self._layouts[layout].items():
-            if name.split(".")[0] == prefix and (only is None or name in only):
+            if name.split(".")[0] == prefix:
                 rows = self.rows(name, count, bucket, drafted)
                 if spec.step:
                     rows.copy_(self._counted[layout, name][count:bucket])

@@ -34,16 +34,14 @@ _MAX_GROUP = 1 << 20
 _INSTEAD = "take the checkpoint in another of these formats, or the plain one (outrider quantize makes quantised ones of it)"
 
 
-def read_quantization(
-    directory: Path, name: str = "config.json", *, mode: str = QuantizedMode.KERNELS
-) -> Quantization | None:
-    """What ``name`` in ``directory`` says of quantised weights; None where it says nothing.
+def read_quantization(directory: Path, *, mode: str = QuantizedMode.KERNELS) -> Quantization | None:
+    """Read what config.json in ``directory`` says of quantised weights; None where it says nothing.
 
     Raises :class:`CheckpointError` for a method or a scheme that isn't supported; the error names it. Raises
     :class:`ConfigError` for a mode that there isn't.
     """
     mode = QuantizedMode.of(mode)  # a caller may have its name alone, which is none of those that it's compared with
-    path, given = _given(directory, name)
+    path, given = _given(directory)
     if given is None:
         return None
     with reading(path, "a config of quantised weights"):
@@ -67,7 +65,7 @@ def read_quantization(
 
 def refuse_quantized(directory: Path) -> None:
     """Raise :class:`CheckpointError` where a checkpoint says that it's quantised: only plain ones are read then."""
-    path, given = _given(directory, "config.json")
+    path, given = _given(directory)
     if given is None:
         return
     method = given.get("quant_method") or _method_of(path, given) if isinstance(given, dict) else None
@@ -78,9 +76,9 @@ def refuse_quantized(directory: Path) -> None:
     )
 
 
-def _given(directory: Path, name: str) -> tuple[Path, Any]:
+def _given(directory: Path) -> tuple[Path, Any]:
     """The file that says how weights are quantised, and what it says; None where none does."""
-    path = directory / name
+    path = directory / "config.json"
     raw = read_json(path)
     text = raw.get("text_config")
     for part in (raw, text if isinstance(text, dict) else {}):

@@ -14,7 +14,7 @@ from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeig
 from outrider.device.kernels.quantized_reference import dequantize
 from outrider.errors import CheckpointError, shown
 from outrider.model.files import CheckpointFiles
-from outrider.model.mapping import Piece, Target
+from outrider.model.pieces import Piece, Target
 from outrider.model.products import SplitWeight, Weight
 from outrider.model.quantization.cache import CacheScheme
 from outrider.model.quantization.layouts import ActOrderError, moved, narrowed, padded, stack, weight_of

@@ -1,4 +1,4 @@
-"""The device `toy`, as Outrider sees it: the seam's verbs, said with the driver's calls."""
+"""The device `toy`, as Outrider sees it: the backend interface's verbs, said with the driver's calls."""
 
 from __future__ import annotations
 

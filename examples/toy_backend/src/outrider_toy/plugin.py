@@ -20,8 +20,8 @@ def backend_info() -> BackendInfo:
     return BackendInfo(
         name="toy",
         description="toy: the imaginary device of the tutorial",
-        seam_min=1,
-        seam_max=1,
+        interface_min=1,
+        interface_max=1,
         priority=-1,  # negative: never chosen unless named. Raise it when the backend passes L4.
         device_count=1,
         ci=CiDeclaration(level="L4"),

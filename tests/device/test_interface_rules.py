@@ -1,4 +1,4 @@
-"""The rules of the seam, on the reference backend."""
+"""The rules of the backend interface, on the reference backend."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ import torch
 from outrider.device import (
     CapabilityError,
     CaptureError,
+    InterfaceError,
     Observer,
     Recompute,
-    SeamError,
     SpeculativeSync,
     StaleBufferError,
     StreamOrderError,
@@ -100,9 +100,9 @@ def test_update_params_checks_names_and_lengths(backend):
     graph.update_params({"lens": [3, 4]}, stream=stream)
     graph.replay(stream)
     assert seen == [(1, 2), (3, 4)]
-    with pytest.raises(SeamError, match="no host parameter 'other'"):
+    with pytest.raises(InterfaceError, match="no host parameter 'other'"):
         graph.update_params({"other": [1]}, stream=stream)
-    with pytest.raises(SeamError, match="2 values, got 1"):
+    with pytest.raises(InterfaceError, match="2 values, got 1"):
         graph.update_params({"lens": [1]}, stream=stream)
 
 
@@ -113,9 +113,9 @@ def test_static_buffers_live_on_the_device(backend):
 
 def test_copy_async_refuses_casts_and_reshapes(backend):
     stream = backend.create_stream("s")
-    with pytest.raises(SeamError, match="differ"):
+    with pytest.raises(InterfaceError, match="differ"):
         backend.copy_async(torch.zeros(2), torch.zeros(2, dtype=torch.int64), stream=stream)
-    with pytest.raises(SeamError, match="differ"):
+    with pytest.raises(InterfaceError, match="differ"):
         backend.copy_async(torch.zeros(2), torch.zeros(3), stream=stream)
 
 
