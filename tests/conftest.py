@@ -1,10 +1,9 @@
-"""Shared by every test: one torch thread per worker, and made-up distributions that offer backends."""
+"""Fixtures and the environment of every test."""
 
 from __future__ import annotations
 
 import gc
 import importlib
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -14,18 +13,10 @@ import pytest
 
 from command_line import child as child  # fixtures, for whoever runs a command
 from command_line import outrider as outrider
+from known_environment import normalize_environment
 from outrider.registry.probing import Probe, Verdict
 
-# Two workers with two threads each would fight over two cores; child processes inherit it.
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["MKL_NUM_THREADS"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Some images forbid compiled files: each of the many child processes would compile all of Outrider anew.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-os.environ.pop("OUTRIDER_BACKEND", None)
-# Kernels in Triton run by its interpreter, which needs no GPU. It is read when triton is imported, by whoever comes first.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+normalize_environment()
 
 GOOD_PLUGIN = """
     from outrider.device.plugin import BackendInfo, hookimpl

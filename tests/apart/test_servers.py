@@ -13,8 +13,8 @@ from outrider import DecodeClient, SamplingParams
 from outrider.apart.connections import Address, Hub, Role
 from outrider.apart.server import DecodeServer, PrefillServer
 from outrider.apart.wire import VERSION, Decoder, Message, WireError
-from outrider.cli.apart import _ended_by_signals
-from outrider.cli.stopping import Stop
+from outrider.cli.disaggregation import _ended_by_signals
+from outrider.cli.stopping import SignalStop
 from outrider.device import ConfigError
 from outrider.transports.local import LocalTransport
 from outrider_proof import tiny
@@ -130,7 +130,7 @@ def test_who_does_not_know_the_secret_is_not_heard():
 
 
 def test_an_address_for_all_needs_a_secret():
-    with pytest.raises(ConfigError, match="--secret-file"):
+    with pytest.raises(ConfigError, match="--api-key-file"):
         Hub(Role.PREFILL, listen=Address("0.0.0.0", 0))
 
 
@@ -204,13 +204,15 @@ def test_frames_in_any_pieces():
 
 def test_a_signal_that_a_server_takes_ends_no_process_while_requests_run():
     """The command's own watch ends a process whose Python doesn't get to handle a signal within seconds."""
-    stop, ended = Stop(), []
-    # As a shell starts what runs behind it.
+    stop, ended = SignalStop(), []
+    # The state of a background job of a shell without job control.
     before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
     before[signal.SIGTERM] = signal.signal(signal.SIGTERM, stop.handle)
     try:
         with _ended_by_signals(lambda: ended.append(True)):
             began = time.monotonic()
+            signal.raise_signal(signal.SIGINT)
+            assert ended == []
             signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) == stop.handle
     finally:

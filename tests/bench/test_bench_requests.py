@@ -9,6 +9,7 @@ from outrider import Engine
 from outrider.model.shapes import shape_config
 from outrider_bench.peers.work import checkpoint_config
 from outrider_bench.random_checkpoint import write_checkpoint
+from outrider_cpu import backend as cpu_backend
 
 SMALL = ("--backend", "cpu", "--shape", "tiny", "--dtype", "float32")
 
@@ -115,15 +116,23 @@ def test_a_prompt_may_be_as_long_as_the_models_context_lets_it(outrider, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("named", "dtype", "why"),
+    ("named", "bfloat16", "dtype", "why"),
     [
-        ("float32", "float32", "the config's"),
-        ("float64", "float64", "the config's"),
-        ("int8", "bfloat16", "the published checkpoint's"),
-        (None, "bfloat16", "the published checkpoint's"),
+        ("float32", True, "float32", "the config's"),
+        ("float64", True, "float64", "the config's"),
+        ("int8", True, "bfloat16", "the published checkpoint's"),
+        (None, True, "bfloat16", "the published checkpoint's"),
+        (
+            None,
+            False,
+            "float32",
+            "the published checkpoint is in bfloat16, and the device's own kernels run in float32, float64",
+        ),
     ],
 )
-def test_a_config_says_the_dtype_of_its_shape(named, dtype, why, outrider, tmp_path):
+def test_a_config_says_the_dtype_of_its_shape(named, bfloat16, dtype, why, outrider, tmp_path, monkeypatch):
+    """Each case sets ``bfloat16``, the processor's ability, itself."""
+    monkeypatch.setattr(cpu_backend, "computes_bfloat16", lambda: bfloat16)
     config = checkpoint_config(shape_config("tiny"), dtype="float32") | {"dtype": named, "torch_dtype": named}
     (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     given = ("--backend", "cpu", "--shape", str(tmp_path / "config.json"), "--prompt-tokens", "8", "--repeat", "1")

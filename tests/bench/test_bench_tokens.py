@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider import SamplingParams
-from outrider.cli.differences import Closer
+from outrider.cli.differences import PrefillComparison
 from outrider.cli.models import Speculation, load
 from outrider_bench.commands import tokens as bench_tokens
 from outrider_bench.plot import limits_svg
@@ -58,10 +58,10 @@ def test_the_gap_is_that_of_the_logits():
     top = done.logprobs[at]
     (first, second), (one, two) = zip(*((value, token) for token, value in top.top), strict=True)
     ours = (*done.token_ids[:at], two, 0, 0)
-    found = Closer(engine).look(prompt, ours, done.token_ids, number=7)
+    found = PrefillComparison(engine).compare(prompt, ours, done.token_ids, number=7)
     assert (found.prompt, found.position, found.speculative, found.plain) == (7, at, two, one)
     assert found.gap == pytest.approx(first - second, abs=1e-4)
-    both_lower = Closer(engine).look(prompt, ours, (*done.token_ids[:at], two + 1, 0, 0), number=7)
+    both_lower = PrefillComparison(engine).compare(prompt, ours, (*done.token_ids[:at], two + 1, 0, 0), number=7)
     assert both_lower.gap >= found.gap > 0  # it's the distance to the likeliest, not between the two
     unit = 2.0 ** torch.tensor(found.top_logit).abs().log2().floor().item() * torch.finfo(torch.float32).eps
     assert found.gap_roundings == pytest.approx(found.gap / unit)
@@ -108,5 +108,6 @@ def test_the_host_knows_how_long_it_waited(monkeypatch):
     fence = type(engine._parts.fences.results_copied[0]._inner)
     late = fence.wait_host_within
     monkeypatch.setattr(fence, "wait_host_within", lambda self, seconds: (time.sleep(0.05), late(self, seconds))[1])
+    began = time.monotonic()
     engine.generate([[5]], SamplingParams(max_tokens=3, ignore_eos=True))
-    assert 0.15 <= engine.stats.blocked_s - before < 1
+    assert 0.15 <= engine.stats.blocked_s - before <= time.monotonic() - began

@@ -84,7 +84,6 @@ def test_messages_that_are_none(outrider, checkpoint, tmp_path, said, told):
     [
         (("--chat", "--token-ids", "1"), "--token-ids"),
         (("--messages", "x.json", "--prompt", "a"), "x.json"),
-        (("--prompt", "a", "--chat-template", "t"), "--chat-template was given without"),
         (("--chat", "--prompt", "a"), "has no chat template: it continues texts"),
     ],
 )
@@ -94,11 +93,12 @@ def test_options_that_contradict(outrider, given, told):
     assert told in result.err
 
 
-def test_a_template_of_ones_own(outrider, checkpoint, tmp_path):
+def test_a_template_of_ones_own(outrider, checkpoint, tmp_path, typed):
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
-    common = ("generate", "--max-tokens", "4", "--prompt", "def read(", "--json", *COMMON)
-    own = outrider(*common, "--chat", "--chat-template", str(tmp_path / "own.jinja"), "--speculate", "none").json
-    assert own["token_ids"] == outrider(*common, "--speculate", "none").json["token_ids"]
+    typed(b"def read(\n")
+    common = ("--max-tokens", "4", "--speculate", "none", "--json", *COMMON)
+    (own,) = outrider("chat", "--chat-template", str(tmp_path / "own.jinja"), *common).json["answers"]
+    assert own["token_ids"] == outrider("generate", "--prompt", "def read(", *common).json["token_ids"]
 
 
 @pytest.fixture
@@ -180,8 +180,7 @@ def test_a_broken_template_is_named_before_a_model_is_loaded(outrider, with_file
 
 def test_an_empty_file_is_no_template(outrider, checkpoint, tmp_path):
     (tmp_path / "empty.jinja").write_text("")
-    given = ("--chat", "--prompt", "a", "--chat-template", str(tmp_path / "empty.jinja"))
-    result = outrider("generate", *given, "--model", checkpoint, *COMMON)
+    result = outrider("chat", "--chat-template", str(tmp_path / "empty.jinja"), "--model", checkpoint, *COMMON)
     assert result.code == 1
     assert "the chat template is empty" in result.err
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from outrider import Engine, EngineConfig
-from outrider.cli.differences import Closer
-from outrider.cli.models import Speculation, bundled
+from outrider.cli.differences import PrefillComparison
+from outrider.cli.models import Running, Sizes, Speculation, bundled, load
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 
@@ -36,28 +36,34 @@ def test_generate_runs_the_best_mode_that_the_backend_declares(outrider):
 def test_people_read_it_on_standard_error(outrider):
     result = outrider(*PLAIN, "--backend", "cpu")
     (line,) = [line for line in result.err.splitlines() if line.startswith("outrider: chosen for cpu: ")]
-    assert "max_requests 1 (the samples of this command); " in line
+    assert "max_requests 1 (this command makes one request); " in line
     assert "mode staged (the device captures no graphs); " in line
     assert "overlap off (" in line
     assert "tokens in " in line
     assert "chosen" not in result.out
 
 
-def test_what_is_given_stays(outrider):
-    options = (
-        "--max-context 64 --page-size 8 --prefill-chunk 16 --max-requests 2 --kv-memory 0.001 --dtype float32 --mode staged"
+def test_given_settings_stay():
+    given = {"max_context": 64, "page_size": 8, "prefill_chunk": 16, "max_requests": 2}
+    engine = load(
+        "cpu",
+        Speculation.choose("none", model=None, draft=None, draft_tokens=4),
+        max_requests=1,
+        dtype="float32",
+        running=Running(mode="staged", graphs=False, overlap=False),
+        sizes=Sizes(kv_memory=0.001, **given),
     )
-    report = outrider(*PLAIN, "--backend", "cpu", *options.split(), "--no-graphs", "--no-overlap", "--json").json
-    assert list(chosen(report)) == ["num_pages"]
-    assert "kv_memory 0.001 of" in report["chosen"][0]["why"]
+    assert {name: getattr(engine.config, name) for name in given} == given
+    (choice,) = engine.chosen
+    assert choice.name == "num_pages"
+    assert "kv_memory 0.001 of" in choice.why
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--kv-memory", "1.5"), "kv_memory is 1.5; expected a share"),
         (("--max-context", "4096"), "max_context is 4096, the model was made for 2048 at most"),
-        (("--page-size", "0"), "page_size is 0; expected a whole number of at least 1"),
+        (("--kv-dtype", "int3"), "kv_dtype is 'int3'"),
         (("--dtype", "float8"), "dtype is 'float8'"),
     ],
 )
@@ -80,12 +86,12 @@ def test_a_difference_has_the_gap_of_the_logits():
     plain = Engine(tiny.target(), tiny.BACKEND, config=tiny.plain_config(dtype="float64", max_context=32))
     prompt, right = (1, 2, 3), tiny.plain((1, 2, 3), 4)
     wrong = (*right[:2], (right[2] + 1) % tiny.VOCABULARY, right[3])
-    closer = Closer(plain)
-    found = closer.look(prompt, wrong, right, number=5)
+    comparison = PrefillComparison(plain)
+    found = comparison.compare(prompt, wrong, right, number=5)
     assert (found.prompt, found.position, found.speculative, found.plain) == (5, 2, wrong[2], right[2])
     assert found.gap > 0
     assert found.gap_roundings > 1
-    assert closer.look(prompt, right[:2], right) is None  # in the length alone
+    assert comparison.compare(prompt, right[:2], right) is None  # in the length alone
 
 
 class Preferring(CpuBackend):

@@ -1,10 +1,11 @@
 """The table of commands: what one package offers stops none of another's, whatever is wrong with it."""
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import EntryPoint
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from outrider.cli import commands as table
@@ -118,3 +119,38 @@ def test_outrider_help_shows_the_reason(outrider, monkeypatch):
     result = outrider("torn", "--json")
     assert result.code == 1
     assert "no_such_module:torn can't be loaded" in result.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "beyond"), [("generate", {"--exact", "--verbose"}), ("serve", {"--role", "--tool-format", "--reasoning-format"})]
+)
+def test_a_command_has_at_most_30_options(name, beyond):
+    """The help is one of them. ``beyond``: options that aren't counted."""
+    top = typer.main.get_command(group(commands(), help="."))
+    context = top.make_context("outrider", ["models"])
+    command = top.get_command(context, name)
+    options = {parameter.opts[0] for parameter in command.get_params(context)} - beyond
+    assert "--help" in options
+    assert len(options) <= 30, sorted(options)
+
+
+def test_an_engine_has_at_most_20_settings():
+    from outrider import EngineConfig
+
+    assert len(fields(EngineConfig)) <= 20
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("generate", "--prompt", "a", "--min-p", "0.5"),
+        ("generate", "--prompt", "a", "--mode", "fused"),
+        ("chat", "--repetition-penalty", "2"),
+        ("serve", "--metrics-names", "vllm"),
+        ("prefill-server",),
+    ],
+)
+def test_an_option_or_command_that_is_unknown_is_wrong_usage(outrider, line):
+    result = outrider(*line)
+    assert result.code == 2
+    assert f"No such {'option' if len(line) > 1 else 'command'}" in result.err

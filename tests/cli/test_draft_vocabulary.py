@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from outrider.cli.models import bundled
+from outrider import SamplingParams
+from outrider.cli.models import Speculation, bundled, load
 from outrider.model import DraftVocabulary, Tokenizer
 
 TEXT = "def add(first, second):\n    return first + second\n" * 3 + "# größer\n"
@@ -46,21 +47,26 @@ def test_a_long_text_is_counted_piece_by_piece(outrider, tmp_path, monkeypatch):
     long.write_text(TEXT * 40, encoding="utf-8")
     given = ("draft-vocabulary", str(long), "--size", "99", "--out", str(out), "--json")
     whole = outrider(*given).json
-    monkeypatch.setattr("outrider.cli.draft_vocabulary._PIECE", 64)
+    monkeypatch.setattr("outrider.cli.draft_vocabulary._PIECE_CHARACTERS", 64)
     pieces = outrider(*given).json
     # A line's end and the next one's indentation are one token, and two where a piece ends between them.
     assert 0 < pieces["counted"] - whole["counted"] <= len(TEXT) * 40 // 64
     assert pieces["different"] - whole["different"] <= 1
 
 
-def test_what_it_writes_is_what_generate_takes(outrider, text, tmp_path):
+def test_an_engine_drafts_from_the_written_file(outrider, text, tmp_path):
     out = tmp_path / "some.json"
     outrider("draft-vocabulary", str(text), "--size", "99", "--out", str(out))
-    given = ("generate", "--backend", "cpu", "--prompt", "def add(", "--max-tokens", "12", "--json")
-    plain, drafted = (outrider(*given, *more).json for more in (("--speculate", "none"), ("--draft-vocabulary", str(out))))
-    assert drafted["text"] == plain["text"]
-    (said,) = (each for each in drafted["chosen"] if each["name"] == "draft_vocabulary")
-    assert str(out) in said["why"]
+    plain = outrider(
+        "generate", "--backend", "cpu", "--prompt", "def add(", "--max-tokens", "12", "--json", "--speculate", "none"
+    )
+    drafting = Speculation.choose(None, model=None, draft=None, draft_tokens=4, draft_vocabulary=str(out))
+    engine = load("cpu", drafting, max_requests=1)
+    (drafted,) = engine.generate([engine.tokenizer.encode("def add(")], SamplingParams(max_tokens=12))
+    assert list(drafted.token_ids) == plain.json["token_ids"]
+    (choice,) = (each for each in engine.chosen if each.name == "draft_vocabulary")
+    assert str(out) in choice.why
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,15 @@ def test_a_full_standard_error_takes_no_text_with_it(child):
     assert "tokens/s" in result.out
 
 
+def test_bars_and_their_control_codes_are_for_terminals(child):
+    """CI systems set FORCE_COLOR, with which rich counts a pipe as a terminal."""
+    result = child("generate", "--prompt", PROMPT, "--max-tokens", "2", FORCE_COLOR="1")
+    assert result.code == 0
+    assert "chosen for cpu" in result.err
+    assert "loading" not in result.err
+    assert "\x1b" not in result.err
+
+
 def interrupt(process: subprocess.Popen[str], path: Path, characters: int) -> str:
     """Ctrl-C once that much has been streamed; returns what it says on standard error."""
     deadline = time.monotonic() + 240

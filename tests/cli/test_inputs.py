@@ -54,7 +54,7 @@ def test_text_that_is_not_utf_8(outrider, option):
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_have_a_most(name):
     _, most = SIZES[name]
-    if name not in ("draft_nodes", "draft_topk"):
+    if name != "draft_topk":
         assert getattr(EngineConfig(**{name: most}), name) == most
     with pytest.raises(ConfigError, match=f"{name} is {most + 1}; expected a whole number of at most {most}"):
         EngineConfig(**{name: most + 1})
@@ -63,13 +63,11 @@ def test_sizes_have_a_most(name):
 def test_a_tree_has_a_most():
     with pytest.raises(ConfigError, match="a tree of 5000 nodes; expected at most 4096"):
         EngineConfig(draft_tokens=50, draft_topk=100)
-    assert EngineConfig(draft_tokens=50, draft_topk=100, draft_nodes=60).draft_nodes == 60
 
 
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        (("--n", "1000000", "--temperature", "1"), "n is 1000000; expected a whole number of 1 to 1024"),
         (("--draft-tokens", "100000"), "draft_tokens is 100000"),
         (("--draft-topk", "9999999"), "draft_topk is 9999999"),
         (("--max-tokens", "0"), "max_tokens is 0"),

@@ -367,6 +367,29 @@ sys.exit(main())
     assert subprocess.run([sys.executable, "-m", "acting"], cwd=tmp_path, check=False).returncode == 130
 
 
+@pytest.mark.parametrize(("number", "code"), [("INT", 0), ("TERM", 143)])
+def test_a_background_job_ignores_sigint_and_obeys_sigterm(tmp_path, number, code):
+    """A shell without job control starts a background job with SIGINT ignored: a Ctrl-C is for the foreground."""
+    (tmp_path / "acting.py").write_text(
+        f"""
+import os, signal, sys
+from outrider.cli import dispatch
+from outrider.cli.main import main
+def act(arguments, stop):
+    try:
+        stop.ready()
+        os.kill(os.getpid(), signal.SIG{number})
+        return 0
+    except KeyboardInterrupt:
+        return 128 + stop.signal
+dispatch.dispatch = act
+sys.exit(main())
+"""
+    )
+    job = ["sh", "-c", 'trap "" INT; exec "$0" -m acting', sys.executable]
+    assert subprocess.run(job, cwd=tmp_path, check=False).returncode == code
+
+
 def test_a_command_that_exits_is_reported(outrider, command):
     command(raising(SystemExit(7)))
     assert (outrider("x").code, outrider("x", "--json").json["error"]["type"]) == (7, "Exit")

@@ -20,7 +20,7 @@ def test_every_family_and_proposer_is_listed(outrider):
 
 @pytest.mark.parametrize(
     "options",
-    [("--speculate", "ngram"), ("--speculate", "eagle", "--draft-topk", "3", "--draft-nodes", "8", "--draft-tokens", "3")],
+    [("--speculate", "ngram"), ("--speculate", "eagle", "--draft-topk", "3", "--draft-tokens", "3")],
 )
 def test_proposers_give_plain_tokens(outrider, options):
     result = outrider("generate", "--prompt", "def read(", "--max-tokens", "20", "--compare", *options)

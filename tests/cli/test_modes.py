@@ -1,28 +1,39 @@
-"""Modes on the command line: the same tokens, and what a bad value looks like."""
+"""How the engine of a command launches iterations: the same tokens in each mode, and errors of a device."""
 
 import pytest
 
+from outrider import SamplingParams
+from outrider.cli.models import Running, Speculation, load
+from outrider.device import CapabilityError, ConfigError
 from outrider.engine.requests.request import FinishReason
 
 
-@pytest.mark.parametrize("options", [("--graphs",), ("--mode", "fused"), ("--overlap",), ("--mode", "fused", "--overlap")])
-def test_generate_gives_the_same_tokens(outrider, options):
+def engine(backend="cpu", **running):
+    """The bundled model with its EAGLE head, launched as ``running`` says."""
+    speculation = Speculation.choose(None, model=None, draft=None, draft_tokens=4)
+    return load(backend, speculation, max_requests=1, dtype="float32", running=Running(**running))
+
+
+RUNNING = [{"graphs": True}, {"mode": "fused"}, {"overlap": True}, {"mode": "fused", "overlap": True}]
+
+
+@pytest.mark.parametrize("running", RUNNING)
+def test_each_mode_gives_the_tokens_of_the_command(outrider, running):
     usual = outrider("generate", "--prompt", "def read(", "--max-tokens", "12", "--dtype", "float32", "--json").json
-    other = outrider("generate", "--prompt", "def read(", "--max-tokens", "12", *options, "--compare", "--json").json
-    assert other["token_ids"] == usual["token_ids"]
-    assert other["same_as_plain"]
+    loaded = engine(**running)
+    (result,) = loaded.generate([loaded.tokenizer.encode("def read(")], SamplingParams(max_tokens=12))
+    assert list(result.token_ids) == usual["token_ids"]
+    loaded.close()
 
 
-def test_a_mode_that_is_not_there(outrider):
-    result = outrider("generate", "--prompt", "x", "--mode", "quick", "--json")
-    assert result.code == 1
-    assert "expected one of staged, fused" in result.json["error"]["message"]
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ConfigError, match="expected one of staged, fused"):
+        engine(mode="quick")
 
 
-def test_a_backend_that_does_not_run_fused(outrider):
-    result = outrider("generate", "--prompt", "x", "--mode", "fused", "--backend", "sim:like=npu", "--json")
-    assert result.code == 1
-    assert "doesn't run in fused mode; its modes are staged" in result.json["error"]["message"]
+def test_a_mode_that_the_backend_lacks_is_refused():
+    with pytest.raises(CapabilityError, match="doesn't run in fused mode; its modes are staged"):
+        engine("sim:like=npu", mode="fused")
 
 
 def test_a_request_that_ends_with_an_error_is_exit_1(outrider, monkeypatch):

@@ -9,9 +9,15 @@ from tests.kernels.devices import SMALL as SMALL_DEVICE
 from outrider.device import KernelSet, QuantizedProduct
 from outrider.device.kernels import kernel_names
 from outrider.device.kernels.philox import uniforms
+from outrider.registry import get_backend
 from outrider_conformance.drawn import bounds, laws, noise
 from outrider_conformance.drawn.judging import judge_with
 from outrider_conformance.drawn.kernels import KERNELS, problem
+from outrider_conformance.kit import Kit
+from outrider_conformance.lab import Lab, Pace
+from outrider_conformance.observed import observe
+from outrider_conformance.run import conform
+from outrider_cpu import backend as cpu_backend
 
 SMALL = {"tokens": 5, "inner": 40, "outer": 24, "hidden": 24, "gates": 20, "vocabulary": 37, "heads": 2, "size": 0, "page": 1}
 SMALL |= {"batch": 3, "new": 2, "context": 30, "ragged": 1, "tree": 0, "window": 0, "padding": 1, "moves": 9, "layout": 1}
@@ -23,6 +29,47 @@ SMALL |= {"deep": 0, "flag": 1, "count": 3, "experts": 4, "chosen": 2}
 def small(name):
     drawn = KERNELS[name]
     return problem(drawn, {dimension: SMALL[dimension] for dimension in drawn.dimensions}, torch.float32, 0)
+
+
+@pytest.mark.parametrize(
+    ("half_s", "single_s", "sets"),
+    [
+        (0.0001, 0.0002, 6),
+        (0.02, 0.0001, 6),  # slower, and still quick
+        (0.5, 0.4, 6),  # the device is slow in every dtype
+        (0.04, 0.001, 3),
+        (0.5, 0.001, 1),
+    ],
+)
+def test_a_slow_dtype_gets_fewer_operand_sets(half_s, single_s, sets):
+    pace = Pace(product_s={torch.float16: half_s, torch.float32: single_s})
+    lab = Lab(get_backend("cpu"), pace, draws=6)
+    assert (lab.draws_in(torch.float16), lab.draws_in(torch.float32)) == (sets, 6)
+
+
+def test_the_report_says_that_a_dtype_got_fewer_operand_sets(tmp_path, monkeypatch):
+    (tmp_path / "slow_half.py").write_text(
+        """
+import torch
+from outrider_conformance.lab import Lab
+Lab._product_time = lambda self, dtype: 0.4 if dtype is torch.float16 else 0.01
+"""
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    test = "test_l4_kernels_drawn::test_a_kernel_is_right_on_drawn_operands[silu_mul-float16]"
+    report = conform("cpu", level="L4", tests=[test], extra=["-p", "slow_half"])
+    what = "random operand sets per kernel in float16 (a product takes 40 times as long as in float32)"
+    assert report["figures"] == [[what, 1.0, "of 6"]]
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_every_override_of_the_reference_backend_computes_something(monkeypatch, bfloat16):
+    """The override of ``linear`` accepts only large operands. It computes whatever dtype the processor prefers."""
+    monkeypatch.setattr(cpu_backend, "computes_bfloat16", lambda: bfloat16)
+    observed = observe(Kit("cpu"))
+    overrides = {name for _, names, unused in observed.layers for name in names - set(unused)}
+    assert "linear" in overrides
+    assert {name for name in overrides if not observed.own(name) and not observed.passed_on(name)} == set()
 
 
 def test_every_kernel_is_drawn_for():

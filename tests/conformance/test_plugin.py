@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from outrider_conformance import run
 from outrider_conformance.run import ConformanceError, _post_mortem, check, conform, passed
 
 SICK = """
@@ -249,3 +252,24 @@ def test_a_waiver_that_is_not_needed_is_a_failure(tmp_path):
     assert report["levels"]["L1"]["result"] == "failed"
     reason = outcomes(report)["test_l1_memory::test_memory_figures_are_numbers_of_bytes"]["reason"]
     assert "remove the waiver" in reason
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, "1"), ("4", "4")])
+def test_the_suite_runs_with_one_thread_of_torch_unless_the_caller_sets_a_number(monkeypatch, given, threads):
+    """Several threads wait actively after each small operation, which takes ten times as long on a busy host."""
+    found = []
+
+    @contextmanager
+    def started(command, *, environment, **options):
+        found.append((environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]))
+        yield SimpleNamespace(wait=lambda: 4)
+
+    monkeypatch.setattr(run, "started", started)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        if given is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, given)
+    with pytest.raises(ConformanceError, match="pytest refused"):
+        conform("cpu", level="L0")
+    assert found == [(threads, threads)]

@@ -204,7 +204,7 @@ def test_a_rank_that_never_comes_is_an_error_of_the_creation():
     began = time.monotonic()
     with pytest.raises(CollectiveError, match="create_group") as raised:
         CpuBackend().create_group("alone", ranks=(0, 1), rank=0, store=HashStore(), timeout_s=0.2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert (raised.value.kind, raised.value.sequence) == ("create_group", 0)
 
 

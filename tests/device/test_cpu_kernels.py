@@ -263,8 +263,18 @@ def test_a_c_library_without_the_setting(monkeypatch):
         get_backend("cpu:freed=kept")
 
 
-@pytest.mark.parametrize(("supported", "first"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_bfloat16_is_preferred_where_the_processor_has_it(monkeypatch, supported, first):
+@pytest.mark.parametrize(
+    ("supported", "level", "first"),
+    [
+        (True, "AVX512", torch.bfloat16),
+        (False, "AVX512", torch.float32),
+        (True, "AVX2", torch.float32),
+        (False, "DEFAULT", torch.float32),
+    ],
+)
+def test_bfloat16_is_preferred_if_torch_uses_the_processors_product(monkeypatch, supported, level, first):
+    """``ATEN_CPU_CAPABILITY=avx2`` emulates a processor without bfloat16: the probes of torch do not see it."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: level)
     for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, probe, lambda: supported, raising=False)
     assert backend.CpuBackend().capabilities.preferred_dtypes[0] == first

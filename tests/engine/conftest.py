@@ -1,6 +1,7 @@
 """The bundled model on the reference backend, loaded once, and plain greedy decoding as the oracle."""
 
 import json
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from outrider import Engine, SamplingParams
+from outrider.engine import prefill_graphs
 from outrider.model import load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import PlainProposer
@@ -61,6 +63,14 @@ class Tiny(Bundle):
             self.head = proposers.eagle(self.target)
         loading.synchronize()
         self._plain = {}
+
+
+@contextmanager
+def replayed_prefill(tokens):
+    """Let engines that are built in this scope replay chunks of prompts of up to ``tokens`` tokens, also on the host."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prefill_graphs, "max_graph_tokens", lambda _: tokens)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.engine.conftest import Tiny
 
 from outrider import SamplingParams
+from outrider.engine import prefill_graphs
 from outrider.engine.requests.batch import PrefillChunk
 from outrider.engine.state.staging import _counted, _slots
 from outrider.registry import get_backend
@@ -19,9 +20,10 @@ PROMPT = [index % tiny.VOCABULARY for index in range(1, 40)]
 
 
 @pytest.mark.parametrize("mode", ["staged", "fused"])
-def test_a_first_token_does_not_wait_for_the_draft(mode):
+def test_a_first_token_does_not_wait_for_the_draft(mode, monkeypatch):
+    monkeypatch.setattr(prefill_graphs, "max_graph_tokens", lambda _: 0)
     backend = get_backend("sim")
-    engine = Tiny(backend).engine(max_requests=2, max_context=128, mode=mode, prefill_graphs=0)
+    engine = Tiny(backend).engine(max_requests=2, max_context=128, mode=mode)
     engine.add_request(PROMPT, SamplingParams(max_tokens=1, ignore_eos=True))
     with record(backend) as found:
         while engine.has_unfinished:

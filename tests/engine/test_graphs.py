@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tests.engine.conftest import Tiny
+from tests.engine.conftest import Tiny, replayed_prefill
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import CaptureError, ConfigError, KernelSet
@@ -154,9 +154,10 @@ def test_stages_have_pools_of_their_own_and_one_iteration_is_one_replay(bundle, 
     create = backend.create_graph_pool
     backend.create_graph_pool = lambda name: (made.append(name), create(name))[1]
     try:
-        bundle.engine(max_requests=2, max_context=64, graphs=True, prefill_graphs=16)
-        assert made == ["draft", "verify", "extend", "prefill"]
-        engine = bundle.engine(max_requests=2, max_context=64, mode="fused", prefill_graphs=16)
+        with replayed_prefill(16):
+            bundle.engine(max_requests=2, max_context=64, graphs=True)
+            assert made == ["draft", "verify", "extend", "prefill"]
+            engine = bundle.engine(max_requests=2, max_context=64, mode="fused")
         assert made[4:] == ["iteration", "prefill"]
     finally:
         del backend.create_graph_pool

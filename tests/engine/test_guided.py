@@ -379,12 +379,10 @@ def test_a_guide_that_does_not_compile_is_an_error_of_the_request(cpu, engine, g
     assert engine.open_requests == before
 
 
-def test_without_the_library_a_tokenizer_or_masks_it_says_what_to_do(cpu, engine, monkeypatch):
+def test_without_the_library_or_a_tokenizer_it_says_what_to_do(cpu, engine, monkeypatch):
     bare = Engine(cpu.target, cpu.backend, config=plain_config(dtype="float64", max_requests=1))
     with pytest.raises(ConfigError, match="without a tokenizer"):
         bare.add_request([5], SamplingParams(guide=JsonObject()))
-    with pytest.raises(RequestError, match="guided=True"):
-        cpu.engine(guided=False, max_requests=1).add_request([5], SamplingParams(guide=JsonObject()))
     monkeypatch.setattr(grammars, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'outrider\[guided\]'"):
         engine.add_request([5], SamplingParams(guide=Regex("not compiled before")))

@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
-from tests.engine.conftest import Tiny
+from tests.engine.conftest import Tiny, replayed_prefill
 
 from outrider import Engine, SamplingParams
-from outrider.device import CapabilityError, ConfigError, MemoryInfo
+from outrider.device import MemoryInfo
 from outrider.engine.config import EngineConfig
 from outrider.engine.prefill import Prefill
 from outrider.engine.prefill_graphs import PrefillGraphs, token_buckets
@@ -53,11 +53,13 @@ def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkey
     """Half the requests sample. Chunks of several requests, of a part of one, and of a request behind cached pages."""
     prompts = prompts_of(tiny_tokens)
     params = [SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8 * (i % 2), seed=i) for i in range(len(prompts))]
-    called = bundle.engine(speculate=speculate, prefill_graphs=0, **SIZES, **MODES[mode])
+    with replayed_prefill(0):
+        called = bundle.engine(speculate=speculate, **SIZES, **MODES[mode])
     wanted = [done.token_ids for done in called.generate([*prompts, prompts[3]], [*params, params[0]])]
     found = noted_replays(monkeypatch)
     with watch(bundle.backend) as report:  # what is captured before isn't seen in replays
-        engine = bundle.engine(speculate=speculate, prefill_graphs=40, **SIZES, **MODES[mode])
+        with replayed_prefill(40):
+            engine = bundle.engine(speculate=speculate, **SIZES, **MODES[mode])
         assert engine.captured_prefill.buckets == (16, 40)
         assert [done.token_ids for done in engine.generate([*prompts, prompts[3]], [*params, params[0]])] == wanted
     assert not report.findings
@@ -72,11 +74,10 @@ def test_every_proposer_takes_padding_in_or_says_that_it_doesnt(name):
     counts = []
     for size in (0, 16):
         proposer = MAKERS[name](tiny.target(), tiny.BACKEND)
-        if size and proposer is not None and not proposer.takes_padding:
-            with pytest.raises(CapabilityError, match=f"the proposer '{proposer.name}' doesn't take padding in"):
-                tiny.engine(proposer, max_requests=4, mode="fused", prefill_graphs=size)
-            return
-        engine = tiny.engine(proposer, max_requests=4, mode="fused", prefill_graphs=size, overlap=True)
+        with replayed_prefill(size):
+            engine = tiny.engine(proposer, max_requests=4, mode="fused", overlap=True)
+        replayed = size and (proposer is None or proposer.takes_padding)
+        assert (engine.captured_prefill is not None) == bool(replayed)
         found = engine.generate(prompts, SamplingParams(max_tokens=10))
         assert [done.token_ids for done in found] == [tiny.plain(prompt, 10) for prompt in prompts]
         counts.append(engine.stats.iterations)
@@ -87,7 +88,8 @@ def test_what_only_calls_serve_is_called(bundle, tiny_tokens, monkeypatch):
     """Options and log-probabilities, alone or beside a request without; and a chunk that is too large."""
     prompts = prompts_of(tiny_tokens)[:3]
     found = noted_replays(monkeypatch)
-    engine = bundle.engine(prefill_graphs=16, mode="fused", **{**SIZES, "prefill_chunk": 60})
+    with replayed_prefill(16):
+        engine = bundle.engine(mode="fused", **{**SIZES, "prefill_chunk": 60})
     for params in (SamplingParams(max_tokens=2, logprobs=2), SamplingParams(max_tokens=2, logit_bias={3: 1.0})):
         engine.generate(prompts, [SamplingParams(max_tokens=2), params, SamplingParams(max_tokens=2)])
     assert found == []
@@ -103,7 +105,8 @@ def test_nobody_is_padded_by_much():
 
 
 def test_a_bucket_is_the_least_that_holds_the_chunks(tiny64):
-    engine = tiny64.engine(prefill_graphs=40, mode="fused", **SIZES)
+    with replayed_prefill(40):
+        engine = tiny64.engine(mode="fused", **SIZES)
     graphs, requests = engine._step._prefill_graphs, []
     for length in (15, 16, 17):
         engine.add_request([1] * length, SamplingParams(max_tokens=1))
@@ -138,7 +141,8 @@ def test_a_shape_is_rehearsed_once(monkeypatch):
 
     monkeypatch.setattr(backend, "_capture", rehearsed)
     monkeypatch.setattr(Prefill, "run", noted)
-    Tiny(backend).engine(prefill_graphs=80, mode="fused", **SIZES | {"prefill_chunk": 80})
+    with replayed_prefill(80):
+        Tiny(backend).engine(mode="fused", **SIZES | {"prefill_chunk": 80})
     assert found["captured"] == [(size, sampling) for size in (80, 64, 16) for sampling in (False, True)]
     assert found["rehearsed"] == [(80, False), (80, True), (64, False), (16, False)]
 
@@ -149,15 +153,18 @@ def test_the_memory_that_capturing_takes_is_reported_where_the_device_tells(limi
     backend = get_backend("sim" if limited else "cpu")
     looks = itertools.count(1)
     monkeypatch.setattr(backend, "memory_info", lambda: MemoryInfo(total=2**34, free=2**34 - 5 * next(looks), allocated=0))
-    engine = Tiny(backend).engine(prefill_graphs=16, mode="fused", **SIZES)
+    with replayed_prefill(16):
+        engine = Tiny(backend).engine(mode="fused", **SIZES)
     assert [engine.captured.bytes, engine.captured_prefill.bytes] == ([5, 5] if limited else [None, None])
 
 
-def test_what_was_asked_for_and_cant_be_is_an_error(tiny64):
-    with pytest.raises(CapabilityError, match="decoding isn't replayed from graphs either"):
-        tiny64.engine(prefill_graphs=16)
-    with pytest.raises(ConfigError, match="prefill_graphs is -1"):
-        EngineConfig(prefill_graphs=-1)
+@pytest.mark.parametrize("mode", ["staged", "fused"])
+def test_prompts_are_called_where_decoding_is_and_on_a_device_without_graphs(tiny64, mode):
+    engine = tiny64.engine(mode=mode)
+    assert engine.captured_prefill is None
+    with replayed_prefill(16):
+        engine = tiny64.engine(mode=mode)
+    assert (engine.captured_prefill is not None) == (mode == "fused")
 
 
 @pytest.mark.parametrize(
@@ -169,9 +176,10 @@ def test_the_fences_around_a_replay_are_needed(tiny_tokens, mode, fence):
     bundle = Tiny(get_backend("sim"))
     log = FenceLog(lambda stream: bundle.backend.control.steps(stream)[1], drop=fence, half=Drop.WAIT)
     sizes = SIZES | {"prefill_chunk": 9}
-    config = EngineConfig(dtype="float64", mode=mode, graphs=True, prefill_graphs=16, **sizes)
+    config = EngineConfig(dtype="float64", mode=mode, graphs=True, **sizes)
     with watch(bundle.backend) as report:
-        engine = Engine(bundle.target, bundle.backend, config=config, wrap_fence=log.wrap)
+        with replayed_prefill(16):
+            engine = Engine(bundle.target, bundle.backend, config=config, wrap_fence=log.wrap)
         engine.generate([tokens[:9] for tokens in tiny_tokens[:4]], SamplingParams(max_tokens=1))
     assert bool(report.findings) is (fence is not None)
     if fence is not None:

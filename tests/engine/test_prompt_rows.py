@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.conftest import Tiny
+from tests.engine.conftest import Tiny, replayed_prefill
 
 from drawing import some_and_many
 from model.test_kept_rows import Counting
@@ -74,9 +74,10 @@ def tokens_and_iterations(world, name, prompts, *, graphs, **config):
         proposer = MAKERS[name](world.target, world.backend) or PlainProposer()
     world.loading.synchronize()
     if graphs and (proposer.takes_padding or not proposer.extends):
-        config |= {"mode": "fused", "prefill_graphs": 12}
+        config |= {"mode": "fused"}
     config = plain_config(dtype="float64", max_context=64, **config)
-    engine = Engine(world.target, world.backend, proposer=proposer, config=config)
+    with replayed_prefill(12):
+        engine = Engine(world.target, world.backend, proposer=proposer, config=config)
     results = engine.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
     return [result.token_ids for result in results], [result.iterations for result in results]
 

@@ -207,7 +207,7 @@ def test_the_engine_forgets_its_own_requests(bundle, tiny_tokens):
 def test_a_small_engine_warms_up_too(bundle):
     target = Decoder(bundle.target.config, bundle.target.weights, Compiling())
     sizes = {"max_requests": 1, "max_context": 2, "page_size": 1}
-    config = plain_config(dtype="float64", penalties=False, max_logprobs=0, prefix_cache=False, **sizes)
+    config = plain_config(dtype="float64", prefix_cache=False, **sizes)
     engine = Engine(target, bundle.backend, config=config)
     assert engine.warm_up.compiled
     assert len(engine.generate([[5]], SamplingParams(max_tokens=1))[0].token_ids) == 1

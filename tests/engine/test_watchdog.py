@@ -252,6 +252,6 @@ def test_polling_ends_with_the_answer_or_with_the_time():
     assert poll(lambda: next(answers), 60.0)
     start = time.monotonic()
     assert not poll(lambda: False, 0.1)
-    assert 0.1 <= time.monotonic() - start < 5
+    assert 0.1 <= time.monotonic() - start < 30
     asked = []
     assert poll(lambda: asked.append(1) or len(asked) > 1, 0.0)  # asked once more at the end

@@ -88,7 +88,6 @@ def check(line, capsys):
 
 
 FOUND = [
-    ["generate", "--prompt", "a", "--n", "1000000", "--temperature", "1", "--json"],
     ["generate", "--prompt", "a", "--draft-tokens", "100000", "--json"],
     ["generate", "--prompt", "a", "--draft-topk", "9999999", "--json"],
     ["generate", "--prompt-file", "/dev/zero", "--json"],

@@ -27,6 +27,7 @@ from outrider.integrations import dynamo as adapter
 from outrider.integrations.dynamo import OutriderEngine, sampling_params
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
+from ports import free_port
 
 PROMPT = [0, 1, 4, 1, 6]
 GREEDY = {"temperature": 0.0}
@@ -310,7 +311,7 @@ SERVED = ("--served-model-name", "bundled", "--endpoint-types", "completions")
 def test_dynamos_own_frontend_routes_to_a_worker(tmp_path):
     """Frontend, KV router and worker as processes, found by files; the second prompt hits the pages of the first."""
     environment = os.environ | {"DYN_FILE_KV": str(tmp_path / "found"), "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0"}
-    port = 18391
+    port = free_port()
     found = ["--discovery-backend", "file"]
     logs = [(tmp_path / f"{index}.log").open("wb") for index in range(2)]
     started = [

@@ -24,6 +24,7 @@ from starlette.requests import Request
 
 from outrider.device import ConfigError
 from outrider.integrations.ray import Ingress, RaySettings, Replica, app, scale
+from ports import free_port
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain"), (b"x-request-id", b"r")]}
 
@@ -302,7 +303,7 @@ def children(pid):
 def test_a_killed_replica_costs_no_request_that_had_not_begun(tmp_path):
     import ray
 
-    port = 18400
+    port = free_port()
     config = tmp_path / "serve.yaml"
     arguments = {"replicas": 2, "backend": "cpu", "dtype": "float32", "cpus": 0.5}
     application = {"name": "default", "import_path": "outrider.integrations.ray:app", "args": arguments}

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from outrider.cli.files import write_whole
-from outrider.registry.interruptions import interruptions_held
+from outrider.registry.interruptions import accepted_interruptions, interruptions_held
 from outrider_sanitizer.files import scratch_directory
 
 
@@ -23,6 +23,15 @@ def test_a_signal_waits_until_the_scope_is_left():
         cut()
     assert reached
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_ignored_signal_is_not_accepted():
+    assert accepted_interruptions() == (signal.SIGTERM, signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert accepted_interruptions() == (signal.SIGTERM,)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_scratch_directory_goes_with_its_scope():

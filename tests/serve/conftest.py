@@ -56,7 +56,7 @@ def server(bundled_target):
     from serve.running import running
 
     engine = bundled_engine()
-    with running(engine, bundled_target, chat_template=TEMPLATE, metric_names="vllm", max_queued=60) as found:
+    with running(engine, bundled_target, chat_template=TEMPLATE, max_queued=60) as found:
         yield found
 
 

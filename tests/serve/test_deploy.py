@@ -39,7 +39,7 @@ def metrics():
         await client.start()
         while client.snapshot is None:
             await asyncio.sleep(0.01)
-        made = Metrics(client, ServeConfig(names=("m",), metric_names="vllm"))
+        made = Metrics(client, ServeConfig(names=("m",)))
         made.first_token(0.1)
         made.output(0.1, 2, 1, 2)
         made.ended(0.1, 3, 4, ["stop"])

@@ -4,9 +4,11 @@ import socket
 
 import pytest
 
+from outrider.cli.environment import spans_from_environment
 from outrider.cli.main import main
 from outrider.device import ConfigError
 from outrider.serve import extra
+from outrider.serve.command import _read_tool_format
 
 
 def test_what_is_missing_is_named(monkeypatch):
@@ -26,10 +28,13 @@ def test_the_command_says_so_too(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--log-format", "xml"], "--log-format"),
+        (["--role", "router"], "--role"),
+        (["--role", "decode"], "--prefill-server"),
+        (["--role", "prefill", "--chat-template", "x.jinja"], "--chat-template has no effect with --role prefill"),
+        (["--role", "decode", "--tensor-parallel", "2"], "--tensor-parallel has no effect with --role decode"),
+        (["--transport", "nixl"], "--transport has no effect with --role all"),
         (["--tool-format", "odd"], "hermes"),
-        (["--metrics-names", "odd"], "metric_names"),
-        (["--max-queued", "-1"], "max_queued"),
+        (["--drain-seconds", "-1"], "--drain-seconds"),
     ],
 )
 def test_options_that_are_wrong(options, said, capsys):
@@ -48,17 +53,13 @@ def unloaded(monkeypatch):
     monkeypatch.setattr("outrider.cli.engine_options.load", load)
 
 
-@pytest.mark.parametrize("command", ["serve", "prefill-server", "decode-server"])
+@pytest.mark.parametrize("role", ["all", "prefill", "decode"])
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_place_where_nothing_can_listen_is_found_before_the_model_is_loaded(unloaded, command, taken, capsys):
+def test_a_place_where_nothing_can_listen_is_found_before_the_model_is_loaded(unloaded, role, taken, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         host, port = ("127.0.0.1", other.getsockname()[1]) if taken else ("192.0.2.1", 0)
-        if command == "serve":
-            given = ["serve", "--host", host, "--port", str(port)]
-        else:
-            secret = [] if taken else ["--secret-file", __file__]
-            given = [command, "--listen", f"{host}:{port}", *secret]
-            given += ["--prefill", "127.0.0.1:1"] if command == "decode-server" else []
+        given = ["serve", "--role", role, "--host", host, "--port", str(port), "--api-key-file", __file__]
+        given += ["--prefill-server", "127.0.0.1:1"] if role == "decode" else []
         assert main(given) == 1
     said = capsys.readouterr().err
     assert f"nothing can listen at {host}, port {port}: " in said
@@ -85,12 +86,36 @@ def test_broken_words_of_a_checkpoint_are_found_before_its_weights_are_loaded(
 
 
 def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
-    from outrider.serve.command import _keys
+    from outrider.serve.command import _read_api_keys
 
     file = tmp_path / "keys"
     file.write_text("# ours\none\n\n two \n")
     monkeypatch.setenv("OUTRIDER_API_KEY", "three, four")
-    assert _keys(file) == ("three", "four", "one", "two")
+    assert _read_api_keys(file) == ("three", "four", "one", "two")
     file.write_text("\n")
     with pytest.raises(ConfigError, match="no API key"):
-        _keys(file)
+        _read_api_keys(file)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("", False), ("none", False), ("otlp", True)])
+def test_open_telemetry_s_variable_turns_spans_on(monkeypatch, value, wanted):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", value)
+    assert spans_from_environment() is wanted
+
+
+def test_another_exporter_of_spans_is_refused(monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
+    with pytest.raises(ConfigError, match="OTEL_TRACES_EXPORTER is 'zipkin'; expected otlp"):
+        spans_from_environment()
+
+
+def test_a_tool_format_is_a_name_or_a_file(tmp_path):
+    from outrider.serve.calls import FORMATS
+
+    file = tmp_path / "own.json"
+    file.write_text('{"fields": {}}')
+    assert _read_tool_format("hermes") == dict(FORMATS["hermes"])
+    assert _read_tool_format(str(file)) == {"fields": {}}
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match="has a list; expected a JSON object"):
+        _read_tool_format(str(file))

@@ -13,6 +13,7 @@ import time
 import httpx
 import pytest
 
+from outrider.serve.server import _signals
 from serve.load import cases, drive
 from serve.test_api import everything_is_back
 
@@ -115,6 +116,26 @@ def test_a_signal_lets_requests_end_and_the_exit_code_is_zero():
         assert server.end() == 0
         asking.join()
         assert told["answer"].json()["usage"]["completion_tokens"] == 300
+
+
+def test_a_server_leaves_an_ignored_signal_ignored():
+    """A Ctrl-C is for the foreground job; a server in the background ends with SIGTERM."""
+    came = []
+
+    async def two_signals():
+        with _signals(asyncio.get_running_loop(), came.append):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+            while not came:
+                await asyncio.sleep(0.01)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        asyncio.run(two_signals())
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == [signal.SIGTERM]
 
 
 @pytest.mark.slow

@@ -38,7 +38,6 @@ INFO = EngineInfo(
     page_size=16,
     num_pages=3,
     prefix_cache=True,
-    penalties=True,
     draft_tokens=4,
     image_token=None,
 )

@@ -33,7 +33,7 @@ def outputs(backend: Any, count: int, tokens: int, ranks: Any) -> list[tuple[lis
     from outrider import Engine, EngineConfig, SamplingParams
     from outrider.cli.models import bundled
 
-    config = EngineConfig(dtype="float32", max_requests=8, max_context=512, draft_tokens=4, max_logprobs=2)
+    config = EngineConfig(dtype="float32", max_requests=8, max_context=512, draft_tokens=4)
     engine = Engine.from_checkpoint(
         bundled("target"), backend, draft_dir=bundled("eagle"), speculate="eagle", config=config, ranks=ranks
     )

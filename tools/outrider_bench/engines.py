@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.engine_options import LaunchOptions
 from outrider.cli.models import (
     DraftOption,
     DraftOutputHeadOption,
@@ -25,6 +24,7 @@ from outrider.cli.models import (
 )
 from outrider.cli.report import BackendOption
 from outrider.device.errors import ConfigError
+from outrider_bench.launch_options import LaunchOptions
 from outrider_bench.random_model import RandomModel, check_acceptance, check_draft_quantize
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import Running, Sizes, prepare_device
 from outrider.cli.rank_processes import Joined
-from outrider.cli.starting import progress_shown, say_what_started, say_what_was_chosen
+from outrider.cli.starting import print_choices, print_start_report, show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
@@ -132,8 +132,6 @@ class RandomModel:
             draft_tokens=self.draft_tokens,
             dtype=dtype,
             prefix_cache=False,
-            penalties=False,
-            max_logprobs=0,
             **asdict(running),
             **least | (sizes or Sizes()).given,
         )
@@ -213,7 +211,7 @@ class RandomModel:
         joined = joined or Joined(1, 1)
         device = joined.backend(registry, backend, backend_from_environment())
         ranks = joined.join(device)
-        with progress_shown(joined.leads) as tell:
+        with show_progress(joined.leads) as tell:
             prepared(prepare_device(device, lambda: shape_config(self.shape), tune_seconds, tell))
         own: tuple[Choice, ...] = ()
         if dtype is None:
@@ -226,7 +224,7 @@ class RandomModel:
         part = None if ranks is None else ranks.model
         model, proposer = self.make(device, config.torch_dtype, part, kv_dtype=config.kv_dtype)
         config = resolve(config, situation_of(device, model, proposer or PlainProposer()), own)
-        with progress_shown(joined.leads) as tell:
+        with show_progress(joined.leads) as tell:
             engine = Engine(
                 model,
                 device,
@@ -238,8 +236,8 @@ class RandomModel:
         if not joined.leads:
             return engine
         if say:
-            say_what_was_chosen(engine, beside)
-        say_what_started(engine)
+            print_choices(engine, beside)
+        print_start_report(engine)
         return engine
 
     def dtype(self, device: Backend) -> Choice:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from outrider.device import INTERFACE_VERSION, Backend, BackendInfo
 from outrider.registry import Registry
@@ -80,6 +81,7 @@ def host_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "interface_version": INTERFACE_VERSION,
+        "threads": torch.get_num_threads(),
         **versions,
     }
 

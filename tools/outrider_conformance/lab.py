@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,12 @@ _PATIENCE = (1, 4, 16, 64)
 _SIMULATED_CYCLES = 100_000
 _BALLAST = 192
 _TIMINGS = 3
+_PRODUCT = 256
+_SLOW_RATIO = 4.0
+_SLOW_PRODUCT_S = 0.02
+"""A dtype is slow if a product takes more than this time, and more than four times the time in float32: then products take
+longer than what the kit does for an operand set on the host.
+"""
 
 
 class Seen(Exception):
@@ -45,6 +51,8 @@ class Pace:
     target_ms: float = 20.0
     cycles: int = 0
     products: int = 0
+    product_s: dict[torch.dtype, float] = field(default_factory=dict)
+    """Seconds of a product of 256 x 256 factors, by dtype."""
 
 
 class Lab:
@@ -167,6 +175,42 @@ class Lab:
             ballast = torch.full((_BALLAST, _BALLAST), 1.0 / _BALLAST, device=self.backend.device)
             for _ in range(products):
                 ballast = ballast @ ballast
+
+    def product_s(self, dtype: torch.dtype) -> float:
+        """Return the seconds of a product in ``dtype``; measured once per session."""
+        if dtype not in self.pace.product_s:
+            self.pace.product_s[dtype] = self._product_time(dtype)
+        return self.pace.product_s[dtype]
+
+    def slowdown(self, dtype: torch.dtype) -> float:
+        """Return how many times as long as in float32 a product takes in ``dtype``."""
+        return self.product_s(dtype) / max(self.product_s(torch.float32), 1e-9)
+
+    def draws_in(self, dtype: torch.dtype) -> int:
+        """Return the number of random operand sets per kernel in ``dtype``: fewer, at least one, where products are slow.
+
+        A processor without float16 or bfloat16 may take hundreds of times as long for them.
+        """
+        seconds = self.product_s(dtype)
+        if seconds <= _SLOW_PRODUCT_S or self.slowdown(dtype) <= _SLOW_RATIO:
+            return self.draws
+        return min(self.draws, max(1, int(self.draws * _SLOW_PRODUCT_S / seconds)))
+
+    def _product_time(self, dtype: torch.dtype) -> float:
+        """Return the shortest of several timings, in seconds: a busy host makes single timings longer."""
+        (stream,) = self.streams("slowdown")
+        with self.backend.on(stream):
+            factor = torch.full((_PRODUCT, _PRODUCT), 1.0 / _PRODUCT, device=self.backend.device).to(dtype)
+
+        def seconds() -> float:
+            stream.synchronize()
+            start = time.perf_counter()
+            with self.backend.on(stream):
+                factor @ factor
+            stream.synchronize()
+            return time.perf_counter() - start
+
+        return min(seconds() for _ in range(_TIMINGS + 1))  # the first one may load a library
 
     # -- data ------------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ ALONE = "alone"
 @dataclass(frozen=True)
 class Observed:
     """``calls``: of engines in every declared mode, with the backend's page size and the dtype that it likes best, and of the
-    kit's cases, in each dtype that it prefers; of kernels that neither calls, those on drawn operands.
+    kit's cases, in each dtype that it prefers; of overrides that computed nothing for either, those on generated operands.
 
     ``layers``: the kernel sets that may answer, the outermost first, as (name, overrides, which of these are never used).
     ``plans_on_host``: the outermost one plans on the host, and passes of a draft aren't planned.
@@ -154,10 +154,13 @@ def _cases(backend: Backend, calls: KernelCalls) -> None:
 
 
 def _drawn(backend: Backend, calls: KernelCalls) -> None:
-    """What is overridden, and neither an engine nor a case called: kernels of quantised layers and of experts."""
+    """Call every override that computed nothing for an engine or a case, on generated operands.
+
+    These are kernels of quantized layers and of experts, and overrides that only accept operands of another size.
+    """
     stream = backend.create_stream("drawn")
-    called = {call.kernel for call in calls.counts}
-    left_out = {name for names in calls.overridden.values() for name in names} - called
+    computed = {call.kernel for call in calls.counts if call.own}
+    left_out = {name for names in calls.overridden.values() for name in names} - computed
     formats, caches = backend.capabilities.quantized_formats, backend.kernels_in_use.cache_formats
     for drawn in DRAWN.values():
         able = (drawn.format is None or drawn.format in formats) and (drawn.cache is None or drawn.cache in caches)

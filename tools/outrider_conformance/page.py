@@ -163,6 +163,7 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         *((key, str(value)) for key, value in versions.items() if key != "device"),
         ("kit", f"{report['kit']['version']}, interface version {host['interface_version']}"),
         ("python", f"{host['python']} on {host['system']}"),
+        ("threads of torch", str(host.get("threads", "not recorded"))),
         ("started", report["started"]),
     ]
 

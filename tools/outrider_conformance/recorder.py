@@ -15,7 +15,7 @@ import pytest
 
 from outrider_conformance.counting import merged
 from outrider_conformance.kit import Kit, host_facts
-from outrider_conformance.levels import LEVELS, parse_level
+from outrider_conformance.levels import LEVELS, REPORTED, parse_level
 from outrider_conformance.report import complete, levels_of
 from outrider_conformance.run import UNWRITTEN
 from outrider_conformance.verdict import VERDICT, Verdict
@@ -104,6 +104,9 @@ class Recorder:
         terminalreporter.section(f"conformance of {self._kit.spec}")
         for level, result in levels_of(list(self._tests()), self._level()).items():
             terminalreporter.write_line(f"{level}  {result['result']:<24}{result['counts']:<59} {LEVELS[int(level[1:])]}")
+        for test in self._records.values():
+            for name, value, unit in test["figures"] if test["level"] != REPORTED else ():
+                terminalreporter.write_line(f"{name}: {value:g} {unit}")
         if self._directory is not None and self._directory != self._config.rootpath:  # that one goes away with the run
             terminalreporter.write_line(f"report: {self._directory / 'report.html'}")
 

@@ -22,6 +22,11 @@ _PYTEST = (
     "import pytest; sys.exit(pytest.main())"
 )
 
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""The suite's operands are small. With several threads, torch waits actively at the end of each operation: on a busy host, or
+one with fewer free cores than torch counts, that takes ten times as long. The environment of the caller takes precedence.
+"""
+
 UNWRITTEN = 100
 """Where a file of the report can't be written, pytest ends with this plus the system's error number, and without a journal: a
 crash leaves one, whatever the exit code.
@@ -77,7 +82,7 @@ def conform(
         # Away from the caller's project: its pytest settings and conftest files are none of the suite's business, and no
         # more are plugins of pytest that happen to be installed: they change orders, or take a second to import.
         # What tests write goes with it, also when the run is ended early.
-        environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        environment = {**_ONE_THREAD, **os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         place = [
             "-p",
             "hypothesispytest",

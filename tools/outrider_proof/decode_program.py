@@ -8,10 +8,11 @@ reference backend.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.errors import RequestError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.engine.requests.draft_length import DraftLengthPolicy
     from outrider.engine.requests.sampling import SamplingParams
-    from outrider.model import LanguageModel, Media
+    from outrider.model import Media
     from outrider.speculative.proposer import Proposer
     from outrider_proof.fence_log import FenceLog
     from outrider_sanitizer import Finding
@@ -273,18 +274,17 @@ class DecodeExplorer:
             topk=self._topk,
         )
         proposer = build(self._speculate, options)
-        replayed = self._graphs or self._mode == "fused"
-        config = replace(config, prefill_graphs=prefill_graphs_of(program, self._model, self.backend, proposer, replayed))
         lengths = draft_length_of(program, proposer)
-        engine = Engine(
-            self._model,
-            self.backend,
-            proposer=proposer,
-            config=config,
-            wrap_fence=self.wrap,
-            vision=self._vision,
-            draft_length=lengths,
-        )
+        with limited_prefill_graphs(program):
+            engine = Engine(
+                self._model,
+                self.backend,
+                proposer=proposer,
+                config=config,
+                wrap_fence=self.wrap,
+                vision=self._vision,
+                draft_length=lengths,
+            )
         self.pace.watch(engine, overlap=True)
         return engine
 
@@ -313,15 +313,14 @@ class DecodeExplorer:
                 )
 
 
-def prefill_graphs_of(
-    program: HostProgram, target: LanguageModel, backend: Backend, proposer: Proposer, replayed: bool
-) -> int | None:
-    """The program's ``prefill_graphs`` as an engine takes it; None for one that can't replay prompts, and for one in which
-    decoding isn't ``replayed``.
-    """
-    able = replayed and target.native and target.ranks is None and not backend.speculative_sync.exact_host_lengths
-    able = able and not target.config.rope.sections and (proposer.takes_padding or not proposer.extends)
-    return program.prefill_graphs if able else None
+@contextmanager
+def limited_prefill_graphs(program: HostProgram) -> Generator[None]:
+    """Let engines that are built in this scope replay chunks of prompts of up to ``program.prefill_graphs`` tokens."""
+    from outrider.engine import prefill_graphs
+
+    tokens = program.prefill_graphs
+    with nullcontext() if tokens is None else patch.object(prefill_graphs, "max_graph_tokens", lambda _: tokens):
+        yield
 
 
 def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPolicy | None:

@@ -242,8 +242,6 @@ class RankExplorer:
             overlap=True,
             mode="fused" if setup.mode == "fused" else "staged",
             graphs=setup.mode == "graphs",
-            penalties=False,
-            max_logprobs=0,
         )
         engine = Engine(
             model,

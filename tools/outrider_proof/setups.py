@@ -23,7 +23,7 @@ from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import quantised, tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
-from outrider_proof.decode_program import Arrival, HostProgram, Serving, draft_length_of, prefill_graphs_of
+from outrider_proof.decode_program import Arrival, HostProgram, Serving, draft_length_of, limited_prefill_graphs
 from outrider_proof.guides import guide
 from outrider_proof.proposers import EXTREMES, MAKERS, decoder
 from outrider_proof.quantised import QUANTISED
@@ -187,8 +187,6 @@ class Models:
         mode: str = "staged",
         overlap: bool = True,
         wrap: Callable[[Fence], Fence] | None = None,
-        penalties: bool = False,
-        max_logprobs: int = 0,
     ) -> Engine:
         """An engine of the program's sizes. ``wrap``: the engine's ``wrap_fence``."""
         # Room for the longest request, its image and its draft's slots, and little more: others wait, or are preempted.
@@ -205,21 +203,19 @@ class Models:
             overlap=overlap,
             mode="fused" if mode == "fused" else "staged",
             graphs=mode == "graphs",
-            penalties=penalties,
-            max_logprobs=max_logprobs,
             token_budget=program.token_budget,
-            prefill_graphs=prefill_graphs_of(program, self.target, self.backend, proposer, mode != "staged"),
         )
-        return Engine(
-            self.target,
-            self.backend,
-            proposer=proposer,
-            config=config,
-            wrap_fence=wrap,
-            vision=self.vision,
-            draft_length=draft_length_of(program, proposer),
-            ranks=self.ranks,
-        )
+        with limited_prefill_graphs(program):
+            return Engine(
+                self.target,
+                self.backend,
+                proposer=proposer,
+                config=config,
+                wrap_fence=wrap,
+                vision=self.vision,
+                draft_length=draft_length_of(program, proposer),
+                ranks=self.ranks,
+            )
 
 
 @functools.cache
@@ -281,7 +277,7 @@ def plain(proposer: str, arrival: Arrival) -> tuple[int, ...]:
     """Plain greedy tokens of a request, alone in an engine on the host, for the longest that any may write."""
     tokens, media = prompt_and_media(proposer, arrival)
     host = models(proposer, None)
-    config = plain_config(max_requests=1, max_context=CONTEXT, dtype="float64", penalties=False)
+    config = plain_config(max_requests=1, max_context=CONTEXT, dtype="float64")
     engine = Engine(host.target, host.backend, config=config, vision=host.vision)
     request = engine.add_request(tokens, SamplingParams(max_tokens=arrival.max_tokens), media=media)
     if arrival.guided:

@@ -29,10 +29,17 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _WIDE = (torch.float32, torch.float64)
+_LEVELS_WITHOUT_BFLOAT16 = frozenset({"DEFAULT", "AVX2"})
+"""Instruction sets without a bfloat16 product, by torch's names."""
 
 
 def computes_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 itself, as torch knows it: elsewhere it's slower than float32."""
+    """Return whether torch multiplies bfloat16 with instructions of this processor; without them float32 is faster.
+
+    The environment variable ``ATEN_CPU_CAPABILITY`` can restrict torch to instructions that have no such product.
+    """
+    if torch.backends.cpu.get_cpu_capability() in _LEVELS_WITHOUT_BFLOAT16:
+        return False
     return any(getattr(torch.cpu, probe, bool)() for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
 
 

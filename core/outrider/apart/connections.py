@@ -317,7 +317,7 @@ def check_exposed(host: str, secret: bytes) -> None:
         return
     raise ConfigError(
         f"{host} can be reached from other machines, and anybody there could read and write requests and pages: give "
-        "--secret-file, or listen on 127.0.0.1"
+        "--api-key-file, or listen on 127.0.0.1"
     )
 
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from outrider.cli.answer import Answer
 from outrider.cli.chat_options import ChatTemplateOption, find_template, read_template
-from outrider.cli.engine_options import AnyModelOptions, with_options
-from outrider.cli.images import Question
+from outrider.cli.engine_options import ModelOptions, with_options
+from outrider.cli.images import EncodedPrompt
 from outrider.cli.inputs import MAX_BYTES, check_utf8
 from outrider.cli.models import launched
 from outrider.cli.report import Interrupted, JsonOption, Report, Unfinished
-from outrider.cli.sampling_options import SamplingOptions
-from outrider.cli.stopping import Stop
+from outrider.cli.request_options import SamplingOptions
+from outrider.cli.stopping import SignalStop
+from outrider.cli.streamed_output import StreamedOutput
 from outrider.cli.streams import note
 from outrider.device.errors import OutriderError
 from outrider.errors import RequestError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model.chat_template import ChatTemplate
 
-_PROMPT, _MORE, _QUOTES = "> ", ". ", '"""'
+_PROMPT, _CONTINUATION_PROMPT, _QUOTES = "> ", ". ", '"""'
 _HELP = (
     "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer; a message of several lines stands "
     'between """ and """'
@@ -40,14 +40,14 @@ _HELP = (
 def chat(
     *,
     system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="What the model is told before the conversation.")
+        str | None, typer.Option("--system", metavar="TEXT", help="System message, before the conversation.")
     ] = None,
     chat_template: ChatTemplateOption = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", min=1, help="Maximum number of tokens of an answer.")
     ] = 1024,
     sampling: SamplingOptions,
-    options: AnyModelOptions,
+    options: ModelOptions,
     json_output: JsonOption = False,
 ) -> Report:
     """Talk with a model. /reset forgets the conversation, /exit ends it; Ctrl-C ends an answer. From a pipe, each line is a
@@ -58,62 +58,65 @@ def chat(
     require_torch()
     speculation = options.speculation()
     template = find_template(speculation.model, None if chat_template is None else read_template(chat_template))
-    sampling.params(max_tokens=max_tokens)  # wrong options are told before a model is loaded
+    sampling.params(max_tokens=max_tokens)  # wrong options are reported before a model is loaded
     with closing(options.loader(speculation, max_requests=1, say=not json_output)()) as engine:
         terminal = not json_output and sys.stdin.isatty() and sys.stdout.isatty()
-        talk = _Conversation(engine, template, sampling, max_tokens, system, terminal)
+        conversation = _Conversation(engine, template, sampling, max_tokens, system, terminal)
 
-        def said() -> dict[str, object]:
+        def conversation_data() -> dict[str, object]:
             return {
-                "messages": talk.messages,
-                "answers": [answer.data(engine) for answer in talk.answers],
+                "messages": conversation.messages,
+                "answers": [answer.data(engine) for answer in conversation.answers],
                 "prefix_hits": engine.stats.prefix_hits,
                 "speculate": speculation.kind,
                 **launched(engine),
             }
 
         try:
-            failed = _talk(talk, None if json_output else _write)
+            failed = _answer_messages(conversation, None if json_output else _write)
         except OutriderError as error:
-            raise Unfinished(error, said()) from error
+            raise Unfinished(error, conversation_data()) from error
         except KeyboardInterrupt as error:
-            raise Interrupted(str(error), said()) from None
-        data = said()
+            raise Interrupted(str(error), conversation_data()) from None
+        data = conversation_data()
     if failed is not None:
         data["error"] = failed
 
     def render(console: Console) -> None:
         if failed is not None:
-            console.print(f"error: {failed}; the text before it is right", style="bold red", markup=False)
+            console.print(f"error: {failed}; the text before it is valid", style="bold red", markup=False)
 
     return Report(data=data, render=render, exit_code=0 if failed is None else 1)
 
 
 @dataclass(slots=True)
 class _Interrupts:
-    """What Ctrl-C does: it ends the answer that is being written. At the prompt of a terminal it drops the line; while a
-    pipe is read it ends the command, and so it does where an answer that should end doesn't.
+    """The handler of Ctrl-C in a conversation.
+
+    While an answer is written, the first Ctrl-C ends the answer and a second one ends the command. At the prompt of a
+    terminal, Ctrl-C drops the line. While a pipe is read, Ctrl-C ends the command.
     """
 
     terminal: bool
     reading: bool = False
-    asked: bool = False
+    requested: bool = False
+    """An interrupt has requested the end of the current answer."""
 
     def __call__(self) -> bool:
         if self.reading:
             if self.terminal:
                 raise _LineDropped
             return False
-        before, self.asked = self.asked, True
+        before, self.requested = self.requested, True
         return not before
 
-    def read(self, line: Callable[[], str]) -> str:
-        """A line, waited for."""
+    def read_line(self, read: Callable[[], str]) -> str:
+        """Return the line that ``read`` waits for, with Ctrl-C handled as while reading."""
         self.reading = True
         try:
-            return line()
+            return read()
         finally:
-            self.reading, self.asked = False, False
+            self.reading, self.requested = False, False
 
 
 class _LineDropped(KeyboardInterrupt):
@@ -122,7 +125,7 @@ class _LineDropped(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class _Conversation:
-    """What was said, and the engine that answers. Pages of what was said before are shared through the prefix cache."""
+    """The messages so far, and the engine that answers. Each answer reuses the KV pages of earlier turns (prefix cache)."""
 
     engine: Engine
     template: ChatTemplate
@@ -131,65 +134,67 @@ class _Conversation:
     system: str | None
     terminal: bool
     messages: list[dict[str, str]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[StreamedOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Drop all messages but the system message."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def answer(self, message: str, write: Callable[[str], object] | None, ended: Callable[[], bool]) -> str | None:
-        """Answer a message; returns what went wrong on the device, if anything did.
+        """Answer a message, and return the device error that ended the answer, or None.
 
-        Raises :class:`RequestError` where the conversation can't go on with this message, which is then dropped.
+        Raises :class:`RequestError`, and drops the message, if the conversation can't continue with it.
         """
-        asked = [*self.messages, {"role": "user", "content": message}]
-        tokens = self.template.tokens(asked)
-        room = self.engine.longest_request - len(tokens)
-        if room < 1:
-            anew = "begin a new one with /reset" if self.terminal else "put a line with /reset before it"
+        messages = [*self.messages, {"role": "user", "content": message}]
+        tokens = self.template.tokens(messages)
+        max_new_tokens = self.engine.longest_request - len(tokens)
+        if max_new_tokens < 1:
+            new_conversation = "begin a new one with /reset" if self.terminal else "put a line with /reset before it"
             raise RequestError(
                 f"the conversation has {len(tokens)} tokens with this message, and the context holds "
-                f"{self.engine.longest_request} with an answer; {anew}, or give --max-context"
+                f"{self.engine.longest_request} with an answer; {new_conversation}, or give --max-context"
             )
-        answer = Answer(Question(tokens))
-        self.answers.append(answer)  # also one that is interrupted
+        answer = StreamedOutput(EncodedPrompt(tokens))
+        self.answers.append(answer)  # an interrupted answer is recorded too
         try:
-            answer.stream(self.engine, self.sampling.params(max_tokens=min(self.max_tokens, room)), write, ended=ended)
+            answer.stream(
+                self.engine, self.sampling.params(max_tokens=min(self.max_tokens, max_new_tokens)), write, ended=ended
+            )
         except RequestError:
             self.answers.pop()
             raise
-        if answer.text or not ended():  # else there is nothing to go on with
-            self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        if answer.text or not ended():  # an interrupted answer without text is dropped
+            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         return answer.error
 
 
-def _talk(talk: _Conversation, write: Callable[[str], object] | None) -> str | None:
-    """Answer until there are no more lines; what went wrong on the device, if that ended it."""
-    terminal = talk.terminal
+def _answer_messages(conversation: _Conversation, write: Callable[[str], object] | None) -> str | None:
+    """Answer each message of standard input, and return the device error that ended the conversation, or None."""
+    terminal = conversation.terminal
     interrupts = _Interrupts(terminal)
-    stop = Stop.of_process()
+    stop = SignalStop.of_process()
     with ExitStack() as stack:
         if stop is not None:
             stack.enter_context(stop.interrupts(interrupts))
         if terminal:
-            _say(_HELP)
+            _print_note(_HELP)
         for line in _terminal_lines(interrupts) if terminal else _piped_lines(interrupts):
             if line == "/exit":
                 break
             if line == "/reset":
-                talk.reset()
+                conversation.reset()
             elif line == "/help" or (terminal and line.startswith("/") and " " not in line):
-                _say(_HELP)
+                _print_note(_HELP)
             else:
                 try:
-                    error = talk.answer(line, write, lambda: interrupts.asked)
+                    error = conversation.answer(line, write, lambda: interrupts.requested)
                 except RequestError as refused:
                     if not terminal:
                         raise
-                    _say(str(refused))
+                    _print_note(str(refused))
                 else:
                     if error is not None:
                         return error
@@ -197,42 +202,42 @@ def _talk(talk: _Conversation, write: Callable[[str], object] | None) -> str | N
 
 
 def _terminal_lines(interrupts: _Interrupts) -> Iterator[str]:
-    """Messages that a person types."""
+    """Yield the messages that a person types at the prompt."""
     if find_spec("readline") is not None:
         import readline  # noqa: F401  (input() edits lines with it)
     while True:
         try:
-            text = interrupts.read(lambda: input(_PROMPT)).strip()
+            text = interrupts.read_line(lambda: input(_PROMPT)).strip()
             if text.startswith(_QUOTES):
-                text = _quoted(text, lambda: interrupts.read(lambda: input(_MORE)))
+                text = _read_quoted(text, lambda: interrupts.read_line(lambda: input(_CONTINUATION_PROMPT)))
         except EOFError:
             _write("\n")
             return
         except _LineDropped:
             _write("\n")
-            _say(_HELP)
+            _print_note(_HELP)
             continue
         try:
             check_utf8("the message", text)
         except RequestError as error:
-            _say(str(error))
+            _print_note(str(error))
             continue
         if text:
             yield text
 
 
 def _piped_lines(interrupts: _Interrupts) -> Iterator[str]:
-    """The lines of standard input, each a message; what stands between triple quotes is one."""
-    while line := interrupts.read(_piped_line):
+    """Yield each line of standard input as a message. Lines between triple quotes are one message."""
+    while line := interrupts.read_line(_piped_line):
         text = line.strip()
         if text.startswith(_QUOTES):
-            text = _quoted(text, lambda: interrupts.read(_piped_line) or None)
+            text = _read_quoted(text, lambda: interrupts.read_line(_piped_line) or None)
         if text:
             yield text
 
 
 def _piped_line() -> str:
-    """A line with its end; nothing at the end of standard input."""
+    """Read one line with its line end. Returns an empty text at the end of standard input."""
     line = sys.stdin.buffer.readline(MAX_BYTES + 1)
     if len(line) > MAX_BYTES:
         raise RequestError(f"standard input has a line of more than {MAX_BYTES >> 20} MiB; expected a message")
@@ -242,8 +247,11 @@ def _piped_line() -> str:
         raise RequestError(f"standard input isn't UTF-8 text: {error.reason} at byte {error.start} of a line") from None
 
 
-def _quoted(first: str, more: Callable[[], str | None]) -> str:
-    """A message between triple quotes, which ``first`` begins with. Raises :class:`RequestError` where they aren't closed."""
+def _read_quoted(first: str, more: Callable[[], str | None]) -> str:
+    """Return a message between triple quotes, the first line of which is ``first``; ``more`` reads the next line.
+
+    Raises :class:`RequestError` at the end of standard input before the closing quotes.
+    """
     text = first.removeprefix(_QUOTES)
     while not text.rstrip().endswith(_QUOTES):
         line = more()
@@ -258,6 +266,6 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _say(text: str) -> None:
-    """To the person, beside what the model says."""
+def _print_note(text: str) -> None:
+    """Print a note on standard error, apart from the text of the model."""
     note(f"outrider: {text}\n")

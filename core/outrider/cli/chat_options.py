@@ -1,4 +1,4 @@
-"""Options of commands that chat, and a conversation as they take it."""
+"""Options of commands that chat, and the conversation that they describe."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from outrider.errors import RequestError, shown
 if TYPE_CHECKING:
     from outrider.model.chat_template import ChatTemplate
 
-_MOST_BYTES = 1 << 20
-_MOST_MESSAGES = 10_000
+_MAX_TEMPLATE_BYTES = 1 << 20
+_MAX_MESSAGES = 10_000
 
 ChatOption = Annotated[
     bool,
-    typer.Option("--chat", help="The prompt is a message to the model, put into words by the checkpoint's chat template."),
+    typer.Option("--chat", help="Pass the prompt as a message, through the checkpoint's chat template."),
 ]
 MessagesOption = Annotated[
     Path | None,
@@ -37,31 +37,25 @@ ChatTemplateOption = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
-    """That a prompt is a conversation. ``messages``: those of a file; None: one message, the prompt. ``source``: a template
-    in place of the checkpoint's.
-    """
+class ConversationPrompt:
+    """A prompt that is a conversation, put into words by the checkpoint's chat template."""
 
     messages: tuple[Mapping[str, Any], ...] | None
-    source: str | None
+    """Messages of a file; None: the prompt of the command is the only message."""
 
     @classmethod
-    def asked(cls, chat: bool, messages: Path | None, template: Path | None) -> Talk | None:
-        """What the options ask for; None where no conversation is meant. Raises :class:`RequestError` for a bad file."""
+    def from_options(cls, chat: bool, messages: Path | None) -> ConversationPrompt | None:
+        """Return the conversation, or None without ``--chat`` and ``--messages``. Raises :class:`RequestError`."""
         if not chat and messages is None:
-            if template is not None:
-                raise RequestError("--chat-template was given without --chat or --messages; give one of them too")
             return None
-        return cls(
-            None if messages is None else read_messages(messages), None if template is None else read_template(template)
-        )
+        return cls(None if messages is None else read_messages(messages))
 
     def template(self, model: Path) -> ChatTemplate:
-        """The template for ``model``. Raises :class:`RequestError` where there is none."""
-        return find_template(model, self.source)
+        """Return the chat template of ``model``. Raises :class:`RequestError` for a checkpoint without one."""
+        return find_template(model, None)
 
     def tokens(self, template: ChatTemplate, prompt: str | Sequence[int], *, images: int) -> list[int]:
-        """Tokens of the conversation, with places for ``images``, which belong to the prompt's message."""
+        """Return the tokens of the conversation. The prompt's message begins with placeholders for ``images`` images."""
         messages = self.messages
         if messages is None:
             content: Any = prompt
@@ -72,9 +66,9 @@ class Talk:
 
 
 def find_template(model: Path, source: str | None) -> ChatTemplate:
-    """The chat template of a checkpoint, or ``source`` in its place.
+    """Return the chat template of a checkpoint, or ``source`` in its place.
 
-    Raises :class:`RequestError` that says what to do where there is no template or no tokenizer.
+    Raises :class:`RequestError` for a checkpoint without a template or without a tokenizer.
     """
     from outrider.model.chat_template import ChatTemplate
     from outrider.model.tokenizer import has_tokenizer
@@ -85,25 +79,26 @@ def find_template(model: Path, source: str | None) -> ChatTemplate:
     if found is None:
         raise RequestError(
             f"{model} has no chat template: it continues texts, and wasn't made to answer messages; give it a template with "
-            "--chat-template FILE, choose a checkpoint that was trained to chat, or use outrider generate --prompt TEXT"
+            "outrider chat --chat-template FILE, choose a checkpoint that was trained to chat, or use outrider generate "
+            "--prompt TEXT"
         )
     return found
 
 
 def read_template(path: Path) -> str:
-    """A Jinja template from a file. Raises :class:`RequestError` for what isn't text."""
-    return _text(path, "a chat template", _MOST_BYTES)
+    """Read a Jinja template from a file. Raises :class:`RequestError` for a file that isn't UTF-8 text."""
+    return _read_text(path, "a chat template", _MAX_TEMPLATE_BYTES)
 
 
 def read_messages(path: Path) -> tuple[Mapping[str, Any], ...]:
-    """The messages of a JSON file. Raises :class:`RequestError` that says which of them isn't one."""
+    """Read the messages of a JSON file. Raises :class:`RequestError`, which names the first invalid message."""
     try:
-        found = json.loads(_text(path, "messages as JSON"))
+        found = json.loads(_read_text(path, "messages as JSON"))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, list) or not 0 < len(found) <= _MOST_MESSAGES:
+    if not isinstance(found, list) or not 0 < len(found) <= _MAX_MESSAGES:
         raise RequestError(
-            f"{path}: has {shown(found)}; expected a list of 1 to {_MOST_MESSAGES} messages: "
+            f"{path}: has {shown(found)}; expected a list of 1 to {_MAX_MESSAGES} messages: "
             '[{"role": "user", "content": "…"}]'
         )
     for index, message in enumerate(found):
@@ -124,7 +119,7 @@ def read_messages(path: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(found)
 
 
-def _text(path: Path, what: str, *most: int) -> str:
+def _read_text(path: Path, what: str, *most: int) -> str:
     try:
         return read_bounded(path, what, *most).decode("utf-8")
     except UnicodeDecodeError as error:

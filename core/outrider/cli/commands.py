@@ -1,4 +1,4 @@
-"""The commands of ``outrider``: those that it is run with, and those that installed packages add."""
+"""The table of commands: Outrider's own, and the commands that installed packages add."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ value is ``module:function``. Nothing is loaded before the command is asked for.
 OWN: Mapping[str, Target] = {
     "generate": "outrider.cli.generate:generate",
     "chat": "outrider.cli.chat:chat",
-    "models": "outrider.cli.supported:models",
+    "models": "outrider.cli.supported_models:models",
     "backends": "outrider.cli.backends:backends",
     "doctor": "outrider.cli.doctor:doctor",
     "fences": "outrider.cli.fences:fences",
     "tune": "outrider.cli.tune:tune",
     "quantize": "outrider.cli.quantize:quantize",
     "draft-vocabulary": "outrider.cli.draft_vocabulary:draft_vocabulary",
-    "prefill-server": "outrider.cli.apart:prefill_server",
-    "decode-server": "outrider.cli.apart:decode_server",
 }
 
 
 def commands(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> dict[str, Target]:
-    """Every command, as a table for :func:`outrider.cli.lazy.group`. ``entry_points`` replaces the installed ones.
+    """Return every command as a table for :func:`outrider.cli.lazy.group`. ``entry_points`` replaces the installed ones.
 
-    A name that Outrider has itself stays Outrider's. A name that two packages offer is broken, and says which they are.
+    No package replaces a command of Outrider. A name that two packages offer is broken, and its reason names both packages.
     """
     found = installed(GROUP).entry_points if entry_points is None else entry_points
     offers: dict[str, dict[str, str]] = {}

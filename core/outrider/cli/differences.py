@@ -1,4 +1,4 @@
-"""Where the tokens of two runs part, and how close the model's decision was there."""
+"""The first token that differs between two runs, and the gap of the logits at its position."""
 
 from __future__ import annotations
 
@@ -18,38 +18,41 @@ from outrider.model import Decoder
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where the tokens of one prompt part, and what the model says there about the text that both have so far.
-
-    ``gap``: how far the lower of both tokens' logits is below the largest of all, computed once more by a prefill.
-    ``gap_roundings``: the same in units of the last place of the engine's dtype at that size.
-    """
+    """The first difference between two continuations of one prompt, with logits of a prefill of their common part."""
 
     prompt: int
+    """Number of the prompt."""
     position: int
+    """Index of the first different token in the output."""
     speculative: int
+    """Token of the speculative run."""
     plain: int
+    """Token of the non-speculative run."""
     top_logit: float
+    """Largest logit of the vocabulary."""
     gap: float
+    """Distance between the largest logit and the lower one of both tokens' logits."""
     gap_roundings: float
+    """``gap`` in units of the last place of the engine's dtype at ``top_logit``."""
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The index of the first token that isn't the same; None where one merely goes on longer, or both are equal."""
+    """Return the index of the first different token, or None if one output is a prefix of the other."""
     return next((index for index, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
 
 
-class Closer:
-    """Takes a second look at places where tokens part, by a prefill of what both have so far.
+class PrefillComparison:
+    """Computes the logits at the first difference of two outputs once more, by a prefill of their common part.
 
-    ``plain``: an engine of a native model, whose dtype and cache pages the look takes over. Its kernels decide.
+    ``plain``: an engine of a native model. The comparison uses its model, kernels, dtype, page size and context length.
     """
 
     def __init__(self, plain: Engine) -> None:
         model, config = plain.model, plain.config
         assert isinstance(model, Decoder)
-        kernels, self._notes = _with_witness(model.kernels)
+        kernels, self._recorded = _with_recording(model.kernels)
         self._dtype = config.torch_dtype
-        looking = EngineConfig(
+        config_of_prefill = EngineConfig(
             max_requests=1,
             page_size=config.page_size,
             max_context=plain.max_context,
@@ -59,17 +62,17 @@ class Closer:
             overlap=False,
             prefix_cache=False,
         )
-        self._engine = Engine(Decoder(model.config, model.weights, kernels), plain.backend, config=looking)
+        self._engine = Engine(Decoder(model.config, model.weights, kernels), plain.backend, config=config_of_prefill)
 
-    def look(
+    def compare(
         self, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], *, number: int = 0
     ) -> Difference | None:
-        """The first difference of two continuations of ``prompt``; None where one merely goes on longer."""
+        """Return the first difference of two continuations of ``prompt``, or None if one is a prefix of the other."""
         at = first_difference(ours, theirs)
         if at is None:
             return None
         self._engine.generate([[*prompt, *ours[:at]]], SamplingParams(max_tokens=1, logprobs=0, ignore_eos=True))
-        logits = self._notes.last()
+        logits = self._recorded.first_row_of_last_call()
         top = max(logits)
         gap = top - min(logits[ours[at]], logits[theirs[at]])
         unit = torch.finfo(self._dtype).eps * 2.0 ** math.floor(math.log2(max(abs(top), 2.0**-20)))
@@ -85,29 +88,29 @@ class Closer:
 
 
 @dataclass(slots=True)
-class _Notes:
-    """The recorded logits, call by call; read them when decoding is over."""
+class _RecordedLogits:
+    """Logits of each call of the ``logprobs`` kernel, in order. They can be read once the engine has no open request."""
 
-    seen: list[Tensor] = field(default_factory=list)
+    calls: list[Tensor] = field(default_factory=list)
 
-    def last(self) -> list[float]:
-        """The logits [V] of the first row of the last call, as the kernels got them."""
-        row: list[float] = self.seen[-1].tolist()
+    def first_row_of_last_call(self) -> list[float]:
+        """Return the logits [V] of the first row of the last call."""
+        row: list[float] = self.calls[-1].tolist()
         return row
 
 
-class _Witness(WrappedKernels):
+class _RecordingKernels(WrappedKernels):
     def __init__(self, inner: KernelSet) -> None:
         super().__init__(inner)
-        self.notes = _Notes()
+        self.recorded = _RecordedLogits()
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Record the logits, then report as usual."""
-        self.notes.seen.append(logits.flatten(0, -2)[0].double())
+        """Record the logits, and return the log-probabilities of the wrapped kernels."""
+        self.recorded.calls.append(logits.flatten(0, -2)[0].double())
         return super().logprobs(logits, tokens, count)
 
 
-def _with_witness(kernels: KernelSet) -> tuple[KernelSet, _Notes]:
-    """``kernels`` that also record the logits behind reported log-probabilities. They don't work in graphs."""
-    witness = _Witness(kernels)
-    return witness, witness.notes
+def _with_recording(kernels: KernelSet) -> tuple[KernelSet, _RecordedLogits]:
+    """Return ``kernels`` that record the logits of reported log-probabilities. They can't run in a captured graph."""
+    recording = _RecordingKernels(kernels)
+    return recording, recording.recorded

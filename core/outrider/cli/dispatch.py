@@ -1,4 +1,4 @@
-"""Running a command line: dispatch, and errors as people and scripts can use them.
+"""Dispatch of a command line, and its errors in forms for people and for scripts.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted (SIGINT), 143 terminated (SIGTERM). With ``--json`` standard
 output gets one JSON object in each of these cases, and nothing else.
@@ -25,8 +25,8 @@ from rich.table import Table
 from outrider.cli.commands import commands
 from outrider.cli.lazy import group
 from outrider.cli.report import Interrupted, Report, Unfinished, Unsaid, exit_code, to_json
-from outrider.cli.stopping import Stop
-from outrider.cli.streams import kept_for_json, note, prepare_streams, write, write_json
+from outrider.cli.stopping import SignalStop
+from outrider.cli.streams import note, prepare_streams, reserve_stdout_for_json, write, write_json
 from outrider.device.errors import OutriderError
 
 _HELP = """Overlapped speculative decoding of LLMs behind a small hardware-backend interface.
@@ -34,8 +34,8 @@ _HELP = """Overlapped speculative decoding of LLMs behind a small hardware-backe
 `--debug`, anywhere, shows the traceback of an error; `outrider --version` alone says which outrider it is.
 """
 
-_WIDEST = 10_000
-_TODO: Mapping[int, str] = MappingProxyType(
+_MAX_TABLE_WIDTH = 10_000
+_ADVICE_BY_ERRNO: Mapping[int, str] = MappingProxyType(
     {
         errno.ENOENT: "check the name and the directories before it",
         errno.ENOTDIR: "a part of that path is a file; name another path",
@@ -51,30 +51,30 @@ _TODO: Mapping[int, str] = MappingProxyType(
         errno.EIO: "the disk or its connection fails; use another one",
     }
 )
-"""What to do where the system says no: its own words don't say it."""
+"""Advice for each error number of the operating system, whose own message has none."""
 
 
 class _Console(Console):
     def print(self, *objects: Any, **options: Any) -> None:
-        """A table gets the width that its longest words need, as lines of text do: a figure that is cut is another figure."""
+        """Print ``objects``, each table as wide as its longest words need: a truncated number would be another number."""
         for each in objects:
             if isinstance(each, Table):
                 self._make_room(each)
         super().print(*objects, **options)
 
     def _make_room(self, table: Table) -> None:
-        wide = self.options.update(max_width=_WIDEST)
+        wide = self.options.update(max_width=_MAX_TABLE_WIDTH)
         for column in table.columns:
             words = (Measurement.get(self, wide, cell).minimum for cell in (column.header, *column.cells))
             column.min_width = max(column.min_width or 0, *words)
         self.width = max(self.width, Measurement.get(self, wide, table).minimum)
 
     def on_broken_pipe(self) -> None:
-        """Let it be reported: rich's own answer is to leave in silence. Called while the error is handled."""
+        """Raise the error again so that it is reported; rich would end the process silently. Called by rich."""
         raise BrokenPipeError
 
 
-def dispatch(arguments: Sequence[str] | None, stop: Stop) -> int:
+def dispatch(arguments: Sequence[str] | None, stop: SignalStop) -> int:
     """Run the command line and return the exit code. Takes ``sys.argv`` unless ``arguments`` are given."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = given[: given.index("--")] if "--" in given else given
@@ -82,8 +82,8 @@ def dispatch(arguments: Sequence[str] | None, stop: Stop) -> int:
     line = [item for item in given if item != "--debug"] if debug else given
     prepare_streams()
     with ExitStack() as stack:
-        stack.callback(note, "")  # what libraries couldn't write there doesn't decide the exit code
-        stdout = stack.enter_context(kept_for_json(restore=arguments is not None)) if "--json" in options else None
+        stack.callback(note, "")  # a failed write of a library to standard error must not decide the exit code
+        stdout = stack.enter_context(reserve_stdout_for_json(restore=arguments is not None)) if "--json" in options else None
         if stdout is not None:
             stop.last_words = lambda number: _say_ended(stdout, number)
         try:
@@ -96,8 +96,8 @@ def dispatch(arguments: Sequence[str] | None, stop: Stop) -> int:
             return _report_failure(error, stdout, asked=stop.signal)
 
 
-def _run(arguments: Sequence[str], json_out: TextIO | None, stop: Stop) -> int:
-    """Run a command and show its report: as an object on ``json_out``, or for people where there is none."""
+def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop) -> int:
+    """Run a command and show its report: as an object on ``json_out``, or for people if that is None."""
     if [item for item in arguments if item != "--json"] == ["--version"]:
         version = importlib.metadata.version("outrider")
         if json_out is not None:
@@ -113,7 +113,7 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: Stop) -> int:
     if isinstance(report, Report) and not report.silent:
         if json_out is not None:
             text = to_json(report.data)
-            stop.done = True  # a signal from here on would make it two objects
+            stop.done = True  # a later signal would write a second object
             write_json(json_out, text)
         else:
             _show(report.render, sys.stdout)
@@ -126,7 +126,7 @@ def _show(render: Callable[[Console], None], stdout: TextIO) -> None:
 
 
 def _say_ended(json_out: TextIO, number: int) -> None:
-    """The one object of a command that was ended from outside, in the middle of an operation."""
+    """Write the only JSON object of a command that a signal ended in the middle of an operation."""
     kind = "Terminated" if number == signal.SIGTERM else "Interrupted"
     message = f"{kind.lower()} in the middle of an operation that didn't end"
     with suppress(OSError):
@@ -134,9 +134,9 @@ def _say_ended(json_out: TextIO, number: int) -> None:
 
 
 def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int | None) -> int:
-    """Say what went wrong, on standard error or as a JSON object, and return the exit code.
+    """Report the error on standard error or as a JSON object, and return the exit code.
 
-    ``asked``: the signal that asked for the end.
+    ``asked``: number of the signal that requested the end of the command, or None.
     """
     ending = ("Terminated", 143) if asked == signal.SIGTERM else ("Interrupted", 130)
     data: dict[str, object] = {}
@@ -184,7 +184,7 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
             write_json(json_out, to_json({"error": {"type": kind, "message": message}, **data}))
             return _finish(code)
         except OSError:
-            pass  # nowhere to write it: standard error must do
+            pass  # standard output can't be written: use standard error
     if isinstance(error, Interrupted) and error.render is not None and json_out is None:
         with suppress(OSError):
             _show(error.render, sys.stdout)
@@ -199,7 +199,7 @@ def _os_error(error: OSError) -> str:
     if error.errno == errno.EBADF and error.filename is None:
         return "standard output is closed; the output is lost"
     said = f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror or error}"
-    todo = _TODO.get(error.errno or 0)
+    todo = _ADVICE_BY_ERRNO.get(error.errno or 0)
     return said if todo is None else f"{said}; {todo}"
 
 
@@ -210,7 +210,7 @@ def _usage_error(error: Any) -> str:
 
 
 def _finish(code: int) -> int:
-    """Flush what is left. Where that fails, point standard output elsewhere: Python flushes it again at exit."""
+    """Flush standard output. If that fails, redirect it to the null device, since Python flushes it again at exit."""
     try:
         sys.stdout.flush()
     except OSError as error:

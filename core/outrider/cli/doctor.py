@@ -60,7 +60,7 @@ def doctor(
 
 
 def _chosen(registry: Registry, torch: TorchState) -> tuple[str | None, str]:
-    """What a command without ``--backend`` would use, and why."""
+    """Return the backend that a command without ``--backend`` would use, or None, and the reason."""
     if not torch.ok:
         return None, "torch doesn't import"
     environment = backend_from_environment()

@@ -1,4 +1,4 @@
-"""``outrider draft-vocabulary``: the tokens that drafts may be drawn from, counted in text."""
+"""``outrider draft-vocabulary``: a draft vocabulary of the most frequent tokens of a text."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from rich.console import Console
 from outrider.cli.files import check_output, write_whole
 from outrider.cli.models import ModelOption, bundled
 from outrider.cli.report import JsonOption, Report
-from outrider.cli.starting import progress_shown
+from outrider.cli.starting import show_progress
 from outrider.device.errors import ConfigError
 
-_PIECE = 1 << 16  # characters that are made tokens at once, and what is left of their last line
+_PIECE_CHARACTERS = 1 << 16  # encoded at once, and the remainder of their last line
 
 
 def draft_vocabulary(
     texts: Annotated[
         list[Path],
-        typer.Argument(metavar="TEXT…", help="Files of text such as the model writes, in UTF-8.", show_default=False),
+        typer.Argument(metavar="TEXT…", help="Files of text like the model's output, in UTF-8.", show_default=False),
     ],
-    size: Annotated[int, typer.Option("--size", min=1, metavar="N", help="How many tokens at most: 32768 of 128,000, say.")],
+    size: Annotated[
+        int, typer.Option("--size", min=1, metavar="N", help="Maximum number of tokens, such as 32768 of 128,000.")
+    ],
     out: Annotated[
         Path,
-        typer.Option("--out", metavar="F.json", help="Where the list goes, for --draft-vocabulary; the commonest first."),
+        typer.Option("--out", metavar="F.json", help="File for the list, most frequent token first."),
     ],
     model: ModelOption = None,
     json_output: JsonOption = False,
 ) -> Report:
-    """Count a model's tokens in text, and write a list of the commonest: what drafts are drawn from.
+    """Count a model's tokens in text, and write a list of the most frequent ones, for --draft-vocabulary.
 
-    The tokens that end a text are always in the list. Says what share of the text's tokens it has; that of other text is
-    less.
+    The list always has the tokens that end a text. The report gives its share of the text's tokens; its share of other
+    text is lower.
     """
     from outrider.cli.torch_probe import require_torch
 
@@ -51,7 +53,7 @@ def draft_vocabulary(
     counts: Counter[int] = Counter()
     sizes = [_bytes_of(path) for path in texts]
     done = 0
-    with progress_shown() as tell:
+    with show_progress() as tell:
         for path, whole in zip(texts, sizes, strict=True):
             for piece in _pieces(path):
                 counts.update(tokenizer.encode(piece, special_tokens=False))
@@ -91,10 +93,10 @@ def _bytes_of(path: Path) -> int:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """A text, in pieces that end where a line does."""
+    """Yield the text of a file in pieces that end at line ends."""
     try:
         with path.open(encoding="utf-8") as file:
-            while piece := file.read(_PIECE):
+            while piece := file.read(_PIECE_CHARACTERS):
                 yield piece + file.readline()
     except OSError as error:
         raise ConfigError(f"{path} can't be read ({error.strerror}); expected a file of text") from None

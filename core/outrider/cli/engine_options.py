@@ -1,4 +1,4 @@
-"""Options that several commands share, as records: declared once, and expanded into each command that takes a record."""
+"""Records of options that several commands share. :func:`with_options` expands a record into the options of a command."""
 
 from __future__ import annotations
 
@@ -9,32 +9,24 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from outrider.cli.models import (
-    DoorOption,
-    DraftLengthOption,
-    DraftNodesOption,
     DraftOption,
     DraftOutputHeadOption,
     DraftTokensOption,
     DraftTopkOption,
     DraftVocabularyOption,
     DtypeOption,
-    GraphsOption,
     KvDtypeOption,
     KvMemoryOption,
     MaxContextOption,
     MaxRequestsOption,
     ModelOption,
-    ModeOption,
-    OverlapOption,
     PageSizeOption,
-    PrefillChunkOption,
     QuantizedOption,
-    Running,
     Sizes,
     SpeculateOption,
     Speculation,
+    TransformersOption,
     TrustOption,
-    TuneOption,
     load,
 )
 from outrider.cli.report import BackendOption
@@ -46,39 +38,8 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """How an engine's iterations are launched, and how large it is."""
-
-    dtype: DtypeOption = None
-    mode: ModeOption = None
-    graphs: GraphsOption = None
-    overlap: OverlapOption = None
-    max_context: MaxContextOption = None
-    kv_memory: KvMemoryOption = None
-    kv_dtype: KvDtypeOption = "auto"
-    page_size: PageSizeOption = None
-    max_requests: MaxRequestsOption = None
-    prefill_chunk: PrefillChunkOption = None
-
-    def running(self) -> Running:
-        """How iterations are launched."""
-        return Running(mode=self.mode, graphs=self.graphs, overlap=self.overlap)
-
-    def sizes(self) -> Sizes:
-        """Sizes of the engine."""
-        return Sizes(
-            max_context=self.max_context,
-            kv_memory=self.kv_memory,
-            kv_dtype=None if self.kv_dtype == "auto" else self.kv_dtype,
-            page_size=self.page_size,
-            max_requests=self.max_requests,
-            prefill_chunk=self.prefill_chunk,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions(LaunchOptions):
-    """Which model runs where, what drafts for it, how its iterations are launched, and how large the engine is."""
+class ModelOptions:
+    """The model, its draft, its device and its context length: the options of each command that runs a model."""
 
     model: ModelOption = None
     draft: DraftOption = None
@@ -86,68 +47,61 @@ class EngineOptions(LaunchOptions):
     speculate: SpeculateOption = None
     draft_tokens: DraftTokensOption = 4
     draft_topk: DraftTopkOption = 1
-    draft_nodes: DraftNodesOption = None
-    draft_output_head: DraftOutputHeadOption = None
-    draft_vocabulary: DraftVocabularyOption = None
     quantized: QuantizedOption = "kernels"
-    tune_seconds: TuneOption = 0.0
-
-    def speculation(self) -> Speculation:
-        """The checkpoints and the proposer. Raises :class:`CheckpointError` where one can't be found."""
-        return Speculation.choose(
-            self.speculate,
-            model=self.model,
-            draft=self.draft,
-            draft_tokens=self.draft_tokens,
-            draft_topk=self.draft_topk,
-            draft_nodes=self.draft_nodes,
-            quantized=self.quantized,
-            draft_output_head=self.draft_output_head,
-            draft_vocabulary=self.draft_vocabulary,
-        )
-
-    def loader(self, speculation: Speculation, **others: Any) -> Callable[..., Engine]:
-        """:func:`~outrider.cli.models.load` with these options; ``others`` and what it's called with go before them."""
-        given: dict[str, Any] = {
-            "dtype": self.dtype,
-            "running": self.running(),
-            "sizes": self.sizes(),
-            "tune_seconds": self.tune_seconds,
-        }
-        return partial(load, self.backend, speculation, **given | others)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeOptions(EngineOptions):
-    """Those of an engine that decodes."""
-
-    draft_length: DraftLengthOption = None
-
-    def running(self) -> Running:
-        """How iterations are launched."""
-        return replace(super().running(), draft_length=self.draft_length)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnyModelOptions(DecodeOptions):
-    """Those of an engine that also runs models through transformers."""
-
-    through_transformers: DoorOption = False
+    dtype: DtypeOption = None
+    kv_dtype: KvDtypeOption = "auto"
+    max_context: MaxContextOption = None
+    through_transformers: TransformersOption = False
     trust_remote_code: TrustOption = False
 
     def speculation(self) -> Speculation:
-        """The checkpoints and the proposer, and whether the model runs through transformers."""
-        return replace(
-            super().speculation(),
-            through_transformers=self.through_transformers,
-            trust_remote_code=self.trust_remote_code,
-        )
+        """Return the checkpoints and the proposer. Raises :class:`CheckpointError` for a checkpoint that can't be found."""
+        return Speculation.choose(self.speculate, **self._checkpoint_options())
+
+    def _checkpoint_options(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "draft": self.draft,
+            "draft_tokens": self.draft_tokens,
+            "draft_topk": self.draft_topk,
+            "through_transformers": self.through_transformers,
+            "trust_remote_code": self.trust_remote_code,
+            "quantized": self.quantized,
+        }
+
+    def sizes(self) -> Sizes:
+        """Return the engine sizes for :func:`~outrider.cli.models.load`."""
+        return Sizes(max_context=self.max_context, kv_dtype=None if self.kv_dtype == "auto" else self.kv_dtype)
+
+    def loader(self, speculation: Speculation, **overrides: Any) -> Callable[..., Engine]:
+        """Return :func:`~outrider.cli.models.load` bound to these options; ``overrides`` replace them."""
+        given: dict[str, Any] = {"dtype": self.dtype, "sizes": self.sizes()}
+        return partial(load, self.backend, speculation, **given | overrides)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(ModelOptions):
+    """The options of :class:`ModelOptions`, the sizes of a server's KV cache and batch, and how its drafts are selected."""
+
+    kv_memory: KvMemoryOption = None
+    page_size: PageSizeOption = None
+    max_requests: MaxRequestsOption = None
+    draft_output_head: DraftOutputHeadOption = None
+    draft_vocabulary: DraftVocabularyOption = None
+
+    def _checkpoint_options(self) -> dict[str, Any]:
+        own = {"draft_output_head": self.draft_output_head, "draft_vocabulary": self.draft_vocabulary}
+        return super()._checkpoint_options() | own
+
+    def sizes(self) -> Sizes:
+        """Return the engine sizes for :func:`~outrider.cli.models.load`."""
+        return replace(super().sizes(), kv_memory=self.kv_memory, page_size=self.page_size, max_requests=self.max_requests)
 
 
 def with_options(command: Callable[..., Result]) -> Callable[..., Result]:
-    """A command in which each parameter that is annotated as a record of options is those options.
+    """Decorate a command so that typer sees the options of each parameter that is annotated as a record of options.
 
-    What is called must give every option by name, as typer does; the command gets the records.
+    The decorated function takes every option by keyword, as typer calls it, and passes the records to ``command``.
     """
     hints = get_type_hints(command, include_extras=True)
     signature = inspect.signature(command)

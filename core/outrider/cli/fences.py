@@ -1,4 +1,4 @@
-"""``outrider fences``: every edge between the streams of an iteration, and how a backend carries it out."""
+"""``outrider fences``: every edge between the streams of an iteration, and the backend's mechanism for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.registry import Registry
 
 
 def fences(backend: BackendOption = None, json_output: JsonOption = False) -> Report:
-    """The table of fences: producer, consumers, hazard, what it protects, and the backend's mechanism."""
+    """List the fences: producer, consumers, hazard, protected resources, and the backend's mechanism."""
     del json_output
     from outrider.engine.fences import FENCES
 

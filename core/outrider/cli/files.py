@@ -1,4 +1,4 @@
-"""Files and directories that commands write to: looked at before anything takes long, and written whole or not at all."""
+"""Output files and directories of commands: checked before long work starts, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from outrider.device.errors import ConfigError
 
 
 def check_directory(option: str, path: Path, *, make: bool = True) -> None:
-    """Raise :class:`ConfigError` where no files can be written in ``path``, which ``option`` named.
+    """Raise :class:`ConfigError` if no files can be written in the directory ``path``, which ``option`` named.
 
-    ``make``: it's made where it isn't there; else it must be.
+    ``make``: create the directory if it is missing; otherwise a missing directory is an error.
     """
     try:
         if make:
@@ -27,7 +27,7 @@ def check_directory(option: str, path: Path, *, make: bool = True) -> None:
 
 
 def check_output(option: str, path: Path | None, suffix: str | None = None) -> None:
-    """Raise :class:`ConfigError` where no file can be written at ``path``, or its name doesn't end in ``suffix``."""
+    """Raise :class:`ConfigError` if no file can be written at ``path``, or if its name doesn't end in ``suffix``."""
     if path is None:
         return
     if suffix is not None and path.suffix != suffix:
@@ -47,22 +47,22 @@ def check_output(option: str, path: Path | None, suffix: str | None = None) -> N
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, all of it or nothing: a regular one is written beside its place first and then moved there.
+    """Write a file completely or not at all: a regular file is written under a temporary name and then renamed.
 
-    An :class:`OSError` names ``path``, also where the disk is full.
+    An :class:`OSError` names ``path``, also if the disk is full.
     """
     try:
         if path.is_symlink() or (path.exists() and not path.is_file()):  # a device, a pipe, or a link to something
             path.write_text(text, encoding="utf-8")
             return
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            beside.write_text(text, encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
             if path.exists():
-                beside.chmod(path.stat().st_mode & 0o7777)
-            beside.replace(path)
+                temporary.chmod(path.stat().st_mode & 0o7777)
+            temporary.replace(path)
         except BaseException:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise type(error)(error.errno, error.strerror, str(path)) from None

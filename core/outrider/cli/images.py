@@ -1,4 +1,4 @@
-"""Images on the command line: read, prepared for the checkpoint's tower, and given their places in the prompt."""
+"""Prompts with images: image files are read, prepared for the vision tower, and placed among the tokens of the prompt."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ ImageOption = Annotated[
     typer.Option(
         "--image",
         metavar="FILE",
-        help="An image for a vision-language model; may be given several times. It goes where the prompt says "
-        "<|image_pad|>, or before the text.",
+        help="Image for a vision-language model. Repeatable. It replaces <|image_pad|> in the prompt, or precedes the text.",
     ),
 ]
 
-_BEFORE, _BEHIND = "<|vision_start|>", "<|vision_end|>"
-"""What Qwen's models expect around an image."""
-_MOST_BYTES = 256 * 2**20
+_IMAGE_START, _IMAGE_END = "<|vision_start|>", "<|vision_end|>"
+"""Tokens that Qwen's models expect around an image."""
+_MAX_IMAGE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt as the engine takes it."""
+class EncodedPrompt:
+    """A prompt in the form that the engine takes: token ids, and the media that belong to placeholders among them."""
 
     tokens: Sequence[int]
     media: Sequence[Media] = ()
 
     @classmethod
-    def ask(cls, engine: Engine, text: str | Sequence[int], model: Path, images: Sequence[Path]) -> Question:
-        """Encode the text, unless it's token ids already; read the images.
+    def encode(cls, engine: Engine, text: str | Sequence[int], model: Path, images: Sequence[Path]) -> EncodedPrompt:
+        """Encode the text, unless it's token ids already, and read the images.
 
-        Raises :class:`RequestError` for what isn't an image, or has no place, and for a text without a tokenizer.
+        Raises :class:`RequestError` for a file that isn't an image, for an image without a placeholder, and for a text if the
+        checkpoint has no tokenizer.
         """
         if not isinstance(text, str):
             tokens = list(text)
@@ -59,24 +59,28 @@ class Question:
         from outrider.model import MediaProcessor
 
         processor = MediaProcessor.from_checkpoint(model)
-        media = [processor.image(_read(path)) for path in images]
+        media = [processor.image(_read_image(path)) for path in images]
         if vision.image_token not in tokens and engine.has_tokenizer:
-            tokens = _placed(engine.tokenizer, tokens, vision.image_token, len(images), engine.model.config.bos_token_id)
+            tokens = _with_image_placeholders(
+                engine.tokenizer, tokens, vision.image_token, len(images), engine.model.config.bos_token_id
+            )
         return cls(tokens, media)
 
 
-def _placed(tokenizer: Tokenizer, tokens: list[int], image_token: int, count: int, start: int | None) -> list[int]:
-    """``tokens`` with places for ``count`` images before the text, behind the start token."""
-    around = [[token] if (token := tokenizer.token_id(name)) is not None else [] for name in (_BEFORE, _BEHIND)]
+def _with_image_placeholders(
+    tokenizer: Tokenizer, tokens: list[int], image_token: int, count: int, start: int | None
+) -> list[int]:
+    """Return ``tokens`` with placeholders for ``count`` images after the start token and before the text."""
+    around = [[token] if (token := tokenizer.token_id(name)) is not None else [] for name in (_IMAGE_START, _IMAGE_END)]
     begin = 1 if tokens[:1] == [start] else 0
     return [*tokens[:begin], *[*around[0], image_token, *around[1]] * count, *tokens[begin:]]
 
 
-def _read(path: Path) -> object:
+def _read_image(path: Path) -> object:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(read_bounded(path, "an image", _MOST_BYTES))) as picture:
+        with Image.open(io.BytesIO(read_bounded(path, "an image", _MAX_IMAGE_BYTES))) as picture:
             return picture.convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise RequestError(f"{path}: can't be read as an image: {error}") from error

@@ -1,9 +1,10 @@
-"""Text from files and arguments, within bounds."""
+"""Checks of the inputs of a command: bounded text from files and arguments, and addresses to listen on."""
 
 from __future__ import annotations
 
 import os
 import select
+import socket
 import stat
 import sys
 from pathlib import Path
@@ -18,10 +19,10 @@ _PIPE_S = 10.0
 
 
 def read_bounded(path: Path, what: str = "the text of a prompt", most: int = MAX_BYTES) -> bytes:
-    """The bytes of a file that should hold ``what``, ``most`` of them; ``-``: of standard input.
+    """Return the bytes of a file with the content ``what``; ``-`` is standard input.
 
-    Raises :class:`RequestError` for one that has more, such as a device without end, and for a named
-    pipe without a writer.
+    Raises :class:`RequestError` for more than ``most`` bytes, such as an endless device, and for a named pipe that
+    has no writer.
     """
     if str(path) == "-":
         return _within_bounds(sys.stdin.buffer.read(most + 1), path, what, most)
@@ -39,8 +40,9 @@ def read_bounded(path: Path, what: str = "the text of a prompt", most: int = MAX
 
 
 def read_utf8(path: Path, what: str, most: int = MAX_BYTES) -> str:
-    """The text of a file that should hold ``what``. Raises :class:`ConfigError` for one that can't be read, that isn't text
-    in UTF-8, or that has more than ``most`` bytes.
+    """Return the text of a file with the content ``what``.
+
+    Raises :class:`ConfigError` for a file that can't be read, that isn't UTF-8 text, or that has more than ``most`` bytes.
     """
     try:
         return read_bounded(path, what, most).decode("utf-8")
@@ -66,8 +68,32 @@ def _within_bounds(data: bytes, path: Path, what: str, most: int) -> bytes:
 
 
 def check_utf8(option: str, text: str) -> None:
-    """Raise :class:`RequestError` for an argument that isn't UTF-8 text; Python hands its bytes on as lone surrogates."""
+    """Raise :class:`RequestError` for an argument that isn't UTF-8 text: Python turns its bytes into lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(f"{option}: not UTF-8 text at character {error.start}; use the encoding UTF-8") from None
+
+
+def check_listening(options: str, host: str, port: int, *, family: int = socket.AF_UNSPEC) -> None:
+    """Raise :class:`ConfigError` if no server can listen on ``host`` and ``port`` now. Port 0 is any free port.
+
+    ``options``: the names of the options for the error message, such as ``--host and --port``. ``family``: the address family
+    of a server that listens on one family only. The check does not reserve the port.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for kind, _, protocol, _, address in found:
+            try:
+                tried = socket.socket(kind, socket.SOCK_STREAM, protocol)
+            except OSError:  # this machine lacks the address family; servers skip it too
+                continue
+            with tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # servers set it, to restart on the same port
+                if kind == socket.AF_INET6:
+                    tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                tried.bind(address)
+                tried.listen()
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"nothing can listen at {host}, port {port}: {why}; choose another with {options}") from None

@@ -1,4 +1,4 @@
-"""A command group whose commands are imported when they are asked for."""
+"""A command group that imports a command when the command is used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.device.errors import OutriderError
 
 
 class CommandUnavailable(OutriderError):
-    """An installed package offers the command, and it can't be loaded."""
+    """The command of an installed package can't be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +25,25 @@ class Broken:
 
 
 Target: TypeAlias = "str | Broken | Mapping[str, Target]"
-"""``module:function``; a table of names below this one; or why there is nothing."""
+"""``module:function``, a table of subcommands, or the reason why the command can't be loaded."""
 
 
 class LazyGroup(TyperGroup):
-    """Looks its commands up in ``targets``.
+    """A group that looks up its commands in ``targets``.
 
-    The function's signature is the command's, its docstring the help. A command that can't be loaded is listed in the help
-    with the reason, and raises :class:`CommandUnavailable` when it's called; the others are as they were.
+    The function's signature gives the options, its docstring the help. A command that can't be loaded is listed in the help
+    with the reason, raises :class:`CommandUnavailable` when it is called, and doesn't affect other commands.
     """
 
     targets: ClassVar[Mapping[str, Target]] = {}
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names, in the order of the table."""
+        """Return the names of the commands, in the order of the table."""
         del ctx
         return list(self.targets)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import and build one command; None for an unknown name, which typer reports with suggestions."""
+        """Import and build a command. Returns None for an unknown name, which typer reports with suggestions."""
         del ctx
         target = self.targets.get(cmd_name)
         if target is None:
@@ -69,7 +69,7 @@ def _load(name: str, target: str) -> Any:
 
 
 def _unavailable(reason: str) -> Any:
-    """A command that accepts any arguments and raises why it can't run."""
+    """Return a command that accepts any arguments and raises :class:`CommandUnavailable` with ``reason``."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
     def command() -> None:
@@ -81,7 +81,7 @@ def _unavailable(reason: str) -> Any:
 
 
 def group(table: Mapping[str, Target], *, help: str) -> typer.Typer:
-    """A typer application over a table of commands."""
+    """Return a typer application for a table of commands."""
     app = typer.Typer(
         cls=type("Commands", (LazyGroup,), {"targets": table}), add_completion=False, help=help, rich_markup_mode=None
     )

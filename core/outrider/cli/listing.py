@@ -1,4 +1,4 @@
-"""What is installed and whether it can run here: one answer, for ``backends`` and ``doctor``."""
+"""Survey of the installed plugins and whether they can run here, for ``outrider backends`` and ``outrider doctor``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.registry import Candidate, Plugins, Registry
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """Rows of JSON data. ``others``: kernel sets and proposers. ``notes``: what couldn't be read, a line each."""
+    """The installed plugins as rows of JSON data. ``others``: kernel sets and proposers. ``notes``: one line per problem."""
 
     torch: TorchState
     registry: Registry
@@ -24,10 +24,10 @@ class Survey:
 
 
 def survey(torch: TorchState, *, open_devices: bool) -> Survey:
-    """Look at every plugin, with a torch that is in the state ``torch``; ``open_devices``: also open the usable ones."""
+    """Probe every plugin; ``torch``: whether torch imports; ``open_devices``: also open the device of each usable backend."""
     from outrider.registry.proposers import PROPOSERS
 
-    # Plugins that look at torch in this process must meet one that works. One that crashes would take the process along.
+    # A plugin may import torch in this process, and an import that crashes would end the process.
     importable = torch.ok or torch.version_without_autoload is not None
     if not torch.ok:
         disable_autoload()
@@ -49,13 +49,13 @@ def survey(torch: TorchState, *, open_devices: bool) -> Survey:
 
 
 def _block(values: dict[str, object], torch: TorchState) -> None:
-    """No backend runs without torch, whatever its plugin thinks."""
+    """Mark a backend as unusable, since torch doesn't import."""
     own = f" (the plugin itself: {values['reason']})" if values["reason"] else ""
     values.update(can_run=False, status="unusable", reason=f"torch doesn't import{own}", advice=" ".join(torch.advice))
 
 
 def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
-    """One candidate as JSON data."""
+    """Return a backend plugin as JSON data."""
     info = candidate.info
     return {
         "name": candidate.name,
@@ -74,7 +74,7 @@ def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
 
 
 def extra_row(candidate: Candidate[Any], kind: str, detail: str) -> dict[str, object]:
-    """A plugin that is no backend, as JSON data. ``detail``: what it's for, or what it needs."""
+    """Return a kernel set or proposer plugin as JSON data. ``detail``: the backends it serves, or the draft it needs."""
     return {
         "kind": kind,
         "name": candidate.name,
@@ -91,7 +91,7 @@ def extra_row(candidate: Candidate[Any], kind: str, detail: str) -> dict[str, ob
 
 
 def extra_rows(registry: Registry, proposers: Plugins[Any], *, load: bool = True) -> list[dict[str, object]]:
-    """The installed kernel sets and proposers."""
+    """Return the installed kernel sets and proposers as JSON data."""
     from outrider.registry.proposers import shadowed
 
     rows = []
@@ -105,7 +105,7 @@ def extra_rows(registry: Registry, proposers: Plugins[Any], *, load: bool = True
 
 
 def open_row(registry: Registry, values: dict[str, object]) -> None:
-    """Open the device of a usable row and add what it declares; what keeps it from opening becomes the reason."""
+    """Open the device of a usable backend and add its capabilities to the row; a failure becomes the row's reason."""
     if not values["can_run"]:
         return
     try:

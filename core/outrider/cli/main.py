@@ -1,4 +1,4 @@
-"""Entry point of the command ``outrider``. It imports next to nothing, so that signals are handled from the first moment."""
+"""Entry point of the command ``outrider``. Few imports precede the signal handlers, so that an early signal is handled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         code = dispatch(arguments, stop)
     if arguments is None:
-        gc.freeze()  # else Python looks through all that was imported for garbage at its end: with torch half a second
+        gc.freeze()  # saves the garbage collection of all modules at exit: half a second with torch
     return code
 
 

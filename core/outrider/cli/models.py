@@ -1,4 +1,4 @@
-"""The options that say which model runs where, and the engine made from them."""
+"""Options for the model, its draft and its device, and the function that loads an engine with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.files import check_directory
-from outrider.cli.starting import chosen, progress_shown, say_what_started, say_what_was_chosen
+from outrider.cli.starting import chosen, print_choices, print_start_report, show_progress
 from outrider.device.errors import ConfigError
 from outrider.device.scopes import uncollected
 from outrider.registry import Registry
@@ -37,8 +37,8 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         metavar="DIR|OWNER/NAME",
-        help="A checkpoint as Hugging Face writes it, or its name on the Hub, also OWNER/NAME@REVISION; without a network "
-        "out of the Hub's cache. Default: the bundled model.",
+        help="A checkpoint in Hugging Face's format, or its name on the Hub, also OWNER/NAME@REVISION; without a network "
+        "from the Hub's cache. Default: the bundled model.",
     ),
 ]
 DraftOption = Annotated[
@@ -46,7 +46,7 @@ DraftOption = Annotated[
     typer.Option(
         "--draft",
         metavar="DIR|OWNER/NAME",
-        help="The draft's checkpoint, likewise: a head, or a model. Default: the bundled head of that kind.",
+        help="Checkpoint of the draft, a head or a model, named as for --model. Default: the bundled head of that kind.",
     ),
 ]
 SpeculateOption = Annotated[
@@ -54,27 +54,24 @@ SpeculateOption = Annotated[
     typer.Option(
         "--speculate",
         metavar="|".join(OWN_PROPOSERS),
-        help="Proposer: one of these or an installed plugin's name. Default: eagle where there is a head, else none.",
+        help="Proposer: one of these or an installed plugin's name. Default: eagle if there is a head, else none.",
     ),
 ]
 DraftTopkOption = Annotated[
     int, typer.Option("--draft-topk", metavar="T", help="Children that a draft tree considers per node; 1: a chain.")
 ]
-DraftNodesOption = Annotated[
-    int | None, typer.Option("--draft-nodes", metavar="N", help="Total tokens of a draft tree. Default: K * T.")
-]
-DoorOption = Annotated[
+TransformersOption = Annotated[
     bool,
     typer.Option(
         "--through-transformers",
-        help="Run the model by transformers' own code on the paged cache: any decoder, slower.",
+        help="Run the model with the code of transformers on the paged cache: any decoder, slower.",
     ),
 ]
 TrustOption = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="With --through-transformers: run Python code that the checkpoint brings, on this machine, with your rights. "
+        help="With --through-transformers: run Python code of the checkpoint on this machine, with your rights. "
         "Only for a checkpoint whose code you have read.",
     ),
 ]
@@ -83,18 +80,14 @@ QuantizedOption = Annotated[
     typer.Option(
         "--quantized",
         metavar="kernels|reference|dequantize",
-        help="Quantised weights: with the device's own kernels for their format, or also by the torch reference, which is "
-        "slow, or as plain weights.",
+        help="How to run quantised weights: kernels (error if the device has none for the format), reference (slow), "
+        "dequantize (to the model's dtype).",
     ),
 ]
-DraftTokensOption = Annotated[int, typer.Option("--draft-tokens", metavar="K", help="Tokens drafted in an iteration.")]
-DraftLengthOption = Annotated[
-    str | None,
+DraftTokensOption = Annotated[
+    int,
     typer.Option(
-        "--draft-length",
-        metavar="fixed|load",
-        help="Draft K tokens in every iteration (fixed), or as many as make the batch fastest (load). "
-        "Default: load where graphs are replayed concurrently with the host.",
+        "--draft-tokens", metavar="K", help="Number of tokens that a draft chain has, or the longest path of a draft tree."
     ),
 ]
 DraftOutputHeadOption = Annotated[
@@ -102,8 +95,8 @@ DraftOutputHeadOption = Annotated[
     typer.Option(
         "--draft-output-head",
         metavar="fp8|int8|int4",
-        help="Draw drafts with a copy of the target's output head in so few bits: tokens are the same, drafts take less "
-        "time, and a few less may be accepted. Default: with the head itself.",
+        help="Select drafts with a quantised copy of the target's output head: drafts take less time, tokens are the same, "
+        "and slightly fewer drafts may be accepted. Default: the head itself.",
     ),
 ]
 DraftVocabularyOption = Annotated[
@@ -111,30 +104,8 @@ DraftVocabularyOption = Annotated[
     typer.Option(
         "--draft-vocabulary",
         metavar="N|FILE",
-        help="Draw drafts from these tokens alone: the first N of the target's, or those that a file lists (.json, .pt, see "
-        "outrider draft-vocabulary). Tokens are the same, drafts take less time. Default: from all.",
-    ),
-]
-ModeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mode",
-        metavar="staged|fused",
-        help="Stages on their own streams, or the whole iteration in one graph. Default: fused where the backend has it.",
-    ),
-]
-GraphsOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--graphs/--no-graphs",
-        help="In staged mode too, replay each stage from a graph. Default: where the device captures graphs.",
-    ),
-]
-OverlapOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--overlap/--no-overlap",
-        help="Launch an iteration before the previous one's results are read. Default: where the device is asynchronous.",
+        help="Select drafts among the first N tokens of the vocabulary, or among the tokens that a file lists (.json, .pt, "
+        "see outrider draft-vocabulary): drafts take less time, tokens are the same. Default: among all tokens.",
     ),
 ]
 DtypeOption = Annotated[
@@ -142,8 +113,8 @@ DtypeOption = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help="Dtype of weights, activations, cache: float32, bfloat16, float16, … Default: the checkpoint's, where the "
-        "device's kernels have it.",
+        help="Dtype of weights, activations and cache: float32, bfloat16, float16, float64. Default: the checkpoint's, if "
+        "the device's kernels have it.",
     ),
 ]
 MaxContextOption = Annotated[
@@ -151,7 +122,7 @@ MaxContextOption = Annotated[
     typer.Option(
         "--max-context",
         metavar="N",
-        help="Tokens of prompt and output together. Default: the model's, where the memory holds it.",
+        help="Maximum number of tokens of prompt and output together. Default: the model's, if the memory holds it.",
     ),
 ]
 KvMemoryOption = Annotated[
@@ -159,49 +130,36 @@ KvMemoryOption = Annotated[
     typer.Option(
         "--kv-memory",
         metavar="SHARE",
-        help="What the KV cache takes of the memory that is free after the weights: above 0, at most 1. Default: what all "
-        "requests need, at most nine tenths.",
+        help="Share of the memory that is free after the weights for the KV cache: above 0, at most 1. Default: enough "
+        "for all requests, at most 0.9.",
     ),
 ]
 PageSizeOption = Annotated[
     int | None,
-    typer.Option("--page-size", metavar="N", help="Tokens of a KV page. Default: that of the device's own kernels."),
+    typer.Option("--page-size", metavar="N", help="Tokens of a KV page. Default: the page size of the device's kernels."),
 ]
 KvDtypeOption = Annotated[
     str,
     typer.Option(
         "--kv-dtype",
         metavar="FORMAT",
-        help="What the KV cache holds: fp8 (eight bits, by the checkpoint's scales or 1), plain (the model's dtype), or "
-        "auto: as the checkpoint says.",
+        help="Format of the KV cache: fp8 (with the checkpoint's scales, or 1), plain (the model's dtype), or auto (the "
+        "checkpoint's format).",
     ),
 ]
 MaxRequestsOption = Annotated[
     int | None,
     typer.Option(
-        "--max-requests", metavar="N", help="Requests that run at the same time. Default: as many as the command makes."
-    ),
-]
-PrefillChunkOption = Annotated[
-    int | None,
-    typer.Option("--prefill-chunk", metavar="N", help="Prompt tokens of an iteration. Default: by the device's memory."),
-]
-
-TuneOption = Annotated[
-    float,
-    typer.Option(
-        "--tune-seconds",
-        metavar="S",
-        min=0.0,
-        help="Measure kernels for this model for at most so long before it's loaded, and keep what was found for the next "
-        "start. Default 0: take what is kept, measure nothing.",
+        "--max-requests",
+        metavar="N",
+        help="Maximum number of requests that run at the same time. Default: chosen by the device's memory.",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running:
-    """How iterations are launched; the names are those of :class:`~outrider.engine.EngineConfig`. None: it's chosen."""
+    """How iterations are launched, by the field names of :class:`~outrider.engine.EngineConfig`. None: the engine chooses."""
 
     mode: str | None = None
     graphs: bool | None = None
@@ -211,7 +169,7 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes of an engine, by the same names. None: it's chosen."""
+    """Sizes of an engine, by the field names of :class:`~outrider.engine.EngineConfig`. None: the engine chooses."""
 
     max_context: int | None = None
     kv_memory: float | None = None
@@ -222,20 +180,19 @@ class Sizes:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that aren't None, by name."""
+        """Return the sizes that aren't None, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speculation:
-    """A model, what drafts for it, and how."""
+    """The checkpoints of the model and its draft, and how the draft proposes tokens."""
 
     kind: str
     model: Path
     draft: Path | None
     draft_tokens: int
     draft_topk: int = 1
-    draft_nodes: int | None = None
     through_transformers: bool = False
     trust_remote_code: bool = False
     quantized: str = "kernels"
@@ -251,14 +208,17 @@ class Speculation:
         draft: Path | None,
         draft_tokens: int,
         draft_topk: int = 1,
-        draft_nodes: int | None = None,
         through_transformers: bool = False,
         trust_remote_code: bool = False,
         quantized: str = "kernels",
         draft_output_head: str | None = None,
         draft_vocabulary: str | int | None = None,
     ) -> Speculation:
-        """Fill in what wasn't given: the bundled model, its head of that kind, and speculation wherever there is a head."""
+        """Locate the checkpoints. Without ``model`` the model is the bundled one, with its head of that kind if it has one.
+
+        Raises :class:`ConfigError` for options that contradict each other and :class:`CheckpointError` for a checkpoint that
+        can't be found.
+        """
         head = "eagle" if kind is None else kind.removeprefix("suffix+")
         if draft is not None and kind in DRAFTLESS:
             raise ConfigError(f"--speculate {kind} needs no draft, and --draft names {draft}; leave one of them out")
@@ -272,7 +232,6 @@ class Speculation:
             draft=None if draft is None else find_checkpoint(draft),
             draft_tokens=draft_tokens,
             draft_topk=draft_topk,
-            draft_nodes=draft_nodes,
             through_transformers=through_transformers,
             trust_remote_code=trust_remote_code,
             quantized=quantized,
@@ -281,24 +240,27 @@ class Speculation:
         )
 
     def without(self) -> Speculation:
-        """The same model, decoding plainly."""
-        return replace(self, kind="none", draft_topk=1, draft_nodes=None, draft_output_head=None, draft_vocabulary=None)
+        """Return the same model with non-speculative decoding."""
+        return replace(self, kind="none", draft_topk=1, draft_output_head=None, draft_vocabulary=None)
 
 
 def vocabulary_of(given: str | int | None) -> Path | int | None:
-    """What ``--draft-vocabulary`` names: a number of tokens, or a file."""
+    """Parse ``--draft-vocabulary``: a number of tokens, or the path of a file."""
     if given is None or isinstance(given, int):
         return given
     return int(given) if given.isascii() and given.isdigit() else Path(given)
 
 
 def bundled(part: str) -> Path:
-    """Directory of the bundled model's ``target``, or of its head for one of :data:`BUNDLED_HEADS`."""
+    """Return the directory of the bundled ``target`` model, or of its head for one of :data:`BUNDLED_HEADS`."""
     return Path(str(resources.files("outrider").joinpath("bundled", part)))
 
 
 def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seconds: float, tell: Tell) -> Prepared:
-    """What was tuned for on this machine, and for so many seconds more; progress as ``tell`` shows it."""
+    """Load the kernel choices that were tuned on this machine, and tune for ``tune_seconds`` more.
+
+    ``config`` is read only if kernels are tuned. ``tell`` shows the progress.
+    """
     from outrider.model.tuning import Prepared, prepare_kernels
 
     directory = tuned_directory()
@@ -324,17 +286,16 @@ def load(
     dtype: str | None = None,
     running: Running | None = None,
     sizes: Sizes | None = None,
-    tune_seconds: float = 0.0,
     say: bool = False,
-    beside: Sequence[Choice] = (),
+    command_choices: Sequence[Choice] = (),
     joined: Joined | None = None,
     prefix_cache: bool = True,
 ) -> Engine:
-    """Choose the backend and load the checkpoint onto it; progress goes to standard error, on a terminal alone.
+    """Select the backend and load the checkpoint onto it. Progress is shown on standard error if that is a terminal.
 
-    ``max_requests``: as many as the command makes, where ``sizes`` has no number of its own; None: the engine chooses.
-    ``say``: tell people what was chosen, and ``beside`` it by the command. ``joined``: ranks that the engine runs on.
-    ``prefix_cache``: False where prompts are timed, which an earlier one must not shorten.
+    ``max_requests``: number of requests of the command, replaced by a number in ``sizes``; None: the engine chooses. ``say``:
+    print the engine's choices and the command's own, ``command_choices``. ``joined``: the ranks that the engine runs on.
+    ``prefix_cache``: False for a benchmark of prefill, in which an earlier prompt must not shorten a later one.
     """
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
@@ -343,7 +304,6 @@ def load(
     config = EngineConfig(
         draft_tokens=speculation.draft_tokens,
         draft_topk=speculation.draft_topk,
-        draft_nodes=speculation.draft_nodes,
         dtype=dtype,
         prefix_cache=prefix_cache,
         **asdict(running or Running()),
@@ -355,9 +315,9 @@ def load(
     else:
         device = joined.backend(registry, backend, backend_from_environment())
         ranks, leads = joined.join(device), joined.leads
-    with progress_shown(leads) as tell:
+    with show_progress(leads) as tell:
         if not speculation.through_transformers:
-            prepare_device(device, lambda: ModelConfig.from_checkpoint(speculation.model), tune_seconds, tell)
+            prepare_device(device, lambda: ModelConfig.from_checkpoint(speculation.model), 0.0, tell)
         engine = Engine.from_checkpoint(
             speculation.model,
             device,
@@ -376,13 +336,13 @@ def load(
     if not leads:
         return engine
     if say:
-        say_what_was_chosen(engine, beside)
-    say_what_started(engine)
+        print_choices(engine, command_choices)
+    print_start_report(engine)
     return engine
 
 
-def launched(engine: Engine, beside: Sequence[Choice] = ()) -> dict[str, object]:
-    """How an engine launches its iterations, and what was chosen for it or ``beside`` it: keys of a report."""
+def launched(engine: Engine, command_choices: Sequence[Choice] = ()) -> dict[str, object]:
+    """Return how the engine launches its iterations, and the choices of engine and command, as keys of a report."""
     config = engine.config
     modes = {"mode": config.mode, "graphs": config.graphs, "overlap": config.overlap}
-    return {"dtype": config.dtype, **modes, "chosen": chosen(engine, beside)}
+    return {"dtype": config.dtype, **modes, "chosen": chosen(engine, command_choices)}

@@ -1,4 +1,4 @@
-"""``outrider quantize``: a checkpoint with quantised weights, made of a plain one."""
+"""``outrider quantize``: write a quantised copy of an unquantised checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from outrider.cli.models import bundled
 from outrider.cli.report import JsonOption, Report
-from outrider.cli.starting import progress_shown
+from outrider.cli.starting import show_progress
 from outrider.device.errors import ConfigError
 from outrider.errors import shown
 
@@ -24,27 +24,29 @@ def quantize(
         typer.Option(
             "--format",
             metavar="fp8|int8|int4",
-            help="fp8 and int8: weights by the row, activations by the token. int4: weights by the group, activations plain.",
+            help="fp8, int8: one scale per weight row and per token of activations. int4: one scale per weight group, "
+            "unquantised activations.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A folder that isn't there; it appears when it's whole.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to create; it appears once it is complete.")],
     model: Annotated[
         Path | None,
         typer.Option(
             "--model",
             metavar="DIR|OWNER/NAME",
-            help="The plain checkpoint, of a model or of a head that drafts. Default: the bundled model.",
+            help="Unquantised checkpoint of a model or of a draft head. Default: the bundled model.",
         ),
     ] = None,
     group: Annotated[
-        int | None, typer.Option("--group", metavar="N", help="For int4: columns that share a scale, 128 (as here) or 32.")
+        int | None,
+        typer.Option("--group", metavar="N", help="For int4: columns that share a scale, 128 or 32. Default: 128."),
     ] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantise the output head too.")] = False,
     json_output: JsonOption = False,
 ) -> Report:
-    """Write a checkpoint with quantised weights, as compressed-tensors stores them, on the host.
+    """Write a checkpoint with quantised weights in the format of compressed-tensors. Runs on the host.
 
-    Each weight is rounded to the nearest, without calibration. Embeddings, norms, biases and routers stay as they are.
+    Each weight is rounded to the nearest value, without calibration. Embeddings, norms, biases and routers stay unquantised.
     """
     from outrider.cli.torch_probe import require_torch
 
@@ -62,7 +64,7 @@ def quantize(
     group = GROUP if group is None else group
     source = bundled("target") if model is None else find_checkpoint(model)
     began = time.monotonic()
-    with progress_shown() as tell:
+    with show_progress() as tell:
         written = quantize_checkpoint(
             source,
             out,

@@ -1,7 +1,7 @@
-"""``--tensor-parallel`` and ``--data-parallel``: ranks as processes of this host, or as torchrun starts them.
+"""``--tensor-parallel`` and ``--data-parallel``: ranks as child processes of a command, or as processes of torchrun.
 
-A command that is to run on several ranks starts itself once for each of them, with the environment that torchrun gives, and
-waits. The first rank does what one process would; the others follow it, and print nothing.
+A command on several ranks starts itself once per rank, with the environment variables of torchrun, and waits. Rank 0 reads
+the input and prints the report. The follower ranks repeat its decisions and print nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TensorParallelOption = Annotated[
         "--tensor-parallel",
         metavar="N",
         min=1,
-        help="Share each layer's heads and the vocabulary out among N devices of this host, or of torchrun's.",
+        help="Split each layer's heads and the vocabulary among N devices of this host, or among the ranks of torchrun.",
     ),
 ]
 DataParallelOption = Annotated[
@@ -50,25 +50,25 @@ DataParallelOption = Annotated[
         "--data-parallel",
         metavar="M",
         min=1,
-        help="M groups of such devices, each with requests of its own; all share each layer's MLP.",
+        help="Run M groups of N devices, each with requests of its own; all groups share each layer's MLP.",
     ),
 ]
 
 _POLL_S = 0.05
 _GRACE_S = 1.5
-"""So long ranks have to end by themselves once one has failed."""
+"""Seconds that ranks have to end by themselves after one rank has failed."""
 _STORE_S = 30.0
 _SAY_S = 3.0
 _SILENCE_S = 5.5
-"""Longer than a rank may be silent, for :class:`Watch` tells of it then."""
+"""Longer than the silence that :class:`Watch` reports as the loss of a rank."""
 _UNSAID = 70
-"""Exit code of a rank that leaves it to others to say what happened."""
+"""Exit code of a rank whose failure another process reports."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a process is among the ranks, as torchrun's environment says: ``local`` is its number on this host. ``agent``:
-    torchrun itself started it, for the ``attempt``-th time: it can start ranks again, which meet in the same store.
+class RankPlacement:
+    """The rank of a process, by the environment variables of torchrun. ``local``: its number on this host. ``agent``:
+    torchrun started the process, for the ``attempt``-th time; torchrun restarts lost ranks, which meet in the same store.
     """
 
     rank: int
@@ -82,8 +82,8 @@ class Place:
     attempt: int = 0
 
     @classmethod
-    def find(cls) -> Place | None:
-        """That of this process; None: it isn't one of several ranks."""
+    def from_environment(cls) -> RankPlacement | None:
+        """Return the placement of this process, or None if it isn't one of several ranks."""
         found = rank_environment()
         if found is None:
             return None
@@ -106,7 +106,7 @@ class Place:
             ) from None
 
     def connect(self, *, serves: bool = False, seconds: float = _STORE_S) -> Store:
-        """The store where all ranks meet. ``serves``: it's in this process."""
+        """Connect to the key-value store where all ranks meet. ``serves``: the store lives in this process."""
         from datetime import timedelta
 
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
@@ -114,33 +114,34 @@ class Place:
         store = TCPStore(
             self.address, self.port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=seconds)
         )
-        # What ranks said that were started before lies there still.
+        # The store keeps the messages of earlier attempts.
         return PrefixStore(f"outrider/attempt {self.attempt}", store) if self.attempt else store
 
 
 class Joined:
-    """The ranks that a command runs on, as a scope; ``ranks`` None: it's alone. ``place``: this process's, where the
-    environment doesn't say it.
+    """The ranks that a command runs on, as a scope. ``ranks`` is None for a single process and before :meth:`join`.
+
+    ``place``: the placement of this process, in place of the environment's.
     """
 
-    def __init__(self, tensor: int, data: int, place: Place | None = None) -> None:
+    def __init__(self, tensor: int, data: int, place: RankPlacement | None = None) -> None:
         self._tensor = tensor
         self._data = data
         self._watch: Watch | None = None
         self._room: Any = None
         self.ranks: Ranks | None = None
-        self.place = place or (Place.find() if tensor * data > 1 else None)
+        self.place = place or (RankPlacement.from_environment() if tensor * data > 1 else None)
 
     @property
     def leads(self) -> bool:
-        """Whether this process takes requests and tells people."""
+        """Return True on rank 0 and in a single process: it reads the input and prints the report."""
         return self.place is None or self.place.rank == 0
 
     def __enter__(self) -> Joined:
         return self
 
     def backend(self, registry: Registry, given: str | None, environment: str | None) -> Backend:
-        """The device of this rank: the one with its number on this host, where the backend has several."""
+        """Open the device of this rank: the device with the rank's number on this host, or the only device of the backend."""
         if self.ranks is not None:
             return self.ranks.backend
         spec = registry.select(given, environment)
@@ -158,7 +159,7 @@ class Joined:
             raise
 
     def join(self, backend: Backend) -> Ranks | None:
-        """Meet the other ranks, once for all engines of a command; None for one that is alone."""
+        """Join the other ranks, once for all engines of a command. Returns None in a single process."""
         place = self.place
         if place is None or self.ranks is not None:
             return self.ranks
@@ -178,7 +179,7 @@ class Joined:
         store = place.connect(serves=place.rank == 0 and not place.store_is_elsewhere)
         self._room = Room(place.connect(), "outrider")
         self.ranks = ranks = Ranks(backend, parallel, rank=place.rank, store=store)
-        if place.pipe is None:  # nobody sees the others end: their silence tells
+        if place.pipe is None:  # no process watches the other ranks: silence means loss
             ranks.hears_s = _SILENCE_S
         starter = os.getppid() if place.agent else None
         self._watch = Watch(ranks, self._room, speaks=place.pipe is None and place.rank == 0, starter=starter)
@@ -197,7 +198,7 @@ class Joined:
 
         speaks = error is not None and self.place.rank == 0 and not _of_the_ranks(error)
         first = ""
-        with suppress(Exception):  # whoever hears of it may be gone
+        with suppress(Exception):  # the receiver may have ended
             if error is None:
                 self._room.beat(self.ranks.rank, self._room.ENDED)
             elif speaks:
@@ -210,11 +211,11 @@ class Joined:
         if error is None or speaks or (self.place.pipe is None and self.place.rank == 0):
             return
         if _of_the_ranks(error) or self.place.pipe is None:
-            raise Unsaid(_UNSAID) from error  # whoever started the ranks says it, or the first of them
+            raise Unsaid(_UNSAID) from error  # the starter of the ranks reports the failure, or rank 0
 
 
-def _said_elsewhere(place: Place, error: OutriderError) -> bool:
-    """Whether another rank says the same, before the ranks have met: the same options are wrong on all of them."""
+def _said_elsewhere(place: RankPlacement, error: OutriderError) -> bool:
+    """Return True if another rank has reported the same error before the ranks have joined, such as a wrong option."""
     if not place.agent or not place.store_is_elsewhere:
         return False
     key = hashlib.sha256(f"{type(error).__name__}: {error}".encode()).hexdigest()
@@ -226,15 +227,15 @@ def _said_elsewhere(place: Place, error: OutriderError) -> bool:
 
 
 def _of_the_ranks(error: BaseException) -> bool:
-    """Whether it's a rank that failed, rather than something that the user asked for."""
+    """Return True if a rank failed, and False for an error of the user's input."""
     if not isinstance(error, Exception) or isinstance(error, typer.Exit | typer.Abort):
         return False
     return isinstance(error, DeviceError) or not isinstance(error, OutriderError)
 
 
-def spread(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> Report | None:
-    """Run the command on several ranks, and wait for them; None: go on in this process, as one of them or alone."""
-    if tensor * data == 1 or Place.find() is not None:
+def run_on_ranks(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> Report | None:
+    """Run the command on several ranks and return their report. Returns None in a rank and for a single process."""
+    if tensor * data == 1 or RankPlacement.from_environment() is not None:
         return None
     if arguments is None:
         raise ConfigError("this command was called from Python; start ranks with torchrun, or run the command in a shell")
@@ -242,11 +243,11 @@ def spread(arguments: Sequence[str] | None, tensor: int, data: int, *, json_outp
 
     parallel = ParallelConfig(tensor=tensor, data=data)
     with _Processes(parallel, arguments, json_output=json_output) as processes:
-        return processes.wait()
+        return processes.wait_for_report()
 
 
 class _Processes:
-    """The ranks of this host, as child processes. None is left when the scope ends."""
+    """The ranks of this host as child processes, all of which have ended when the scope ends."""
 
     def __init__(self, parallel: ParallelConfig, arguments: Sequence[str], *, json_output: bool) -> None:
         self._parallel = parallel
@@ -264,7 +265,7 @@ class _Processes:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
         self._room = Room(store, "outrider")
-        # Closed with this process, however it ends: then the ranks end, too.
+        # The operating system closes the pipe when this process ends, and each rank ends itself then.
         read, self._write = os.pipe()
         try:
             for rank in range(self._parallel.world):
@@ -295,8 +296,8 @@ class _Processes:
             start_new_session=True,
         )
 
-    def wait(self) -> Report:
-        """Wait for all ranks; what the first one reported. Raises :class:`RanksFailed` where it can't say what happened."""
+    def wait_for_report(self) -> Report:
+        """Wait for all ranks and return the report of rank 0. Raises :class:`RanksFailed` if rank 0 has no report."""
         try:
             while any(process.poll() is None for process in self._started):
                 lost = next((rank for rank, process in enumerate(self._started) if process.poll()), None)
@@ -313,14 +314,14 @@ class _Processes:
         return self._reported() if lost is None else self._lost(lost)
 
     def _lost(self, rank: int | None) -> Report:
-        """A rank has failed: let the others say what they can, and end them."""
+        """End the ranks after a failure of ``rank``, and return the report of rank 0 or raise :class:`RanksFailed`."""
         from outrider.engine.ranks.records import RanksFailed
 
         code = None if rank is None else self._started[rank].returncode
         if rank is not None and code is not None and code < 0:
             last = self._room.last_beat(rank).partition(" ")[2]
             self._room.fail(f"rank {rank} was ended by {signal.Signals(-code).name}; {last or 'it had not begun'}")
-        hangs = (self._room.failure or "").startswith("rank 0 hangs")  # nothing comes from it
+        hangs = (self._room.failure or "").startswith("rank 0 hangs")  # rank 0 won't report
         until = time.monotonic() + _GRACE_S * (not hangs)
         while self._started[0].poll() is None and (time.monotonic() < until or self._room.spoken):
             time.sleep(_POLL_S)

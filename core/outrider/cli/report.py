@@ -1,4 +1,4 @@
-"""What a command hands back: data for programs, and a way to show it to people."""
+"""The result of a command: data for scripts, and a function that renders the data for people."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ BackendOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The result of a command. `main` prints it: commands print nothing but what they stream. ``silent``: nothing is printed,
-    with ``--json`` neither, since another process tells people.
+    """The result of a command, which the dispatcher prints; a command itself prints only text that it streams.
+
+    ``silent``: print nothing, not even with ``--json``, because another process prints the result.
     """
 
     data: Mapping[str, object]
@@ -37,13 +38,13 @@ class Report:
     silent: bool = False
 
     @classmethod
-    def told_elsewhere(cls) -> Report:
-        """What a rank has that follows another one."""
+    def silent_report(cls) -> Report:
+        """Return the silent report of a follower rank."""
         return cls(data={}, render=lambda console: None, silent=True)
 
 
 class Unfinished(OutriderError):
-    """An error, with what had been made by then: ``data``, for scripts; people have seen it."""
+    """An error with the results until then: ``data``, for scripts. People have seen the results."""
 
     def __init__(self, error: OutriderError, data: Mapping[str, object]) -> None:
         super().__init__(str(error))
@@ -52,11 +53,11 @@ class Unfinished(OutriderError):
 
 
 class Unsaid(typer.Exit):
-    """The command ends with an exit code and prints nothing: another process tells people why."""
+    """An exit without output, because another process reports the reason."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with what had been made by then; ``render`` shows it to people, where they haven't seen it yet."""
+    """An interrupt with the results until then; ``render`` shows them to people who haven't seen them yet."""
 
     def __init__(self, message: str, data: Mapping[str, object], render: Callable[[Console], None] | None = None) -> None:
         super().__init__(message)
@@ -65,14 +66,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_code(error: SystemExit) -> int:
-    """The code that a process ends with which raises ``error``."""
+    """Return the exit code of a process that raises ``error``."""
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def to_json(data: Mapping[str, object]) -> str:
-    """One line of JSON; numbers that JSON doesn't have become null."""
+    """Return ``data`` as one line of JSON; infinite numbers and NaN become null."""
     return json.dumps(_finite(data), ensure_ascii=False, allow_nan=False)
 
 

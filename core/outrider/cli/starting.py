@@ -1,7 +1,8 @@
-"""What a command shows while an engine is made: on standard error, on a terminal alone."""
+"""Notes of a command about the start of its engine, on standard error: progress, choices, compilation and capture."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,37 +21,42 @@ Tell = Callable[[str, int, int], None]
 
 
 @contextmanager
-def progress_shown(shown: bool = True) -> Generator[Tell]:
-    """Bars, one for each thing told of as ``(what, done, total)``; none unless ``shown``."""
+def show_progress(shown: bool = True) -> Generator[Tell]:
+    """Show a progress bar on a terminal for each task that is reported as ``(task, done, total)``, if ``shown``."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and _has_terminal())) as bars:
         bar_of: dict[str, TaskID] = {}
 
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in bar_of:
-                bar_of[what] = bars.add_task(what, total=total)
-            bars.update(bar_of[what], completed=done)
+        def tell(task: str, done: int, total: int) -> None:
+            if task not in bar_of:
+                bar_of[task] = bars.add_task(task, total=total)
+            bars.update(bar_of[task], completed=done)
 
         yield tell
 
 
-def chosen(engine: Engine, beside: Sequence[Choice] = ()) -> list[dict[str, object]]:
-    """What wasn't given but chosen, and why, for ``--json``. ``beside``: what the command chose itself."""
-    return [asdict(choice) for choice in (*beside, *engine.chosen)]
+def _has_terminal() -> bool:
+    """Return whether standard error is a terminal. rich also counts a file or a pipe as one where FORCE_COLOR is set."""
+    return sys.stderr.isatty()
 
 
-def say_what_was_chosen(engine: Engine, beside: Sequence[Choice] = ()) -> None:
-    """The same for people: one line on standard error."""
-    made = "; ".join(str(choice) for choice in (*beside, *engine.chosen))
+def chosen(engine: Engine, command_choices: Sequence[Choice] = ()) -> list[dict[str, object]]:
+    """Return the settings that the engine and the command chose, with the reasons, as JSON data."""
+    return [asdict(choice) for choice in (*command_choices, *engine.chosen)]
+
+
+def print_choices(engine: Engine, command_choices: Sequence[Choice] = ()) -> None:
+    """Print the settings that the engine and the command chose as one line on standard error."""
+    made = "; ".join(str(choice) for choice in (*command_choices, *engine.chosen))
     if made:
         note(f"outrider: chosen for {engine.backend.device}: {made}\n")
 
 
-def say_what_started(engine: Engine) -> None:
-    """What was compiled and captured, and how the length of drafts is decided."""
+def print_start_report(engine: Engine) -> None:
+    """Print on a terminal which kernels were compiled, which graphs captured, and how the draft length is decided."""
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    if not console.is_terminal:
+    if not _has_terminal():
         return
     if engine.warm_up is not None:
         console.print(f"outrider: {engine.warm_up}", style="dim")

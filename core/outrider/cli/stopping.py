@@ -1,4 +1,4 @@
-"""Ending early: SIGTERM and SIGINT end a command where it stands, so that what it has started and made is cleaned up."""
+"""Early end of a command: SIGTERM and SIGINT raise an exception in it, so that its processes and files are cleaned up."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from types import FrameType
 from typing import Any
 
 _REPEAT_S = 2.0
-"""A signal that follows within this time is the same request: ``timeout`` sends it to the process and to its group."""
+"""A signal that follows within this time is the same request: ``timeout`` signals the process and then its group."""
 _TWICE_S = 0.3
-"""The same for an interrupt that doesn't end the command: people press Ctrl-C again after a second."""
+"""The same for an interrupt that doesn't end the command: a person may press Ctrl-C again after a second."""
 _AGAIN_S = 0.02
-"""So long after it was lost, the request is made again."""
+"""Delay after which an exception that Python dropped is raised again."""
 _PATIENCE_S = 8.0
-"""So long an operation of a compiled library may keep Python from handling a signal."""
+"""Time that an operation of a compiled library may keep Python from handling a signal, before the process is ended."""
 _LAST_S = 2.0
-"""So long a command at its end may take for it once a signal has come: nobody may read what it writes."""
+"""Time that a command has to finish its report after a signal: its output may have no reader."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has come.
+    """A signal requested the end of the command.
 
-    A class of its own also for SIGINT: where a plain KeyboardInterrupt has passed through ``exec`` of a text, as in
-    ``dataclass``, ``python -m`` ends by the signal itself, even if it was caught and another exit code was asked for.
+    SIGINT raises this class too. After a plain KeyboardInterrupt has passed through ``exec`` of a text, as in ``dataclass``,
+    ``python -m`` ends by the signal itself, even if the exception was caught and another exit code was requested.
     """
 
 
-class Stop:
-    """What the signals do to a command. At first they wait; once it is :meth:`ready` they end it; ``done`` says that its
-    end is being reported, and then they change nothing.
+class SignalStop:
+    """The signal handling of a command. Signals are deferred until :meth:`ready`, and raise :class:`Stopped` from then on.
 
-    ``done`` is an attribute, not a method: Python handles signals where functions are called, not where one is set.
+    ``done``: the command reports its end, and a signal doesn't change the report. It is an attribute, not a method, because
+    Python handles signals at function calls, and not at an assignment.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        """The signal that asked the command to end."""
+        """Number of the signal that requested the end of the command, or None."""
         self.done = False
         self.last_words: Callable[[int], None] | None = None
-        """Says in the command's own form that the signal with this number ended it, where nothing else could."""
+        """Reports, in the form of the command's output, that the signal with this number ended the process."""
         self.handled_at = float("-inf")
-        """When a signal was handled last, by ``time.monotonic``."""
+        """Time of the last handled signal, by ``time.monotonic``."""
         self._ready = False
         self._instead: Callable[[], bool] | None = None
         self._taken_at = float("-inf")
         self._hook = sys.unraisablehook
 
     def ready(self) -> None:
-        """From now on a signal raises. Raises at once where one has come."""
+        """Let signals raise :class:`Stopped` from now on. Raises it at once for a deferred signal."""
         self._ready = True
         if self.signal is not None:
             self._raise()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler."""
+        """Handle signal ``number``: defer it, raise :class:`Stopped`, or call the replacement for interrupts."""
         del frame
         if self.done:
             _after(_LAST_S, lambda: os._exit(128 + number))
@@ -80,18 +80,18 @@ class Stop:
             self._raise()
 
     def handled(self) -> None:
-        """Another handler has taken a signal: the process needn't be ended for it."""
+        """Record that another handler has handled a signal, so that the watcher doesn't end the process."""
         self.handled_at = time.monotonic()
 
     @classmethod
-    def of_process(cls, number: int = signal.SIGINT) -> Stop | None:
-        """The one that handles the signal here; None where it's ignored, or handled otherwise."""
+    def of_process(cls, number: int = signal.SIGINT) -> SignalStop | None:
+        """Return the instance that handles the signal in this process; None if the signal is ignored or handled otherwise."""
         handler = getattr(signal.getsignal(number), "__self__", None)
         return handler if isinstance(handler, cls) else None
 
     @contextmanager
     def interrupts(self, instead: Callable[[], bool]) -> Generator[None]:
-        """In this scope SIGINT calls ``instead``, and ends the command only if that returns False. It may raise."""
+        """Call ``instead`` at SIGINT inside the scope; the command ends only if it returns False. It may raise."""
         self._instead = instead
         try:
             yield
@@ -99,8 +99,9 @@ class Stop:
             self._instead = None
 
     def unraisable(self, found: Any) -> None:
-        """Instead of ``sys.unraisablehook``. Python drops what is raised in a destructor, or where a module's lock is given
-        back. A request to end must not get lost there.
+        """Raise a dropped :class:`Stopped` again; pass other exceptions to the previous ``sys.unraisablehook``.
+
+        Python drops an exception that a signal handler raises in a destructor or while a module's lock is released.
         """
         if self.signal is not None and isinstance(found.exc_value, KeyboardInterrupt):
             _after(_AGAIN_S, self._raise)
@@ -110,20 +111,22 @@ class Stop:
     def _raise(self) -> None:
         if self.done:
             return
-        if _is_being_imported("torch"):  # its compiled part imports numpy, and drops what is raised there
+        if _is_being_imported("torch"):  # its compiled part imports numpy, and drops exceptions of that import
             _after(_AGAIN_S, self._raise)
             return
         raise Stopped("terminated" if self.signal == signal.SIGTERM else "interrupted")
 
 
 def _is_being_imported(name: str) -> bool:
-    """Whether an import of the module has begun and not ended."""
+    """Return True while the module is being imported."""
     return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
 
 
-def _watch(stop: Stop, numbers: Collection[int]) -> None:
-    """End the process where Python doesn't get to handle a signal: it does so between operations alone, and one of a compiled
-    library may take minutes. What the command has made lies where it is then; processes that it has started end with it.
+def _watch(stop: SignalStop, numbers: Collection[int]) -> None:
+    """Start a thread that ends the process if Python can't handle a signal in time.
+
+    Python handles signals between operations, and an operation of a compiled library may take minutes. Files of the command
+    are not cleaned up then; its child processes end with it.
     """
     read, written = map(_above_standard, os.pipe())
     os.set_blocking(written, False)
@@ -144,7 +147,7 @@ def _watch(stop: Stop, numbers: Collection[int]) -> None:
 
 
 def _above_standard(descriptor: int) -> int:
-    """The descriptor, moved away from 0 to 2, which are free where a standard stream was closed, and are taken later."""
+    """Duplicate the descriptor to a number above 2, since a closed standard stream leaves its number free. Closes it."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(descriptor)
     return moved
@@ -156,13 +159,13 @@ def _after(seconds: float, action: Callable[[], object]) -> None:
 
 
 @contextmanager
-def until_stopped(*, process_ends: bool) -> Generator[Stop]:
-    """Handle SIGTERM and SIGINT in the scope as :class:`Stop` says. Where one is ignored or handled already, or in another
-    thread than the main one, it stays as it is.
+def until_stopped(*, process_ends: bool) -> Generator[SignalStop]:
+    """Handle SIGTERM and SIGINT in the scope by :class:`SignalStop`, except a signal that is ignored or handled already.
 
-    ``process_ends``: nothing follows the scope but the end of the process. Then the handlers stay: the exit code stands.
+    Outside the main thread no signal is handled. ``process_ends``: only the end of the process follows the scope; the
+    handlers stay, so that a late signal doesn't change the exit code.
     """
-    stop = Stop()
+    stop = SignalStop()
     if threading.current_thread() is not threading.main_thread():
         stop.ready()
         yield stop
@@ -173,7 +176,7 @@ def until_stopped(*, process_ends: bool) -> Generator[Stop]:
         signal.signal(number, stop.handle)
     if process_ends:
         _watch(stop, taken)
-        # Called last. Behind it Python gives the signals their default actions back, and libraries take their time to end.
+        # Called last: afterwards Python restores the default actions, while libraries may still take time to end.
         atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in taken])
     sys.unraisablehook = stop.unraisable
     try:

@@ -1,4 +1,4 @@
-"""The standard streams of the command: there, safe to write any text to, and in JSON mode kept for one object."""
+"""The standard streams of a command: open, able to print any text, and in JSON mode reserved for one object."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TextIO
 
 
 def prepare_streams() -> None:
-    """Let every standard descriptor be open, and every text be written.
+    """Open each closed standard descriptor, and let the streams escape characters that their encoding lacks.
 
-    A descriptor that is closed would be given to the next file that is opened, and that would get what libraries print. A
-    closed standard output still fails when it's written to, as one that its reader has closed.
+    The next file that is opened would get a closed descriptor, and with it the output of libraries. A write to a standard
+    output that was closed still fails, like a write to a pipe without a reader.
     """
     for descriptor, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
@@ -29,7 +29,7 @@ def prepare_streams() -> None:
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    # Text of a model may hold what the terminal's encoding lacks; that must not end the run.
+    # A model may write characters that the terminal's encoding lacks; that must not end the command.
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -38,11 +38,11 @@ def prepare_streams() -> None:
 
 
 @contextmanager
-def kept_for_json(*, restore: bool) -> Generator[TextIO]:
-    """A stream to standard output, for one object; all else that is written there meanwhile goes to standard error.
+def reserve_stdout_for_json(*, restore: bool) -> Generator[TextIO]:
+    """Yield a stream to standard output for one JSON object, and redirect all other output to standard error.
 
-    That holds for Python's own stream and for the file descriptor, which libraries and child processes write to. With
-    ``restore=False`` it goes on when the scope is left: what is written while the process ends goes to standard error too.
+    The redirection covers Python's stream and the file descriptor, to which libraries and child processes write. With
+    ``restore=False`` it outlasts the scope, so that output at the end of the process goes to standard error too.
     """
     stdout = sys.stdout
     stdout.flush()
@@ -51,22 +51,22 @@ def kept_for_json(*, restore: bool) -> Generator[TextIO]:
         with redirect_stdout(sys.stderr):
             yield stdout
         return
-    kept = os.fdopen(os.dup(descriptor), "w", encoding=stdout.encoding, errors="backslashreplace")
+    saved = os.fdopen(os.dup(descriptor), "w", encoding=stdout.encoding, errors="backslashreplace")
     os.dup2(2, descriptor)
     sys.stdout = sys.stderr
     try:
-        yield kept
+        yield saved
     finally:
         sys.stdout = stdout
-        with suppress(OSError):  # what couldn't be written has been reported
+        with suppress(OSError):  # a failed write has been reported already
             if restore:
                 stdout.flush()
-                os.dup2(kept.fileno(), descriptor)
-            kept.close()
+                os.dup2(saved.fileno(), descriptor)
+            saved.close()
 
 
 def write_json(stream: TextIO, text: str) -> None:
-    """Write a line of JSON. Characters that the stream's encoding lacks are written as JSON's escapes."""
+    """Write a line of JSON, with JSON escapes for the characters that the stream's encoding lacks."""
     try:
         text.encode(stream.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -75,13 +75,13 @@ def write_json(stream: TextIO, text: str) -> None:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write and flush."""
+    """Write ``text`` to ``stream`` and flush the stream."""
     stream.write(text)
     stream.flush()
 
 
 def note(text: str) -> None:
-    """Tell people ``text`` on standard error. Where it can't be written it's dropped: no result is lost for it."""
+    """Write ``text`` to standard error, or drop it if that fails: a note must not cost the result of a command."""
     try:
         write(sys.stderr, text)
     except OSError:
@@ -89,7 +89,7 @@ def note(text: str) -> None:
 
 
 def _drop_unwritten(stream: TextIO) -> None:
-    """Empty the buffer: it keeps what couldn't be written, and Python ends with 120 where it can't be flushed at exit."""
+    """Discard the buffered text that couldn't be written; Python would fail to flush it at exit and end with code 120."""
     with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):  # in a test it may be no real file
         descriptor = stream.fileno()
         kept = os.dup(descriptor)

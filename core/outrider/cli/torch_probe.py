@@ -1,7 +1,7 @@
-"""Whether ``import torch`` works, found out in a child process.
+"""Probe of ``import torch`` in a child process.
 
-A child, because a failed import leaves torch half imported, so that further imports fail with misleading errors, and
-because a library that crashes ends the process.
+A failed import leaves torch half imported, so that further imports fail with confusing errors, and a library that crashes
+ends the process. Both happen in the child.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _LIMIT_S = 300
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchState:
-    """``errors`` is the chain, outermost first. ``version_without_autoload`` says what importing gives then."""
+    """The result of a probe. ``errors``: the chain of exceptions, outermost first. ``version_without_autoload``: the version
+    that imports without device extensions, or None.
+    """
 
     version: str | None
     errors: tuple[str, ...] = ()
@@ -54,7 +56,7 @@ class TorchState:
 
     @property
     def ok(self) -> bool:
-        """Whether torch imports as things are."""
+        """Return True if torch imports in the unchanged environment."""
         return self.version is not None
 
 
@@ -77,9 +79,9 @@ def probe_torch() -> TorchState:
 
 
 def known_torch(probe: Probe) -> TorchState:
-    """As :func:`probe_torch`, without a child process where this torch has been imported before.
+    """Return the state of torch like :func:`probe_torch`, without a child process if this torch was imported before.
 
-    Where it imports, this process has imported it.
+    If torch imports, it is imported in this process afterwards.
     """
     if (loaded := loaded_torch()) is not None:
         return loaded
@@ -92,20 +94,20 @@ def known_torch(probe: Probe) -> TorchState:
             probe.remember({key: ()})
     try:
         torch = importlib.import_module("torch")
-    except Exception:  # it did before: something that the key doesn't hold has changed, a library's path say
+    except Exception:  # the key misses a change, such as a library's path
         return probe_torch()
     return TorchState(version=torch.__version__, extensions=_extensions())
 
 
 def loaded_torch() -> TorchState | None:
-    """The torch that this process has imported, if it has: there is no better evidence."""
+    """Return the state of the torch that this process has imported, or None."""
     torch = sys.modules.get("torch")
     version = getattr(torch, "__version__", None)
     return TorchState(version=version, extensions=_extensions()) if version is not None else None
 
 
 def _fingerprint() -> str | None:
-    """Changes with torch's files, its extensions and Python."""
+    """Return a key that changes with torch's files, its extensions and Python; None without torch."""
     spec = importlib.machinery.PathFinder.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -118,7 +120,7 @@ def _fingerprint() -> str | None:
 
 
 def _extensions() -> tuple[str, ...]:
-    """The device extensions that torch loads by itself."""
+    """Return the device extensions that torch loads on import."""
     return tuple(
         f"{ep.name} ({ep.dist.name} {ep.dist.version})" if ep.dist else ep.name
         for ep in installed("torch.backends").entry_points
@@ -126,7 +128,7 @@ def _extensions() -> tuple[str, ...]:
 
 
 def explain(text: str) -> tuple[str, tuple[str, ...]]:
-    """What a known failure means and what to do about it."""
+    """Return an explanation of a failed import of torch, and advice."""
     source = resources.files("outrider.cli").joinpath("known_failures.toml").read_text(encoding="utf-8")
     for failure in tomllib.loads(source)["failure"]:
         if re.search(failure["match"], text):
@@ -149,7 +151,7 @@ def _import(environment: dict[str, str] | None) -> tuple[str | None, tuple[str, 
 
 
 def require_torch() -> None:
-    """Import torch, or say why that fails, before anything else does in a more confusing way."""
+    """Import torch. Raises :class:`BackendLoadError`, which explains a failure better than a later import would."""
     try:
         importlib.import_module("torch")
     except Exception as error:

@@ -1,4 +1,4 @@
-"""``outrider tune``: measure the kernels for a model on this machine, and keep what was fastest."""
+"""``outrider tune``: measure kernel candidates for a model on this machine, and store the fastest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.cli.environment import backend_from_environment, plugin_probe, tun
 from outrider.cli.files import check_directory
 from outrider.cli.models import ModelOption, bundled
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
-from outrider.cli.starting import progress_shown
+from outrider.cli.starting import show_progress
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.registry import Registry
 
@@ -29,23 +29,25 @@ def tune(
         typer.Option(
             "--shape",
             metavar="NAME|config.json",
-            help="Instead of a checkpoint: a published shape, NAME/RANKS for one rank's shard of it, or a config. Several "
-            "times for several shapes, which share the deadline.",
+            help="Instead of a checkpoint: a published shape, NAME/RANKS for one rank's shard of it, or a config. "
+            "Repeatable; all shapes share the deadline.",
         ),
     ] = None,
     deadline: Annotated[
-        float, typer.Option("--deadline", metavar="S", min=1.0, help="Seconds after which what was found must do.")
+        float, typer.Option("--deadline", metavar="S", min=1.0, help="Seconds after which measuring ends.")
     ] = 60.0,
     cache: Annotated[
         Path | None,
-        typer.Option("--cache", metavar="DIR", help="Where it's kept. Default: outrider/tuned in the user's cache."),
+        typer.Option(
+            "--cache", metavar="DIR", help="Directory of the tuned choices. Default: outrider/tuned in the user's cache."
+        ),
     ] = None,
     json_output: JsonOption = False,
 ) -> Report:
-    """Measure candidates for the kernels of a model on this device, and keep each choice as soon as it's made.
+    """Measure kernel candidates for a model on this device in bfloat16, and store each choice at once.
 
-    Engines take kept choices over when they start on such a device with the same torch, Triton and kernels. What wasn't
-    measured is derived from what the device says of itself. For bfloat16. Ctrl-C keeps what was measured until then.
+    An engine loads the stored choices if it starts on such a device with the same torch, Triton and kernels. Choices that
+    weren't measured are derived from the device's properties. Ctrl-C keeps the choices that were made until then.
     """
     from outrider.cli.torch_probe import require_torch
 
@@ -78,7 +80,7 @@ def tune(
     }
     said: list[str] = []
     try:
-        with progress_shown() as tell:
+        with show_progress() as tell:
 
             def progress(done: int, total: int, text: str) -> None:
                 said.append(text)

@@ -139,8 +139,6 @@ class Admission:
         if not params.ignore_eos:
             stops.update(self.model.eos_token_ids)
         check_options(params, stops, config=config, vocabulary=vocabulary)
-        if params.guide is not None and not config.guided:
-            raise RequestError("this engine was built without masks for guides; build it with EngineConfig(guided=True)")
         if params.stop and self.tokenizer is None:
             raise ConfigError(
                 "the request has stop strings, and this engine was built without a tokenizer; take a checkpoint that has "

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.device import Backend, CapabilityError, Fence, Group, StepMode
+from outrider.device import Backend, Fence, Group, StepMode
+from outrider.engine import prefill_graphs
 from outrider.engine.checks import check_cache
-from outrider.engine.config import DecidedConfig
+from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import AnyStage, CaptureProgress, EagerRunner, GraphRunner, Runner
 from outrider.engine.loop import Loop
 from outrider.engine.plan_stages import ExtendAttention, Fill, Place, PlanExtend, VerifyAttention
 from outrider.engine.prefill import Prefill
-from outrider.engine.prefill_graphs import CHOSEN_TOKENS, PrefillGraphs
+from outrider.engine.prefill_graphs import PrefillGraphs
 from outrider.engine.ranks.course import Course
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.draft_length import DraftLengthPolicy
@@ -60,7 +61,7 @@ class EngineParts:
     proposer: Proposer
     rows: RowTable
     options: OptionTable
-    masks: Masks | None
+    masks: Masks
     future: FutureMap
     buffers: StaticBuffers
     plans: Plans
@@ -131,18 +132,15 @@ def assemble(
         options = OptionTable(
             rows=config.max_requests + 1,
             vocabulary=model.config.vocab_size,
-            penalties=config.penalties,
             device=device,
         )
-        masks = None
-        if config.guided:
-            masks = Masks(
-                backend,
-                proposer,
-                entries=entries,
-                max_requests=config.max_requests,
-                vocabulary=model.config.vocab_size,
-            )
+        masks = Masks(
+            backend,
+            proposer,
+            entries=entries,
+            max_requests=config.max_requests,
+            vocabulary=model.config.vocab_size,
+        )
         future = FutureMap(model.kernels, rows=config.max_requests + 1, relay=proposer.relay, device=device)
         buffers = StaticBuffers(
             backend,
@@ -159,7 +157,6 @@ def assemble(
             requests=config.max_requests,
             vocabulary=model.config.vocab_size,
             max_context=config.max_context,
-            penalties=config.penalties,
         )
         staging = Staging(backend, entries=entries, capacity=capacity, max_requests=config.max_requests)
         probes = Probes(model.kernels, proposer, vocabulary=model.config.vocab_size, ranks=model.ranks is not None)
@@ -169,7 +166,7 @@ def assemble(
             max_requests=config.max_requests,
             depth=proposer.depth,
             probes=probes,
-            max_logprobs=min(config.max_logprobs, model.config.vocab_size),
+            max_logprobs=min(MAX_LOGPROBS, model.config.vocab_size),
             data=None if model.ranks is None else model.ranks.data,
         )
         seq_lens_ring = SeqLensRing(backend, future.seq_lens, entries=entries)
@@ -258,9 +255,9 @@ def build_runner(parts: EngineParts, stages: Stages, iteration: Iteration, progr
     everything = Features(
         sampling=True,
         biased=True,
-        penalized=config.penalties,
+        penalized=True,
         truncated=True,
-        logprobs=min(config.max_logprobs, parts.model.config.vocab_size),
+        logprobs=min(MAX_LOGPROBS, parts.model.config.vocab_size),
     )
     return GraphRunner(
         parts.backend,
@@ -309,33 +306,27 @@ def build_intake(parts: EngineParts) -> Intake:
     )
 
 
-def why_no_prefill_graphs(parts: EngineParts) -> str | None:
-    """What keeps chunks of prompts from being replayed; None: nothing does."""
+def can_replay_prefill(parts: EngineParts) -> bool:
+    """Return True if each part of the engine allows that chunks of prompts are replayed from graphs."""
     config, model, proposer = parts.config, parts.model, parts.proposer
     if model.ranks is not None and model.ranks.data is not None:
-        return "data-parallel groups have different numbers of tokens in a prefill"
+        return False  # data-parallel groups have different numbers of tokens in a prefill
     if config.step_mode is not StepMode.FUSED and not config.graphs:
-        return "decoding isn't replayed from graphs either; use mode fused, or graphs"
+        return False  # decoding isn't replayed either
     if parts.backend.speculative_sync.exact_host_lengths or parts.attention.on_host:
-        return f"attention on {parts.backend.label} with the kernels {model.kernels.name!r} reads lengths on the host"
+        return False  # attention reads lengths on the host
     if model.config.rope.sections or model.config.rope.kind == "dynamic":
-        return "the model's rope depends on more than a position"
+        return False  # rope depends on more than a position
     if not model.native or model.kernels.row_invariant:
-        return "the model isn't one of Outrider's own, or its kernels launch something for each token"
-    if proposer.extends and not proposer.takes_padding:
-        return f"the proposer {proposer.name!r} doesn't take padding in"
-    return None
+        return False  # kernels launch a call for each token, or belong to another model's code
+    return proposer.takes_padding or not proposer.extends
 
 
 def build_prefill_graphs(parts: EngineParts, prefill: Prefill) -> PrefillGraphs | None:
-    """Graphs of short prompts, captured now, or none. Raises :class:`CapabilityError` where they were asked for in vain."""
-    asked, why_not = parts.config.prefill_graphs, why_no_prefill_graphs(parts)
-    if asked and why_not is not None:
-        raise CapabilityError(f"prefill_graphs is {asked}, and chunks of prompts can't be replayed: {why_not}")
+    """Capture the graphs that replay short chunks of prompts. Returns None for an engine that calls every chunk."""
     most = min(parts.config.prefill_chunk, parts.config.max_requests * parts.capacity)
-    tokens = min(CHOSEN_TOKENS if asked is None else asked, most)
-    chosen = asked is None and parts.backend.capabilities.captures_graphs
-    if why_not is not None or not tokens or not (asked or chosen):
+    tokens = min(prefill_graphs.max_graph_tokens(parts.backend), most)
+    if not tokens or not can_replay_prefill(parts):
         return None
     return PrefillGraphs(
         parts.backend,
@@ -399,7 +390,7 @@ def build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy) -> Sche
             token_budget=config.token_budget or config.max_requests * (proposer.nodes + 1) + config.prefill_chunk,
             crowd=max(_CROWD, config.max_requests // 2),
             gather_tokens=min(config.prefill_chunk, _GATHER_TOKENS),
-            gather_iterations=_GATHER_ITERATIONS if config.gather_iterations is None else config.gather_iterations,
+            gather_iterations=_GATHER_ITERATIONS,
         ),
         draft_length=draft_length,
     )

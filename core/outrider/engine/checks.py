@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
-from outrider.engine.config import DecidedConfig
+from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.engine.situation import memory_of
 from outrider.errors import RequestError
@@ -139,8 +139,6 @@ def check_options(params: SamplingParams, stops: set[int], *, config: DecidedCon
             f"logit_bias and the stop tokens that min_tokens bans make {entries} entries, a request may have "
             f"{MAX_LOGIT_BIAS}; list fewer tokens"
         )
-    if params.penalized and not config.penalties:
-        raise RequestError("this engine was built without penalties; build it with EngineConfig(penalties=True)")
-    most = min(config.max_logprobs, vocabulary)
+    most = min(MAX_LOGPROBS, vocabulary)
     if params.logprobs is not None and params.logprobs > most:
-        raise RequestError(f"logprobs is {params.logprobs}, this engine reports {most} at most; raise max_logprobs")
+        raise RequestError(f"logprobs is {params.logprobs}, an engine reports {most} at most")

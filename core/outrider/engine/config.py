@@ -26,19 +26,18 @@ DRAFT_LENGTHS = ("fixed", "load")
 MAX_DRAFT_NODES = 4096
 """Nodes of a draft tree at most: its mask has a bit for each pair of them."""
 
+MAX_LOGPROBS = 20
+"""Maximum number of the likeliest tokens that a request may ask for, with a log-probability each."""
+
 SIZES = {
     "max_requests": (1, MOST_REQUESTS),
     "page_size": (1, 65536),
     "prefill_chunk": (1, 2**20),
-    "prefill_graphs": (0, 2**20),
     "token_budget": (1, 2**24),
-    "gather_iterations": (0, 1024),
     "draft_tokens": (1, 1024),
     "draft_topk": (1, 1024),
-    "max_logprobs": (0, 2**20),
     "num_pages": (2, 2**31 - 1),
     "max_context": (2, 2**31 - 1),
-    "draft_nodes": (1, MAX_DRAFT_NODES),
 }
 """The least and the most that each size of an :class:`EngineConfig` can be. Slots of the cache are counted in 32 bits."""
 
@@ -47,13 +46,10 @@ _OPTIONAL = (
     "page_size",
     "prefill_chunk",
     "token_budget",
-    "gather_iterations",
     "num_pages",
     "max_context",
-    "draft_nodes",
-    "prefill_graphs",
 )
-_SWITCHES = ("overlap", "graphs", "prefix_cache", "penalties", "guided", "batch_invariant", "plan_stream")
+_SWITCHES = ("overlap", "graphs", "prefix_cache", "batch_invariant", "plan_stream")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +61,8 @@ class EngineConfig:
     the reserved one included. ``kv_memory``: instead of that, what the KV cache takes of the memory that is free after the
     weights, above 0 and up to 1. ``max_context``: tokens of prompt and output together. ``prefill_chunk``: prompt tokens
     processed in an iteration. ``draft_tokens``: length of a draft chain, or of a tree's longest path. ``draft_topk``:
-    children of a node that a draft tree looks at; 1: a chain. ``draft_nodes``: tokens of a draft tree in all; None:
-    ``draft_tokens * draft_topk``. ``dtype``: of weights, activations and cache. ``overlap``: the host plans an iteration
+    children of a node that a draft tree looks at; 1: a chain. A draft tree has ``draft_tokens * draft_topk`` tokens in all.
+    ``dtype``: of weights, activations and cache. ``overlap``: the host plans an iteration
     while the previous one runs, and reads its results one iteration later. ``prefix_cache``: requests share the pages of a
     common prefix.
 
@@ -76,16 +72,12 @@ class EngineConfig:
 
     ``token_budget``: tokens of an iteration in which requests decode: theirs and their drafts' first, then prompts, which
     get a quarter of it at least; None: all requests with their drafts, and ``prefill_chunk`` for prompts.
-    ``gather_iterations``: while half of the requests, and at least 8, decode, new prompts of less than 1,024 tokens
-    together (or ``prefill_chunk``) wait for others to share a launch, so many iterations at most; None: 4.
 
     ``mode``: ``staged`` launches stages on their own streams, ``fused`` replays the whole iteration from one graph.
     ``graphs``: in staged mode too, stages are replayed from graphs, captured when the engine is made. ``buckets``: batch
     sizes that graphs are captured for, the largest being ``max_requests``; None: 1, 2, 4, every 8 to 32, every 16 to 96,
     every 32 to 192, every 64 behind that, and ``max_requests``; fewer for batches that sample.
     ``plan_stream``: staged mode plans beside the draft; without, on the forward stream.
-    ``prefill_graphs``: chunks of prompts of up to so many tokens in all are replayed from graphs, too; 0: none are; None: up
-    to 2,048, where decoding is replayed and the parts of the engine allow it.
 
     ``draft_length``: ``fixed``: every iteration drafts ``draft_tokens``; ``load``: iterations of greedy requests alone draft
     as many as make the batch fastest, none included, by what iterations were measured to take when the engine was made and by
@@ -93,9 +85,6 @@ class EngineConfig:
     ``load`` where 64 or more requests run and stages are replayed from graphs on a device that works beside the host, except
     for trees and with ``batch_invariant``.
 
-    ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
-    token of the vocabulary. ``guided``: hold masks for guided requests, a bit for each token of the vocabulary behind each
-    token that is verified. ``max_logprobs``: the most likeliest tokens that a request may ask for.
     ``batch_invariant``: a request's output is bit for bit the same whatever else runs, with kernels that are slower; it
     still depends on ``max_context`` and ``page_size``.
 
@@ -110,23 +99,17 @@ class EngineConfig:
     max_context: int | None = None
     prefill_chunk: int | None = None
     token_budget: int | None = None
-    gather_iterations: int | None = None
     draft_tokens: int = 4
     draft_topk: int = 1
-    draft_nodes: int | None = None
     draft_length: str | None = None
     dtype: str | None = None
     kv_dtype: str = "auto"
     overlap: bool | None = None
     prefix_cache: bool = True
-    penalties: bool = True
-    guided: bool = True
-    max_logprobs: int = 20
     batch_invariant: bool = False
     mode: str | None = None
     graphs: bool | None = None
     buckets: tuple[int, ...] | None = None
-    prefill_graphs: int | None = None
     plan_stream: bool = True
     device_timeout_s: float | None = 120.0
 
@@ -135,10 +118,10 @@ class EngineConfig:
             if getattr(self, name) is not None or name not in _OPTIONAL:
                 _check_int(name, getattr(self, name), least, most)
         nodes = self.draft_tokens * self.draft_topk
-        if self.draft_topk > 1 and self.draft_nodes is None and nodes > MAX_DRAFT_NODES:
+        if self.draft_topk > 1 and nodes > MAX_DRAFT_NODES:
             raise ConfigError(
                 f"draft_tokens is {self.draft_tokens} and draft_topk {self.draft_topk}: a tree of {nodes} nodes; expected at "
-                f"most {MAX_DRAFT_NODES}: lower one of them, or give draft_nodes"
+                f"most {MAX_DRAFT_NODES}; lower one of them"
             )
         for name in _SWITCHES:
             given = getattr(self, name)

@@ -111,7 +111,6 @@ def load_checkpoint(
         directory=draft_dir,
         draft_tokens=config.draft_tokens,
         topk=config.draft_topk,
-        nodes=config.draft_nodes,
         progress=progress,
         quantized=mode,
         output_head=draft_output_head,

@@ -52,7 +52,7 @@ class Prefill:
         rows: RowTable,
         future: FutureMap,
         options: OptionTable,
-        masks: Masks | None,
+        masks: Masks,
         attention: AttentionPlans,
         probes: Probes,
         staging: Staging,
@@ -179,7 +179,7 @@ class Prefill:
         self._probes.look("target.logits", logits, self._results.found_in_prefill(logits.shape[0]))
         options = self._options.gather(features, inputs.rows)
         shaped = logits
-        if features.guided and self._masks is not None and self._walks:
+        if features.guided and self._walks:
             masks = self._masks.of_prompts(logits.shape[0])
             shaped = kernels.apply_token_bitmask(logits.unsqueeze(1), masks.unsqueeze(1)).squeeze(1)
         if options is not None:

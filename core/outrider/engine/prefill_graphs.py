@@ -17,9 +17,17 @@ from outrider.engine.requests.features import Features
 from outrider.engine.state.intake import Intake
 from outrider.engine.state.staging import PrefillBucket, Staging, prefill_inputs
 
-CHOSEN_TOKENS = 2048
-"""Tokens of the largest bucket, unless told: what is longer takes longer than its launches."""
+MAX_GRAPH_TOKENS = 2048
+"""Tokens of the largest chunk that is replayed. The device takes longer for a longer chunk than the host for its launches."""
 MOST_SEQUENCES = 16
+
+
+def max_graph_tokens(backend: Backend) -> int:
+    """Return the number of tokens of the largest chunk of prompts that is replayed from a graph; 0: each chunk is called.
+
+    Tests and proofs replace this function, to replay chunks of few tokens and to replay on a device without graphs.
+    """
+    return MAX_GRAPH_TOKENS if backend.capabilities.captures_graphs else 0
 
 
 def token_buckets(most: int) -> tuple[int, ...]:

@@ -66,8 +66,8 @@ from outrider.speculative.seq_lens import HostSeqLens
 
 
 class Step:
-    """Launches iterations, whose stages ``runner`` runs, or ``called`` where a request is guided; ``masks``: for these, None
-    in an engine without. ``prefill_graphs``: of chunks of prompts, None without.
+    """Launches iterations, whose stages ``runner`` runs, or ``called`` where a request is guided; ``masks``: the
+    token masks of guided requests. ``prefill_graphs``: of chunks of prompts, None without.
 
     ``entries``: those of the rings of staging and results. ``capacity``: tokens that a block table holds.
     ``plans_on_host``: attention is planned from exact lengths on the host. ``ranks``: those that hold the model together.
@@ -87,7 +87,7 @@ class Step:
         iteration: Iteration,
         runner: Runner,
         called: Runner,
-        masks: Masks | None,
+        masks: Masks,
         plans: Plans,
         proposer: Proposer,
         results: Results,
@@ -293,7 +293,6 @@ class Step:
     def _mask(self, batch: Batch, decode: DecodeBatch, draft: Draft, entry: int) -> Tensor:
         """What may come behind each token of the draft. The host waits for the draft: it walks each grammar along it."""
         streams, fences, masks = self._streams, self._fences, self._masks
-        assert masks is not None
         if decode.drafted:
             fences.draft_outputs_ready.wait(streams.copy)
             masks.copy_out(draft, entry, streams.copy)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from outrider.device import Backend
-from outrider.engine.config import DecidedConfig
+from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.loop import Loop
 from outrider.engine.requests.guidance import Anything, Guidance
 from outrider.engine.requests.request import Request
@@ -59,14 +59,14 @@ def warm_up(
         top_p=0.9,
         min_p=0.1,
         logit_bias={word: 1.0},
-        presence_penalty=1.0 if config.penalties else 0.0,
-        logprobs=min(config.max_logprobs, model.config.vocab_size),
+        presence_penalty=1.0,
+        logprobs=min(MAX_LOGPROBS, model.config.vocab_size),
     )
     rope_key = model.config.rope.sharing_key(length)
     rounds = _CHUNKS + max(_ITERATIONS, lengths + 1)
     for number, params in enumerate((greedy, replace(greedy, temperature=1.0), everything)):
         request = Request(number, (word,) * length, params.sample(0), frozenset(), rope_key=rope_key)
-        if params is everything and config.guided:
+        if params is everything:
             request.guidance = Guidance(Anything(), vocabulary=model.config.vocab_size)
         loop.add(request)
         for _ in range(rounds):

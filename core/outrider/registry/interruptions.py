@@ -8,6 +8,15 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 
+def accepted_interruptions() -> tuple[signal.Signals, ...]:
+    """Return SIGTERM and SIGINT without those that this process ignores.
+
+    A shell without job control starts a background job with SIGINT ignored: a Ctrl-C is meant for the job in the foreground.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
+
+
 @contextmanager
 def interruptions_held() -> Generator[None]:
     """Let SIGINT and SIGTERM wait until the scope is left, where they have Python handlers; these are called then.

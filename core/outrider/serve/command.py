@@ -1,4 +1,4 @@
-"""``outrider serve``: the API of OpenAI over an engine in a process of its own."""
+"""``outrider serve``: the API of OpenAI over an engine in a process of its own, or one role of disaggregated serving."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.chat_options import ChatTemplateOption, read_template
-from outrider.cli.engine_options import AnyModelOptions, with_options
-from outrider.cli.environment import api_keys_from_environment
-from outrider.cli.inputs import read_utf8
-from outrider.cli.listening import check_listening
+from outrider.cli.disaggregation import serve_decode, serve_prefill
+from outrider.cli.engine_options import ServerOptions, with_options
+from outrider.cli.environment import api_keys_from_environment, spans_from_environment
+from outrider.cli.inputs import check_listening, read_utf8
 from outrider.cli.rank_processes import DataParallelOption, TensorParallelOption
+from outrider.cli.report import Report
 from outrider.device.errors import ConfigError
 from outrider.serve.extra import require_kv_events, require_serve
 
@@ -27,26 +28,45 @@ if TYPE_CHECKING:
     from outrider.serve.prompts import Prompter
 
 _SERVER = "Server"
-_LIMITS = "Limits"
-_MOST_BYTES = 1 << 20
+_DISAGGREGATION = "Prefill and decode in separate processes"
+_MAX_FILE_BYTES = 1 << 20
+_DEFAULT_PORTS = {"all": 8000, "prefill": 9500, "decode": 9600}
+_HTTP_OPTIONS = ("name", "allow_origin", "chat_template", "tool_format", "kv_events", "tensor_parallel")
+_DISAGGREGATION_OPTIONS = ("prefill_server", "transport")
+_REFUSED_BY_ROLE = {
+    "all": _DISAGGREGATION_OPTIONS,
+    "prefill": (*_HTTP_OPTIONS, "data_parallel", "prefill_server", "through_transformers", "trust_remote_code"),
+    "decode": (*_HTTP_OPTIONS, "through_transformers", "trust_remote_code"),
+}
+"""Parameters of :func:`serve` that a role has no use for: an option that would be ignored is an error."""
 
 
 @with_options
 def serve(
+    context: typer.Context,
     *,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", rich_help_panel=_SERVER, help="Where to listen; 0.0.0.0: everywhere.")
+        str,
+        typer.Option("--host", metavar="ADDRESS", rich_help_panel=_SERVER, help="Address to listen on; 0.0.0.0: all."),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", metavar="N", min=0, max=65535, rich_help_panel=_SERVER, help="0: one that is free.")
-    ] = 8000,
+        int | None,
+        typer.Option(
+            "--port",
+            metavar="N",
+            min=0,
+            max=65535,
+            rich_help_panel=_SERVER,
+            help="Port to listen on; 0: any free port. Default: 8000; of role prefill 9500, of role decode 9600.",
+        ),
+    ] = None,
     name: Annotated[
         list[str] | None,
         typer.Option(
             "--served-model-name",
             metavar="NAME",
             rich_help_panel=_SERVER,
-            help="What clients call the model; may be given several times. Default: the last part of --model.",
+            help="Name of the model for clients. Repeatable. Default: the last part of --model.",
         ),
     ] = None,
     api_key_file: Annotated[
@@ -55,7 +75,8 @@ def serve(
             "--api-key-file",
             metavar="F",
             rich_help_panel=_SERVER,
-            help="Keys, one a line, of which clients must have one. Also from OUTRIDER_API_KEY. Without any, all may call.",
+            help="File of API keys, one a line; a client must send one of them. OUTRIDER_API_KEY adds keys. Default: no key "
+            "is needed. With --role prefill|decode: the secret of at least 16 bytes that all processes share.",
         ),
     ] = None,
     allow_origin: Annotated[
@@ -65,118 +86,109 @@ def serve(
         ),
     ] = None,
     chat_template: ChatTemplateOption = None,
-    response_template: Annotated[
-        Path | None,
-        typer.Option(
-            "--response-template",
-            metavar="F",
-            rich_help_panel=_SERVER,
-            help="How the model writes calls of tools: a response_template of transformers, as JSON.",
-        ),
-    ] = None,
     tool_format: Annotated[
         str | None,
         typer.Option(
             "--tool-format",
-            metavar="hermes|llama3-json|mistral",
+            metavar="hermes|llama3-json|mistral|F.json",
             rich_help_panel=_SERVER,
-            help="One that is known, in place of --response-template.",
+            help="How the model writes tool calls: a known format, or a file with a response_template of transformers. "
+            "Default: the checkpoint's response_template.",
         ),
     ] = None,
-    metrics_names: Annotated[
-        str,
-        typer.Option(
-            "--metrics-names",
-            metavar="outrider|vllm",
-            rich_help_panel=_SERVER,
-            help="vllm: also under the names that routers and dashboards know from vLLM.",
-        ),
-    ] = "outrider",
     kv_events: Annotated[
         str | None,
         typer.Option(
             "--kv-events",
-            metavar="ADDRESS",
+            metavar="ADDRESS[,REPLAY]",
             rich_help_panel=_SERVER,
-            help="Publish what the prefix cache stores and drops, on ZMQ in vLLM's format: tcp://*:5557 is bound, a name "
-            "of a host connected to.",
+            help="Publish the events of the prefix cache on ZMQ, in vLLM's format: tcp://*:5557 is bound, a host name is "
+            "connected to. REPLAY, such as tcp://*:5558: where subscribers request the events that they missed.",
         ),
     ] = None,
-    kv_events_replay: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-events-replay",
-            metavar="ADDRESS",
-            rich_help_panel=_SERVER,
-            help="Where subscribers ask for events that they missed, such as tcp://*:5558.",
-        ),
-    ] = None,
-    otel: Annotated[
-        bool,
-        typer.Option(
-            "--otel",
-            rich_help_panel=_SERVER,
-            help="A span of OpenTelemetry for each request, over OTLP to where OTEL_EXPORTER_OTLP_ENDPOINT says.",
-        ),
-    ] = False,
-    log_format: Annotated[
-        str, typer.Option("--log-format", metavar="json|text", rich_help_panel=_SERVER, help="Of standard error.")
-    ] = "json",
-    max_queued: Annotated[
-        int,
-        typer.Option(
-            "--max-queued", metavar="N", rich_help_panel=_LIMITS, help="Requests that wait at most; more get status 429."
-        ),
-    ] = 256,
-    max_prompt: Annotated[
-        int | None,
-        typer.Option(
-            "--max-prompt", metavar="N", rich_help_panel=_LIMITS, help="Tokens of a prompt at most. Default: the context's."
-        ),
-    ] = None,
-    max_body: Annotated[
-        int, typer.Option("--max-body-mib", metavar="N", rich_help_panel=_LIMITS, help="Of a request; more gets status 413.")
-    ] = 32,
-    request_timeout: Annotated[
-        float,
-        typer.Option("--request-timeout", metavar="S", rich_help_panel=_LIMITS, help="From arrival to the last token."),
-    ] = 3600.0,
     drain_seconds: Annotated[
         float,
         typer.Option(
-            "--drain-seconds", metavar="S", rich_help_panel=_LIMITS, help="What running requests have after SIGTERM."
+            "--drain-seconds",
+            metavar="S",
+            min=0.0,
+            rich_help_panel=_SERVER,
+            help="Seconds that running requests have after SIGTERM.",
         ),
     ] = 30.0,
+    role: Annotated[
+        str,
+        typer.Option(
+            "--role",
+            metavar="all|prefill|decode",
+            rich_help_panel=_DISAGGREGATION,
+            help="all: serve OpenAI's API. prefill: prefill prompts for decode servers. decode: decode for a DecodeClient, "
+            "with prompts from prefill servers.",
+        ),
+    ] = "all",
+    prefill_server: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prefill-server",
+            metavar="HOST:PORT",
+            rich_help_panel=_DISAGGREGATION,
+            help="With --role decode: a prefill server. Repeatable.",
+        ),
+    ] = None,
+    transport: Annotated[
+        str,
+        typer.Option(
+            "--transport",
+            metavar="NAME",
+            rich_help_panel=_DISAGGREGATION,
+            help="Plugin that transfers KV pages between the servers: nixl, torch, or an installed plugin's name.",
+        ),
+    ] = "torch",
     tensor_parallel: TensorParallelOption = 1,
     data_parallel: DataParallelOption = 1,
-    options: AnyModelOptions,
-) -> None:
-    """Serve a model as OpenAI's API does; without --model the bundled one. Needs the extra: pip install 'outrider[serve]'."""
-    require_serve()
+    options: ServerOptions,
+) -> Report | None:
+    """Serve a model as OpenAI's API does; without --model the bundled one. Needs the extra: pip install 'outrider[serve]'.
+
+    With --role, prefill and decode run in separate processes that exchange KV pages; these roles need no extra.
+    """
     from outrider.cli.torch_probe import require_torch
 
+    _check_role(context, role)
+    if port is None:
+        port = _DEFAULT_PORTS[role]
+    if role == "all":
+        require_serve()
     require_torch()
+    if role == "prefill":
+        return serve_prefill(
+            host, port, transport=transport, secret_file=api_key_file, drain_s=drain_seconds, options=options
+        )
+    if role == "decode":
+        return serve_decode(
+            host,
+            port,
+            prefill_servers=prefill_server or (),
+            transport=transport,
+            secret_file=api_key_file,
+            drain_s=drain_seconds,
+            data_parallel=data_parallel,
+            options=options,
+        )
     from outrider.serve.config import ServeConfig
 
     speculation = options.speculation()
-    if log_format not in ("json", "text"):
-        raise ConfigError(f"--log-format is {log_format!r}; expected json or text")
     config = ServeConfig(
         names=tuple(name or ("outrider-bundled" if options.model is None else options.model.resolve().name,)),
-        max_queued=max_queued,
-        max_prompt=max_prompt,
-        max_body_bytes=max_body << 20,
-        request_timeout_s=request_timeout,
         drain_s=drain_seconds,
-        api_keys=_keys(api_key_file),
+        api_keys=_read_api_keys(api_key_file),
         allow_origins=tuple(allow_origin or ()),
-        metric_names=metrics_names,
     )
     make: Any = options.loader(speculation, max_requests=None, say=True)
-    if kv_events is not None or kv_events_replay is not None:
-        make = _with_kv_events(make, kv_events, kv_events_replay)
+    if kv_events is not None:
+        make = _with_kv_events(make, kv_events)
     template = None if chat_template is None else read_template(chat_template)
-    answers = _answers(response_template, tool_format)
+    response_template = _read_tool_format(tool_format)
     from outrider.serve.engine_ranks import engine_process
     from outrider.serve.logs import log_to_stderr
     from outrider.serve.prompts import Prompter, Wording
@@ -184,11 +196,11 @@ def serve(
     from outrider.serve.server import serve as serve_until_ended
     from outrider.serve.tracing import Spans
 
-    # What can be wrong without the model is said before minutes of loading it.
+    # Errors that don't need the model are reported before minutes of loading it.
     check_listening("--host and --port", host, port)
-    wording = Wording(speculation.model, chat_template=template, response_template=answers)
-    spans = Spans() if otel else None
-    log_to_stderr(log_format)
+    wording = Wording(speculation.model, chat_template=template, response_template=response_template)
+    spans = Spans() if spans_from_environment() else None
+    log_to_stderr("text" if sys.stderr.isatty() else "json")
 
     def make_prompter(info: EngineInfo) -> Prompter:
         return Prompter(speculation.model, info, wording)
@@ -201,10 +213,11 @@ def serve(
     address = Address(host=host, port=port)
     engine = engine_process(make, tensor=tensor_parallel, data=data_parallel)
     run_loop(serve_until_ended(engine, make_prompter, config, address, started=started, spans=spans))
+    return None
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Run the server on an event loop of its own: uvloop's where that is installed."""
+    """Run the server on an event loop of its own: uvloop's if uvloop is installed."""
     if find_spec("uvloop") is None:
         asyncio.run(work)
         return
@@ -213,35 +226,42 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
     uvloop.run(work)
 
 
-def _with_kv_events(make: Any, address: str | None, replay: str | None) -> Any:
-    if address is None:
-        raise ConfigError("--kv-events-replay is given without --kv-events; give both, or --kv-events alone")
+def _check_role(context: typer.Context, role: str) -> None:
+    """Raise :class:`ConfigError` for an unknown role, and for a given option that the role has no use for."""
+    if role not in _REFUSED_BY_ROLE:
+        raise ConfigError(f"--role is {role!r}; expected one of {', '.join(_REFUSED_BY_ROLE)}")
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in _REFUSED_BY_ROLE[role] and source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"{parameter.opts[0]} has no effect with --role {role}; leave it out")
+
+
+def _with_kv_events(make: Any, addresses: str) -> Any:
     require_kv_events()
     from outrider.serve.kv_events import make_watched
 
-    return functools.partial(make_watched, make, address, replay)
+    address, _, replay = addresses.partition(",")
+    return functools.partial(make_watched, make, address, replay or None)
 
 
-def _answers(file: Path | None, name: str | None) -> dict[str, Any] | None:
-    """How the model writes calls of tools, of a file or by a name; None: as the checkpoint says, if it does."""
-    if file is not None and name is not None:
-        raise ConfigError("--response-template and --tool-format both say how calls are written; give one of them")
-    if file is not None:
-        return _object(file)
-    if name is None:
+def _read_tool_format(given: str | None) -> dict[str, Any] | None:
+    """Return the response template of a known tool format or of a file; None if the checkpoint decides."""
+    if given is None:
         return None
     from outrider.serve.calls import FORMATS
 
-    if name not in FORMATS:
-        raise ConfigError(f"--tool-format is {name!r}; expected one of {', '.join(FORMATS)}")
-    return dict(FORMATS[name])
+    if given in FORMATS:
+        return dict(FORMATS[given])
+    if not given.endswith(".json"):
+        raise ConfigError(f"--tool-format is {given!r}; expected one of {', '.join(FORMATS)}, or a file that ends in .json")
+    return _read_json_object(Path(given))
 
 
-def _keys(file: Path | None) -> tuple[str, ...]:
-    """API keys of the file and of the environment."""
+def _read_api_keys(file: Path | None) -> tuple[str, ...]:
+    """Return the API keys of the environment and of the file. Raises :class:`ConfigError` for a file without a key."""
     found = list(api_keys_from_environment())
     if file is not None:
-        lines = [line.strip() for line in read_utf8(file, "API keys", _MOST_BYTES).splitlines()]
+        lines = [line.strip() for line in read_utf8(file, "API keys", _MAX_FILE_BYTES).splitlines()]
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
             raise ConfigError(f"{file}: has no API key; expected one a line")
@@ -249,10 +269,10 @@ def _keys(file: Path | None) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _object(file: Path) -> dict[str, Any]:
-    read = read_utf8(file, "a response template", _MOST_BYTES)
+def _read_json_object(file: Path) -> dict[str, Any]:
+    text = read_utf8(file, "a response template", _MAX_FILE_BYTES)
     try:
-        found = json.loads(read)
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not JSON: {error}") from None
     if not isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""What a server is configured with."""
+"""The configuration of a server."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ _NUMBERS = {
     "write_timeout_s": (0.001, 1e9),
     "drain_s": (0.0, 1e9),
 }
-METRIC_NAMES = ("outrider", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig:
     """Limits and choices of a server, validated when made.
 
-    ``names``: what the model is called; the first is shown, each is accepted. ``max_queued``: samples that may wait beyond
-    those that the engine runs at a time; more are refused with status 429. ``max_prompt``: tokens of a prompt at most; None:
-    as many as the context holds. ``max_body_bytes``: of a request's body. ``request_timeout_s``: from the request's arrival
-    to its last token; ``body_timeout_s``: for its body to arrive; ``write_timeout_s``: for a client to read a piece of its
-    answer. ``drain_s``: what running requests have when the server is told to end.
+    ``names``: names of the model for clients; the first one is shown, each one is accepted. ``max_queued``: samples that may
+    wait in addition to those that the engine runs; further requests get status 429. ``max_body_bytes``: maximum size of a
+    request's body. ``request_timeout_s``: from the request's arrival to its last token; ``body_timeout_s``: for its body to
+    arrive; ``write_timeout_s``: for a client to read a piece of its answer. ``drain_s``: time that running requests have once
+    the server is told to end.
 
-    ``api_keys``: one of them is asked for on ``/v1``; empty: none is. ``allow_origins``: origins of web pages that may call
-    the server from a browser. ``metric_names``: ``vllm`` exports the gauges and histograms under vLLM's names as well.
+    ``api_keys``: a request to ``/v1`` must have one of them; empty: no key is needed. ``allow_origins``: origins of web pages
+    that may call the server from a browser.
     """
 
     names: tuple[str, ...]
     max_queued: int = 256
-    max_prompt: int | None = None
     max_body_bytes: int = 32 << 20
     request_timeout_s: float = 3600.0
     body_timeout_s: float = 60.0
@@ -42,7 +40,6 @@ class ServeConfig:
     drain_s: float = 30.0
     api_keys: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
-    metric_names: str = "outrider"
 
     def __post_init__(self) -> None:
         for name, (least, most) in _NUMBERS.items():
@@ -51,9 +48,5 @@ class ServeConfig:
                 raise ConfigError(f"{name} is {shown(value)}; expected a number from {least:g} to {most:g}")
         if not self.names or not all(isinstance(name, str) and name for name in self.names):
             raise ConfigError(f"names is {shown(self.names)}; expected at least one name of the model")
-        if self.max_prompt is not None and (not isinstance(self.max_prompt, int) or self.max_prompt < 1):
-            raise ConfigError(f"max_prompt is {shown(self.max_prompt)}; expected a positive number of tokens")
         if not all(isinstance(key, str) and key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key is empty or has characters that a header can't carry; expected printable ASCII")
-        if self.metric_names not in METRIC_NAMES:
-            raise ConfigError(f"metric_names is {shown(self.metric_names)}; expected one of {', '.join(METRIC_NAMES)}")

@@ -96,7 +96,7 @@ class KvEventPublisher:
         self._closing = False
         self._context = zmq.Context()
         self._publishes = self._socket(zmq.PUB, "--kv-events", endpoint, bind=_is_local(endpoint))
-        self._replays = None if replay is None else self._socket(zmq.ROUTER, "--kv-events-replay", replay, bind=True)
+        self._replays = None if replay is None else self._socket(zmq.ROUTER, "--kv-events", replay, bind=True)
         self._thread = threading.Thread(target=self._run, name="outrider-kv-events", daemon=True)
         self._thread.start()
 

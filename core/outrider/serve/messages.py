@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from outrider.engine.config import MAX_LOGPROBS
 from outrider.engine.engine import Engine
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.sampling import SamplingParams
@@ -99,7 +100,6 @@ class EngineInfo:
     page_size: int
     num_pages: int
     prefix_cache: bool
-    penalties: bool
     draft_tokens: int
     image_token: int | None
 
@@ -117,11 +117,10 @@ class EngineInfo:
             eos_token_ids=tuple(sorted(model.eos_token_ids)),
             longest_request=engine.longest_request,
             max_requests=config.max_requests,
-            max_logprobs=min(config.max_logprobs, model.vocab_size),
+            max_logprobs=min(MAX_LOGPROBS, model.vocab_size),
             page_size=config.page_size,
             num_pages=engine.load.pages,
             prefix_cache=config.prefix_cache,
-            penalties=config.penalties,
             draft_tokens=engine.proposer.depth,
             image_token=None if model.vision is None else model.vision.image_token,
         )

@@ -23,7 +23,7 @@ class Metrics:
     def __init__(self, engine: EngineClient, config: ServeConfig) -> None:
         self.registry = registry = CollectorRegistry()
         model = config.names[0]
-        self._vllm = _VllmHistograms(registry, model) if config.metric_names == "vllm" else None
+        self._vllm = _VllmHistograms(registry, model)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, ["model_name"], registry=registry, buckets=buckets).labels(model)
@@ -56,15 +56,13 @@ class Metrics:
     def first_token(self, seconds: float) -> None:
         """A request's first token came so long after the request."""
         self._first.observe(seconds)
-        if self._vllm is not None:
-            self._vllm.first.observe(seconds)
+        self._vllm.first.observe(seconds)
 
     def output(self, seconds: float | None, tokens: int, drafted: int, proposed: int) -> None:
         """A sample got ``tokens``, ``seconds`` after those before; of ``proposed`` by a draft, ``drafted`` passed."""
         if seconds is not None and tokens:
             self._between.observe(seconds / tokens)
-            if self._vllm is not None:
-                self._vllm.between.observe(seconds / tokens)
+            self._vllm.between.observe(seconds / tokens)
         if proposed:
             self._proposed[proposed] += 1
             self._passed[drafted] += 1
@@ -77,16 +75,14 @@ class Metrics:
         self.counted(prompt_tokens, output_tokens)
         for reason in reasons:
             self._finished.labels(self._model, reason).inc()
-        if self._vllm is not None:
-            self._vllm.whole.observe(seconds)
+        self._vllm.whole.observe(seconds)
 
     def counted(self, prompt_tokens: int, output_tokens: int) -> None:
         """So many tokens were read and written."""
         self._prompt_tokens.inc(prompt_tokens)
         self._output_tokens.inc(output_tokens)
-        if self._vllm is not None:
-            self._vllm.prompt_tokens.inc(prompt_tokens)
-            self._vllm.output_tokens.inc(output_tokens)
+        self._vllm.prompt_tokens.inc(prompt_tokens)
+        self._vllm.output_tokens.inc(output_tokens)
 
     def aborted(self, samples: int) -> None:
         """Samples were ended before their time."""
@@ -148,7 +144,6 @@ class _EngineCollector(Collector):
     def __init__(self, engine: EngineClient, config: ServeConfig) -> None:
         self._engine = engine
         self._model = config.names[0]
-        self._vllm = config.metric_names == "vllm"
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: what there is depends on the engine."""
@@ -180,11 +175,11 @@ class _EngineCollector(Collector):
         ]
         for name, other, text, value in gauges:
             yield self._gauge(name, text, value)
-            if self._vllm and other is not None:
+            if other is not None:
                 yield self._gauge(f"vllm:{other}", text, value)
         for name, other, text, count in counters:
             yield self._counter(name, text, count)
-            if self._vllm and other is not None:
+            if other is not None:
                 yield self._counter(f"vllm:{other}", text, count)
         shape = {
             "block_size": str(info.page_size),
@@ -193,8 +188,7 @@ class _EngineCollector(Collector):
             "cache_dtype": info.cache_dtype,
         }
         yield self._info("outrider_cache_config_info", shape)
-        if self._vllm:
-            yield self._info("vllm:cache_config_info", shape)
+        yield self._info("vllm:cache_config_info", shape)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=["model_name"])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.device import ConfigError, OutriderError
+from outrider.registry.interruptions import accepted_interruptions
 from outrider.serve.client import EngineClient, EngineGone
 from outrider.serve.config import ServeConfig
 from outrider.serve.gate import LOG
@@ -142,10 +143,9 @@ def _Server(config: Any) -> Any:  # noqa: N802
 
 @contextlib.contextmanager
 def _signals(loop: asyncio.AbstractEventLoop, handle: Callable[[int], None]) -> Generator[None]:
-    """Call ``handle`` for SIGTERM and SIGINT, in the scope; then they are as they were before."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
+    """Call ``handle`` for SIGTERM and SIGINT in the scope, then restore the actions. An ignored signal stays ignored."""
+    before = {number: signal.getsignal(number) for number in accepted_interruptions()}
+    for number in before:
         loop.add_signal_handler(number, handle, number)
     try:
         yield

@@ -83,7 +83,7 @@ class Service:
         longest = self.engine.info.longest_request
         # An image has one placeholder here, and in the cache a token for each feature.
         length = len(prompt.tokens)
-        most = longest - 1 if self.config.max_prompt is None else min(longest - 1, self.config.max_prompt)
+        most = longest - 1
         if length > most:
             raise bad_request(
                 f"the prompt has {length} tokens, this server takes {most} at most (its context is {longest})",

@@ -45,7 +45,7 @@ class DraftOptions:
     """What a proposer is built for. ``directory``: the draft's checkpoint, if there is one.
 
     ``draft_tokens``: D, the longest path. ``topk``: 1 for a chain, else T, how many children of a node are looked at.
-    ``nodes``: K, of the tree in all; None: D * T. ``quantized``: how quantised weights of the draft are loaded.
+    The tree has D * T nodes in all. ``quantized``: how quantised weights of the draft are loaded.
     ``output_head``: the format of the copy of the target's output head that drafts are drawn with; None: that head itself.
     ``vocabulary``: the tokens that they're drawn from; None: all.
     """
@@ -56,7 +56,6 @@ class DraftOptions:
     directory: Path | None
     draft_tokens: int
     topk: int = 1
-    nodes: int | None = None
     progress: Progress | None = None
     quantized: QuantizedMode = QuantizedMode.KERNELS
     output_head: str | None = None
@@ -79,10 +78,6 @@ def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] |
         return _combined(name, options, known)
     if name not in known:
         raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted(known))}")
-    if options.nodes is not None and options.topk == 1:
-        raise ConfigError(
-            f"draft_nodes is {options.nodes}, but draft_topk is 1: only trees have a number of nodes of their own"
-        )
     return known[name](options)
 
 
@@ -126,15 +121,8 @@ def _read(load: Callable[..., _Head], options: DraftOptions, name: str, what: st
     )
 
 
-def _no_nodes(options: DraftOptions, name: str) -> None:
-    if options.nodes is not None:
-        raise ConfigError(
-            f"draft_nodes is {options.nodes}, but speculate={name!r} has trees of draft_tokens * draft_topk nodes"
-        )
-
-
 def _shape(options: DraftOptions) -> DynamicTree:
-    return DynamicTree(topk=options.topk, depth=options.draft_tokens, nodes=options.nodes)
+    return DynamicTree(topk=options.topk, depth=options.draft_tokens)
 
 
 def _none(options: DraftOptions) -> Proposer:
@@ -157,7 +145,6 @@ def _eagle3(options: DraftOptions) -> Proposer:
 
 
 def _mtp(options: DraftOptions) -> Proposer:
-    _no_nodes(options, "mtp")
     heads = _read(load_mtp, options, "mtp", "heads of multi-token prediction")
     return MtpProposer(heads, draft_tokens=options.draft_tokens, branches=options.topk)
 
@@ -180,7 +167,6 @@ def _draft_model(options: DraftOptions) -> Proposer:
 
 
 def _ngram(options: DraftOptions) -> Proposer:
-    _no_nodes(options, "ngram")
     vocabulary = options.target.config.vocab_size
     return NgramProposer(vocab_size=vocabulary, draft_tokens=options.draft_tokens, branches=options.topk)
 

@@ -122,8 +122,7 @@ class DynamicTree(TreeShape):
             raise ConfigError(f"a draft tree of topk {topk} and depth {depth} is impossible; both must be at least 1")
         if nodes is not None and not depth <= nodes <= candidates:
             raise ConfigError(
-                f"a draft tree of topk {topk} and depth {depth} has {depth} to {candidates} nodes, {nodes} were asked for "
-                "(draft_nodes)"
+                f"a draft tree of topk {topk} and depth {depth} has {depth} to {candidates} nodes, {nodes} were asked for"
             )
         self._topk = topk
         self._depth = depth

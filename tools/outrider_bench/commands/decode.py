@@ -12,12 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.engine_options import LaunchOptions, with_options
+from outrider.cli.engine_options import with_options
 from outrider.cli.files import check_output
 from outrider.cli.models import (
-    DoorOption,
-    DraftLengthOption,
-    DraftNodesOption,
     DraftOption,
     DraftOutputHeadOption,
     DraftTokensOption,
@@ -26,14 +23,16 @@ from outrider.cli.models import (
     ModelOption,
     SpeculateOption,
     Speculation,
+    TransformersOption,
     launched,
     load,
 )
-from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, spread
+from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few
 from outrider_bench.engines import DraftQuantizeOption, check_room
+from outrider_bench.launch_options import DraftLengthOption, LaunchOptions
 from outrider_bench.outputs import write_plot
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel, check_acceptance, check_draft_quantize
 
@@ -73,11 +72,10 @@ def decode(
     speculate: SpeculateOption = None,
     draft_tokens: DraftTokensOption = 4,
     draft_topk: DraftTopkOption = 1,
-    draft_nodes: DraftNodesOption = None,
     draft_output_head: DraftOutputHeadOption = None,
     draft_vocabulary: DraftVocabularyOption = None,
     draft_quantize: DraftQuantizeOption = None,
-    through_transformers: DoorOption = False,
+    through_transformers: TransformersOption = False,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -149,9 +147,9 @@ def decode(
         raise ConfigError(f"--new-tokens is {new_tokens}; expected at least 1")
     check_output("--plot", plot, ".svg")
     require_torch()
-    spread_out = spread(context.obj, tensor_parallel, data_parallel, json_output=json_output)
-    if spread_out is not None:
-        return spread_out
+    ranks_report = run_on_ranks(context.obj, tensor_parallel, data_parallel, json_output=json_output)
+    if ranks_report is not None:
+        return ranks_report
     from outrider.engine.config import Choice
     from outrider.model.shapes import shape_config
     from outrider_bench.collective_limits import measure_collectives
@@ -166,8 +164,8 @@ def decode(
         for option, unwanted in given.items():
             if unwanted is not None:
                 raise ConfigError(f"{option} doesn't go with --shape, which has random weights of its own")
-        if draft_topk != 1 or draft_nodes is not None:
-            raise ConfigError("--shape drafts chains alone; leave out --draft-topk and --draft-nodes")
+        if draft_topk != 1:
+            raise ConfigError("--shape drafts chains alone; leave out --draft-topk")
         work = RandomModel(
             shape=shape,
             speculate=speculate or "eagle",
@@ -202,7 +200,6 @@ def decode(
             draft=draft,
             draft_tokens=draft_tokens,
             draft_topk=draft_topk,
-            draft_nodes=draft_nodes,
             draft_output_head=draft_output_head,
             draft_vocabulary=draft_vocabulary,
             through_transformers=through_transformers,
@@ -215,7 +212,7 @@ def decode(
             running=running,
             sizes=engine_sizes,
             say=not json_output,
-            beside=beside,
+            command_choices=beside,
             joined=joined,
         )
         described = {
@@ -228,7 +225,7 @@ def decode(
     if engine.follows:
         with joined:
             engine.follow()
-        return Report.told_elsewhere()
+        return Report.silent_report()
     with joined, closing(engine):
         check_room(engine, f"--prompt-tokens {max(lengths)} and --new-tokens {new_tokens}", max(lengths) + new_tokens)
         started = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]

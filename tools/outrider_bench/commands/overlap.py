@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import DraftTokensOption, GraphsOption, bundled
+from outrider.cli.models import DraftTokensOption, bundled
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.decoding import prompts_for
+from outrider_bench.launch_options import GraphsOption
 from outrider_bench.random_model import RandomModel, check_acceptance, check_lengths
 
 if TYPE_CHECKING:
@@ -191,8 +192,6 @@ class _Work:
             graphs=self.graphs,
             plan_stream=variant.plan_stream,
             prefix_cache=False,
-            penalties=self.random is None,
-            max_logprobs=20 if self.random is None else 0,
             buckets=(self.batch,),
         )
         if self.random is not None:

@@ -18,18 +18,16 @@ from outrider.cli.models import (
     DraftOutputHeadOption,
     DraftTokensOption,
     DraftVocabularyOption,
-    ModeOption,
-    PrefillChunkOption,
-    TuneOption,
 )
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
-from outrider.cli.starting import progress_shown
+from outrider.cli.starting import show_progress
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import ChildFailed
 from outrider_bench.commands.decode import sizes_of
 from outrider_bench.engines import DraftQuantizeOption
+from outrider_bench.launch_options import ModeOption, PrefillChunkOption, TuneOption
 from outrider_bench.mixed_load import length_range
 from outrider_bench.outputs import write_output, write_plot
 from outrider_bench.peers.comparing import OURS, Found, compared, render
@@ -239,7 +237,7 @@ def peers(
             note(line + "\n")
 
     runs = _Alternating(work, spec, options, limit, told)
-    with progress_shown() as tell:
+    with show_progress() as tell:
         for group in groups:
             try:
                 runs.run([each for each in found if (each.engine, each.speculate) in group], repeat, tell)

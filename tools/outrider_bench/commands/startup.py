@@ -17,12 +17,8 @@ from outrider.cli.files import check_directory
 from outrider.cli.models import (
     DraftTokensOption,
     DtypeOption,
-    GraphsOption,
     KvMemoryOption,
-    ModeOption,
-    OverlapOption,
     PageSizeOption,
-    PrefillChunkOption,
     Running,
     Sizes,
 )
@@ -31,6 +27,7 @@ from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import run_child
+from outrider_bench.launch_options import GraphsOption, ModeOption, OverlapOption, PrefillChunkOption
 from outrider_sanitizer.files import scratch_directory
 
 _CHILD = "outrider_bench.startup_child"

@@ -21,13 +21,9 @@ from outrider.cli.inputs import read_utf8
 from outrider.cli.models import (
     DraftTokensOption,
     DtypeOption,
-    GraphsOption,
     KvMemoryOption,
     MaxContextOption,
-    ModeOption,
-    OverlapOption,
     PageSizeOption,
-    PrefillChunkOption,
     Running,
     Sizes,
     Speculation,
@@ -38,6 +34,7 @@ from outrider.cli.models import (
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider_bench.engines import check_room
+from outrider_bench.launch_options import GraphsOption, ModeOption, OverlapOption, PrefillChunkOption
 
 if TYPE_CHECKING:
     from outrider.cli.differences import Difference
@@ -80,7 +77,7 @@ def tokens(
     from outrider.cli.torch_probe import require_torch
 
     require_torch()
-    from outrider.cli.differences import Closer
+    from outrider.cli.differences import PrefillComparison
     from outrider.engine.config import Choice
 
     beside = [Choice("max_requests", batch, "--batch")]
@@ -92,7 +89,7 @@ def tokens(
     speculation = Speculation.choose("eagle", model=None, draft=bundled("eagle"), draft_tokens=draft_tokens)
     # The same prompts are compared and then timed: a cached prefix would shorten the second.
     start = partial(load, backend, max_requests=batch, dtype=dtype, running=running, sizes=sizes, prefix_cache=False)
-    engine = start(speculation, say=not json_output, beside=beside)
+    engine = start(speculation, say=not json_output, command_choices=beside)
     plain = start(speculation.without())
     given = _texts(prompt_file, prompts, engine)
     if not given:
@@ -102,8 +99,12 @@ def tokens(
         check_room(each, f"the {longest} tokens of a prompt and --new-tokens {new_tokens}", longest + new_tokens)
     ours, theirs = ([done.token_ids for done in _decode(each, given, new_tokens)] for each in (engine, plain))
     differing = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
-    closer = Closer(plain) if differing else None
-    looks = [closer.look(given[index], ours[index], theirs[index], number=index) for index in differing] if closer else []
+    comparison = PrefillComparison(plain) if differing else None
+    looks = (
+        [comparison.compare(given[index], ours[index], theirs[index], number=index) for index in differing]
+        if comparison
+        else []
+    )
     differences = [look for look in looks if look is not None]
     speeds = _speeds(engine, plain, given[:timed], new_tokens, transformers) if timed else []
     data: dict[str, object] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from hypothesis import strategies as st
@@ -177,7 +177,17 @@ _FEW, _MANY = {"tokens": 3, "inner": 40, "outer": 24}, {"tokens": 257, "inner": 
 _BIAS, _LEVELS = st.integers(0, 1), st.integers(0, 1)
 
 
-def _drawn(kernel: str, make: Callable[[Shape, torch.dtype, Dice], Problem], *names: str, **fixed: int) -> Drawn:
+_DECODE = {"tokens": 16, "inner": 2048, "outer": 2048, "layout": 0, "bias": 0, "levels": 0}
+"""A weight of 4 Mi numbers, larger than the cache of a core, with the tokens of a decode batch."""
+
+
+def _drawn(
+    kernel: str,
+    make: Callable[[Shape, torch.dtype, Dice], Problem],
+    *names: str,
+    more: Sequence[Shape] = (),
+    **fixed: int,
+) -> Drawn:
     known = {
         "tokens": TOKENS,
         "inner": _INNER,
@@ -196,12 +206,12 @@ def _drawn(kernel: str, make: Callable[[Shape, torch.dtype, Dice], Problem], *na
     large |= {"heads": 0, "vocabulary": 2051}
     tall = {**small, "tokens": 65, "layout": 2, "hidden": 576}
     one = {**large, "tokens": 1, "bias": 1, "layout": 0}
-    corners = [{**{name: corner[name] for name in names}, **fixed} for corner in (small, large, tall, one)]
+    corners = [{**{name: corner[name] for name in names}, **fixed} for corner in (small, large, tall, one, *more)]
     return Drawn(kernel, make, {name: known[name] for name in names if name not in fixed}, corners)
 
 
 DENSE = (
-    _drawn("linear", _linear, "tokens", "inner", "outer", "layout", "bias", "levels"),
+    _drawn("linear", _linear, "tokens", "inner", "outer", "layout", "bias", "levels", more=(_DECODE, {**_DECODE, "bias": 1})),
     _drawn("linear_silu_mul", _linear_silu_mul, "tokens", "inner", "outer", "layout", "bias"),
     _drawn("linear_add", _linear_add, "tokens", "inner", "outer", "layout", "bias"),
     _drawn("linear_add_rms_norm", _linear_add_rms_norm, "tokens", "inner", "outer", "layout", "bias"),

@@ -64,7 +64,7 @@ def judged(setup: Setup, number: int) -> str:
     """All requests together on the imitated device, against each alone on the host: tokens, log-probabilities and endings."""
     asked = drawn_params(setup, number)
     loaded = models(setup.proposer, setup.like)
-    engine = loaded.engine(draw(number), mode=setup.mode, penalties=True, max_logprobs=_LOGPROBS)
+    engine = loaded.engine(draw(number), mode=setup.mode)
     free = engine.free_pages, engine.free_rows
     ids = [engine.add_request(prompt_and_media(setup.proposer, arrival)[0], params) for arrival, params in asked]
     got = _outputs(engine)
@@ -109,7 +109,7 @@ def _same(ours: Said, theirs: Said) -> bool:
 @functools.cache
 def _alone(proposer: str, arrival: Arrival, params: SamplingParams) -> Said:
     host: Models = models(proposer, None)
-    config = plain_config(max_requests=1, max_context=CONTEXT, dtype="float64", penalties=True, max_logprobs=_LOGPROBS)
+    config = plain_config(max_requests=1, max_context=CONTEXT, dtype="float64")
     engine = Engine(host.target, host.backend, config=config, vision=host.vision)
     request = engine.add_request(prompt_and_media(proposer, arrival)[0], params)
     return _outputs(engine)[request]

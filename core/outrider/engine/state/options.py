@@ -80,25 +80,25 @@ class BatchOptions:
 class OptionTable:
     """``numbers`` int64 [R, 2]: top-k, bias entries. ``shares`` float32 [R, 5]: top-p, min-p, the three penalties.
     Biases: tokens int64, values float32, ends int64, [R, M] each. ``counts`` int32 [R, V] (see
-    :meth:`KernelSet.penalize_logits`), or None in an engine without penalties.
+    :meth:`KernelSet.penalize_logits`).
 
-    Counts are made with the engine, not when a request first uses them: nothing may be allocated once graphs are
-    captured, and a graph holds their address. They take 4 R V bytes; ``EngineConfig.penalties`` saves them.
+    Counts are allocated with the engine, not when a request first uses penalties: nothing may be allocated once graphs are
+    captured, and a graph holds their address. They take 4 R V bytes.
     """
 
-    def __init__(self, *, rows: int, vocabulary: int, penalties: bool, device: torch.device) -> None:
+    def __init__(self, *, rows: int, vocabulary: int, device: torch.device) -> None:
         self._vocabulary = vocabulary
         self._numbers = torch.zeros((rows, 2), dtype=torch.int64, device=device)
         self._shares = torch.zeros((rows, 5), dtype=torch.float32, device=device)
         self._bias_tokens = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device)
         self._bias_values = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.float32, device=device)
         self._bias_until = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device)
-        self._counts = torch.zeros((rows, vocabulary), dtype=torch.int32, device=device) if penalties else None
+        self._counts = torch.zeros((rows, vocabulary), dtype=torch.int32, device=device)
 
     @staticmethod
-    def capacity(*, requests: int, vocabulary: int, max_context: int, penalties: bool) -> int:
+    def capacity(*, requests: int, vocabulary: int, max_context: int) -> int:
         """The most values that :meth:`pack` adds for one batch."""
-        history = 1 + 2 * min(vocabulary, max_context) if penalties else 0
+        history = 1 + 2 * min(vocabulary, max_context)
         return requests * (7 + 4 * MAX_LOGIT_BIAS + history)
 
     # -- host ------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class OptionTable:
 
     def begin(self, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
         """Write the history of new requests that penalise; in the scope of forward, before anything counts."""
-        if self._counts is None or segments["history_rows"][0] == segments["history_rows"][1]:
+        if segments["history_rows"][0] == segments["history_rows"][1]:
             return
         self._counts.index_fill_(0, view(segments["history_rows"]), 0)
         # The host counted, so cells are distinct and nothing is accumulated in an order that could vary.

@@ -1,4 +1,4 @@
-"""``outrider models``: which checkpoints run, and what can draft for them."""
+"""``outrider models``: the model families that run, and the proposers that can draft for them."""
 
 from __future__ import annotations
 

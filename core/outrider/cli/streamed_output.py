@@ -1,4 +1,4 @@
-"""One generation of a command: streamed to people, and kept for scripts."""
+"""One generation of a command: streamed to people as text, and recorded for scripts."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from outrider.cli.images import Question
-from outrider.cli.sampling_options import logprob_data
+from outrider.cli.images import EncodedPrompt
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider.engine.requests.logprobs import TokenLogprobs
     from outrider.engine.requests.request import StepOutput
     from outrider.engine.requests.sampling import SamplingParams
 
 
 @dataclass(slots=True)
-class Answer:
-    """One generation, and what came out of it until now."""
+class StreamedOutput:
+    """The output of one request so far, and its figures once the request has ended."""
 
-    question: Question
+    prompt: EncodedPrompt
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    """Failure of the device that ended the request; the tokens before it are valid."""
     iterations: int = 0
     acceptance_length: float = 0.0
+    """Mean number of tokens that one verification yielded."""
     seconds: float = 0.0
+    """Time from the request to its last token."""
 
     @property
     def tokens_per_s(self) -> float:
-        """From the request to its last token."""
+        """Return the output tokens per second of the whole request, prefill included."""
         return len(self.tokens) / self.seconds if self.seconds else 0.0
 
     def stream(
@@ -46,32 +46,30 @@ class Answer:
         *,
         ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Generate, giving text to ``write`` as soon as it's certain. Once ``ended`` says so, the request is aborted."""
+        """Generate, and pass text to ``write`` as soon as later tokens can't change it. Abort once ``ended`` returns True."""
         decoder = engine.tokenizer.stream() if engine.has_tokenizer else None
         before = engine.stats
         started = time.perf_counter()
         try:
             # Closed here, not by the garbage collector: an interrupted stream must end its request now.
-            question = self.question
-            outputs = cast("Generator[StepOutput]", engine.stream(question.tokens, params, media=question.media))
+            outputs = cast("Generator[StepOutput]", engine.stream(self.prompt.tokens, params, media=self.prompt.media))
             with closing(outputs):
                 for output in outputs:
                     self.tokens.extend(output.tokens)
-                    self.logprobs.extend(output.logprobs)
                     # With stop strings the engine decides where the text ends.
                     if output.text is not None:
-                        self._say(output.text, write)
+                        self._append_text(output.text, write)
                     elif decoder is not None:
-                        self._say("".join(decoder.push(token) for token in output.tokens), write)
+                        self._append_text("".join(decoder.push(token) for token in output.tokens), write)
                     elif write is not None:
-                        self._write_ids(output.tokens, write)
+                        self._write_token_ids(output.tokens, write)
                     if output.finish_reason is not None:
                         self.finish_reason = str(output.finish_reason)
                     self.error = self.error or output.error
                     if ended():
                         break
             if not params.stop and decoder is not None:
-                self._say(decoder.flush(), write)
+                self._append_text(decoder.flush(), write)
         finally:
             self.seconds = time.perf_counter() - started
             after = engine.stats
@@ -82,25 +80,24 @@ class Answer:
                 write("\n")
                 sys.stdout.flush()
 
-    def _write_ids(self, tokens: Sequence[int], write: Callable[[str], object]) -> None:
-        """Token ids as they come, where the checkpoint has no tokenizer; ``tokens`` are the last of them."""
+    def _write_token_ids(self, tokens: Sequence[int], write: Callable[[str], object]) -> None:
+        """Write the ids of the newest ``tokens``; used for a checkpoint without a tokenizer."""
         begin = "" if len(tokens) == len(self.tokens) else ","
         if tokens:
             write(begin + ",".join(map(str, tokens)))
             sys.stdout.flush()
 
-    def _say(self, piece: str, write: Callable[[str], object] | None) -> None:
+    def _append_text(self, piece: str, write: Callable[[str], object] | None) -> None:
         self.text += piece
         if write is not None and piece:
             write(piece)
             sys.stdout.flush()
 
     def data(self, engine: Engine) -> dict[str, object]:
-        """What scripts get."""
+        """Return the output, its figures and the device as JSON data."""
         return {
             "text": self.text,
             "token_ids": self.tokens,
-            **({"logprobs": logprob_data(self.logprobs)} if self.logprobs else {}),
             "finish_reason": self.finish_reason,
             **({"error": self.error} if self.error else {}),
             "acceptance_length": self.acceptance_length,

@@ -1,0 +1,121 @@
+"""Options of a request on the command line: how its tokens are sampled, where its text ends, and what it must match."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.inputs import check_utf8, read_bounded
+from outrider.errors import RequestError, shown
+
+if TYPE_CHECKING:
+    from outrider.engine.requests.guides import Guide
+    from outrider.engine.requests.sampling import SamplingParams
+
+_SAMPLING = "Sampling"
+_MAX_GUIDE_BYTES = 1 << 20
+
+TemperatureOption = Annotated[
+    float,
+    typer.Option("--temperature", metavar="T", rich_help_panel=_SAMPLING, help="Temperature of the samples; 0 is greedy."),
+]
+SeedOption = Annotated[
+    int,
+    typer.Option(
+        "--seed", metavar="S", rich_help_panel=_SAMPLING, help="Random seed of the samples; unused at temperature 0."
+    ),
+]
+TopKOption = Annotated[
+    int, typer.Option("--top-k", metavar="K", rich_help_panel=_SAMPLING, help="Sample from the K likeliest tokens; 0: all.")
+]
+TopPOption = Annotated[
+    float,
+    typer.Option(
+        "--top-p", metavar="P", rich_help_panel=_SAMPLING, help="Sample from the likeliest tokens with total probability P."
+    ),
+]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", rich_help_panel=_SAMPLING, help="End before this text. Repeatable."),
+]
+GuideOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--guide",
+        metavar="KIND[=VALUE]",
+        rich_help_panel=_SAMPLING,
+        help="The output must match: json-object, json-schema=FILE|TEXT (TEXT starts with {), regex=PATTERN, grammar=FILE "
+        "(EBNF of GBNF, from the rule root on), or choice=TEXT. Repeat choice for several texts.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the tokens of a request are sampled, and where its text ends."""
+
+    temperature: TemperatureOption = 0.0
+    seed: SeedOption = 0
+    top_k: TopKOption = 0
+    top_p: TopPOption = 1.0
+    stop: StopOption = None
+
+    def params(self, **others: Any) -> SamplingParams:
+        """Return the engine's record of these options and ``others``. Raises :class:`RequestError` for a bad value."""
+        from outrider.engine.requests.sampling import SamplingParams
+
+        for text in self.stop or ():
+            check_utf8("--stop", text)
+        return SamplingParams(
+            temperature=self.temperature,
+            seed=self.seed,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            stop=tuple(self.stop or ()),
+            **others,
+        )
+
+
+def build_guide(given: Sequence[str]) -> Guide | None:
+    """Return the guide that the values of ``--guide`` describe, or None without a value.
+
+    Raises :class:`RequestError` for an unknown kind, for several guides, and for a file that isn't UTF-8 text.
+    """
+    from outrider.engine.requests.guides import Choice, Ebnf, JsonObject, JsonSchema, Regex
+
+    if not given:
+        return None
+    pairs = [text.partition("=")[::2] for text in given]
+    kinds = {kind for kind, _ in pairs}
+    if len(kinds) > 1 or (len(pairs) > 1 and kinds != {"choice"}):
+        raise RequestError(f"--guide was given {len(pairs)} times; an output matches one guide: repeat choice=TEXT alone")
+    kind, value = pairs[0]
+    for _, text in pairs:
+        check_utf8("--guide", text)
+    if (kind == "json-object") == ("=" in given[0]):
+        raise RequestError(
+            f"--guide is {shown(given[0])}; expected json-object, or a kind with its value, such as regex=[0-9]+"
+        )
+    match kind:
+        case "json-object":
+            return JsonObject()
+        case "json-schema":
+            return JsonSchema(value if value.lstrip().startswith("{") else _read_text(Path(value), "a JSON schema"))
+        case "regex":
+            return Regex(value)
+        case "grammar":
+            return Ebnf(_read_text(Path(value), "a grammar"))
+        case "choice":
+            return Choice([text for _, text in pairs])
+    raise RequestError(f"--guide has the kind {shown(kind)}; expected json-object, json-schema, regex, grammar or choice")
+
+
+def _read_text(path: Path, content: str) -> str:
+    try:
+        return read_bounded(path, content, _MAX_GUIDE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
