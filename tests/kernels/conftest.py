@@ -16,7 +16,7 @@ def device():
     if triton.knobs.runtime.interpret:
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        pytest.skip("not run: TRITON_INTERPRET is off, and there is no device to compile for")
+        pytest.skip("not run: no CUDA device, and TRITON_INTERPRET=0")
     return torch.device("cuda")
 
 

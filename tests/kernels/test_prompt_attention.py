@@ -69,15 +69,15 @@ def device_of(**other):
     return DeviceFacts(**{"architecture": "gfx942", "early_starts": False, **sizes, **other})
 
 
-def operands(new=(300,), context=(0,), dtype=torch.float16, size=16, host=True):
+def operands(new=(300,), context=(0,), dtype=torch.float16, size=16, host=True, device="cpu"):
     q, k_cache, v_cache, metadata = batch(4, 2, size, new=new, context=context, padding=0)
     starts = tuple(metadata.query_start.tolist()) if host else None
-    return prompts.Prompts(
-        *(x.to(dtype) for x in (q, k_cache, v_cache)), replace(metadata, host_query_start=starts), scale=0.3, window=0
-    )
+    placed = {name: getattr(metadata, name).to(device) for name in ("query_start", "seq_lens", "block_table")}
+    metadata = replace(metadata, host_query_start=starts, **placed)
+    return prompts.Prompts(*(x.to(device, dtype) for x in (q, k_cache, v_cache)), metadata, scale=0.3, window=0)
 
 
-def test_the_fastest_of_those_that_are_right_is_chosen(monkeypatch):
+def test_the_fastest_of_those_that_are_right_is_chosen(monkeypatch, device):
     """By lengths, each prompt has that of the nearest. What is wrong or fails isn't used, and it says so."""
     attention = prompts.PromptAttention(device_of(copy_engine=True))
 
@@ -92,7 +92,7 @@ def test_the_fastest_of_those_that_are_right_is_chosen(monkeypatch):
     monkeypatch.setattr(prompts.torch, "get_device_module", lambda _: SimpleNamespace(Event=object))
     times = iter([3.0, 2.0, 1.0, 2.0])
     monkeypatch.setattr(prompts, "_milliseconds", lambda *_: next(times))
-    given = operands()
+    given = operands(device=device)
     attention.measure(given)
     assert attention._choice(given).name == "pages"
     assert attention._choice(operands(new=(70,))).name == "slow"
@@ -110,7 +110,7 @@ def test_what_a_graph_replays_isnt_copied():
     assert [each.name for each in attention._candidates(operands(host=False))] == ["pages"]
 
 
-def test_prompts_are_many_causal_tokens_in_16_bits(kernels):
+def test_prompts_are_many_causal_tokens_in_16_bits(kernels, device):
     attention = prompts.PromptAttention(device_of())
     assert attention.serves(operands().q, operands().metadata)
     assert not attention.serves(operands(dtype=torch.float32).q, operands().metadata)
@@ -120,7 +120,7 @@ def test_prompts_are_many_causal_tokens_in_16_bits(kernels):
     busy = prompts.PromptAttention(device_of(processors=200))  # one block, a long context: shared out among more programs
     long = operands(new=(64,), context=(900,))
     assert not busy.serves(long.q, long.metadata)
-    given = operands()
+    given = operands(device=device)
     made = kernels.paged_attention(given.q, given.k_cache, given.v_cache, given.metadata, scale=0.3)
     wide = (x.double() for x in (given.q, given.k_cache, given.v_cache))
     torch.testing.assert_close(

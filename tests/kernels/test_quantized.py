@@ -1,6 +1,6 @@
 """Products with quantised weights, by the interpreter, against the reference in float64: each way they're computed."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -272,7 +272,7 @@ def test_rounding_to_e4m3_is_torchs(either):
         assert scales.tolist() == [[1.0]]
 
 
-def test_what_the_kernel_does_not_take():
+def test_what_the_kernel_does_not_take(device):
     """Then the whole weight is made plain: groups of a length that no tile has, float64 scales, half a byte."""
     odd = RandomFormat(format="int4", columns=24)
     assert plan(SMALL, drawn(odd, 240)) is None
@@ -284,7 +284,11 @@ def test_what_the_kernel_does_not_take():
     kernels = TritonKernels(SMALL, everywhere=True)
     kernels.pdl = False
     weight, x = drawn(odd, 240), normal(3, 240)
-    close(kernels.linear_quantized(x, weight), REFERENCE.linear_quantized(x.double(), weight), torch.float16)
+    right = REFERENCE.linear_quantized(x.double(), weight)
+    tensors = {each.name: getattr(weight, each.name) for each in fields(weight)}
+    weight = replace(weight, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, torch.Tensor)})
+    x = x.to(device)
+    close(kernels.linear_quantized(x, weight), right, torch.float16)
     assert kernels.linear_quantized(x.float(), weight).dtype is torch.float32
     assert kernels.linear_quantized(x[:0], weight).shape == (0, COLUMNS)
 

@@ -183,6 +183,7 @@ def test_no_override_is_left_out_of_what_is_unused(lost):
     assert left - ever <= named
 
 
+@pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize(
     ("lost", "left"),
     [

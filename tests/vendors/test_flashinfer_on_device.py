@@ -7,6 +7,7 @@ from outrider.registry import get_backend
 from vendors.flashinfer_numerics import CASES, CONFIGS, PROPOSERS, check, check_tokens, generate, random_model
 
 NEW_TOKENS = 48
+pytestmark = pytest.mark.needs_device("cuda")
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ def _blocks(
                 key = tl.load(keys + slot[None, :] + lane[:, None])
             else:
                 key = tl.load(keys + slot[None, :] + lane[:, None], mask=inside[None, :] & (lane[:, None] < size), other=0.0)
-        scores = tl.dot(queries, key.to(queries.dtype))
+        scores = tl.dot(queries, key.to(queries.dtype), input_precision="ieee")
         if MASKED:
             visible = (position[None, :] <= own[:, None]) & inside[None, :]
             if WINDOW > 0:
@@ -137,7 +137,7 @@ def _blocks(
             value = tl.load(values + slot[:, None] + lane[None, :])
         else:
             value = tl.load(values + slot[:, None] + lane[None, :], mask=inside[:, None] & (lane[None, :] < size), other=0.0)
-        made = tl.dot(weights.to(queries.dtype), value.to(queries.dtype), made)
+        made = tl.dot(weights.to(queries.dtype), value.to(queries.dtype), made, input_precision="ieee")
         best = higher
     return best, total, made
 
