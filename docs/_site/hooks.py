@@ -1,5 +1,5 @@
-"""What the site's build adds to the pages: a navigation that misses no page, an index that misses no record, the house with
-its lines of code, and the fences drawn from their table.
+"""Additions of the site's build to the pages: a navigation that misses no page, an index that misses no record, the packages
+with their lines of code, and the fences drawn from their table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LANES = ("host", "schedule", "forward", "plan", "copy")
 
 
 def on_config(config: Any) -> Any:
-    """Spell out the folders of the navigation, and find a place for pages that nobody named."""
+    """Spell out the folders of the navigation, and find a place for pages that it does not name."""
     root = Path(config["docs_dir"])
     pages = {path.relative_to(root).as_posix() for path in root.rglob("*.md") if "_site" not in path.parts}
     named: set[str] = set()
@@ -65,7 +65,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def unlisted(folder: Path) -> list[str]:
-    """What is wrong with the index of the records in ``folder``: a text for each record whose line is missing or wrong.
+    """Return the faults of the index of records in ``folder``: a text for each record whose line is missing or wrong.
 
     A record is a page or a table whose name begins with its date. For a page the line that is missing is made from what
     stands at its head.
@@ -165,7 +165,7 @@ def counted(markdown: str, root: Path) -> tuple[str, list[str]]:
 
 
 def layers(root: Path) -> str:
-    """The packages of the import contracts: tools on top, the core's layers, and plugins next to the backend interface."""
+    """Draw the packages by their import contracts: tools on top, the core's layers, plugins at the backend interface."""
     contracts = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
 
     def rows_of(name: str) -> list[list[str]]:

@@ -139,6 +139,37 @@ def test_the_index_of_records_misses_none(tmp_path):
     assert "another date" in wrong
 
 
+def uncited(records, pages):
+    """Return the names of the records that no text of ``pages`` mentions."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    return [record.name for record in records if f"evidence/{record.name}" not in text]
+
+
+def test_records_with_a_page_are_few_and_each_is_cited(tmp_path):
+    records = sorted((ROOT / "docs" / "evidence").glob("2*.md"))
+    assert len(records) <= 12
+    bundled = ROOT / "core" / "outrider" / "bundled" / "README.md"
+    pages = [page for page in PAGES if page.parent.name != "evidence"] + [ROOT / "README.md", bundled]
+    assert uncited(records, pages) == []
+    (tmp_path / "page.md").write_text("nothing", encoding="utf-8")
+    assert uncited(records[:1], [tmp_path / "page.md"]) == [records[0].name]
+
+
+def test_citations_of_rows_lead_to_a_row():
+    index = (ROOT / "docs" / "evidence" / "README.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r'<a id="([^"]+)"></a>', index))
+    assert len(rows) > 50
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    cited = {
+        (path, match)
+        for path in listed.stdout.split()
+        if (ROOT / path).exists()
+        for match in re.findall(r"evidence/README\.md#(20[\d-]+-[\w-]+)", (ROOT / path).read_text(encoding="utf-8"))
+    }
+    assert len(cited) > 10
+    assert {(path, row) for path, row in cited if row not in rows} == set()
+
+
 def test_the_table_of_rooms_is_complete(site):
     counted = hooks().counted
     table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Bugs of waits and records that were absent, conditional, early or late. Numbers are those of docs/scenarios.md."""
+"""Bugs of waits and records that were absent, conditional, early or late. Numbers are those of docs/findings/scenarios.md."""
 
 from copy import copy
 

@@ -1,4 +1,4 @@
-"""Bugs of what graphs read: padding, addresses, pools, parameters. Numbers are those of docs/scenarios.md."""
+"""Bugs of what graphs read: padding, addresses, pools, parameters. Numbers are those of docs/findings/scenarios.md."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Bugs that take several ranks, and those of one rank again on two. Numbers are those of docs/scenarios.md."""
+"""Bugs that take several ranks, and those of one rank again on two. Numbers are those of docs/findings/scenarios.md."""
 
 from contextlib import suppress
 from dataclasses import replace
