@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
