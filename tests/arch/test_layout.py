@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-LINES = 500
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = sorted(path.name for path in (ROOT / "backends").iterdir() if path.is_dir())
 SHARED = sorted(f"{path.parent.parent.name}/{path.parent.name}" for path in ROOT.glob("[kt]*s/outrider_*/py.typed"))
@@ -14,18 +13,9 @@ SHARED = sorted(f"{path.parent.parent.name}/{path.parent.name}" for path in ROOT
 IGNORED = re.compile(r"__pycache__|\..*|.*\.egg-info")
 
 
-def too_long(text: str) -> bool:
-    return text.count("\n") > LINES
-
-
 def strangers(folder: Path) -> list[str]:
     """What lies beside the one package: it would become a top-level name for everybody."""
     return sorted(p.name for p in folder.iterdir() if p.name != f"outrider_{folder.name}" and not IGNORED.fullmatch(p.name))
-
-
-def test_files_are_short(source_files):
-    long = [name for name, text in source_files.items() if too_long(text)]
-    assert not long, f"more than {LINES} lines: split them by subject"
 
 
 def bare(root: Path) -> list[str]:
