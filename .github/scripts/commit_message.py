@@ -17,9 +17,7 @@ GENERATED = re.compile(r"^(?:Merge|Revert|fixup!|squash!) ")
 NOT_IMPERATIVE = re.compile(
     r"^(?:\w+(?:ing|ed)|(?!Address|Process|Pass|Express|Compress|Suppress|Focus|Discuss|Cross|Canvas|Bypass|Access)\w+s)$"
 )
-NO_VERB = frozenset(
-    "a an the this that these it what whether where when on in of for with no not new more some all".split(),
-)
+NO_VERB = re.compile(r"^(?:an?|the|th[ei]s[e]?|that|it|wh\w+|on|in|of|for|with|no|not|new|more|some|all)$", re.IGNORECASE)
 IMPERATIVE_ED = frozenset(["Embed", "Feed", "Need", "Seed", "Shed", "Speed", "Bring", "String", "Spring"])
 
 
@@ -35,7 +33,7 @@ def faults(subject: str) -> list[str]:
         found.append("begins without a capital letter")
     if subject.endswith("."):
         found.append("ends with a full stop")
-    if first.lower() in NO_VERB or (first not in IMPERATIVE_ED and NOT_IMPERATIVE.match(first)):
+    if NO_VERB.match(first) or (first not in IMPERATIVE_ED and NOT_IMPERATIVE.match(first)):
         found.append(f"begins with {first!r}; begin with an imperative verb, such as 'Add' or 'Fix'")
     return found
 

@@ -1,7 +1,7 @@
 """Rules of prose that a program can check: openings of docstrings, empty docstrings, discouraged words, long sentences.
 
-Each rule is a function from text to findings. A rule has no list of exceptions: a literal use, such as "behind a proxy", is part
-of the rule itself.
+Each rule is a function from text to findings. A rule has no list of exceptions: it excludes literal uses itself, such as
+"behind a proxy".
 """
 
 from __future__ import annotations
