@@ -139,6 +139,7 @@ def test_the_index_of_records_misses_none(tmp_path):
     assert "another date" in wrong
 
 
+<<<<<<< HEAD
 def uncited(records, pages):
     """Return the names of the records that no text of ``pages`` mentions."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
@@ -179,12 +180,26 @@ def test_the_table_of_rooms_is_complete(site):
     astray = table.replace("| `tools/outrider_trace` |", "| `tools/outrider_tracing` |")
     assert "the table of rooms names tools/outrider_tracing, which isn't there" in counted(astray, ROOT)[1]
     assert "about" not in table_of(site / "architecture.html", "core/outrider/device")
+=======
+def packages():
+    spec = importlib.util.spec_from_file_location("site_packages", ROOT / "docs" / "_site" / "packages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+>>>>>>> front
 
 
-def table_of(page, first):
-    """The text of the row whose first cell is ``first``."""
-    (row,) = re.findall(rf"<tr>\s*<td><code>{first}</code>.*?</tr>", page.read_text(encoding="utf-8"), re.DOTALL)
-    return row
+def test_the_table_of_packages_is_that_of_the_tree():
+    table = packages()
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert table.differences(page) == [], "run: python docs/_site/packages.py"
+    (row,) = re.findall(r"^\| `tools/outrider_trace` .*\n", page, re.MULTILINE)
+    count = table.rows()["tools/outrider_trace"][1]
+    assert table.differences(page.replace(row, "")) == ["tools/outrider_trace has no row"]
+    wrong = re.sub(r"[\d,]+ \|$", f"{count * 2:,} |", row.rstrip("\n")) + "\n"
+    assert table.differences(page.replace(row, wrong)) == [
+        f"tools/outrider_trace: the page says {count * 2:,} lines, the tree has {count:,}"
+    ]
 
 
 def test_pictures_are_small():
