@@ -71,6 +71,7 @@ DRAFTS = {"none": {}, "eagle": {}, "ngram": {}, "draft-model": {}, "eagle tree":
 """The draft model is the target itself: its cache is in fp8 too."""
 
 
+@pytest.mark.sample(1, per="mode")
 @pytest.mark.parametrize(
     ("mode", "draft"),
     [

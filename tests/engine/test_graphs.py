@@ -76,6 +76,7 @@ def test_every_proposer_runs_in_a_bucket_that_isnt_full(name, mode):
     assert [done.token_ids for done in found] == [tiny.plain(prompt, 10) for prompt in prompts]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("more", [{"buckets": (8,)}, {"draft_length": "load"}], ids=["padded", "measured"])
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "draft-model"])
 def test_there_may_be_room_for_more_requests_than_there_are_pages(name, more):

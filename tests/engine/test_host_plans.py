@@ -31,6 +31,7 @@ def _plain_first():
         tiny.plain(prompt, NEW_TOKENS)
 
 
+@pytest.mark.sample(1, per="graphs")
 @pytest.mark.parametrize(
     ("name", "graphs"), [(name, graphs) for i, name in enumerate(PROPOSERS) for graphs in (False, True) if graphs or i % 2]
 )
@@ -42,6 +43,7 @@ def test_the_sanitizer_finds_nothing(name, graphs):
     assert report.clean, str(report)
 
 
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("seeds", [(1, 3), pytest.param(tuple(range(1, 7)), marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
 @pytest.mark.parametrize("name", ["eagle", "eagle-tree", "none"])

@@ -47,6 +47,7 @@ def noted_replays(monkeypatch):
     return found
 
 
+@pytest.mark.sample(1, per="mode")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("speculate", ["eagle", "tree", "none"])
 def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkeypatch):

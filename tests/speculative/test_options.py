@@ -19,6 +19,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sample(1, per="option")
 @pytest.mark.parametrize("name", ["eagle-tree", "ngram-tree", "mtp-tree", "draft-model-tree"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_do_the_same_to_trees(name, option):

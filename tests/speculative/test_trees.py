@@ -241,6 +241,7 @@ def test_trees_accept_more_than_chains():
     assert tree > chain
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize(
     "make",
