@@ -179,7 +179,7 @@ def test_a_fault_costs_time_and_nothing_else(device, expected, guided_tokens, da
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=600, **COMMON)
+@settings(max_examples=200, **COMMON)
 def test_many_faults_cost_time_and_nothing_else(device, expected, guided_tokens, data):
     many = st.tuples(proposers, st.lists(faults, min_size=1, max_size=4), aborts, strategies, st.booleans(), modes, guides)
     recovers(device, expected, *data.draw(many), guided_tokens)

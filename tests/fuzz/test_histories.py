@@ -33,7 +33,7 @@ def histories(name, seeds, **options):
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_sample(name):
-    histories(name, range(6))
+    histories(name, range(2))
 
 
 @pytest.mark.parametrize("count", [pytest.param(400, marks=pytest.mark.slow), pytest.param(2500, marks=pytest.mark.soak)])

@@ -88,8 +88,8 @@ def test_without_the_sanitizer_some_schedules_show_it_by_the_tokens():
     assert not once(Setup("eagle", "staged"), draw(1), strategy="mixed", seed=1, watched=False).error
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("setup", all_setups(), ids=lambda setup: setup.name)
-def test_more_programs_of_every_setup(setup):
-    for number in range(100, 103):
+def test_more_programs_of_every_setup(setup, count):
+    for number in range(100, 100 + count):
         assert prove(setup, number, 5)["failures"] == []
