@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kernels", "hidden"), [("", 0.2), (":kernels=host-plans", 0.6)])
 def test_bench_overlap(outrider, kernels, hidden):
     """What a plan of lengths alone needs is little; one that is made on the host is where the plan stream earns its keep."""

@@ -314,6 +314,7 @@ def test_a_signal_at_the_end_makes_no_second_object(outrider, command, monkeypat
     assert (result.code, result.json) == (0, {"done": True})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_that_a_destructor_drops_is_raised_again(outrider, command, number, code):
     class Dropping:

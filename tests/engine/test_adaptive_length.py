@@ -33,6 +33,7 @@ def test_costs_that_are_never_put_right_are_what_the_times_are_for():
     assert max(gaps) > 0.05
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("groups", [False, True], ids=["serving", "groups"])
 @pytest.mark.parametrize(("batch", "iterations", "worlds"), [(1, 4000, 10), (8, 3000, 8), (64, 1500, 4)])
 def test_a_noisy_host_that_is_slower_than_the_device(batch, iterations, worlds, groups):

@@ -192,6 +192,7 @@ def test_costs_are_measured_for_each_length_and_size(cpu, mode):
         assert result.token_ids == tiny.plain(prompt, 10)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", [{"overlap": False}, {"graphs": True}, {"mode": "fused"}], ids=["alone", "graphs", "fused"])
 def test_acceptance_by_request_changes_no_token(cpu, mode):
     made = engine(cpu, "suffix", draft_length="adaptive", **mode)

@@ -80,6 +80,7 @@ def test_graphs_that_several_kinds_of_batches_share_have_one_plan(prompt_tokens)
         assert [done.token_ids for done in engine.generate(prompts, params)] == wanted
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
 @pytest.mark.parametrize("name", ["eagle", "eagle-tree"])
 def test_a_chain_is_planned_once_and_a_tree_also_along_its_path(name, graphs, monkeypatch):

@@ -66,6 +66,7 @@ def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkey
     assert max(count for _, count in found) > 2
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_every_proposer_takes_padding_in_or_says_that_it_doesnt(name):
     """A wrong draft costs acceptance and no token, so the number of iterations is compared, too."""

@@ -160,6 +160,7 @@ def test_mtp_over_axes(made, tmp_path):
     assert len(axes) == 2
 
 
+@pytest.mark.sample(1, per="branches")
 @pytest.mark.parametrize("branches", [1, 2])
 def test_mtp_over_axes_keeps_every_token(checkpoint, tmp_path, branches):
     write_mtp(tmp_path)
