@@ -27,6 +27,7 @@ def test_the_fixed_length_that_adaptive_is_slowest_beside_counts():
     assert pairs.result(8) == ("fixed 7", 0.99, 0.99, 0.99)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("batch", "most"), [(1, 12), (8, 15), (64, 40)])
 def test_calls_that_adaptive_lengths_add_to_an_iteration(batch, most):
     """Counted, not timed. Thinking in every eighth iteration added 30, 50 and 185."""

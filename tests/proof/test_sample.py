@@ -42,7 +42,7 @@ def test_programs_differ():
     assert len({draw(number) for number in range(600)}) == 600
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("setup", "number"), SAMPLE, ids=lambda value: getattr(value, "name", str(value)))
 def test_a_program_under_some_schedules(setup, number):
     record = prove(setup, number, 2)
@@ -59,6 +59,7 @@ def test_a_program_under_some_schedules(setup, number):
         assert record["verified"] > record["iterations"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("setup", "fence", "half", "consumer", "result"),
     [
