@@ -68,7 +68,7 @@ def test_20_a_rank_that_drafts_another_length_is_named(explorer):
     """Whoever follows drafts as it was told; told something else, it's named before it hangs."""
     error = once(explorer, SPLIT, inject="length")
     assert isinstance(error, RaceError)
-    assert decision_named(error.report) == "drafted"
+    assert decision_named(error.report) == "drafted", str(error)
 
 
 @pytest.mark.sample(1)
