@@ -99,7 +99,8 @@ def test_14_one_buffer_is_padded_and_another_not(sim):
 
         def pad(prefix, **named):
             buffers._layouts = {
-                key: {name: spec for name, spec in layout.items() if name != "verify.slots"} for key, layout in layouts.items()
+                key: {name: spec for name, spec in layout.items() if name != "verify.slots"}
+                for key, layout in layouts.items()
             }
             honest(prefix, **named)
             buffers._layouts = layouts
