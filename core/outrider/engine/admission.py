@@ -92,7 +92,9 @@ class Admission:
         return request
 
     def checked(self, state: RequestState) -> RequestState:
-        """Return ``state`` with expanded placeholders. Raises :class:`RequestError` for a state that the engine cannot serve."""
+        """Return ``state`` with expanded placeholders. Raises :class:`RequestError` for a state that the engine cannot
+        serve.
+        """
         urgency = checked_int(state.priority, "priority")
         if state.params.n > 1:
             raise RequestError(f"n is {state.params.n}; a request that goes from engine to engine is one sample")

@@ -40,8 +40,8 @@ from outrider.model import KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import Proposer
 
 _MIN_DECODING_TO_GATHER, _MAX_GATHERED_TOKENS, _MAX_GATHER_ITERATIONS = 8, 1024, 4
-"""While at least this many requests (and half the rows) decode, new prompts wait for others to share a launch: up to this many
-tokens together, for at most this many iterations.
+"""While at least this many requests (and half the rows) decode, new prompts wait for others to share a launch: up to this
+many tokens together, for at most this many iterations.
 """
 
 _MAX_TRANSFERS = 64

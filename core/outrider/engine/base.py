@@ -93,7 +93,9 @@ class EngineBase:
 
     @property
     def groups(self) -> int:
-        """Number of data-parallel groups of ranks, each with requests, rows and pages of its own; 1 without data parallelism."""
+        """Number of data-parallel groups of ranks, each with requests, rows and pages of its own; 1 without data
+        parallelism.
+        """
         return 1 if self._course is None else self._course.ranks.config.data
 
     @property
@@ -113,7 +115,9 @@ class EngineBase:
 
     @property
     def open_requests(self) -> dict[int, tuple[int, ...]]:
-        """The requests that wait or run, by id, with the output that the host knows. An engine that stopped still has them."""
+        """The requests that wait or run, by id, with the output that the host knows. An engine that stopped still has
+        them.
+        """
         return self._loop.open_requests
 
     # -- inside ----------------------------------------------------------------------------------------------------

@@ -53,7 +53,9 @@ def lengths_for(
 
 
 def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -> bool:
-    """Return True if the draft length follows load. Raises :class:`ConfigError` if the policy was requested and cannot work."""
+    """Return True if the draft length follows load. Raises :class:`ConfigError` if the policy was requested and cannot
+    work.
+    """
     chain = proposer.nodes > 0 and not proposer.is_tree
     if config.draft_length == "load":
         if not chain:
@@ -65,11 +67,11 @@ def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -
                 "others run; leave one of them out"
             )
         return True
-    # Elsewhere an iteration's time is the host's, and its measurement would make outputs that are drawn depend on luck.
+    # On other devices the host determines the time of an iteration, and sampled outputs would depend on a noisy measurement.
     replayed = config.graphs or config.mode == "fused"
-    beside = backend.capabilities.asynchronous and backend.control is None
-    crowd = config.max_requests >= MIN_REQUESTS_SHORTER_DRAFT
-    return config.draft_length is None and chain and replayed and beside and crowd and not config.batch_invariant
+    concurrent = backend.capabilities.asynchronous and backend.control is None
+    many_requests = config.max_requests >= MIN_REQUESTS_SHORTER_DRAFT
+    return config.draft_length is None and chain and replayed and concurrent and many_requests and not config.batch_invariant
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,9 @@ def decide(
 
 
 class _Measurement:
-    """The measurement of iterations over internal requests, whose KV no other request reads. No other iteration is in flight."""
+    """The measurement of iterations over internal requests, whose KV no other request reads. No other iteration is in
+    flight.
+    """
 
     def __init__(self, parts: EngineParts, step: Step) -> None:
         self._parts, self._step = parts, step
@@ -156,7 +160,9 @@ class _Measurement:
         self._land(0)
 
     def _seconds(self, length: int, requests: int, tokens: int) -> float:
-        """Measure an iteration that drafts ``length`` tokens for each request, with the given number of cached tokens each."""
+        """Measure an iteration that drafts ``length`` tokens for each request, with the given number of cached tokens
+        each.
+        """
         parts = self._parts
         with parts.backend.on(parts.streams.forward):
             rows = torch.arange(1, requests + 1, device=parts.backend.device)

@@ -1,6 +1,7 @@
 """The table of fences: every edge that crosses streams, or leads to the host, has a name here.
 
-The backend's SpeculativeSync supplies the mechanism of each fence. These edges need no fence, because one stream orders both ends:
+The backend's SpeculativeSync supplies the mechanism of each fence. These edges need no fence, because one stream orders both
+ends:
 
 - The stash is written and gathered on forward.
 - Every access to KV pages is on forward, so the reuse of a page is ordered.
@@ -8,13 +9,13 @@ The backend's SpeculativeSync supplies the mechanism of each fence. These edges 
 - The plan of an iteration never meets the verify of the iteration before: *shared reads done* follows that verify on forward.
 - A fused iteration unpacks its inputs on forward, after the reads of the iteration before.
 
-The rings of staging, results and lengths, pinned and on the device, need no fence either: the host fills an entry again only after
-it has read the results of the iteration that used the entry, and lengths leave before results. The buffer of masks is safe because
-an iteration with a guided request is launched only if no other iteration is in flight.
+The rings of staging, results and lengths, pinned and on the device, need no fence either: the host fills an entry again only
+after it has read the results of the iteration that used the entry, and lengths leave before results. The buffer of masks is
+safe because an iteration with a guided request is launched only if no other iteration is in flight.
 
-``network`` is not a stream of the engine. Only the host orders a network card: it hands over work and polls for completions between
-two iterations. If a link copies with the backend, the link signals these fences; a real card has completions and notifications
-instead (:mod:`outrider.transports.link`).
+``network`` is not a stream of the engine. Only the host orders a network card: it hands over work and polls for completions
+between two iterations. If a link copies with the backend, the link signals these fences; a real card has completions and
+notifications instead (:mod:`outrider.transports.link`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ FENCES: tuple[FenceSpec, ...] = (
         "forward",
         ("plan", "schedule"),
         Hazard.BOTH,
-        "private copies of lengths and tables, for the plan positions; staged inputs, rows and table entries, against the next "
+        "private copies of lengths and tables, for plan positions; staged inputs, rows and table entries, against the next "
         "staged iteration and against reuse by another request; masks of prompts, against the next masks",
     ),
     FenceSpec(
@@ -153,9 +154,9 @@ FENCES: tuple[FenceSpec, ...] = (
 class FenceSet:
     """The fences of one engine, by name.
 
-    Fences of pinned memory exist once per ring entry. Fences of the network exist once per transfer; ``transfers`` is the number of
-    requests that may be on their way in one direction at a time. ``wrap`` replaces each fence by its return value; tools that
-    prove the fences use it.
+    Fences of pinned memory exist once per ring entry. Fences of the network exist once per transfer; ``transfers`` is the
+    number of requests that may be on their way in one direction at a time. ``wrap`` replaces each fence by its return value;
+    tools that prove the fences use it.
     """
 
     def __init__(

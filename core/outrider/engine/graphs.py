@@ -1,8 +1,8 @@
 """Runners of stages: eager for the exact batch, or captured for buckets of batch sizes and replayed.
 
-A batch uses the graph of the smallest bucket that holds it. The unused rows of the bucket are padding: they read the reserved row 0
-and write to the reserved page 0. Graphs of one stage share a pool, since they never run at the same time. Pools of different stages
-do not alias.
+A batch uses the graph of the smallest bucket that holds it. The unused rows of the bucket are padding: they read the reserved
+row 0 and write to the reserved page 0. Graphs of one stage share a pool, since they never run at the same time. Pools of
+different stages do not alias.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def powers_up_to(most: int, base: int = 2) -> tuple[int, ...]:
 def buckets_up_to(most: int) -> tuple[int, ...]:
     """Return 1, 2, 4, every 8 to 32, every 16 to 96, every 32 to 192, every 64 above, and ``most``.
 
-    A batch of 8 or more requests is padded by at most half. Each graph takes time to capture and holds memory, so there are no
-    more sizes.
+    A batch of 8 or more requests is padded by at most half. Each graph takes time to capture and holds memory, so there are
+    no more sizes.
     """
     steps = (1, 2, 4, *range(8, 32, 8), *range(32, 96, 16), *range(96, 192, 32), *range(192, most, 64))
     return (*(size for size in steps if size < most), most)
@@ -81,7 +81,9 @@ class Runner(ABC):
     def batch(
         self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
     ) -> DecodeBatch:
-        """Return the batch that the stages receive: a bucket that holds ``count`` requests, and features that cover ``features``."""
+        """Return the batch that the stages receive: a bucket that holds ``count`` requests, and features that cover
+        ``features``.
+        """
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
         """Rebind the host parameters of captured stages on ``stream``. A call passes them directly and needs no rebinding."""
@@ -133,9 +135,9 @@ class GraphRunner(Runner):
     """The runner that captures the stages ``which`` for every bucket when it is created, and calls all other stages.
 
     It captures three sets of features: greedy, sampling, and everything. A batch uses the first set that covers its features.
-    ``buckets`` are batch sizes; None selects :func:`buckets_up_to` for greedy batches, powers of two for sampling, and powers of
-    four for everything. ``lengths`` are draft lengths, with all nodes of a tree; shorter drafts are captured for greedy batches of
-    :func:`sizes_of_shorter`. ``capacity`` is the number of tokens that a block table holds.
+    ``buckets`` are batch sizes; None selects :func:`buckets_up_to` for greedy batches, powers of two for sampling, and powers
+    of four for everything. ``lengths`` are draft lengths, with all nodes of a tree; shorter drafts are captured for greedy
+    batches of :func:`sizes_of_shorter`. ``capacity`` is the number of tokens that a block table holds.
     """
 
     def __init__(
@@ -194,14 +196,18 @@ class GraphRunner(Runner):
         self.report = CaptureReport(graphs, self.buckets, held, seconds, tuple(sorted(lengths)))
 
     def bucket(self, count: int, drafted: int | None = None, features: Features | None = None) -> int:
-        """Return the smallest bucket that holds ``count`` requests. The defaults are the longest draft and greedy requests."""
+        """Return the smallest bucket that holds ``count`` requests. The defaults are the longest draft and greedy
+        requests.
+        """
         key = self._most_drafted if drafted is None else drafted, features or Features()
         return next(size for size in self._sizes[key] if size >= count)
 
     def batch(
         self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
     ) -> DecodeBatch:
-        """Return the batch in its smallest bucket. Its bound of cached tokens is the capacity, as the graphs were captured."""
+        """Return the batch in its smallest bucket. Its bound of cached tokens is the capacity, as the graphs were
+        captured.
+        """
         del max_kv
         features = next(kind for _, kind in self._sizes if kind.covers(features))
         bucket = self.bucket(count, drafted, features)
@@ -222,7 +228,9 @@ class GraphRunner(Runner):
                 self._graphs_of(batch)[stage.name].update_params(params, stream=stream)
 
     def run(self, stage: Stage[In, Out], given: In) -> Out:
-        """Replay the stage's graph, or call the stage if it was not captured. Captured attention plans are already up to date."""
+        """Replay the stage's graph, or call the stage if it was not captured. Captured attention plans are already up to
+        date.
+        """
         if not isinstance(stage, Capturable) or stage not in self._which or not _has_work(stage, given.batch.drafted):
             return super().run(stage, given)
         self._graphs_of(given.batch)[stage.name].replay(stage.stream)

@@ -113,7 +113,7 @@ class Lending:
         return expected.group == self._group
 
     def arrived(self, expected: Expected, relay: Mapping[str, Tensor]) -> None:
-        """Queue the request whose pages were written. It decodes as soon as it is scheduled."""
+        """Queue the request whose pages were written. It decodes once it is scheduled."""
         request = self._taken(expected)
         try:
             pinned: Mapping[str, Tensor] = {}

@@ -198,7 +198,9 @@ class Loop:
             self._handle_oldest()
 
     def _handle_oldest(self) -> None:
-        """Wait for the results of the oldest iteration in flight and handle them. Results of finished requests are dropped."""
+        """Wait for the results of the oldest iteration in flight and handle them. Results of finished requests are
+        dropped.
+        """
         ticket = self._in_flight[0]
         outcomes = self._results.redeem(ticket, self._fences.results_copied[ticket.entry])
         self._in_flight.popleft()

@@ -49,7 +49,7 @@ class MovingRequests(EngineBase):
     def take_over(self, handed: HandOver) -> int:
         """Continue a request from another engine of the same model and kind of proposer, and return its id here.
 
-        The request decodes as soon as it is scheduled, without a prefill. Its completion has the whole output; :meth:`step`
+        The request decodes once it is scheduled, without a prefill. Its completion has the whole output; :meth:`step`
         yields only new tokens. State from another backend is copied at once, and the host waits for the copy.
 
         Raises :class:`ConfigError` if the engines do not match, and :class:`RequestError` for a request that the engine
@@ -184,7 +184,9 @@ class MovingRequests(EngineBase):
         return self._lending
 
     def _leaving(self, request_id: int) -> Request:
-        """Return a decoding request without iterations in flight. Raises :class:`RequestError` if there is none with this id."""
+        """Return a decoding request without iterations in flight. Raises :class:`RequestError` if there is none with this
+        id.
+        """
         request = self._requests.get(request_id)
         if request is not None:
             self._loop.settle(request)

@@ -226,7 +226,8 @@ class Prefill:
                 except Exception as error:  # what transformers' tower says of this image
                     if model.ranks is None:
                         raise RequestFailed(chunk.request, error) from error
-                    # The other ranks run this iteration: go on with nothing in its place, and end the request behind it.
+                    # Other ranks run this iteration too: continue with zero features, and end the request after the
+                    # iteration.
                     embeddings[begin:end] = 0
                     self._results.say(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
             begin = end

@@ -95,7 +95,7 @@ class PrefillGraphs:
     def _capture(self, size: int, sampling: bool) -> Graph:
         bucket = PrefillBucket(size, self.sequences)
         with self._backend.on(self._forward):
-            segments = self._intake.stage_nothing(bucket)  # a rehearsal reads what is there
+            segments = self._intake.stage_nothing(bucket)  # warm-up and capture read the current contents
 
         # Products have the shapes of the other graph of this size; choices don't depend on the size.
         known = any(each == size for each, _ in self._graphs) and any(each == sampling for _, each in self._graphs)

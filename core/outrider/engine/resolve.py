@@ -44,7 +44,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the memory that holds the KV cache, in total and free after the weights. ``shared`` is True for host memory."""
+    """Bytes of the memory that holds the KV cache, in total and free after the weights. ``shared`` is True for host
+    memory.
+    """
 
     total: int
     free: int
@@ -53,31 +55,36 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """What is known when an engine is made, its weights being loaded.
-
-    ``dtype``: of the weights. ``context``: the most tokens that model and proposer were made for, ``context_of`` whose limit
-    that is. ``slots``: cache slots behind the cached tokens that an iteration may write. ``token_bytes``: what a token takes
-    in all KV caches, ``cached_bytes`` in the target's, which is in ``cache_dtype`` (None: in ``dtype``).
-    ``prompt_token_bytes`` and ``drafted_token_bytes``: what a forward takes at most for each token of a prompt, and
-    for each one that is verified. ``request_bytes``: what a request takes besides, ``fixed_bytes`` what an engine takes
-    whatever runs. ``memory``: None where nothing is known of it. ``no_fused`` and ``no_graphs``: why that isn't chosen
-    here, empty where it may be.
-    """
+    """The facts by which an engine is configured, after its weights were loaded."""
 
     capabilities: Capabilities
+    """Declarations of the device."""
     step_modes: frozenset[StepMode]
+    """Modes that are correct on the device."""
     dtype: torch.dtype
+    """Dtype of the weights."""
     context: int
+    """Maximum number of tokens that model and proposer support."""
     context_of: str
+    """Name of the component that limits ``context``."""
     slots: int
+    """Cache slots after the cached tokens that an iteration may write."""
     token_bytes: int
+    """Bytes per token in all KV caches."""
     prompt_token_bytes: int = 0
+    """Maximum bytes of a forward pass per prompt token."""
     drafted_token_bytes: int = 0
+    """Maximum bytes of a forward pass per verified token."""
     request_bytes: int = 0
+    """Further bytes per request."""
     fixed_bytes: int = 0
+    """Bytes of the engine that do not depend on its requests."""
     memory: Memory | None = None
+    """Memory of the KV cache; None if it is unknown."""
     no_fused: str = ""
+    """Reason against fused mode; empty if it may be chosen."""
     no_graphs: str = ""
+    """Reason against graphs; empty if they may be chosen."""
     no_overlap_fused: bool = False
     cache_dtype: torch.dtype | None = None
     cached_bytes: int = 0

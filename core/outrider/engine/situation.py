@@ -87,7 +87,9 @@ def memory_of(backend: Backend) -> Memory | None:
 
 
 def _available(otherwise: int) -> int:
-    """Return the bytes of host memory that Linux reports as available without swapping; ``otherwise`` if nothing reports it."""
+    """Return the bytes of host memory that Linux reports as available without swapping; ``otherwise`` if nothing reports
+    it.
+    """
     try:
         lines = _HOST_FIGURES.read_text().splitlines()
     except OSError:

@@ -1,7 +1,8 @@
-"""The stages of a decode iteration on the forward stream: gather, draft, verify, extend, and the whole iteration as one stage.
+"""The stages of a decode iteration on the forward stream: gather, draft, verify, extend, and the whole iteration as one
+stage.
 
-:mod:`outrider.engine.stage_io` has the inputs and outputs of each stage, :mod:`outrider.engine.plan_stages` the stages of the plan
-stream.
+:mod:`outrider.engine.stage_io` has the inputs and outputs of each stage, :mod:`outrider.engine.plan_stages` the stages of the
+plan stream.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
         self._ranks = ranks
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
-        """Return the host parameters of the passes that a draft of this length makes. A device may refuse to rebind others."""
+        """Return the host parameters of the passes that a draft of this length makes. A device may refuse to rebind
+        others.
+        """
         declared = self._proposer.host_lengths_of(drafted) or {} if drafted else {}
         return {name: ahead for name, ahead in declared.items() if not name.startswith("extend")}
 

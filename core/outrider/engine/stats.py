@@ -10,11 +10,12 @@ class EngineStats:
     """Counts since the engine was created.
 
     ``iterations`` counts launched batches, with those of prefill only. ``request_iterations`` counts verifications of single
-    requests, ``verified_tokens`` their tokens, and ``drafted_tokens`` the draft tokens that could have been accepted: those of chains,
-    and the longest paths of trees. ``blocked_s`` is the time in seconds that the host waited at fences for the device.
+    requests, ``verified_tokens`` their tokens, and ``drafted_tokens`` the draft tokens that could have been accepted: those
+    of chains, and the longest paths of trees. ``blocked_s`` is the time in seconds that the host waited at fences for the
+    device.
 
-    ``preemptions`` counts requests that lost their pages and start again. ``prefix_looked_up`` counts context tokens that were looked
-    up in the prefix cache, and ``prefix_hits`` those whose pages were cached.
+    ``preemptions`` counts requests that lost their pages and start again. ``prefix_looked_up`` counts context tokens that
+    were looked up in the prefix cache, and ``prefix_hits`` those whose pages were cached.
     """
 
     iterations: int

@@ -6,22 +6,22 @@
     plan      first part (overlaps the draft) ───────┴─ second part ── plan_ready ────┘ extend plan ───┘
     copy      results of the iteration to the host
 
-This is *staged* mode: each stage is called, or replayed from a graph of its own. In *fused* mode one graph on forward holds all
-stages from gather to stash, and the plan stream has no work. Schedule only uploads, and forward unpacks. So no edge to another
-stream lies between two graphs: an upload arrives while the graph before runs, and results leave while the next graph runs.
-Inputs that equal those of the iteration before are not uploaded again.
+This is *staged* mode: each stage is called, or replayed from a graph of its own. In *fused* mode one graph on forward holds
+all stages from gather to stash, and the plan stream has no work. Schedule only uploads, and forward unpacks. So no edge to
+another stream lies between two graphs: an upload arrives while the graph before runs, and results leave while the next graph
+runs. Inputs that equal those of the iteration before are not uploaded again.
 
-The host does not wait here, with three exceptions: the backend's policy makes the host wait for *published*, a policy needs exact
-lengths on the host, or a request is guided. With a guided request, the stages are called in staged mode, whatever the mode of
-the engine, and these steps lie between draft and verify:
+The host does not wait here, with three exceptions: the backend's policy makes the host wait for *published*, a policy needs
+exact lengths on the host, or a request is guided. With a guided request, the stages are called in staged mode, whatever the
+mode of the engine, and these steps lie between draft and verify:
 
     forward   draft ── draft_outputs_ready ─┐                                        ┌─ join · verify
     copy                draft to the host ──┴─ draft_on_host ─┐                      │
     host                                    walk the grammars ┴─ masks ─┐            │
     schedule                                                     upload ┴ masks_ready ┘
 
-In an iteration without decode, first tokens leave for the host before the draft reads the prompts, unless one graph holds both.
-The records in :mod:`outrider.engine.stage_io` list the inputs and outputs of each stage.
+In an iteration without decode, first tokens leave for the host before the draft reads the prompts, unless one graph holds
+both. The records in :mod:`outrider.engine.stage_io` list the inputs and outputs of each stage.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ from outrider.speculative.seq_lens import HostSeqLens
 class Step:
     """The launcher of iterations: it enqueues each stage on its stream, with every wait and record between them.
 
-    ``runner`` runs the stages; ``called``, an eager runner, runs them if a request is guided. ``masks`` holds the token masks of
-    guided requests. ``prefill_graphs`` replays prompt chunks; None if prefill is always called. ``entries`` is the number of ring
-    entries of staging and results. ``capacity`` is the number of tokens that a block table holds. With ``plans_on_host``, the host
-    plans attention from exact lengths. ``ranks`` are the ranks that share the model; None for one.
+    ``runner`` runs the stages; ``called``, an eager runner, runs them if a request is guided. ``masks`` holds the token masks
+    of guided requests. ``prefill_graphs`` replays prompt chunks; None if prefill is always called. ``entries`` is the number
+    of ring entries of staging and results. ``capacity`` is the number of tokens that a block table holds. With
+    ``plans_on_host``, the host plans attention from exact lengths. ``ranks`` are the ranks that share the model; None for
+    one.
     """
 
     def __init__(
@@ -140,8 +141,8 @@ class Step:
     def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
         """Return the decisions about ``batch`` that all ranks must share.
 
-        ``mode`` is the mode of the decoding part and ``bucket`` its batch bucket. ``prompts`` is the number of tokens of a prefill
-        that a graph replays. Each is None if the batch has no such part.
+        ``mode`` is the mode of the decoding part and ``bucket`` its batch bucket. ``prompts`` is the number of tokens of a
+        prefill that a graph replays. Each is None if the batch has no such part.
         """
         if batch is None:
             return {"prompts": None, "mode": None, "bucket": None}
@@ -159,7 +160,8 @@ class Step:
     def launch(self, batch: Batch) -> Ticket:
         """Enqueue one iteration and return the ticket for its results.
 
-        With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its own.
+        With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its
+        own.
         """
         streams, fences = self._streams, self._fences
         asked, batch = batch, batch.launched
@@ -210,7 +212,9 @@ class Step:
         return self._copy_results_to_host(asked, entry) if ticket is None else ticket
 
     def _copy_results_to_host(self, asked: Batch, entry: int) -> Ticket:
-        """Copy the results into ring ``entry`` on forward, then to the host on copy, so that the next iteration can overlap."""
+        """Copy the results into ring ``entry`` on forward, then to the host on copy, so that the next iteration can
+        overlap.
+        """
         streams, fences = self._streams, self._fences
         self._results.share(asked, streams.forward)
         with self._backend.on(streams.forward):
@@ -229,8 +233,8 @@ class Step:
     def _upload_inputs(self, batch: Batch, packer: Packer, entry: int, *, fused: bool, inputs_unchanged: bool) -> None:
         """Upload the host's decisions on schedule, unless they are unchanged.
 
-        In a staged iteration schedule also unpacks them and resolves the lengths that the last iteration published. In a fused
-        iteration forward does both.
+        In a staged iteration schedule also unpacks them and resolves the lengths that the last iteration published. In a
+        fused iteration forward does both.
         """
         fences, schedule = self._fences, self._streams.schedule
         masks = self._masks if self._walks and any(chunk.request.guidance is not None for chunk in batch.prefill) else None
@@ -298,7 +302,9 @@ class Step:
             fences.params_free.signal(streams.forward)
 
     def _mask(self, batch: Batch, decode: DecodeBatch, draft: Draft, entry: int) -> Tensor:
-        """Return the token masks for each position of the draft. The host waits for the draft and walks each grammar along it."""
+        """Return the token masks for each position of the draft. The host waits for the draft and walks each grammar along
+        it.
+        """
         streams, fences, masks = self._streams, self._fences, self._masks
         if decode.drafted:
             fences.draft_outputs_ready.wait(streams.copy)
@@ -369,5 +375,7 @@ class Step:
         return self._nodes if batch.drafted is None else batch.drafted
 
     def _runner_for(self, features: Features) -> Runner:
-        """Return the eager runner for a batch with a guided request, since graphs have no masks; else the configured runner."""
+        """Return the eager runner for a batch with a guided request, since graphs have no masks; else the configured
+        runner.
+        """
         return self._called if features.guided else self._runner
