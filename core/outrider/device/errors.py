@@ -44,7 +44,7 @@ class ConfigError(OutriderError, ValueError):
 
 
 class BackendError(OutriderError):
-    """Finding, loading or choosing a backend failed."""
+    """A plugin could not be found, loaded or chosen."""
 
 
 class BackendNotFound(BackendError):
@@ -111,19 +111,21 @@ class DeviceLost(DeviceError):
 
 
 class DeviceStuck(DeviceError):
-    """The host waited for a fence longer than it may. The text names the fence, its generation, what was enqueued last on
-    each stream and how far each has come. It counts as lost, since the device may never go on.
+    """The host waited for a fence longer than its time limit.
+
+    The text names the fence, its generation, and for each stream the last enqueued operation and the progress. The device
+    counts as lost, since it may never go on.
     """
 
     device_lost = True
 
 
 class CollectiveError(DeviceError):
-    """A collective failed: a rank of the group died, came too late, or made another call. The group is of no use any more;
-    the device still works.
+    """A collective failed: a rank of the group died, came too late, or made another call.
 
-    ``group`` is its name, ``rank`` this rank's index in it, ``sequence`` and ``kind`` say which call failed: 0 and
-    ``"create_group"`` where there was no group yet.
+    The group can't be used any more; the device still works. ``group`` is the name of the group and ``rank`` this rank's
+    index in the group. ``sequence`` and ``kind`` identify the failed call: 0 and ``"create_group"`` if the group was being
+    created.
     """
 
     def __init__(self, message: str, group: str = "", rank: int = -1, sequence: int = 0, kind: str = "") -> None:
@@ -138,8 +140,10 @@ class CollectiveError(DeviceError):
 
 
 class EngineStopped(OutriderError):
-    """An engine was used after its device was lost or got stuck. ``open_requests``: id → the tokens that the host knows of
-    each request that was waiting or running; another engine can go on with them.
+    """An engine was used after its device was lost or got stuck.
+
+    ``open_requests`` maps the id of each waiting or running request to the tokens that the host has received. Another
+    engine can continue from these tokens.
     """
 
     def __init__(self, message: str, open_requests: Mapping[int, tuple[int, ...]]) -> None:
@@ -148,4 +152,4 @@ class EngineStopped(OutriderError):
 
 
 class DeadlockError(OutriderError):
-    """Nothing that is queued can ever run; the text lists who waits for what."""
+    """The queued operations can never run. The text lists each waiting stream or thread and the fence it waits for."""
