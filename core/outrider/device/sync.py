@@ -41,7 +41,7 @@ class Recompute(StrEnum):
 
 
 class Fence(ABC):
-    """The mechanism behind one named edge.
+    """The mechanism of one named edge between streams, or from a stream to the host.
 
     ``signal`` comes first; a ``wait`` takes the generation that is visible when the wait is enqueued. The engine signals
     each fence of an initially free resource once when it is built, so that no wait is conditional.

@@ -310,13 +310,13 @@ class Step:
             fences.draft_outputs_ready.wait(streams.copy)
             masks.copy_out(draft, entry, streams.copy)
             fences.draft_on_host[entry].signal(streams.copy)
-        behind = masks.behind(batch.decode, decode.drafted, entry, fences.draft_on_host[entry], streams.schedule)
+        token_masks = masks.behind(batch.decode, decode.drafted, entry, fences.draft_on_host[entry], streams.schedule)
         if self._ranks is not None:  # no other rank has walked
             with self._backend.on(streams.forward):
                 self._results.say(GUIDE_LATE, dict.fromkeys(late(batch.decode), ""))
         fences.masks_ready.signal(streams.schedule)
         fences.masks_ready.wait(streams.forward)
-        return behind
+        return token_masks
 
     def _extend(
         self,

@@ -1,8 +1,8 @@
 """The kernels as torch custom operators in the namespace ``outrider``.
 
-A schema declares which operands an operator reads and writes; the sanitizer relies on the schema. :data:`ROW_ACCESS` lists the
-touched rows of operators whose accesses depend on data. The references are registered for every device at
-once; a plugin overrides the method of its KernelSet. It may register its own kernel as an overload of the operator here
+A schema declares which operands an operator reads and writes; the sanitizer relies on the schema. :data:`ROW_ACCESS` lists
+the touched rows of operators whose accesses depend on data. The references are registered for every device at once; a
+plugin overrides the method of its KernelSet. It may register its own kernel as an overload of the operator here
 (``outrider::sample.mine``): an overload whose operands have the same names touches the same rows.
 """
 

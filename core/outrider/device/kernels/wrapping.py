@@ -33,9 +33,10 @@ class WrappedKernels(KernelSet):
     declares its own. A subclass that overrides a kernel over caches must declare ``cache_formats``.
 
     *Calls within* ``inner`` don't reach the subclass: if ``inner.linear_add`` calls ``inner.linear``, an override of
-    ``linear`` isn't called. There are two exceptions. The fused kernels with attention call an override of ``paged_attention``, because
-    that attention may have been planned; ``inner`` computes the other parts. :meth:`verify_checked` and the products with
-    quantised weights at the ends of a stack also call overrides of their parts.
+    ``linear`` isn't called. There are two exceptions. The fused kernels with attention call an override of
+    ``paged_attention``, because that attention may have been planned; ``inner`` computes the other parts.
+    :meth:`verify_checked` and the products with quantised weights at the ends of a stack also call overrides of their
+    parts.
 
     :meth:`batch_invariant` isn't passed on: the default wraps this kernel set with its overrides. :meth:`for_shape` returns
     a wrapper of ``inner.for_shape``.
