@@ -3,29 +3,29 @@
 Every error that Outrider raises on purpose is an :class:`OutriderError`; its text says what happened, where, what was
 expected and what to do. The command line prints that text without a traceback.
 
-    OutriderError
-    ├── ConfigError               a value that can't be used, or an option that doesn't exist (also a ValueError)
-    ├── BackendError              finding, loading or choosing a plugin
-    │   ├── BackendNotFound       no plugin of that name
-    │   ├── BackendLoadError      installed, but can't be loaded or can't run here
-    │   ├── AmbiguousBackend      two equal candidates
-    │   └── PluginContractError   hooks missing, wrong signature, interface version out of range
-    ├── InterfaceError                 the backend interface was used against its rules
-    │   ├── CapabilityError       asked for an ability that the backend doesn't declare
-    │   ├── StreamOrderError      an invalid wait: never recorded, foreign, captured elsewhere
-    │   ├── SynchronousCopyError  an asynchronous copy that the device would make synchronous
-    │   ├── StaleBufferError      a pinned buffer was read after it had been renewed
-    │   └── CaptureError          a capture failed; streams and pools are as they were before
-    ├── DeviceError               the device reported a failure; ``device_lost`` tells the two kinds apart
-    │   ├── OutOfDeviceMemory     recoverable: the device still works
-    │   ├── DeviceFault           recoverable: this operation failed, the device still works
-    │   ├── DeviceLost            sticky: nothing that is queued will finish, and no further call will work
-    │   ├── CollectiveError       recoverable: a rank of a group died, came too late or made another call
-    │   └── DeviceStuck           the host waited for a fence longer than it may; it counts as lost
-    ├── EngineStopped             an engine was used after its device was lost or stuck; lists the requests left open
-    ├── DeadlockError             nothing that is queued can ever run
-    ├── CheckpointError           a checkpoint that is truncated, incomplete, of the wrong shape or unknown
-    └── RequestError              a request that can't be served: empty, too long, unknown id
+    OutriderError:
+    ├── ConfigError               a value that can't be used, or an option that doesn't exist (also a ValueError).
+    ├── BackendError              finding, loading or choosing a plugin.
+    │   ├── BackendNotFound       no plugin of that name.
+    │   ├── BackendLoadError      installed, but can't be loaded or can't run here.
+    │   ├── AmbiguousBackend      two equal candidates.
+    │   └── PluginContractError   hooks missing, wrong signature, interface version out of range.
+    ├── InterfaceError            the backend interface was used against its rules.
+    │   ├── CapabilityError       asked for an ability that the backend doesn't declare.
+    │   ├── StreamOrderError      an invalid wait: never recorded, foreign, captured elsewhere.
+    │   ├── SynchronousCopyError  an asynchronous copy that the device would make synchronous.
+    │   ├── StaleBufferError      a pinned buffer was read after it had been renewed.
+    │   └── CaptureError          a capture failed; streams and pools are as they were before.
+    ├── DeviceError               the device reported a failure; ``device_lost`` tells the two kinds apart.
+    │   ├── OutOfDeviceMemory     recoverable: the device still works.
+    │   ├── DeviceFault           recoverable: this operation failed, the device still works.
+    │   ├── DeviceLost            sticky: nothing that is queued will finish, and no further call will work.
+    │   ├── CollectiveError       recoverable: a rank of a group died, came too late or made another call.
+    │   └── DeviceStuck           the host waited for a fence longer than it may; it counts as lost.
+    ├── EngineStopped             an engine was used after its device was lost or stuck; lists the requests left open.
+    ├── DeadlockError             nothing that is queued can ever run.
+    ├── CheckpointError           a checkpoint that is truncated, incomplete, of the wrong shape or unknown.
+    └── RequestError              a request that can't be served: empty, too long, unknown id.
 
 The last two are about models and requests, not about devices. They are in :mod:`outrider.errors`.
 """
