@@ -204,7 +204,7 @@ def test_synchronize_waits_for_the_latest_generation(lab: Lab) -> None:
     lab.always(program)
 
 
-@promise("Event.synchronize_within", "True once the generation has completed")
+@promise("Event.synchronize_within", "return True if the generation has completed.")
 def test_synchronize_within_waits_like_synchronize(lab: Lab) -> None:
     """With a limit that is far away it orders the host as synchronize does, behind each of several long pieces of work."""
 
@@ -221,7 +221,7 @@ def test_synchronize_within_waits_like_synchronize(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Event.synchronize_within", "False when it hasn't by then")
+@promise("Event.synchronize_within", "After False, the calling thread is ordered after nothing.")
 def test_synchronize_within_gives_up(lab: Lab) -> None:
     """The work takes longer than the host waits. A device without a clock of its own waits for it all the same."""
     (a,) = lab.streams("a")
@@ -236,7 +236,7 @@ def test_synchronize_within_gives_up(lab: Lab) -> None:
     assert event.synchronize_within(0.0), "False for a generation that is over"
 
 
-@promise("Event.query", "Whether the latest generation has completed. Never blocks.")
+@promise("Event.query", "Return True if the latest generation has completed. Never blocks.")
 def test_query_speaks_of_the_latest_generation(lab: Lab) -> None:
     """The first generation is over; True must mean the second."""
 
@@ -291,7 +291,7 @@ def test_records_and_waits_do_not_block_the_host(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Event.query", "Whether the latest generation has completed. Never blocks.")
+@promise("Event.query", "Return True if the latest generation has completed. Never blocks.")
 def test_query_is_false_while_the_work_runs(lab: Lab) -> None:
     """An event behind a long job is seen pending, also when an older generation is over."""
 
@@ -364,7 +364,7 @@ def test_longer_work_measures_longer(lab: Lab) -> None:
     lab.sometimes(program, "a delay never measured longer than nothing, and three delays longer than one")
 
 
-@promise("Fence", "a ``wait`` takes the generation that is visible when it is enqueued.")
+@promise("Fence", "a ``wait`` takes the generation that is visible when the wait is enqueued.")
 def test_the_policys_fences_order_streams_and_the_host(lab: Lab) -> None:
     """Signalled again and again, waited for by a stream and by the host."""
 
@@ -390,7 +390,7 @@ def test_the_policys_fences_order_streams_and_the_host(lab: Lab) -> None:
     lab.always(program)
 
 
-@promise("Fence", "a ``wait`` takes the generation that is visible when it is enqueued.")
+@promise("Fence", "a ``wait`` takes the generation that is visible when the wait is enqueued.")
 def test_fences_serve_every_thread_behind_much_work(lab: Lab) -> None:
     """Signalled and waited for behind thirty operations, by this thread and, where the device runs by itself, by others."""
 
@@ -434,7 +434,7 @@ def test_fences_serve_every_thread_behind_much_work(lab: Lab) -> None:
     lab.always(program)
 
 
-@promise("SpeculativeSync.create_fence", "The mechanism of the fence ``name``; called once per fence and engine.")
+@promise("SpeculativeSync.create_fence", "Create the mechanism of the fence ``name``; called once per fence and engine.")
 def test_two_fences_are_two(lab: Lab) -> None:
     """One is signalled late, the other at once and after it: a wait for the first is for the late one."""
 
@@ -453,7 +453,7 @@ def test_two_fences_are_two(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Fence.done", "Whether the visible generation has completed. Never blocks.")
+@promise("Fence.done", "Return True if the visible generation has completed. Never blocks.")
 def test_a_fence_is_pending_while_the_work_runs(lab: Lab) -> None:
     """Signal and done don't block."""
 

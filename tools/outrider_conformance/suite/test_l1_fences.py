@@ -11,7 +11,7 @@ _ASKED = 4
 
 @promise(
     "Fence.wait_host_within",
-    "Block the calling thread until the visible generation, for at most ``seconds``; whether it came.",
+    "Block the calling thread for at most ``seconds``; return True if the visible generation completed.",
 )
 def test_the_host_waits_for_a_fence_within_a_limit(lab: Lab) -> None:
     """With a limit that is far away it comes; with none, a yes is as good."""
@@ -31,7 +31,7 @@ def test_the_host_waits_for_a_fence_within_a_limit(lab: Lab) -> None:
     lab.always(program)
 
 
-@promise("Fence.done", "Whether the visible generation has completed.")
+@promise("Fence.done", "Return True if the visible generation has completed.")
 def test_a_fence_that_is_done_is_done(lab: Lab) -> None:
     """Asked again and again, it says yes when the work has run, and not before."""
 
@@ -51,7 +51,7 @@ def test_a_fence_that_is_done_is_done(lab: Lab) -> None:
     lab.always(program)
 
 
-@promise("SpeculativeSync.create_fence", "The mechanism of the fence ``name``; called once per fence and engine.")
+@promise("SpeculativeSync.create_fence", "Create the mechanism of the fence ``name``; called once per fence and engine.")
 def test_fences_of_two_engines_are_two(lab: Lab) -> None:
     """They have one name. One is signalled late, the other at once and after it: a wait for the first is for the late one."""
 

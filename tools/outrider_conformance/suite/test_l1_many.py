@@ -21,7 +21,7 @@ _SECONDS = 1.0
 _ROUNDS, _WRITES = 4, 12
 
 
-@promise("Stream.query", "Whether everything enqueued on this stream so far has run.")
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run.")
 def test_queries_are_right_behind_any_number_of_operations(lab: Lab) -> None:
     """Asked after each of more than 512 operations behind one that takes long; the answers stay in order."""
 
@@ -76,7 +76,7 @@ def test_hundreds_of_events_are_all_their_own(lab: Lab) -> None:
     lab.always(program, schedules=2)
 
 
-@promise("Event.query", "Whether the latest generation has completed.")
+@promise("Event.query", "Return True if the latest generation has completed.")
 def test_an_old_generation_stays_over(lab: Lab) -> None:
     """Behind it come more records than half of 16 bits count, or as many as a slow device makes in a second."""
     backend = lab.backend

@@ -44,7 +44,7 @@ def test_memory_figures_are_numbers_of_bytes(backend: Backend) -> None:
 
 
 @needs("host_writes_memory")
-@promise("Capabilities.host_writes_memory", "in memory that host and device share.")
+@promise("Capabilities.host_writes_memory", "Host and device share memory:")
 def test_the_host_writes_device_memory(lab: Lab) -> None:
     """Bytes that another library puts there are what the device reads, and what it writes is there for the host."""
     backend = lab.backend
@@ -116,7 +116,7 @@ def test_what_is_kept_alive_lives_until_the_event(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Backend.release_finished", "Drop every hold whose event has completed; returns how many remain. Never blocks")
+@promise("Backend.release_finished", "Drop every hold whose event has completed; return how many remain. Never blocks;")
 def test_releasing_does_not_block(lab: Lab) -> None:
     """A hold is seen pending."""
 
@@ -131,7 +131,7 @@ def test_releasing_does_not_block(lab: Lab) -> None:
     lab.sometimes(program, "release_finished never left a pending hold: it blocks, or drops what is still needed")
 
 
-@promise("Backend.keep_alive", "The way to hand memory to another stream: the allocator can't reuse it while it's held.")
+@promise("Backend.keep_alive", "Use it to pass memory to another stream: the allocator can't reuse memory that is held.")
 def test_memory_in_use_elsewhere_is_not_reused(lab: Lab) -> None:
     """A tensor dropped by its stream while another reads it late, and many of its size made meanwhile."""
 
@@ -154,7 +154,7 @@ def test_memory_in_use_elsewhere_is_not_reused(lab: Lab) -> None:
     lab.always(program)
 
 
-@promise("Backend.release_finished", "Drop every hold whose event has completed; returns how many remain.")
+@promise("Backend.release_finished", "Drop every hold whose event has completed; return how many remain.")
 def test_each_hold_has_its_own_event(lab: Lab) -> None:
     """Several objects of one hold, and two holds of which one's event is over while the other's is pending."""
 

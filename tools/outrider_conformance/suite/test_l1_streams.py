@@ -70,7 +70,7 @@ def test_the_device_synchronizes_every_stream(lab: Lab) -> None:
     lab.always(program)
 
 
-@promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run. Never blocks.")
 def test_query_is_true_only_when_the_work_is_done(lab: Lab) -> None:
     """A host that polls until True may read."""
 
@@ -87,7 +87,7 @@ def test_query_is_true_only_when_the_work_is_done(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run. Never blocks.")
 def test_query_is_false_while_the_last_operation_runs(lab: Lab) -> None:
     """The queue is empty, and its last operation still runs."""
 
@@ -138,7 +138,7 @@ def test_streams_run_beside_each_other(lab: Lab) -> None:
 
 
 @needs("asynchronous", "concurrent_streams")
-@promise("Backend.create_stream", "A new stream.")
+@promise("Backend.create_stream", "Create a stream.")
 def test_many_streams_are_all_their_own(lab: Lab) -> None:
     """Thirty-four streams, or as many as the backend can make before it says so: while one is busy, none of the others is."""
 
@@ -320,7 +320,7 @@ def test_four_scopes_are_restored(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run. Never blocks.")
 def test_any_thread_may_query(lab: Lab) -> None:
     """A thread that enqueued nothing sees a busy stream busy, and a finished one finished."""
     if lab.backend.control is not None:

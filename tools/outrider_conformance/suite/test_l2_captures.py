@@ -292,7 +292,7 @@ def test_another_thread_may_query_during_a_capture(lab: Lab) -> None:
 
 
 @needs("captures_graphs")
-@promise("Backend.capture", "What is unreachable isn't collected until the capture is over.")
+@promise("Backend.capture", "Garbage collection is off until the capture is over.")
 def test_garbage_isnt_collected_in_a_capture(lab: Lab) -> None:
     """A graph that nobody can reach any more, whose end a driver may take for a fault of the capture that is open."""
 

@@ -29,7 +29,7 @@ def triple(lab: Lab, stream: Stream, name: str = "triple", pool: GraphPool | Non
 
 
 @promise(
-    "Graph.replay", "Enqueue the captured work on ``stream``; returns the replay's generation, counted from 1. Never a no-op."
+    "Graph.replay", "Enqueue the captured work on ``stream``; return the replay's generation, counted from 1. Never a no-op."
 )
 def test_a_replay_does_the_work_again(lab: Lab) -> None:
     """Each replay reads the inputs as they are then."""
@@ -179,7 +179,7 @@ def test_outputs_keep_their_storage(lab: Lab) -> None:
     lab.always(program)
 
 
-@promise("CaptureContext", "``scalars`` are frozen.")
+@promise("CaptureContext.scalars", "Host values that the capture freezes.")
 def test_scalars_are_frozen(lab: Lab) -> None:
     """The caller's dictionary may change afterwards."""
     backend = lab.backend
@@ -218,7 +218,7 @@ def test_a_graph_keeps_its_buffers(lab: Lab) -> None:
     lab.always(program)
 
 
-@promise("Backend.create_graph_pool", "Memory for graphs that never run at the same time.")
+@promise("Backend.create_graph_pool", "Create a memory pool for graphs that never run at the same time.")
 def test_graphs_of_one_pool_take_turns(lab: Lab) -> None:
     """Two graphs share a pool; in turn, each gives its own result."""
 

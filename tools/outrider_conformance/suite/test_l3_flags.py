@@ -33,7 +33,9 @@ def test_a_wait_may_precede_its_set(lab: Lab) -> None:
 
 
 @needs("flags")
-@promise("Flag.set", "Raise the flag after everything enqueued on ``stream`` so far; lost if it's up by then.")
+@promise(
+    "Flag.set", "Raise the flag after everything enqueued on ``stream`` so far. The set is lost if the flag is up by then."
+)
 def test_a_wait_after_the_set_passes(lab: Lab) -> None:
     """The flag stays up: two streams that wait for it pass, and one that comes when they have passed."""
 

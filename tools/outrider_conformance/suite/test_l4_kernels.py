@@ -72,7 +72,7 @@ def test_a_kernel_equals_the_reference(lab: Lab, case: Case, dtype: torch.dtype)
     _compare(case, [tensor.cpu() for tensor in made], _reference(case, dtype), dtype, "eagerly")
 
 
-@promise("KernelSet.every_variant", "What the call returns and writes is what it does outside.")
+@promise("KernelSet.every_variant", "The call returns and writes the same values as outside the scope.")
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_kernel_equals_the_reference_while_every_variant_is_run(lab: Lab, case: Case) -> None:
     """Kernels that an engine warms up compute the same meanwhile."""
@@ -165,7 +165,7 @@ def test_padding_is_finite(lab: Lab) -> None:
     assert out.cpu().isfinite().all(), "attention gives NaN or infinity for padding rows"
 
 
-@promise("KernelSet.plan_attention", "returns the metadata with its plan.")
+@promise("KernelSet.plan_attention", "return the metadata with the plan.")
 def test_planning_keeps_the_batch(lab: Lab) -> None:
     """With or without a plan, attention over the planned metadata is the same."""
     backend = lab.backend

@@ -25,7 +25,7 @@ def _reduced(kit: Kit, dtype: str) -> None:
 
 
 @needs("collectives")
-@promise("Group", "What is reduced has one of the capability's ``dtypes``, int32 or int64")
+@promise("Group", "A reduced tensor has one of the capability's ``dtypes``, int32 or int64;")
 @pytest.mark.parametrize("dtype", [*_FLOATS, "int32", "int64"])
 @pytest.mark.parametrize("reduction", ["sum", "max", "min"])
 def test_reductions(kit: Kit, ranks: RankRunner, dtype: str, reduction: str) -> None:
@@ -35,7 +35,7 @@ def test_reductions(kit: Kit, ranks: RankRunner, dtype: str, reduction: str) -> 
 
 
 @needs("collectives")
-@promise("Group", "what is only moved may have any dtype.")
+@promise("Group", "a tensor that is only moved may have any dtype.")
 @pytest.mark.parametrize("dtype", _ANY)
 def test_moves(ranks: RankRunner, dtype: str) -> None:
     """all_gather, broadcast, all_to_all and messages bring the bytes, in the group's order."""
@@ -54,14 +54,17 @@ def test_every_rank_has_the_same_bits(kit: Kit, ranks: RankRunner, dtype: str) -
 
 
 @needs("collectives")
-@promise("Group.receive", "Fill ``tensor`` with what rank ``source`` sends next to this one")
+@promise(
+    "Group.receive",
+    "Fill ``tensor`` with the next tensor that rank ``source`` sends to this rank, of the same shape and dtype.",
+)
 def test_messages_keep_their_order(ranks: RankRunner) -> None:
     """Several each way."""
     ranks.run(programs.messages)
 
 
 @needs("collectives")
-@promise("Backend.create_group", "``ranks`` are ranks of the world, in the group's order, and ``rank`` is this one's.")
+@promise("Backend.create_group", "``ranks`` are ranks of the world, in the group's order; ``rank`` is the calling rank.")
 def test_groups_do_not_mix(kit: Kit, ranks: RankRunner) -> None:
     """Of some ranks, in another order, twins, one that is alone, and a name used again."""
     count = kit.info.device_count
@@ -82,7 +85,10 @@ def test_the_fused_norm_is_the_sum_and_its_norm(kit: Kit, ranks: RankRunner, dty
 
 
 @needs("collectives", "peer_memory")
-@promise("Group.peer_buffers", "element i lies with rank i. Filled with zeros everywhere.")
+@promise(
+    "Group.peer_buffers",
+    "Return one zero-filled buffer per rank, which every rank can access: element i is memory of rank i's device.",
+)
 def test_ranks_reach_each_others_memory(ranks: RankRunner) -> None:
     """What a rank writes into another's buffer is there."""
     reached = ranks.run(faults.shared_memory)
