@@ -1,7 +1,8 @@
-"""The model layer: decoders and EAGLE heads on a backend's kernels, checkpoint loading, the tokenizer.
+"""The model layer: decoders, draft heads, checkpoint loading and the tokenizer.
 
-Nothing here names a device: tensors live where the backend says, and every computation that a device may do faster goes
-through its KernelSet. It needs the extra ``models``; importing it raises :class:`~outrider.device.ConfigError` without.
+No module of this package names a device. The backend places the tensors, and its KernelSet does every computation that a
+device may accelerate. The package needs the extra ``models``; without it the import raises
+:class:`~outrider.device.ConfigError`.
 """
 
 from outrider.model.extra import require_models

@@ -1,4 +1,4 @@
-"""Cut: what of a checkpoint's tensor is read."""
+"""The slice of a checkpoint's tensor that a rank reads."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """``start`` to ``stop`` (exclusive) of rows, ``dim`` 0, or of columns, ``dim`` 1.
-
-    Of a stack of matrices: rows of the one with the number ``matrix``, or columns of all.
+    """A range ``start`` to ``stop`` (exclusive) of the rows (``dim`` 0) or columns (``dim`` 1) of a matrix or of stacked
+    matrices.
     """
 
     dim: int
     start: int
     stop: int
     matrix: int | None = None
+    """Index of the matrix whose rows are read from a stack. None for a single matrix, or for columns of all matrices."""
 
     def index(self, dimensions: int) -> tuple[slice, ...]:
-        """What is read of a tensor with so many ``dimensions``, which stay."""
-        own = slice(self.start, self.stop)
+        """Return the index of the slice in a tensor with ``dimensions`` dimensions. It keeps all dimensions."""
+        rows_or_columns = slice(self.start, self.stop)
         if self.matrix is not None:
-            return slice(self.matrix, self.matrix + 1), own
-        return (own,) if self.dim == 0 else (*[slice(None)] * (dimensions - 1), own)
+            return slice(self.matrix, self.matrix + 1), rows_or_columns
+        return (rows_or_columns,) if self.dim == 0 else (*[slice(None)] * (dimensions - 1), rows_or_columns)

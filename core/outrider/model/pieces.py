@@ -1,4 +1,4 @@
-"""Piece and Target: a tensor of a checkpoint, and a weight of the model that is stacked from some of them."""
+"""Piece and Target: a tensor of a checkpoint, and a model weight that is stacked from such tensors."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from outrider.model.cuts import Cut
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of the checkpoint: its name, the shape that it must have there, and what is read of it (None: all).
-
-    ``stack``: it's a stack of matrices, read as one: their rows, one behind the other.
-    """
+    """A tensor of the checkpoint that makes up a weight, or part of one."""
 
     key: str
+    """Name in the checkpoint."""
     shape: tuple[int, ...]
+    """Required shape in the checkpoint."""
     cut: Cut | None = None
+    """The slice that is read. None means the whole tensor."""
     stack: bool = False
+    """True if the tensor is a stack of matrices whose rows are read as one matrix."""
 
     @property
     def read_shape(self) -> tuple[int, ...]:
-        """Shape of what is read."""
+        """Shape of the values that are read."""
         shape, cut = list(self.shape), self.cut
         if self.stack:
             shape = [shape[1] if cut is not None and cut.matrix is not None else shape[0] * shape[1], shape[2]]
@@ -32,17 +33,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A weight of the model: its name there, and the pieces that it's stacked from.
-
-    ``padding``: rows of zeros behind them.
-    """
+    """A weight of the model, concatenated from pieces."""
 
     name: str
+    """Name in the model."""
     pieces: tuple[Piece, ...]
+    """Tensors that are concatenated along the rows."""
     padding: int = 0
+    """Number of zero rows after them."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the stacked weight."""
+        """Shape of the concatenated weight, padding included."""
         rows = sum(piece.read_shape[0] for piece in self.pieces) + self.padding
         return (rows, *self.pieces[0].read_shape[1:])

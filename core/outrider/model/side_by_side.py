@@ -1,4 +1,4 @@
-"""States that a head reads together: views of one tensor, in which they lie side by side."""
+"""SideBySide: hidden states that a head reads together, as views of one tensor."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 
 class SideBySide(tuple[Tensor, ...]):
-    """States [T, H] of A layers, which are the columns of ``joined`` [T, A H]: a tuple of A views. A is at least 1.
+    """A tuple of A >= 1 hidden states [T, H] that are the columns of ``joined`` [T, A H].
 
-    A head that multiplies all of them by one weight takes ``joined`` as it is (:func:`side_by_side`), and nothing is copied.
+    A head that multiplies all states by one weight reads ``joined`` (:func:`side_by_side`), without a copy.
     """
 
     joined: Tensor
 
     def __new__(cls, joined: Tensor, size: int) -> SideBySide:
-        """Views of ``size`` columns each, H."""
+        """Split ``joined`` into views of ``size`` columns, H."""
         states = super().__new__(cls, joined.split(size, dim=-1))
         states.joined = joined
         return states
 
 
 def side_by_side(states: tuple[Tensor, ...]) -> Tensor:
-    """``states`` [T, H], A of them, as [T, A H]: the tensor where they lie so, or a copy."""
+    """Return the A ``states`` [T, H] as one tensor [T, A H]: without a copy for a SideBySide, else concatenated."""
     return states.joined if isinstance(states, SideBySide) else torch.cat(states, dim=-1)
