@@ -1,4 +1,4 @@
-"""Muon for the matrices of the layers, AdamW for the rest, one learning-rate factor for both."""
+"""Muon for the matrices of the layers, AdamW for the other parameters, one learning-rate factor for both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Five Newton-Schulz steps towards the nearest orthogonal matrix, for a stack of matrices."""
+    """Run five Newton-Schulz steps towards the nearest orthogonal matrix, for a stack of matrices."""
     x = grad.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -22,7 +22,7 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Optimizer:
-    """Steps a module's parameters; `step(factor)` scales the peak learning rates."""
+    """Optimizes a module's parameters. `step(factor)` scales the peak learning rates."""
 
     def __init__(self, module: nn.Module, muon_lr: float, adam_lr: float, weight_decay: float) -> None:
         groups: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)

@@ -83,12 +83,10 @@ def load_peagle(
     """
     directory = Path(directory)
     file = directory / "config.json"
-    found = check_eagle3(
-        directory, target=target, backend=backend, dtype=dtype, quantized=quantized, extra_weights=_mask_target
-    )
+    found = check_eagle3(directory, target=target, backend=backend, dtype=dtype, quantized=quantized, more=_mask_target)
     mask = _mask_token(file, found.config.vocab_size)
     with placed(backend, dtype) as stream:
-        config, weights, extra_weights = found.weights(target, backend, dtype, stream, progress)
+        config, weights, extra_weights = found.read(target, backend, dtype, stream, progress)
         states = extra_weights[_MASK_STATE].view(1, -1).chunk(len(found.options.layers), dim=-1)
         state = fuse(weights, tuple(each.contiguous() for each in states), config.rms_eps, target.kernels)
         record = PEagleWeights(**{each.name: getattr(weights, each.name) for each in fields(weights)}, mask_state=state[0])
