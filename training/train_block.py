@@ -91,7 +91,7 @@ class Pool:
             self.taps[rows], self.final[rows] = taps.to(self.taps.dtype), final.to(self.final.dtype)
 
     def batch(self, rows: int, blocks: int, width: int) -> tuple[Tensor, ...]:
-        """Return tokens, taps and final states of random rows, random block positions [rows, blocks], and the blocks' widths."""
+        """Return tokens, taps and final states of random rows, random block positions [rows, blocks], and their widths."""
         device = self.stream.device
         picked = torch.randint(len(self.tokens), (rows,), device=device)
         begins = self.begins[picked].unsqueeze(1)
@@ -191,7 +191,7 @@ class Training:
         return block_loss
 
     def measure(self, *, eagle: bool = False, prompts: int = 0) -> dict[str, float]:
-        """Return the mean tokens per verification of the weights as stored, for blocks of the full width and of five tokens."""
+        """Return the mean tokens per verification of the stored weights, for blocks of the full width and of five tokens."""
         head = BlockHead(self.head.shape, self.head.block).to(self.device).eval()
         head.load_state_dict(self.head.state_dict())
         round_to_bfloat16(head)

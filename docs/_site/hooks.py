@@ -1,6 +1,4 @@
-"""What the site's build adds to the pages: a navigation that misses no page, an index that misses no record, the house with
-its lines of code, and the fences drawn from their table.
-"""
+"""Hooks of the site's build: a complete navigation, a complete index of records, the layers, and a drawing of the fences."""
 
 from __future__ import annotations
 
@@ -12,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 FENCES = "<!-- every fence, drawn from the table -->"
-ROOM = re.compile(r"^\| `([\w/]+)` \|", re.MULTILINE)
-ROW = re.compile(r"^\| `([\w/]+)` \|.*\| (about [\d,]+ \|)$", re.MULTILINE)
 PARTS = re.compile(r"```mermaid\n.*?\n```", re.DOTALL)
 ITERATION = "<!-- one iteration as a drawing -->"
 LINK = re.compile(r"\[([^\]\n]*)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
@@ -23,7 +19,7 @@ LANES = ("host", "schedule", "forward", "plan", "copy")
 
 
 def on_config(config: Any) -> Any:
-    """Spell out the folders of the navigation, and find a place for pages that nobody named."""
+    """Spell out the folders of the navigation, and find a place for pages that it does not name."""
     root = Path(config["docs_dir"])
     pages = {path.relative_to(root).as_posix() for path in root.rglob("*.md") if "_site" not in path.parts}
     named: set[str] = set()
@@ -65,7 +61,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def unlisted(folder: Path) -> list[str]:
-    """What is wrong with the index of the records in ``folder``: a text for each record whose line is missing or wrong.
+    """Return the faults of the index of records in ``folder``: a text for each record whose line is missing or wrong.
 
     A record is a page or a table whose name begins with its date. For a page the line that is missing is made from what
     stands at its head.
@@ -122,9 +118,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if page.file.src_uri == "architecture.md":
         # Where the page is read as a file, the same is drawn by mermaid, which the site would fetch from elsewhere.
         markdown = PARTS.sub(lambda _: layers(root.parent), markdown, count=1)
-        markdown, complaints = counted(markdown, root.parent)
-        for complaint in complaints:
-            log.warning("architecture.md: %s", complaint)
     return markdown.replace(FENCES, fences()) if FENCES in markdown else markdown
 
 
@@ -139,33 +132,8 @@ def fences() -> str:
     return drawing([row[:4] for row in rows]) + "\n\n" + "\n".join(lines) + "\n"
 
 
-def counted(markdown: str, root: Path) -> tuple[str, list[str]]:
-    """The table of rooms with today's lines of code in its last column, and what is wrong with the table.
-
-    A row's first cell is a folder of the repository ``root``. Each package that is installed must have a row.
-    """
-    complaints, named = [], []
-
-    def count(match: re.Match[str]) -> str:
-        folder = root / match[1]
-        if not folder.is_dir():
-            complaints.append(f"the table of rooms names {match[1]}, which isn't there")
-            return match[0]
-        named.append(match[1])
-        inner = [root / other for other in ROOM.findall(markdown) if other != match[1] and other.startswith(match[1] + "/")]
-        files = [path for path in folder.rglob("*.py") if not any(path.is_relative_to(other) for other in inner)]
-        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-        return f"{match[0][: match.start(2) - match.start()]}{lines:,} |"
-
-    markdown = ROW.sub(count, markdown)
-    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    packages = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    absent = [p for p in packages if not any(p.startswith(room) or room.startswith(p + "/") for room in named)]
-    return markdown, complaints + [f"the table of rooms has no row for {package}" for package in absent]
-
-
 def layers(root: Path) -> str:
-    """The packages of the import contracts: tools on top, the core's layers, and plugins next to the backend interface."""
+    """Draw the packages by their import contracts: tools on top, the core's layers, plugins at the backend interface."""
     contracts = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
 
     def rows_of(name: str) -> list[list[str]]:

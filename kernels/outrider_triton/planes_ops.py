@@ -29,7 +29,7 @@ def laying(config: MatmulConfig) -> int:
 
 def activates(config: MatmulConfig, m: int) -> bool:
     """Whether a product of ``m`` tokens so cut takes gate and up, and computes SwiGLU itself: with one token that is faster
-    than a kernel between, with more it isn't (docs/evidence/2026-11-27-pieces.md).
+    than a kernel between, with more it isn't (docs/evidence/README.md#2026-11-27-pieces).
     """
     columns, groups = planes_gated.COLUMNS.value, config.warps // 4
     few = config.block_k <= groups * planes_gated.STEPS_AT_MOST.value * columns

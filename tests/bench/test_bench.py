@@ -5,8 +5,8 @@ import torch
 
 from outrider.cli.models import Speculation, load
 from outrider.registry import get_backend
-from outrider_bench.decoding import Iterations, run_batch
-from outrider_bench.device_profile import _of_device
+from outrider_bench.decoding import DecodeIterations, run_batch
+from outrider_bench.device_profile import profile_device
 from outrider_bench.limits import iteration_bytes, measure_bandwidth
 
 
@@ -77,21 +77,21 @@ def test_idle_time_counted_by_hand():
     """Three launches on two streams, one of them a graph of two kernels: between its kernels nothing is idle."""
     event = Ran("matmul", 0, 10, 1), Ran("norm", 14, 20, 1), Ran("copy", 18, 25, 2), Ran("matmul", 45, 50, 3)
     note = Ran("a note", 0, 100, 0, is_user_annotation=True)
-    profile = _of_device([*event, note])
+    profile = profile_device([*event, note])
     assert (profile.window_us, profile.idle_us, profile.gap_us) == (50, 20, 4)
     assert [(k.name, k.calls, k.us) for k in profile.kernels] == [("matmul", 2, 15), ("copy", 1, 7), ("norm", 1, 6)]
     first = profile.by_kernel(2)[0]
     assert first == {"kernel": "matmul", "calls": 1.0, "us": 7.5, "share": 0.3}
-    assert _of_device([note]) is None
+    assert profile_device([note]) is None
     # Without its first launch, which ends at 20 while the second is under way.
-    later = _of_device([*event, note], lead=1 / 3)
+    later = profile_device([*event, note], lead=1 / 3)
     assert (later.window_us, later.idle_us, later.share) == (30, 20, 10 / 28)
     assert [(k.name, k.calls, k.us) for k in later.kernels] == [("copy", 1, 5), ("matmul", 1, 5)]
     # A wait between what is left out and what counts is idle time.
-    assert _of_device([Ran("a", 0, 10, 1), Ran("b", 30, 40, 2)], lead=0.5).idle_us == 20
+    assert profile_device([Ran("a", 0, 10, 1), Ran("b", 30, 40, 2)], lead=0.5).idle_us == 20
     # A copy beside the last graph that is left out: the rest of that graph isn't idle time, nor is the copy.
     ran = [Ran("graph", 0, 50, 1), Ran("copy", 10, 12, 2), Ran("copy", 48, 55, 3), Ran("graph", 60, 100, 4)]
-    beside = _of_device(ran, lead=0.25)
+    beside = profile_device(ran, lead=0.25)
     assert (beside.window_us, beside.idle_us) == (50, 5)
     assert [(each.name, each.us) for each in beside.kernels] == [("graph", 40), ("copy", 5)]
 
@@ -168,7 +168,7 @@ def test_a_batch_that_is_never_whole_is_not_timed():
 
 def test_what_was_not_timed_is_listed_and_the_rest_measured(outrider, monkeypatch):
     def timed(engine, batch, prompt_tokens, new_tokens):
-        return Iterations([], [], 0, 0.0) if batch == 2 else run_batch(engine, batch, prompt_tokens, new_tokens)
+        return DecodeIterations([], [], 0, 0.0) if batch == 2 else run_batch(engine, batch, prompt_tokens, new_tokens)
 
     monkeypatch.setattr("outrider_bench.commands.decode.run_batch", timed)
     few = "bench", "decode", "--backend", "cpu", "--prompt-tokens", "20", "--new-tokens", "16"

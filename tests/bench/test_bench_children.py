@@ -1,4 +1,4 @@
-"""Benchmarks that run in processes of their own: start-up, other engines, sanitizers."""
+"""Child processes of benchmarks, and ``outrider bench startup``, which runs in them."""
 
 import io
 import os
@@ -9,7 +9,6 @@ import pytest
 
 from outrider.registry import Registry
 from outrider_bench.child import ChildFailed, how_it_ended, run_child
-from outrider_bench.commands import sanitizer as bench_sanitizer
 from processes import gone
 
 SMALL = ("--shape", "tiny", "--dtype", "float32")
@@ -59,7 +58,7 @@ def test_a_checkpoint_goes_where_nothing_else_lies(outrider, tmp_path):
     assert "holds a checkpoint of other, not of tiny" in outrider(*arguments, "--shape", "tiny").err
     for text in ("", "{", "[]", '{"shape": "tiny"}', '{"shape": "tiny", "bytes": "many"}'):
         (tmp_path / "written.json").write_text(text)
-        assert "written.json doesn't say which checkpoint lies beside it" in outrider(*arguments, "--shape", "tiny").err
+        assert "written.json doesn't name the checkpoint next to it" in outrider(*arguments, "--shape", "tiny").err
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -102,7 +101,7 @@ def test_a_full_standard_error_takes_no_start_with_it(outrider, monkeypatch):
 def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
     calls = []
 
-    def child(module, work, *, variables, limit_s):
+    def child(function, work, *, variables, limit_s):
         calls.append(variables)
         stages = {"import": 1.0, "compile kernels": 2.0 / len(calls)}
         total = sum(stages.values())
@@ -132,7 +131,6 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
         (("startup", "--shape", "tiny", "--directory", "/proc"), "--directory is '/proc', and no files can be written there"),
         (("startup", "--shape", "tiny", "--directory", "/proc/x"), "--directory is '/proc/x', and no files can be written"),
         (("startup", "--shape", "tiny", "--checkpoint", "/proc/x"), "checkpoint of tiny in /proc/x can't be read or written"),
-        (("sanitizer", "--modes", "quick"), "--modes is 'quick'"),
     ],
 )
 def test_bad_input(outrider, arguments, message):
@@ -144,83 +142,34 @@ def test_bad_input(outrider, arguments, message):
 
 def test_a_child_that_dies_says_how():
     with pytest.raises(ChildFailed, match=r"exit code 1.*No module named 'outrider\.cli\.nothing'|exit code 1.*nothing"):
-        run_child("outrider.cli.nothing", {}, variables={}, limit_s=60)
+        run_child("outrider.cli.nothing:measure", {}, limit_s=60)
 
 
 def test_a_child_that_takes_too_long_is_ended():
     with pytest.raises(ChildFailed, match="within 0.01 s"):
-        run_child("outrider_bench.startup_child", {}, variables={}, limit_s=0.01)
+        run_child("outrider_bench.engine_start:time_start", {}, limit_s=0.01)
 
 
 def test_what_a_child_has_started_ends_with_it(tmp_path):
     """An engine's own processes would hold the device, and the next engine would be measured beside them."""
     (tmp_path / "lingering.py").write_text(
-        "import json, pathlib, subprocess, sys, time\n"
-        "more = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL)\n"
-        "work = json.loads(sys.argv[1])\n"
-        "pathlib.Path(work['file']).write_text(str(more.pid))\n"
-        "time.sleep(work['seconds'])\n"
-        "print('{}')\n"
+        "import pathlib, subprocess, sys, time\n"
+        "def measure(work):\n"
+        "    more = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL)\n"
+        "    pathlib.Path(work['file']).write_text(str(more.pid))\n"
+        "    time.sleep(work['seconds'])\n"
+        "    return {}\n"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
     for seconds, limit_s in ((60, 3), (0, 60)):
         work = {"file": str(tmp_path / "pid"), "seconds": seconds}
         if seconds:
             with pytest.raises(ChildFailed, match="its processes were ended"):
-                run_child("lingering", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
+                run_child("lingering:measure", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
         else:
-            run_child("lingering", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
+            run_child("lingering:measure", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
         pid = int((tmp_path / "pid").read_text())
         assert gone(pid, seconds=10), "a process of the child's still runs"
-
-
-SIZE = {"batch": 1, "new_tokens": 10, "prompt_tokens": 8, "draft_tokens": 2, "backend": "cpu"}
-
-
-@pytest.mark.parametrize("watched", [False, True])
-def test_decoding_is_measured_alone_and_watched(watched):
-    found = bench_sanitizer.measure({**SIZE, "config": bench_sanitizer.MODES["fused"], "watched": watched})
-    assert found["iteration_ms"] > 0
-    assert found["findings"] == []
-    assert (found["operations"] or 0) > 500 if watched else found["operations"] is None
-
-
-@pytest.mark.slow
-def test_sanitizers_are_compared_in_processes_of_their_own(outrider):
-    size = ("--batch", "1", "--new-tokens", "10", "--prompt-tokens", "8", "--draft-tokens", "2")
-    rows = outrider("bench", "sanitizer", "--backend", "cpu", *size, "--json").json["results"]
-    assert [row["mode"] for row in rows] == list(bench_sanitizer.MODES)
-    assert all(row["ours_slowdown"] > 1 and row["torch_ms"] is None for row in rows)
-
-
-def test_torchs_own_sanitizer_runs_under_the_variables_that_the_backend_names(outrider, monkeypatch):
-    def child(module, work, *, variables, limit_s):
-        if variables == {"SOME_SANITIZER": "1"} and work["config"]["mode"] == "fused":
-            raise ChildFailed("it gave up")
-        ms = 6.0 if variables else 2.0 if work["watched"] else 1.0
-        return {"iteration_ms": ms, "operations": 9 if work["watched"] else None, "findings": []}
-
-    info = Registry.info
-    variables = {"SOME_SANITIZER": "1"}
-    monkeypatch.setattr(Registry, "info", lambda self, name: replace(info(self, name), sanitizer_variables=variables))
-    monkeypatch.setattr("outrider_bench.commands.sanitizer.run_child", child)
-    shown = outrider("bench", "sanitizer", "--backend", "cpu", "--modes", "graphs,fused")
-    assert shown.code == 0
-    rows = [line.split() for line in shown.out.splitlines()]
-    assert ["graphs", "1.000", "2.000", "2.0", "0", "6.000", "6.0"] in rows
-    assert ["fused", "1.000", "2.000", "2.0", "0", "n/a"] in rows
-    assert "torch's own, fused: it gave up" in shown.out
-
-
-def test_a_finding_in_the_engine_fails_the_command(outrider, monkeypatch):
-    def child(module, work, *, variables, limit_s):
-        return {"iteration_ms": 1.0 + work["watched"], "operations": 5, "findings": ["a race"] if work["watched"] else []}
-
-    monkeypatch.setattr("outrider_bench.commands.sanitizer.run_child", child)
-    shown = outrider("bench", "sanitizer", "--backend", "cpu", "--modes", "staged")
-    assert shown.code == 1
-    assert "staged: a race" in shown.out
-    assert "none for this backend" in shown.out
 
 
 def test_the_first_error_of_a_child_is_said_besides_its_last_words():

@@ -1,4 +1,4 @@
-"""``outrider bench kernels``, ``bench seam`` and random weights: what they say, and what they refuse."""
+"""``outrider bench kernels`` and random weights: their figures, and the options that they refuse."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from outrider.model.shapes import SHAPES
 from outrider.registry import get_backend
 from outrider.speculative.block import BlockProposer
 from outrider_bench.limits import iteration_bytes
-from outrider_bench.peers.work import checkpoint_config
+from outrider_bench.random_checkpoint import checkpoint_config
 from outrider_bench.random_weights import layers_read, random_decoder, random_dflash
 from outrider_bench.synthetic import with_synthetic_acceptance
 from outrider_proof import tiny
@@ -99,12 +99,6 @@ def test_attention_is_measured_with_its_plan(outrider, monkeypatch):
     assert all(row["us"] > 0 and row["own_us"] > 0 for row in result["results"])
 
 
-def test_a_backend_without_torch_streams_has_nothing_to_compare(outrider):
-    result = outrider("bench", "seam", "--backend", "cpu")
-    assert (result.code, result.out) == (1, "")
-    assert "there is no raw call to compare with" in result.err
-
-
 def test_random_weights(outrider):
     result = outrider(
         *("bench", "decode", "--backend", "cpu", "--shape", "tiny", "--dtype", "float32"),
@@ -116,6 +110,7 @@ def test_random_weights(outrider):
     assert result["results"][0]["acceptance_length"] == pytest.approx(3.0, abs=0.05)
 
 
+@pytest.mark.slow
 def test_random_block_drafter(outrider, tmp_path):
     config = replace(SHAPES["tiny"], num_layers=6, windows=(0,) * 6)
     file = tmp_path / "config.json"
@@ -196,7 +191,7 @@ def test_bad_input(outrider, arguments, message):
         (4.5, 7, 7, 4.5),
     ],
 )
-def test_lengths_by_decree(length, whole, drafted, expected):
+def test_mean_lengths_of_synthetic_acceptance(length, whole, drafted, expected):
     """A chain that is cut short yields less: else a policy of draft lengths would find its last tokens to be for nothing."""
     kernels = with_synthetic_acceptance(KernelSet(), length, whole, context=700)
     batch = 4000
@@ -212,7 +207,7 @@ def test_lengths_by_decree(length, whole, drafted, expected):
         assert tokens[row, count + 1 :].eq(-1).all()
 
 
-def test_acceptance_by_decree_is_two_operations():
+def test_synthetic_acceptance_is_two_operations():
     """They are of the benchmark alone, and of every iteration that it measures."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -236,7 +231,7 @@ def test_acceptance_by_decree_is_two_operations():
         assert torch.equal(mine, other)
     alone = [x[3:4] for x in checked]
     assert kernels.verify_chain(*alone[:2], None, *alone[2:5])[1].shape == (1,)
-    assert len(kernels.verdicts) == 1  # sizes of batches share what was decided
+    assert len(kernels.tables) == 1  # sizes of batches share what was decided
 
 
 def test_kernels_by_name():

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider_bench.child import ChildFailed
+from outrider_bench.child import ChildFailed, open_session
 from outrider_bench.commands import peers
 from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles, token_ids
-from outrider_bench.peers.session import session
-from outrider_bench.peers.work import Work
+from outrider_bench.peers.work import PeerWork
 from outrider_bench.plot import series_svg
 from outrider_bench.synthetic import rates_of_length
 from processes import gone
@@ -71,21 +70,6 @@ class LLM:
         return [Metric(name + "drafts", self.drafts), Metric(name + "draft_tokens", 4 * self.drafts),
                 Metric(name + "accepted_tokens", self.passed)]
 """
-SGLANG = """
-import os, time
-class Engine:
-    def __init__(self, **given):
-        assert given["load_format"] == "dummy" and given["disable_radix_cache"]
-        self.speculative = "speculative_algorithm" in given
-        assert ("SGLANG_SIMULATE_ACC_LEN" in os.environ) == self.speculative
-        if self.speculative:
-            assert os.environ["SGLANG_SIMULATE_ACC_LEN"] == "2.5" and given["speculative_num_draft_tokens"] == 4
-    def generate(self, input_ids, sampling_params):
-        counts = [each["max_new_tokens"] for each in sampling_params]
-        time.sleep(0.002 * max(counts))
-        return [{"meta_info": {"completion_tokens": count - SHORT, "spec_verify_ct": 3}} for count in counts]
-    def shutdown(self): pass
-"""
 
 
 def installed(tmp_path, name, source):
@@ -120,7 +104,7 @@ def interrupted_at_the_second(monkeypatch):
     def opened(module, work, *, variables, limit_s, log):
         yield SimpleNamespace(about={"version": "1", "settings": "set", "start_s": 1.0}, ask=ask)
 
-    monkeypatch.setattr("outrider_bench.commands.peers.session", opened)
+    monkeypatch.setattr("outrider_bench.commands.peers.open_session", opened)
 
 
 INTERRUPTED = ("bench", "peers", "--backend", "cpu", "--engines", "outrider,transformers", "--repeat", "1")
@@ -144,35 +128,33 @@ def test_what_was_measured_before_ctrl_c_is_in_the_json(outrider, monkeypatch):
     assert measured["results"][0]["ratio_to_limit"] == 1.125
 
 
+@pytest.mark.slow
 def test_other_engines_get_the_same_work(child, tmp_path):
     """Stand-ins with the parts of the real ones that are used; they check what they're given."""
     installed(tmp_path, "vllm", VLLM)
-    installed(tmp_path, "sglang", SGLANG.replace("SHORT", "0"))
     kept = tmp_path / "kept"
-    arguments = ("--engines", "vllm,sglang", *WORK, *MIXED, "--repeat", "1", "--keep", str(kept))
+    arguments = ("--engines", "vllm", *WORK, *MIXED, "--repeat", "1", "--keep", str(kept))
     result = child("bench", "peers", "--backend", "cpu", *arguments, path=(tmp_path,)).json
-    assert {"tiny-float32", "vllm-eagle.log", "sglang-none.log"} <= {each.name for each in kept.iterdir()}
+    assert {"tiny-float32", "vllm-eagle.log", "vllm-none.log"} <= {each.name for each in kept.iterdir()}
     assert (kept / "tiny-float32" / "target" / "config.json").is_file()
     found = {(each["engine"], each["speculate"]): each for each in result["engines"]}
-    untimed = "measured in part: times between tokens aren't measured with SGLang"
-    assert {(each["engine"], each["status"]) for each in found.values()} == {("vllm", "measured"), ("sglang", untimed)}
+    assert {(each["engine"], each["status"]) for each in found.values()} == {("vllm", "measured")}
     assert all(each["version"] == "9.9" for each in found.values())
-    for engine, ms in (("vllm", 4), ("sglang", 2)):
-        plain, speculative = found[engine, "none"], found[engine, "eagle"]
-        assert [row["batch"] for row in plain["results"]] == [1, 2]
-        for row in plain["results"]:
-            assert row["iteration_ms"] > 0  # a busy machine makes it anything
-            assert row["tokens_per_s"] == pytest.approx(row["batch"] * 1e3 / row["iteration_ms"])
-        for row in speculative["results"]:
-            # As the engine counted it: 1 + 3/2 tokens a draft here, 10 tokens in 3 verifications there.
-            assert row["acceptance_length"] == pytest.approx({"vllm": 2.5, "sglang": 10 / 3}[engine])
-            in_a_row = row["tokens_per_s"] * row["iteration_ms"] / 1e3
-            assert in_a_row == pytest.approx(row["batch"] * row["acceptance_length"])
-        for each in (plain, speculative):
-            assert [row["prompt_tokens"] for row in each["context"]] == [12]
-            (row,) = each["prefill"]
-            assert row["prompt_tokens"] == 16
-            assert row["first_token_ms"] >= ms  # the stand-in sleeps so long for a token
+    plain, speculative = found["vllm", "none"], found["vllm", "eagle"]
+    assert [row["batch"] for row in plain["results"]] == [1, 2]
+    for row in plain["results"]:
+        assert row["iteration_ms"] > 0  # a busy machine makes it anything
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] * 1e3 / row["iteration_ms"])
+    for row in speculative["results"]:
+        # As the engine counted it: 1 + 3/2 tokens a draft.
+        assert row["acceptance_length"] == pytest.approx(2.5)
+        in_a_row = row["tokens_per_s"] * row["iteration_ms"] / 1e3
+        assert in_a_row == pytest.approx(row["batch"] * row["acceptance_length"])
+    for each in (plain, speculative):
+        assert [row["prompt_tokens"] for row in each["context"]] == [12]
+        (row,) = each["prefill"]
+        assert row["prompt_tokens"] == 16
+        assert row["first_token_ms"] >= 4  # ms: the stand-in sleeps so long for a token
     mixed, seen = found["vllm", "none"]["mixed"], found["vllm", "none"]["latency"]
     tokens = result["mixed"]["output_tokens"]
     assert mixed["tokens_per_s"] == pytest.approx(tokens / mixed["seconds"])
@@ -180,8 +162,8 @@ def test_other_engines_get_the_same_work(child, tmp_path):
 
 
 def test_an_engine_that_does_less_work_has_no_figures(child, tmp_path):
-    installed(tmp_path, "sglang", SGLANG.replace("SHORT", "1"))
-    arguments = ("--engines", "sglang", "--speculate", "none", "--repeat", "1", *WORK)
+    installed(tmp_path, "vllm", VLLM.replace("params[i].count) for i", "params[i].count - 1) for i"))
+    arguments = ("--engines", "vllm", "--speculate", "none", "--repeat", "1", *WORK)
     place = tmp_path / "temporary"
     place.mkdir()
     given = {"path": (tmp_path,), "TMPDIR": str(place)}
@@ -246,11 +228,14 @@ def test_a_session_that_dies_says_how_and_one_that_is_silent_is_ended(tmp_path):
     path = {"PYTHONPATH": str(tmp_path)}
     with (
         pytest.raises(ChildFailed, match="dying ended with exit code 1: no such device"),
-        session("dying", {}, variables=path, limit_s=30),
+        open_session("dying", {}, variables=path, limit_s=30),
     ):
         pass
     began = time.monotonic()
-    with pytest.raises(ChildFailed, match="silent didn't answer within"), session("silent", {}, variables=path, limit_s=0.2):
+    with (
+        pytest.raises(ChildFailed, match="silent didn't answer within"),
+        open_session("silent", {}, variables=path, limit_s=0.2),
+    ):
         pass
     assert time.monotonic() - began < 30
 
@@ -265,7 +250,7 @@ time.sleep(60)
 
 def test_a_session_that_is_late_with_an_answer_is_ended_and_not_waited_for_again(tmp_path):
     (tmp_path / "late.py").write_text(LATE)
-    with session("late", {}, variables={"PYTHONPATH": str(tmp_path)}, limit_s=30) as opened:
+    with open_session("late", {}, variables={"PYTHONPATH": str(tmp_path)}, limit_s=30) as opened:
         with pytest.raises(ChildFailed, match=r"late didn't answer within 0\.1 s; it was ended"):
             opened.ask({}, limit_s=0.1)
         with pytest.raises(ProcessLookupError):
@@ -301,7 +286,7 @@ def test_a_session_leaves_no_directory_behind_however_it_ends(ends, tmp_path, mo
     place.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(place))
     path, work = {"PYTHONPATH": str(tmp_path)}, {"dies": ends == "it dies"}
-    with ENDS[ends](), session("writing", work, variables=path, limit_s=30) as opened:
+    with ENDS[ends](), open_session("writing", work, variables=path, limit_s=30) as opened:
         (scratch,) = place.iterdir()
         assert str(scratch) == opened.about["scratch"]
         assert [each.name for each in scratch.iterdir()] == ["target"]
@@ -312,7 +297,7 @@ def test_a_session_leaves_no_directory_behind_however_it_ends(ends, tmp_path, mo
     assert list(place.iterdir()) == []
 
 
-WORKED = Work(
+WORKED = PeerWork(
     shape="tiny",
     dtype="float32",
     batches=(1, 4),
@@ -345,7 +330,7 @@ def test_a_load_is_drawn_from_its_ranges_and_by_its_seed():
     load = MixedLoad(requests=256, seed=7)
     assert load.lengths == MixedLoad(requests=256, seed=7).lengths != MixedLoad(requests=256, seed=8).lengths
     assert {32 <= prompt <= 1036 and 16 <= output <= 400 for prompt, output in load.lengths} == {True}
-    assert load.described()["prompt_tokens"] == sum(prompt for prompt, _ in load.lengths)
+    assert load.describe()["prompt_tokens"] == sum(prompt for prompt, _ in load.lengths)
 
 
 def test_quantiles():
@@ -394,7 +379,7 @@ def asked(monkeypatch):
 
         yield SimpleNamespace(about={"version": "1", "settings": "set", "start_s": 3.0, "tuned_s": 7.0}, ask=ask)
 
-    monkeypatch.setattr("outrider_bench.commands.peers.session", opened)
+    monkeypatch.setattr("outrider_bench.commands.peers.open_session", opened)
     monkeypatch.setattr("outrider_bench.commands.peers.find_spec", lambda name: name)
     return made
 
@@ -441,7 +426,7 @@ def test_a_plot_that_cannot_be_written_takes_no_measurement_with_it(asked, outri
     def full(path, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("outrider_bench.outputs.write_whole", full)
+    monkeypatch.setattr("outrider_bench.plot.write_whole", full)
     files = ("--plot", str(tmp_path / "x.svg"), "--so-far", str(tmp_path / "x.json"))
     arguments = ("--engines", "outrider", "--speculate", "none", *SEVERAL, "--repeat", "1", *files)
     result = outrider("bench", "peers", "--backend", "cpu", *SMALL, *arguments, "--json")
@@ -451,6 +436,7 @@ def test_a_plot_that_cannot_be_written_takes_no_measurement_with_it(asked, outri
     assert f"--so-far {tmp_path / 'x.json'} wasn't written" in result.err
 
 
+@pytest.mark.slow
 def test_prompts_have_tokens_of_a_small_vocabulary(outrider, tmp_path):
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 64}

@@ -3,16 +3,15 @@
 import asyncio
 import json
 import re
-import sys
 from dataclasses import replace
 
 import pytest
 
 from outrider import Engine
 from outrider.serve.client import EngineGone
-from outrider_bench import served_child
-from outrider_bench.http_load import HttpLoad, ServerFailed, Streamed, run_load, summary
-from outrider_bench.served import run_bare, tokenizer_of
+from outrider_bench import servers
+from outrider_bench.http_load import HttpLoad, ServerFailed, StreamedAnswer, run_load, summarize
+from outrider_bench.random_checkpoint import make_tokenizer
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
 
@@ -94,7 +93,7 @@ def test_a_server_that_isnt_there():
 
 def test_no_prompt_is_known_from_another_request_or_an_earlier_run():
     """A server that keeps prefixes would have read the prompt already."""
-    loads = [each for number in (1, 2) for each in [LOAD.again(clients=128, number=number)]]
+    loads = [each for number in (1, 2) for each in [LOAD.with_clients(128, number=number)]]
     loads += [each.warm_up for each in loads] + [replace(LOAD, clients=128, seed=5)]
     heads = [tuple(each.prompt(client, round_)) for each in loads for client in range(128) for round_ in range(each.rounds)]
     assert len(set(heads)) == len(heads)
@@ -124,9 +123,9 @@ def test_what_was_measured_before_a_failure_is_shown(outrider, monkeypatch):
         if load.clients == 4:
             raise ServerFailed("too many")
         assert load.url == "http://host:1/base"
-        return [Streamed(began=1.0, times=(2.0, 3.0), tokens=(1, 6))]
+        return [StreamedAnswer(began=1.0, times=(2.0, 3.0), tokens=(1, 6))]
 
-    monkeypatch.setattr("outrider_bench.commands.serve._all_clients", measured)
+    monkeypatch.setattr("outrider_bench.commands.serve.run_clients", measured)
     given = ("--url", "http://host:1/base/v1/", "--model", "m", "--concurrency", "2,4,8", "--json")
     result = outrider("bench", "serve", *given)
     assert result.code == 1
@@ -138,10 +137,10 @@ def test_what_was_measured_before_a_failure_is_shown(outrider, monkeypatch):
 
 def test_figures_of_a_load():
     answers = [
-        Streamed(began=10.0, times=(10.5, 11.0, 11.2), tokens=(1, 3, 2)),
-        Streamed(began=10.0, times=(11.0, 12.0), tokens=(1, 4)),
+        StreamedAnswer(began=10.0, times=(10.5, 11.0, 11.2), tokens=(1, 3, 2)),
+        StreamedAnswer(began=10.0, times=(11.0, 12.0), tokens=(1, 4)),
     ]
-    found = summary(answers)
+    found = summarize(answers)
     assert (found["requests"], found["tokens"], found["seconds"]) == (2, 11, 2.0)
     assert found["tokens_per_s"] == 5.5
     assert found["first_token_ms"]["max"] == pytest.approx(1000)
@@ -152,7 +151,7 @@ def test_figures_of_a_load():
 
 def test_the_engine_alone_gets_the_same_load():
     engine = Engine(tiny.target(), tiny.BACKEND, config=plain_config(dtype="float64", max_requests=3, max_context=32))
-    answers = run_bare(engine, LOAD)
+    answers = servers.run_on_engine(engine, LOAD)
     assert [sum(each.tokens) for each in answers] == [7] * 6
     assert not engine.has_unfinished
 
@@ -160,7 +159,7 @@ def test_the_engine_alone_gets_the_same_load():
 def test_every_token_has_a_text():
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(tokenizer_of(5000))
+    tokenizer = Tokenizer.from_str(make_tokenizer(5000))
     assert tokenizer.get_vocab_size() == 5000
     assert len({tokenizer.decode([token]) for token in range(256, 5000)}) == 5000 - 256
 
@@ -174,9 +173,7 @@ def test_a_server_whose_engine_cant_be_made_says_why_alone(monkeypatch, tmp_path
         work.close()
         raise EngineGone("ConfigError: dtype is 'sim'")
 
-    monkeypatch.setattr(sys, "argv", ["served_child", json.dumps(given)])
-    monkeypatch.setattr(served_child, "end_with_parent", lambda: None)
-    monkeypatch.setattr(served_child, "log_to_stderr", lambda form: None)
-    monkeypatch.setattr(served_child, "run_loop", fails)
+    monkeypatch.setattr("outrider.serve.logs.log_to_stderr", lambda form: None)
+    monkeypatch.setattr("outrider.serve.command.run_loop", fails)
     with pytest.raises(SystemExit, match="^ConfigError: dtype is 'sim'$"):
-        served_child.main()
+        servers.serve_random_weights(given)

@@ -11,7 +11,7 @@ from outrider.model import EagleHead, ModelConfig
 from outrider.model.mixture import MixtureLayer
 from outrider.model.shapes import SHAPES
 from outrider_bench.limits import iteration_bytes
-from outrider_bench.peers.work import checkpoint_config
+from outrider_bench.random_checkpoint import checkpoint_config
 from outrider_bench.random_weights import random_decoder, random_eagle
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config

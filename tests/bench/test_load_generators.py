@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider_bench import load_generators
+from outrider_bench import http_load
 from outrider_bench.child import ChildFailed
-from outrider_bench.http_load import HttpLoad, ServerFailed
-from outrider_bench.load_generators import figures, run_vllm_bench, vllm_arguments
+from outrider_bench.http_load import HttpLoad, ServerFailed, read_vllm_figures, run_vllm_bench, vllm_arguments
 
 LOAD = HttpLoad(url="http://127.0.0.1:1", model="measured", clients=4, rounds=3, prompt_tokens=16, new_tokens=8)
 # What vLLM 0.26 saves, as far as it's read.
@@ -42,7 +41,7 @@ def test_the_same_load_is_asked_for():
 
 
 def test_figures_have_the_names_of_our_own():
-    found = figures(SAVED)
+    found = read_vllm_figures(SAVED)
     assert found["first_token_ms"] == {"p50": 150.0, "p95": 195.0, "p99": 199.0}
     assert found["between_outputs_ms"]["p99"] == 399.0
     assert found["a_token_ms"]["p50"] == 250.0
@@ -53,7 +52,7 @@ def test_figures_have_the_names_of_our_own():
 @pytest.mark.parametrize(("failed", "completed"), [(1, 1), (2, 0), (0, 0)])
 def test_a_failed_request_fails_the_run(failed, completed):
     with pytest.raises(ServerFailed, match=f"{failed} of {failed + completed} requests failed: gone"):
-        figures({**SAVED, "failed": failed, "completed": completed, "errors": ["", "gone"]})
+        read_vllm_figures({**SAVED, "failed": failed, "completed": completed, "errors": ["", "gone"]})
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
@@ -63,8 +62,8 @@ def test_without_vllm_it_says_so():
 
 
 def test_a_generator_that_fails(monkeypatch):
-    monkeypatch.setattr(load_generators, "find_spec", lambda name: object())
-    monkeypatch.setattr(load_generators.sys, "executable", "/bin/false")
+    monkeypatch.setattr(http_load, "find_spec", lambda name: object())
+    monkeypatch.setattr(http_load.sys, "executable", "/bin/false")
     with pytest.raises(ChildFailed, match="exit code 1: it said nothing"):
         run_vllm_bench(LOAD, Path(), limit_s=30)
 

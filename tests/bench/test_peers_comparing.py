@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bench.test_bench_peers import WORKED
-from outrider_bench.peers.comparing import Found, compared, expected, over
+from outrider_bench.peers.comparing import EngineRuns, compare_engines, expected_tokens, plot_points
 
 
 def runs(decode, prefill, mixed):
@@ -17,9 +17,9 @@ def runs(decode, prefill, mixed):
 
 
 def test_ratios_are_of_medians_and_above_one_where_this_engine_is_faster():
-    ours = Found(engine="outrider", speculate="none", status="measured", runs=runs((4, 2, 90), (5, 5, 5), (1, 2, 3)))
-    theirs = Found(engine="vllm", speculate="none", status="measured", runs=runs((8, 8, 8), (10, 1, 20), (4, 5, 6)))
-    found = compared([ours, theirs], WORKED)
+    ours = EngineRuns(engine="outrider", speculate="none", status="measured", runs=runs((4, 2, 90), (5, 5, 5), (1, 2, 3)))
+    theirs = EngineRuns(engine="vllm", speculate="none", status="measured", runs=runs((8, 8, 8), (10, 1, 20), (4, 5, 6)))
+    found = compare_engines([ours, theirs], WORKED)
     ratios = {each["phase"]: pytest.approx(each["ratio"]) for each in found["ratios"]}
     assert ratios == {
         "decode": pytest.approx(2.0),
@@ -29,23 +29,23 @@ def test_ratios_are_of_medians_and_above_one_where_this_engine_is_faster():
     }
     case = next(key for key in theirs.runs if key[0] == "decode")
     theirs.failures[case] = "it gave up once"
-    again = compared([ours, theirs], WORKED)
+    again = compare_engines([ours, theirs], WORKED)
     assert again["ratios"] == found["ratios"]  # what ran counts, and what failed is said
     assert again["engines"][1]["status"] == "measured in part: it gave up once"
     del theirs.runs[case]
-    assert {each["phase"] for each in compared([ours, theirs], WORKED)["ratios"]} == {"prefill", "mixed", "context"}
-    assert over([ours], "context") == {"outrider, plain": [(24, 2.0)]}
+    assert {each["phase"] for each in compare_engines([ours, theirs], WORKED)["ratios"]} == {"prefill", "mixed", "context"}
+    assert plot_points([ours], "context") == {"outrider, non-speculative": [(24, 2.0)]}
 
 
 def test_at_equal_acceptance_a_shorter_draft_yields_less():
     """An iteration that drafts one token takes less time than one that drafts two, and has fewer tokens."""
-    assert [expected(drafted, (0.8, 0.5)) for drafted in (0, 1, 1.5, 2)] == pytest.approx([1.0, 1.8, 2.05, 2.3])
+    assert [expected_tokens(drafted, (0.8, 0.5)) for drafted in (0, 1, 1.5, 2)] == pytest.approx([1.0, 1.8, 2.05, 2.3])
 
     def found(engine, ms, drafted, accepted):
         row = {"iteration_ms": ms, "tokens_per_s": accepted / ms, "acceptance_length": accepted, "drafted": drafted}
-        return Found(engine=engine, speculate="eagle", status="measured", runs={("decode", 4): [row]})
+        return EngineRuns(engine=engine, speculate="eagle", status="measured", runs={("decode", 4): [row]})
 
     work = replace(WORKED, rates=(0.8, 0.5))
-    (short,) = compared([found("outrider", 10.0, 1.0, 1.9), found("vllm", 20.0, 2.0, 2.3)], work)["ratios"]
+    (short,) = compare_engines([found("outrider", 10.0, 1.0, 1.9), found("vllm", 20.0, 2.0, 2.3)], work)["ratios"]
     assert short["ratio"] == pytest.approx(1.9 / 2.3 * 2)
     assert short["at_equal_acceptance"] == pytest.approx(1.8 / 2.3 * 2)

@@ -6,7 +6,7 @@ import pytest
 
 from bench.test_bench_peers import WORKED
 from outrider_bench.child import ChildFailed
-from outrider_bench.peers.measuring import Counted, Peer, Runs
+from outrider_bench.peers.measuring import DraftCounts, Peer, PeerRuns
 
 
 class Late(Peer):
@@ -29,8 +29,8 @@ class Late(Peer):
         self.verified += verified
         return list(counts)
 
-    def counted(self):
-        return Counted(self.verified, 3 * self.verified, self.verified)
+    def draft_counts(self):
+        return DraftCounts(self.verified, 3 * self.verified, self.verified)
 
 
 def test_iterations_are_told_from_prefill_and_from_what_is_left_behind_it(monkeypatch):
@@ -46,10 +46,10 @@ def test_iterations_are_told_from_prefill_and_from_what_is_left_behind_it(monkey
     clock = Clock()
     monkeypatch.setattr("outrider_bench.peers.measuring.time", clock)
     peer = Late(clock)
-    found = Runs(peer, replace(WORKED, new_tokens=41, prompt_tokens=8)).run({"phase": "decode", "case": 3})
+    found = PeerRuns(peer, replace(WORKED, new_tokens=41, prompt_tokens=8)).measure({"phase": "decode", "case": 3})
     assert peer.calls[-2:] == [[2] * 3, [41] * 3]
     assert (found["acceptance_length"], found["drafted"]) == (2, 3)
     assert found["iteration_ms"] == pytest.approx(10)
     assert found["tokens_per_s"] == pytest.approx(3 * 2 / 0.01)
     with pytest.raises(ChildFailed, match="2 new tokens took no longer than the first two; ask for more"):
-        Runs(peer, replace(WORKED, new_tokens=2, prompt_tokens=8)).run({"phase": "decode", "case": 3})
+        PeerRuns(peer, replace(WORKED, new_tokens=2, prompt_tokens=8)).measure({"phase": "decode", "case": 3})

@@ -12,9 +12,9 @@ from bench.test_bench_peers import WORKED
 from outrider.device import QuantizedWeight
 from outrider.model.quantization import read_quantization
 from outrider_bench.limits import iteration_bytes
-from outrider_bench.peers.outrider import opened
-from outrider_bench.peers.quantized import compressed_tensors
-from outrider_bench.peers.work import checkpoints
+from outrider_bench.peers.outrider import open_peer
+from outrider_bench.peers.work import checkpoint_configs
+from outrider_bench.random_checkpoint import compressed_tensors
 from outrider_tune.quantized import RANDOM_FORMATS, random_format
 
 
@@ -42,7 +42,7 @@ def test_an_output_head_is_named_where_it_is_quantised_and_left_out_otherwise():
 def test_target_and_draft_have_the_same_config_and_a_directory_of_their_own(tmp_path):
     names = set()
     for quantize, head in ((None, False), ("fp8", False), ("fp8", True)):
-        directories = checkpoints(work(quantize, head), tmp_path)
+        directories = checkpoint_configs(work(quantize, head), tmp_path)
         found = [json.loads((each / "config.json").read_text()).get("quantization_config") for each in directories]
         assert found == [quantize and compressed_tensors(quantize, head=head)] * 2
         names.add(directories[0].parent.name)
@@ -57,6 +57,7 @@ QUANTIZED = ("--engines", "outrider", "--quantize", "fp8", "--lm-head", "--specu
 SHORT = ("--batch", "1", "--prompt-tokens", "8", "--new-tokens", "8")
 
 
+@pytest.mark.slow
 def test_the_record_says_what_is_quantised(outrider):
     result = outrider("bench", "peers", "--backend", "cpu", "--shape", "tiny", *QUANTIZED, *SHORT, "--json").json
     assert (result["quantize"], result["quantize_head"], result["quantized"]) == ("fp8", True, "fp8, output head too")
@@ -66,7 +67,7 @@ def test_the_record_says_what_is_quantised(outrider):
 @pytest.mark.parametrize("head", [True, False])
 def test_this_engine_quantises_target_draft_and_head(head):
     options = {"mode": None, "prefill_chunk": None, "tune_seconds": 0.0}
-    with opened(work("fp8", head), "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
+    with open_peer(work("fp8", head), "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
         target, draft = engine.model.weights, engine.proposer.head.weights
         products = (target.layers[1].qkv, target.layers[1].down, draft.fusion, draft.layers[0].gate_up)
         assert all(isinstance(each, QuantizedWeight) for each in products)
@@ -78,38 +79,38 @@ def test_this_engine_draws_drafts_with_a_copy_of_the_head():
     options, limits = {"mode": None, "prefill_chunk": None, "tune_seconds": 0.0}, {}
     for format in (None, "int8"):
         asked = replace(WORKED, draft_output_head=format)
-        with opened(asked, "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
+        with open_peer(asked, "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
             own, drawn = engine.model.weights.head, engine.proposer.head.target.weights.head
             limits[format] = iteration_bytes(engine, batch=1, context=8)
             assert isinstance(own, torch.Tensor)
-            assert ("drawn with the output head in int8" in peer.settings) is (format is not None)
+            assert ("draft output head in int8" in peer.settings) is (format is not None)
             if format is None:
                 assert drawn is own
             else:
                 assert drawn.format == format
                 assert limits[None] - limits[format] == engine.proposer.depth * (own.nbytes - drawn.nbytes)
     some = replace(WORKED, draft_vocabulary="16")
-    with opened(some, "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
+    with open_peer(some, "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
         own, drawn = engine.model.weights.head, engine.proposer.head.target.weights.head
-        assert "drafts drawn from the tokens of 16" in peer.settings
+        assert "draft tokens out of 16" in peer.settings
         assert torch.equal(drawn, own[:16])
         saved = engine.proposer.depth * (own.nbytes - drawn.nbytes)
         assert limits[None] - iteration_bytes(engine, batch=1, context=8) == saved
-    with opened(replace(WORKED, draft_quantize="fp8"), "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
+    with open_peer(replace(WORKED, draft_quantize="fp8"), "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
         assert "the draft's layers in fp8" in peer.settings
         target, draft = engine.model.weights, engine.proposer.head.weights
         assert not any(
             isinstance(each, QuantizedWeight) for each in (target.head, target.layers[1].qkv, target.layers[1].down)
         )
         assert all(isinstance(each, QuantizedWeight) for each in (draft.fusion, draft.layers[0].gate_up))
-    with opened(replace(WORKED, draft_output_head="int8"), "none", "cpu", options) as peer, closing(peer._engine):
-        assert "drawn" not in peer.settings  # of the runs without drafts
+    with open_peer(replace(WORKED, draft_output_head="int8"), "none", "cpu", options) as peer, closing(peer._engine):
+        assert "draft output head" not in peer.settings  # of the runs without drafts
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--quantize", "fp8"), "--quantize is for outrider and vllm, not for sglang, transformers"),
+        (("--quantize", "fp8"), "--quantize is for outrider and vllm, not for transformers"),
         (("--quantize", "fp3", "--engines", "outrider"), "no random weights in the format 'fp3'"),
         (("--draft-output-head", "fp8", "--engines", "vllm"), "--draft-output-head is for drafts of outrider"),
         (("--draft-output-head", "fp8", "--speculate", "none"), "--draft-output-head is for drafts of outrider"),

@@ -25,7 +25,9 @@ REPORT = {
 
 def test_the_page_is_what_the_records_give(outrider, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert outrider("support", "--check", "docs/support.md").code == 0, "run: outrider support --write docs/support.md"
+    assert outrider("support", "--check", "docs/reference/generated/support.md").code == 0, (
+        "run: outrider support --write docs/reference/generated/support.md"
+    )
     assert "# Support" in outrider("support").out
     assert {r["backend"] for r in outrider("support", "--json").json["records"]} >= {"cpu", "sim", "cuda", "rocm", "npu"}
 
@@ -33,7 +35,7 @@ def test_the_page_is_what_the_records_give(outrider, monkeypatch):
 def test_a_page_that_is_not_up_to_date_is_told(outrider, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     page = tmp_path / "support.md"
-    page.write_text((ROOT / "docs" / "support.md").read_text().replace("simulated", "run"))
+    page.write_text((ROOT / "docs" / "reference" / "generated" / "support.md").read_text().replace("simulated", "run"))
     result = outrider("support", "--check", str(page))
     assert result.code == 1
     assert "isn't what the records give" in result.out

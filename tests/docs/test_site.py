@@ -139,21 +139,55 @@ def test_the_index_of_records_misses_none(tmp_path):
     assert "another date" in wrong
 
 
-def test_the_table_of_rooms_is_complete(site):
-    counted = hooks().counted
-    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert counted(table, ROOT)[1] == []
-    without = re.sub(r"^\| `tools/outrider_trace`.*\n", "", table, flags=re.MULTILINE)
-    assert counted(without, ROOT)[1] == ["the table of rooms has no row for tools/outrider_trace"]
-    astray = table.replace("| `tools/outrider_trace` |", "| `tools/outrider_tracing` |")
-    assert "the table of rooms names tools/outrider_tracing, which isn't there" in counted(astray, ROOT)[1]
-    assert "about" not in table_of(site / "architecture.html", "core/outrider/device")
+def uncited(records, pages):
+    """Return the names of the records that no text of ``pages`` mentions."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    return [record.name for record in records if f"evidence/{record.name}" not in text]
 
 
-def table_of(page, first):
-    """The text of the row whose first cell is ``first``."""
-    (row,) = re.findall(rf"<tr>\s*<td><code>{first}</code>.*?</tr>", page.read_text(encoding="utf-8"), re.DOTALL)
-    return row
+def test_records_with_a_page_are_few_and_each_is_cited(tmp_path):
+    records = sorted((ROOT / "docs" / "evidence").glob("2*.md"))
+    assert len(records) <= 12
+    bundled = ROOT / "core" / "outrider" / "bundled" / "README.md"
+    pages = [page for page in PAGES if page.parent.name != "evidence"] + [ROOT / "README.md", bundled]
+    assert uncited(records, pages) == []
+    (tmp_path / "page.md").write_text("nothing", encoding="utf-8")
+    assert uncited(records[:1], [tmp_path / "page.md"]) == [records[0].name]
+
+
+def test_citations_of_rows_lead_to_a_row():
+    index = (ROOT / "docs" / "evidence" / "README.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r'<a id="([^"]+)"></a>', index))
+    assert len(rows) > 50
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    cited = {
+        (path, match)
+        for path in listed.stdout.split()
+        if (ROOT / path).exists()
+        for match in re.findall(r"evidence/README\.md#(20[\d-]+-[\w-]+)", (ROOT / path).read_text(encoding="utf-8"))
+    }
+    assert len(cited) > 10
+    assert {(path, row) for path, row in cited if row not in rows} == set()
+
+
+def packages():
+    spec = importlib.util.spec_from_file_location("site_packages", ROOT / "docs" / "_site" / "packages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_packages_is_that_of_the_tree():
+    table = packages()
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert table.differences(page) == [], "run: python docs/_site/packages.py"
+    (row,) = re.findall(r"^\| `tools/outrider_trace` .*\n", page, re.MULTILINE)
+    count = table.rows()["tools/outrider_trace"][1]
+    assert table.differences(page.replace(row, "")) == ["tools/outrider_trace has no row"]
+    wrong = re.sub(r"[\d,]+ \|$", f"{count * 2:,} |", row.rstrip("\n")) + "\n"
+    assert table.differences(page.replace(row, wrong)) == [
+        f"tools/outrider_trace: the page says {count * 2:,} lines, the tree has {count:,}"
+    ]
 
 
 def test_pictures_are_small():

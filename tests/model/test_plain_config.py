@@ -13,7 +13,7 @@ from outrider.model import ModelConfig, checkpoint_config
 from outrider.model.config_fields import config_fields
 from outrider.model.plain_config import plain_config
 from outrider.model.shapes import SHAPES, shape_config
-from outrider_bench.peers.work import checkpoint_config as written
+from outrider_bench.random_checkpoint import checkpoint_config as written
 
 LLAMA = LLAMA_2 | {"rope_theta": 10000.0}
 QWEN_25 = QWEN_25_YARN | {"rope_scaling": None}

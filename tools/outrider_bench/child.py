@@ -1,57 +1,75 @@
-"""Measurements in a process of their own: what one engine does to memory, caches and libraries doesn't reach the next."""
+"""Child processes of benchmarks: what one engine does to memory, caches and libraries doesn't reach the next engine.
+
+``python -m outrider_bench.child MODULE:FUNCTION JSON`` calls one function and prints its result (:func:`run_child`).
+``python -m MODULE JSON`` keeps an engine that answers one request after another (:func:`open_session`).
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import select
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
 from typing import IO, Any
 
 from outrider.device.errors import OutriderError
-from outrider.registry.children import end_with_parent, started
-from outrider_bench.environment import with_variables
+from outrider.registry.children import end_with_parent, kill_session, started
+from outrider_sanitizer.files import scratch_directory
 
-_LINES = 6
-_LONGEST = 400
+_LAST_LINES = 6
+_MAX_ERROR_CHARACTERS = 400
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): ?\S.*")
 
 
 class ChildFailed(OutriderError):
-    """A child process ended without a result; the message says how."""
+    """Raised if a child process ends without a result; the message says how it ended."""
 
 
-def how_it_ended(name: str, code: int | None, told: Sequence[str]) -> str:
-    """That ``name`` ended with ``code``, and what it said last, of the lines ``told``.
+def how_it_ended(name: str, code: int | None, lines: Sequence[str]) -> str:
+    """Return a message: the process ``name`` ended with ``code``, and the last of the ``lines`` that it printed.
 
-    The first error that it named earlier goes before that: an engine's process often says of another one that it failed,
-    and only that one said why.
+    The first error among the earlier lines comes first: an engine's process often reports only that another one failed.
     """
-    last = " | ".join(line.strip() for line in told[-_LINES:])
-    first = next(filter(None, map(_ERROR.search, told[:-_LINES])), None)
-    why = "" if first is None or first[0].strip() in last else f"{first[0].strip()[:_LONGEST]} | ... | "
-    return f"{name} ended with exit code {code}: {why}{last or 'it said nothing'}"
+    last = " | ".join(line.strip() for line in lines[-_LAST_LINES:])
+    first = next(filter(None, map(_ERROR.search, lines[:-_LAST_LINES])), None)
+    cause = "" if first is None or first[0].strip() in last else f"{first[0].strip()[:_MAX_ERROR_CHARACTERS]} | ... | "
+    return f"{name} ended with exit code {code}: {cause}{last or 'it said nothing'}"
 
 
-def run_child(module: str, work: Mapping[str, object], *, variables: Mapping[str, str], limit_s: float) -> dict[str, Any]:
-    """Run ``python -m module`` on ``work`` and return what it hands back. Raises :class:`ChildFailed`.
+def printed_lines(file: IO[bytes]) -> list[str]:
+    """Return the lines that a process wrote to ``file``."""
+    file.seek(0)
+    return file.read().decode(errors="replace").strip().splitlines()
 
-    ``work`` reaches it as JSON, with ``started``: the time of the call, in seconds since the epoch. Whatever processes it
-    has started are ended with it, so that they don't hold the device when the next one is measured.
+
+def run_child(
+    function: str, work: Mapping[str, object], *, variables: Mapping[str, str] | None = None, limit_s: float
+) -> dict[str, Any]:
+    """Call ``function`` (``MODULE:FUNCTION``) with ``work`` and ``started`` in a new process, and return its result.
+
+    ``started`` is the wall-clock time of the start in seconds. ``variables`` extend the environment. The processes that the
+    child has started end with the child, so that the device is free for the next measurement. Raises :class:`ChildFailed`
+    if the child fails or takes longer than ``limit_s`` seconds.
     """
     given = json.dumps({**work, "started": time.time()})
-    command = [sys.executable, "-m", module, given]
-    # Into files: what the child leaves running would keep pipes open.
+    command = [sys.executable, "-m", __name__, function, given]
+    # Files, not pipes: processes that outlive the child would keep pipes open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        with started(command, environment=with_variables(variables), stdout=out, stderr=err) as child:
+        environment = {**os.environ, **(variables or {})}
+        with started(command, environment=environment, stdout=out, stderr=err) as child:
             try:
                 child.wait(timeout=limit_s)
             except subprocess.TimeoutExpired:
-                raise ChildFailed(f"{module} wasn't done within {limit_s:g} s; its processes were ended") from None
-        lines, told = _lines(out), _lines(err)
+                raise ChildFailed(f"{function} wasn't done within {limit_s:g} s; its processes were ended") from None
+        lines, errors = printed_lines(out), printed_lines(err)
     try:
         found = json.loads(lines[-1]) if lines else None
     except ValueError:
@@ -59,20 +77,97 @@ def run_child(module: str, work: Mapping[str, object], *, variables: Mapping[str
     if isinstance(found, dict) and "failed" in found:
         raise ChildFailed(str(found["failed"]))
     if child.returncode or not isinstance(found, dict):
-        raise ChildFailed(how_it_ended(module, child.returncode, told))
+        raise ChildFailed(how_it_ended(function, child.returncode, errors))
     return found
 
 
-def _lines(file: IO[bytes]) -> list[str]:
-    file.seek(0)
-    return file.read().decode(errors="replace").strip().splitlines()
-
-
-def answer(work: Callable[[Mapping[str, Any]], Mapping[str, object]]) -> None:
-    """What such a child calls: one JSON object on the last line of standard output, also where it fails as it may."""
+def main() -> None:
+    """Call the function that the command line names; print its result as the last line, as JSON."""
     end_with_parent()
+    module, _, function = sys.argv[1].partition(":")
     try:
-        found = work(json.loads(sys.argv[1]))
+        found = getattr(import_module(module), function)(json.loads(sys.argv[2]))
     except OutriderError as error:
         found = {"failed": str(error)}
     print("\n" + json.dumps(found), flush=True)
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+class ChildSession:
+    """A child process that answers requests, one JSON line each. Between two answers the child does nothing."""
+
+    def __init__(self, module: str, child: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
+        self.module = module
+        self.about: Mapping[str, Any] = {}
+        self._child = child
+        self._errors = errors
+        self._buffer = b""
+
+    def ask(self, request: Mapping[str, object], *, limit_s: float) -> dict[str, Any]:
+        """Send a request and return the answer. Raises :class:`ChildFailed` if the run or the child fails."""
+        assert self._child.stdin is not None
+        if self._child.poll() is not None:
+            self._fail()
+        try:
+            self._child.stdin.write(json.dumps(request).encode() + b"\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            self._fail()
+        return self.answer(limit_s=limit_s)
+
+    def answer(self, *, limit_s: float) -> dict[str, Any]:
+        """Return the child's next line. Raises :class:`ChildFailed` if none comes within ``limit_s`` seconds."""
+        assert self._child.stdout is not None
+        deadline = time.monotonic() + limit_s
+        file = self._child.stdout.fileno()
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([file], [], [], left)[0]:
+                # A late answer would be taken for that of the next run, and the other engines need the device.
+                kill_session(self._child)
+                self._child.wait()
+                raise ChildFailed(f"{self.module} didn't answer within {limit_s:g} s; it was ended")
+            more = os.read(file, 1 << 16)
+            if not more:
+                self._fail()
+            self._buffer += more
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        if "failed" in found:
+            raise ChildFailed(str(found["failed"]))
+        return found
+
+    def _fail(self) -> None:
+        code = self._child.wait()
+        raise ChildFailed(how_it_ended(self.module, code, printed_lines(self._errors)))
+
+
+@contextmanager
+def open_session(
+    module: str, work: Mapping[str, object], *, variables: Mapping[str, str], limit_s: float, log: Path | None = None
+) -> Generator[ChildSession]:
+    """Start ``python -m module`` and wait until its engine is ready; on exit end it and the processes that it started.
+
+    The child gets ``work`` and ``scratch``, a directory that is removed on exit. ``log`` is a file for the child's output.
+    Raises :class:`ChildFailed`.
+    """
+    with (
+        scratch_directory("outrider-peers-") as scratch,
+        tempfile.TemporaryFile() if log is None else log.open("w+b") as errors,
+        started(
+            [sys.executable, "-m", module, json.dumps({**work, "scratch": str(scratch)})],
+            environment={**os.environ, **variables},
+            stderr=errors,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as child,
+    ):
+        session = ChildSession(module, child, errors)
+        session.about = session.answer(limit_s=limit_s)
+        yield session
+
+
+if __name__ == "__main__":
+    main()

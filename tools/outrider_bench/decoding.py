@@ -1,4 +1,4 @@
-"""A batch that decodes, for measurements: its prompts, the time of its iterations, and what its device did meanwhile."""
+"""A batch that decodes, for measurements: its prompts, the times of its iterations, and the profile of its device."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider_bench.device_profile import DeviceProfile
 
-_PROFILED = 12
+_PROFILED_ITERATIONS = 12
 _PROFILE_WARM_UP = 2
 _PROFILE_LEAD = 2
-"""Iterations that are profiled and left out: the host isn't ahead of the device yet, which waits for it."""
+"""Profiled iterations that are left out, because the device still waits for the host."""
 
 
 @dataclass(frozen=True, slots=True)
-class Iterations:
-    """The iterations in which every request of a batch decodes.
-
-    ``seconds`` of each on the host, results read back included; ``host_seconds``: of that, those in which the host wasn't
-    blocked waiting for the device. ``tokens``: what all of them gave. ``context``: the requests' mean context in tokens.
-    """
+class DecodeIterations:
+    """The iterations in which every request of a batch decodes."""
 
     seconds: list[float]
+    """Host time of each iteration, with reading results back."""
     host_seconds: list[float]
+    """Part of ``seconds`` in which the host wasn't blocked by the device."""
     tokens: int
+    """Tokens of all iterations."""
     context: float
+    """Mean context of the requests in tokens."""
 
 
-def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> Iterations:
-    """Decode ``batch`` requests to their ends, timing the iterations in which all of them decode: behind the last prompt and
-    before the first end. None are where the first request ends before the last prompt does.
+def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> DecodeIterations:
+    """Decode ``batch`` requests to their ends and return the iterations in which all of them decode.
+
+    These follow the last prompt and precede the first end. There are none if the first request ends before the last prompt.
     """
     from outrider.engine.requests.sampling import SamplingParams
 
@@ -45,7 +46,7 @@ def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -
     seconds: list[float] = []
     host_seconds: list[float] = []
     contexts: list[float] = []
-    counted, none_ended = 0, True
+    tokens, none_ended = 0, True
     while engine.has_unfinished:
         decoding = len(started) == batch
         context = sum(lengths.values()) / batch
@@ -61,12 +62,12 @@ def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -
             seconds.append(elapsed)
             host_seconds.append(elapsed - (engine.stats.blocked_s - blocked))
             contexts.append(context)
-            counted += sum(len(output.tokens) for output in outputs)
-    return Iterations(seconds, host_seconds, counted, statistics.fmean(contexts) if contexts else 0.0)
+            tokens += sum(len(output.tokens) for output in outputs)
+    return DecodeIterations(seconds, host_seconds, tokens, statistics.fmean(contexts) if contexts else 0.0)
 
 
-def too_few(new_tokens: int, batch: int, prompt_tokens: int) -> str:
-    """The message where :func:`run_batch` timed nothing."""
+def too_few_tokens(new_tokens: int, batch: int, prompt_tokens: int) -> str:
+    """Return the message for a batch of which :func:`run_batch` timed no iteration."""
     return (
         f"--new-tokens {new_tokens} is too few for batch {batch} with prompts of {prompt_tokens}: no iteration had the whole "
         "batch decoding"
@@ -74,48 +75,48 @@ def too_few(new_tokens: int, batch: int, prompt_tokens: int) -> str:
 
 
 def profile_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[DeviceProfile, float] | None:
-    """What the device did over a few iterations of such a batch, and how many those were; None where it can't say.
+    """Return the profile of a few iterations of a batch, and their number; None if the device has no profile.
 
-    They are decoded apart from timed ones, since observing slows them down; as many as ``new_tokens`` leave room for. None
-    too where a request ends before all of them have been decoded.
+    These iterations aren't timed, since observing slows them down. ``new_tokens`` limits their number. The result is None too
+    if a request ends before all iterations have run.
     """
-    from outrider_bench.device_profile import of_timeline, profiled
+    from outrider_bench.device_profile import profile_timeline, profiled
     from outrider_trace.timeline import record
 
     growth = engine.proposer.depth + 1
     most = (new_tokens - 2) // growth
     warm_up = max(0, min(_PROFILE_WARM_UP, most - 1))
     traced = engine.backend.control is None
-    beside = traced and engine.backend.capabilities.asynchronous
-    lead = max(0, min(_PROFILE_LEAD, most - warm_up - 1)) if beside else 0
-    count = min(_PROFILED, most - warm_up - lead)
+    asynchronous = traced and engine.backend.capabilities.asynchronous
+    lead = max(0, min(_PROFILE_LEAD, most - warm_up - 1)) if asynchronous else 0
+    count = min(_PROFILED_ITERATIONS, most - warm_up - lead)
     if count < 1:
         return None
     if traced:
-        decoding = _Decoding(engine, batch, prompt_tokens, new_tokens)
+        decoding = _DecodingBatch(engine, batch, prompt_tokens, new_tokens)
         profile = profiled(
             engine.backend,
-            lambda: decoding.steps(lead + count),
-            warm_up=lambda: decoding.steps(warm_up),
+            lambda: decoding.run_iterations(lead + count),
+            warm_up=lambda: decoding.run_iterations(warm_up),
             lead=lead / (lead + count),
         )
-        whole = decoding.whole
-        decoding.end()
+        whole = decoding.is_whole
+        decoding.abort_requests()
         return (profile, profile.share * (lead + count)) if profile is not None and whole else None
-    # What a graph holds is known by name only where its capture was watched.
+    # The operations of a graph have names only if its capture was observed.
     with record(engine.backend) as timeline:
-        decoding = _Decoding(_again(engine), batch, prompt_tokens, new_tokens)
-        decoding.steps(warm_up)
+        decoding = _DecodingBatch(_copy_engine(engine), batch, prompt_tokens, new_tokens)
+        decoding.run_iterations(warm_up)
         begin = timeline.end
-        decoding.steps(count)
-        end, whole = timeline.end, decoding.whole
-        decoding.end()
-    profile = of_timeline(timeline.between(begin, end))
+        decoding.run_iterations(count)
+        end, whole = timeline.end, decoding.is_whole
+        decoding.abort_requests()
+    profile = profile_timeline(timeline.between(begin, end))
     return (profile, count) if profile is not None and whole else None
 
 
-class _Decoding:
-    """A batch past its prompts that can be stepped."""
+class _DecodingBatch:
+    """A batch whose requests all decode."""
 
     def __init__(self, engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> None:
         from outrider.engine.requests.sampling import SamplingParams
@@ -129,18 +130,18 @@ class _Decoding:
         engine.drain()
 
     @property
-    def whole(self) -> bool:
-        """Whether every request still decodes."""
+    def is_whole(self) -> bool:
+        """True while every request decodes."""
         return all(request in self._engine.open_requests for request in self._ids)
 
-    def steps(self, count: int) -> None:
-        """Run so many iterations to their ends."""
+    def run_iterations(self, count: int) -> None:
+        """Run ``count`` iterations to their ends."""
         for _ in range(count):
             self._engine.step()
         self._engine.drain()
 
-    def end(self) -> None:
-        """Abort the requests."""
+    def abort_requests(self) -> None:
+        """Abort the requests and run the engine until it is idle."""
         for request in self._ids:
             if request in self._engine.open_requests:
                 self._engine.abort(request)
@@ -148,8 +149,8 @@ class _Decoding:
             self._engine.step()
 
 
-def _again(engine: Engine) -> Engine:
-    """An engine of the same parts, which takes the draft's caches over."""
+def _copy_engine(engine: Engine) -> Engine:
+    """Return an engine with the same model and proposer; it takes over the draft's caches."""
     from outrider.engine.engine import Engine
 
     tokenizer = engine.tokenizer if engine.has_tokenizer else None
@@ -157,9 +158,9 @@ def _again(engine: Engine) -> Engine:
 
 
 def prompts_for(engine: Engine, batch: int, prompt_tokens: int) -> list[list[int]]:
-    """Different parts of real text: for text unlike its training data a model accepts few drafts.
+    """Return prompts from different parts of a source file, as in the training data of the bundled model.
 
-    An engine without a tokenizer has random weights, to which every token is alike.
+    An engine without a tokenizer has random weights and gets arbitrary token ids.
     """
     if not engine.has_tokenizer:
         vocabulary = engine.model.config.vocab_size

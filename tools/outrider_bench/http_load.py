@@ -1,68 +1,82 @@
-"""Load on a server of OpenAI's API: so many clients, each of which sends its next request once it has the last one's end.
+"""Load on a server of OpenAI's API: a fixed number of clients, each of which sends its next request after its last answer.
 
-Two servers are measured alike: by streams over HTTP, read with as little as that takes. It runs as processes of their own
-(:mod:`outrider_bench.http_load_child`), so that what measures doesn't slow down what is measured.
+The project's own load and vLLM's ``bench serve`` are available. Both run in processes of their own, so that measuring
+doesn't slow the server down.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from outrider.device.errors import OutriderError
+from outrider.registry.children import started
+from outrider_bench.child import ChildFailed, how_it_ended, printed_lines, run_child
 from outrider_bench.mixed_load import quantiles
 
 _VOCABULARY = 400
-_SEEDS, _WARM_UP = 1 << 20, 1 << 19
-_LIMIT_S = 600.0
-_LINE = 1 << 22
+_SEED_STRIDE, _WARM_UP_SEED = 1 << 20, 1 << 19
+_CLIENT_LIMIT_S = 600.0
+_LOAD_LIMIT_S = 900.0
+_MAX_LINE_BYTES = 1 << 22
+_MAX_PROCESSES = 4
+_CLIENTS_PER_PROCESS = 8
+_PERCENTILES = (50, 95, 99)
 
 
 class ServerFailed(OutriderError):
-    """A server answered with an error, or not at all."""
+    """Raised if a server answers with an error, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpLoad:
-    """Requests for completions: ``clients`` at a time, ``rounds`` of each, with ``prompt_tokens`` and ``new_tokens`` each.
+    """Requests for completions from several clients.
 
-    ``url``: ``http://HOST:PORT`` and whatever comes before ``/v1``. ``seed``: what prompts are drawn from; ``first``: the
-    number of the first client. A server may keep prefixes: two requests, or two seeds, have no more than a few tokens of one
-    in common.
+    A server may keep prefixes: two requests, or two seeds, share at most a few tokens of a prefix.
     """
 
     url: str
+    """``http://HOST:PORT`` and the path before ``/v1``."""
     model: str
     clients: int
     rounds: int
+    """Requests of each client, one after the other."""
     prompt_tokens: int
     new_tokens: int
     first: int = 0
+    """Number of the first client."""
     seed: int = 0
 
     def prompt(self, client: int, round_: int, vocabulary: int = _VOCABULARY) -> list[int]:
-        """Token ids of a request, drawn."""
-        drawn = random.Random(f"{self.seed}, {self.first + client}, {round_}")
-        return drawn.choices(range(min(5, vocabulary - 1), vocabulary), k=self.prompt_tokens)
+        """Return the random token ids of a request."""
+        generator = random.Random(f"{self.seed}, {self.first + client}, {round_}")
+        return generator.choices(range(min(5, vocabulary - 1), vocabulary), k=self.prompt_tokens)
 
-    def again(self, *, clients: int, number: int) -> HttpLoad:
-        """The same with so many clients, and prompts of its own; ``number`` tells loads apart, and is above 0."""
-        return replace(self, clients=clients, seed=self.seed + number * _SEEDS)
+    def with_clients(self, clients: int, *, number: int) -> HttpLoad:
+        """Return the load with other clients and other prompts; ``number`` is above 0 and different for each load."""
+        return replace(self, clients=clients, seed=self.seed + number * _SEED_STRIDE)
 
     @property
     def warm_up(self) -> HttpLoad:
-        """A round with other prompts, to be run before."""
-        return replace(self, rounds=1, seed=self.seed + _WARM_UP)
+        """One round with other prompts, for warming up."""
+        return replace(self, rounds=1, seed=self.seed + _WARM_UP_SEED)
 
     def body(self, client: int, round_: int) -> bytes:
-        """A request: greedy, to its full length, as a stream with the ids of the tokens."""
+        """Return a request: greedy, to its full length, as a stream with token ids."""
         asked = {
             "model": self.model,
             "prompt": self.prompt(client, round_),
@@ -76,28 +90,31 @@ class HttpLoad:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Streamed:
-    """One answer: when it was asked for, and when how many tokens of it came; seconds of one clock for all processes."""
+class StreamedAnswer:
+    """The times of one answer, in seconds of the wall clock, which all processes share."""
 
     began: float
+    """Time of the request."""
     times: tuple[float, ...]
+    """Time of each output."""
     tokens: tuple[int, ...]
+    """Number of tokens of each output."""
 
 
-async def run_load(load: HttpLoad) -> list[Streamed]:
-    """Every answer. Raises :class:`ServerFailed`."""
+async def run_load(load: HttpLoad) -> list[StreamedAnswer]:
+    """Send all requests and return their answers. Raises :class:`ServerFailed`."""
     clients = [_client(load, number) for number in range(load.clients)]
     return [each for answers in await asyncio.gather(*clients) for each in answers]
 
 
-async def _client(load: HttpLoad, number: int) -> list[Streamed]:
+async def _client(load: HttpLoad, number: int) -> list[StreamedAnswer]:
     parts = urlsplit(load.url)
     host, port = parts.hostname or "", parts.port or 80
-    answers: list[Streamed] = []
+    answers: list[StreamedAnswer] = []
     writer: asyncio.StreamWriter | None = None
     try:
-        async with asyncio.timeout(_LIMIT_S):
-            reader, writer = await asyncio.open_connection(host, port, limit=_LINE)
+        async with asyncio.timeout(_CLIENT_LIMIT_S):
+            reader, writer = await asyncio.open_connection(host, port, limit=_MAX_LINE_BYTES)
             for round_ in range(load.rounds):
                 body = load.body(number, round_)
                 head = (
@@ -106,9 +123,9 @@ async def _client(load: HttpLoad, number: int) -> list[Streamed]:
                 )
                 began = time.time()
                 writer.write(head.encode() + body)
-                answers.append(_whole(await _answer(reader, began), load.new_tokens))
+                answers.append(_checked(await _read_answer(reader, began), load.new_tokens))
     except TimeoutError:
-        raise ServerFailed(f"{load.url} didn't answer within {_LIMIT_S:g} s") from None
+        raise ServerFailed(f"{load.url} didn't answer within {_CLIENT_LIMIT_S:g} s") from None
     except (asyncio.IncompleteReadError, ConnectionError) as error:
         how = "can't be reached" if writer is None else "hung up"
         raise ServerFailed(f"{load.url} {how}: {error}") from None
@@ -123,8 +140,8 @@ async def _client(load: HttpLoad, number: int) -> list[Streamed]:
     return answers
 
 
-def _whole(answer: Streamed, wanted: int) -> Streamed:
-    """The answer, if it has all tokens that were asked for. Raises :class:`ServerFailed`."""
+def _checked(answer: StreamedAnswer, wanted: int) -> StreamedAnswer:
+    """Return ``answer``. Raises :class:`ServerFailed` if it lacks tokens."""
     found = sum(answer.tokens)
     if not found:
         raise ServerFailed("an answer said of no token that it has one: the load is for servers that know return_token_ids")
@@ -133,8 +150,8 @@ def _whole(answer: Streamed, wanted: int) -> Streamed:
     return answer
 
 
-async def _answer(reader: asyncio.StreamReader, began: float) -> Streamed:
-    """Read a chunked answer to its end. Chunks needn't end where events do."""
+async def _read_answer(reader: asyncio.StreamReader, began: float) -> StreamedAnswer:
+    """Read a chunked answer to its end. An event may span several chunks."""
     head = await reader.readuntil(b"\r\n\r\n")
     status = head.split(b" ", 2)[1]
     if status != b"200":
@@ -148,16 +165,16 @@ async def _answer(reader: asyncio.StreamReader, began: float) -> Streamed:
         held += (await reader.readexactly(size + 2))[:-2]
         now = time.time()
         *events, held = held.split(b"\n\n")
-        count = sum(_tokens(event.strip()) for event in events)
+        count = sum(_count_tokens(event.strip()) for event in events)
         if count:
             times.append(now)
             counts.append(count)
     await reader.readline()
-    return Streamed(began=began, times=tuple(times), tokens=tuple(counts))
+    return StreamedAnswer(began=began, times=tuple(times), tokens=tuple(counts))
 
 
-def _tokens(event: bytes) -> int:
-    """How many tokens an event brings."""
+def _count_tokens(event: bytes) -> int:
+    """Return the number of tokens of an event."""
     if not event.startswith(b"data: {"):
         return 0
     data = json.loads(event[6:])
@@ -166,9 +183,11 @@ def _tokens(event: bytes) -> int:
     return sum(len(choice.get("token_ids") or ()) for choice in data["choices"])
 
 
-def summary(answers: Sequence[Streamed]) -> dict[str, Any]:
-    """Tokens a second from the first request to the last token; quantiles, in milliseconds, of first tokens, of the gaps
-    between what one client sees, and of each answer's time for a token behind its first.
+def summarize(answers: Sequence[StreamedAnswer]) -> dict[str, Any]:
+    """Return tokens a second from the first request to the last token, and quantiles in milliseconds.
+
+    The quantiles are those of first tokens, of the gaps between outputs of one answer, and of the mean time of a token after
+    an answer's first output.
     """
     gaps = [after - before for each in answers for before, after in pairwise(each.times)]
     spans = [
@@ -188,16 +207,105 @@ def summary(answers: Sequence[Streamed]) -> dict[str, Any]:
     }
 
 
-def load_of(given: Mapping[str, Any]) -> HttpLoad:
-    """From a child's argument."""
-    return HttpLoad(**{name: given[name] for name in HttpLoad.__slots__})
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def streamed_of(given: Sequence[Mapping[str, Any]]) -> list[Streamed]:
-    """From a child's answer."""
-    return [Streamed(began=each["began"], times=tuple(each["times"]), tokens=tuple(each["tokens"])) for each in given]
+def run_clients(load: HttpLoad) -> list[StreamedAnswer]:
+    """Send the requests of all clients from several processes and return the answers. Raises :class:`ChildFailed`."""
+    processes = max(1, min(_MAX_PROCESSES, load.clients // _CLIENTS_PER_PROCESS))
+    shares = [load.clients // processes + (number < load.clients % processes) for number in range(processes)]
+    parts = [replace(load, clients=share, first=load.first + sum(shares[:number])) for number, share in enumerate(shares)]
+
+    def run_part(part: HttpLoad) -> list[StreamedAnswer]:
+        found = run_child(f"{__name__}:answer_part", {"load": asdict(part)}, limit_s=_LOAD_LIMIT_S)
+        return [
+            StreamedAnswer(began=each["began"], times=tuple(each["times"]), tokens=tuple(each["tokens"]))
+            for each in found["answers"]
+        ]
+
+    with ThreadPoolExecutor(processes) as pool:
+        return [answer for answers in pool.map(run_part, parts) for answer in answers]
 
 
-def told(answers: Sequence[Streamed]) -> dict[str, object]:
-    """A child's answer."""
+def answer_part(work: Mapping[str, Any]) -> dict[str, object]:
+    """Send the requests of one process's clients; called in a child process."""
+    part = run_load(HttpLoad(**work["load"]))
+    if find_spec("uvloop") is not None:
+        import uvloop
+
+        answers = uvloop.run(part)
+    else:
+        answers = asyncio.run(part)
     return {"answers": [asdict(each) for each in answers]}
+
+
+# -- vLLM's load generator ---------------------------------------------------------------------------------------------
+
+
+def run_vllm_bench(load: HttpLoad, tokenizer: Path, *, limit_s: float = _LOAD_LIMIT_S) -> dict[str, Any]:
+    """Run vLLM's generator and return the figures of :func:`summarize`; one round warms up.
+
+    The generator makes random prompts of ``load.prompt_tokens`` tokens with ``tokenizer`` (a directory) and sends them as
+    text, ``load.rounds`` times ``load.clients`` requests. Raises :class:`ChildFailed` if the generator doesn't run,
+    :class:`ServerFailed` if a request fails.
+    """
+    if find_spec("vllm") is None:
+        raise ChildFailed("vLLM isn't installed here: its load generator can't run; use --generator own, or install vllm")
+    with tempfile.TemporaryDirectory(prefix="outrider-load-") as directory, tempfile.TemporaryFile() as output:
+        result = Path(directory) / "result.json"
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *vllm_arguments(load, tokenizer, result)]
+        with started(command, environment=os.environ.copy(), stdout=output, stderr=output) as child:
+            try:
+                code = child.wait(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                raise ChildFailed(f"vLLM's load generator wasn't done within {limit_s:g} s") from None
+        if code or not result.exists():
+            raise ChildFailed(how_it_ended("vLLM's load generator", code, printed_lines(output)))
+        return read_vllm_figures(json.loads(result.read_text(encoding="utf-8")))
+
+
+def vllm_arguments(load: HttpLoad, tokenizer: Path, result: Path) -> list[str]:
+    """Return the arguments of ``vllm``: random prompts, greedy, full lengths; the figures go to the file ``result``."""
+    options = {
+        "backend": "openai",
+        "base-url": load.url,
+        "endpoint": "/v1/completions",
+        "model": load.model,
+        "tokenizer": tokenizer,
+        "dataset-name": "random",
+        "random-input-len": load.prompt_tokens,
+        "random-output-len": load.new_tokens,
+        "random-range-ratio": 0,
+        "num-prompts": load.clients * load.rounds,
+        "max-concurrency": load.clients,
+        "num-warmups": load.clients,
+        "seed": load.seed,
+        "temperature": 0,
+        "percentile-metrics": "ttft,tpot,itl",
+        "metric-percentiles": ",".join(map(str, _PERCENTILES)),
+        "result-dir": result.parent,
+        "result-filename": result.name,
+    }
+    given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return ["bench", "serve", *given, "--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed"]
+
+
+def read_vllm_figures(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the generator's figures under the names of :func:`summarize`. Raises :class:`ServerFailed`."""
+    if found["failed"] or not found["completed"]:
+        why = next((error for error in found.get("errors", ()) if error), "it says nothing more")
+        raise ServerFailed(f"{found['failed']} of {found['failed'] + found['completed']} requests failed: {str(why)[:400]}")
+
+    def percentiles(name: str) -> dict[str, float]:
+        return {f"p{share}": float(found[f"p{share}_{name}_ms"]) for share in _PERCENTILES}
+
+    return {
+        "requests": found["completed"],
+        "tokens": found["total_output_tokens"],
+        "seconds": found["duration"],
+        "tokens_per_s": found["output_throughput"],
+        "first_token_ms": percentiles("ttft"),
+        "between_outputs_ms": percentiles("itl"),
+        "a_token_ms": percentiles("tpot"),
+        "tokens_an_output": found["total_output_tokens"] / (found["completed"] + sum(len(gaps) for gaps in found["itls"])),
+    }

@@ -1,30 +1,51 @@
-"""How fast an iteration could be: the bytes that it must read, over the bandwidth that this device shows now."""
+"""Lower limits of an iteration's time: its bytes over the bandwidth measured in this run, and the time of its collectives."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from outrider.device import Backend, Stream
     from outrider.engine.engine import Engine
-    from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig
+    from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig, ModelRanks
 
 _HOST_BYTES = 256 << 20
 _DEVICE_BYTES = 2 << 30
 _REPEATS = 7
 
 
-def measure_bandwidth(backend: Backend) -> float:
-    """Bytes a second, the best of a copy (read and written) and two reductions (read), each the median of a few runs.
+def seconds_on_stream(backend: Backend, stream: Stream, enqueue: Callable[[], object]) -> float:
+    """Return the seconds from the start to the end of the work that ``enqueue`` puts on ``stream``.
 
-    The buffers are larger than any cache, and at most a quarter of the memory that is free. Which of torch's operators comes
-    nearest to what the memory can do differs from device to device: on an H200 sums of 64-bit integers do, by 4 %.
+    The device's events measure the time if the backend has them, else the host's clock.
+    """
+    stream.synchronize()
+    began = time.perf_counter()
+    if not backend.capabilities.event_timing:
+        enqueue()
+        stream.synchronize()
+        return time.perf_counter() - began
+    start, end = (backend.create_event(name, timing=True) for name in ("bench-start", "bench-end"))
+    stream.record(start)
+    enqueue()
+    stream.record(end)
+    stream.synchronize()
+    return start.elapsed_ms(end) / 1e3
+
+
+def measure_bandwidth(backend: Backend) -> float:
+    """Return bytes a second: the best of a copy (read and written) and two reductions (read), medians of 7 runs.
+
+    The buffers are larger than any cache and have at most a quarter of the free memory. The fastest of torch's operators
+    differs between devices: on an H200 sums of 64-bit integers are 4 % faster than the others.
     """
     import torch
 
@@ -40,33 +61,21 @@ def measure_bandwidth(backend: Backend) -> float:
 
 
 def _median_seconds(backend: Backend, stream: Stream, work: Callable[[], object]) -> float:
-    timed = backend.capabilities.event_timing
-    seconds = []
-    for repeat in range(_REPEATS + 1):
-        stream.synchronize()
-        began = time.perf_counter()
-        if timed:
-            start, end = (backend.create_event(name, timing=True) for name in ("bandwidth-start", "bandwidth-end"))
-            stream.record(start)
+    def enqueue() -> None:
         with backend.on(stream):
             work()
-        if timed:
-            stream.record(end)
-        stream.synchronize()
-        if repeat:  # the first one warms up
-            seconds.append(start.elapsed_ms(end) / 1e3 if timed else time.perf_counter() - began)
-    return statistics.median(seconds)
+
+    seconds = [seconds_on_stream(backend, stream, enqueue) for _ in range(_REPEATS + 1)]
+    return statistics.median(seconds[1:])  # the first run warms up
 
 
 def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | None:
-    """Bytes that one decode iteration must read: each weight once a pass, and the keys and values of the context. None for a
-    model or a proposer whose bytes aren't counted here.
+    """Return the bytes that one decode iteration reads at least; None for an unknown model or proposer.
 
-    Of a mixture those experts count that its tokens go to, if each expert is as likely as the next.
-
-    The embedding table counts only where the output head is the same tensor: otherwise a few rows of it are read. A
-    chain of K drafted tokens costs K passes of the head, each with the target's output head; a block costs one, and one
-    of the weights of keys and values, for the text. Activations don't count.
+    The bytes are each weight once a pass, and the keys and values of the context. Activations don't count. Experts of a
+    mixture count as often as tokens reach them if all experts are equally likely. The embedding table counts only if it is
+    the output head too, since otherwise a few rows are read. A chain of K draft tokens costs K passes of the head, each with
+    the output head. A block costs one pass, and the weights of keys and values once more for the text.
     """
     from outrider.model import Decoder, EagleHead
     from outrider.speculative.block import BlockProposer
@@ -78,25 +87,25 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
         return None
     output = target.weights.head.nbytes
     tokens = batch * (1 + engine.proposer.depth)
-    weights = _bytes(target.weights.layers) - _idle_bytes(target, tokens) + target.weights.norm.nbytes + output
+    weights = _bytes(target.weights.layers) - _idle_expert_bytes(target, tokens) + target.weights.norm.nbytes + output
     cached = _cached_bytes(target.config, target.cache_dtype.itemsize)
     proposer = engine.proposer
     if isinstance(proposer, EagleProposer) and isinstance(proposer.head, EagleHead):
         head = proposer.head
         passes = proposer.depth
-        weights += passes * (_bytes(head.weights) - head.weights.embedding.nbytes + _drawn_bytes(head))
+        weights += passes * (_bytes(head.weights) - head.weights.embedding.nbytes + _output_head_bytes(head))
         cached += passes * _cached_bytes(head.config, target.dtype.itemsize)
     elif isinstance(proposer, BlockProposer):
         drafter = proposer.head
-        weights += _bytes(drafter.weights) + _text_bytes(drafter) + _drawn_bytes(drafter)
+        weights += _bytes(drafter.weights) + _key_value_weight_bytes(drafter) + _output_head_bytes(drafter)
         cached += _cached_bytes(drafter.config, target.dtype.itemsize)
     elif not isinstance(proposer, PlainProposer):
         return None
     return float(weights + batch * context * cached)
 
 
-def _idle_bytes(target: Decoder, tokens: int) -> float:
-    """Bytes of the experts that none of so many tokens goes to, on average."""
+def _idle_expert_bytes(target: Decoder, tokens: int) -> float:
+    """Return the mean number of bytes of the experts that no token reaches."""
     experts = target.config.experts
     if experts is None:
         return 0.0
@@ -105,23 +114,23 @@ def _idle_bytes(target: Decoder, tokens: int) -> float:
     return idle * sum(layer.gate_up.nbytes + layer.down.nbytes for layer in stacks)
 
 
-def _drawn_bytes(head: EagleHead | DFlashHead) -> int:
-    """Bytes of the output head that drafts are drawn with: the target's, or a copy of it."""
+def _output_head_bytes(head: EagleHead | DFlashHead) -> int:
+    """Return the bytes of the output head that the draft samples with: that of the target, or a copy."""
     from outrider.model import Decoder
 
     assert isinstance(head.target, Decoder)
     return head.target.weights.head.nbytes
 
 
-def _text_bytes(drafter: DFlashHead) -> float:
-    """Bytes of the weights that make keys and values of the text."""
+def _key_value_weight_bytes(drafter: DFlashHead) -> float:
+    """Return the bytes of the weights that compute keys and values."""
     config = drafter.config
     share = 2 * config.num_kv_heads / (config.num_heads + 2 * config.num_kv_heads)
     return share * sum(layer.qkv.nbytes for layer in drafter.weights.layers)
 
 
 def _cached_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of keys and values for each token of context."""
+    """Return the bytes of keys and values of a token of context."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_size * itemsize
 
 
@@ -140,3 +149,91 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value):
         for each in fields(value):
             yield from _tensors(getattr(value, each.name))
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """A collective of one rank's tensor [rows, width]."""
+
+    group: str
+    """The ranks: ``"tensor"`` or ``"data"``."""
+    kind: str
+    """A kind of ``outrider bench collectives``."""
+    rows: int
+    width: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """The number of collectives of one iteration, and the sum of their times in seconds."""
+
+    calls: int
+    seconds: float
+
+
+def measure_collectives(engine: Engine, batches: Iterable[int]) -> Mapping[int, CollectiveCost]:
+    """Return the cost of an iteration's collectives for each batch size; zero for one rank.
+
+    Every rank of the engine calls this function at the same time with the same ``batches``, while the engine is idle.
+    """
+    ranks = engine.model.ranks
+    found: dict[int, CollectiveCost] = {}
+    times: dict[CollectiveCall, float] = {}
+    for batch in batches:
+        calls = iteration_calls(engine, batch)
+        for call in calls:
+            if call not in times and ranks is not None:
+                times[call] = _seconds(ranks, call)
+        found[batch] = CollectiveCost(calls.total(), sum(count * times[call] for call, count in calls.items()))
+    return found
+
+
+def iteration_calls(engine: Engine, batch: int) -> Counter[CollectiveCall]:
+    """Return the collectives of one decode iteration of ``batch`` requests with a chain of draft tokens; none for one rank.
+
+    Tensor-parallel ranks reduce the embedding, the attention output and the MLP output, and gather logits. Two broadcasts
+    share the draft tokens and the accepted tokens. Data-parallel ranks gather the tokens before each MLP and scatter its sum.
+    """
+    import torch
+
+    from outrider.model import Decoder
+    from outrider.speculative.eagle import EagleProposer
+
+    model = engine.model
+    calls: Counter[CollectiveCall] = Counter()
+    if model.ranks is None or not isinstance(model, Decoder):
+        return calls
+    depth = engine.proposer.depth
+    rows = batch * (depth + 1)
+    _count_pass(calls, model, rows, rows, layers=model.config.num_layers, normed=2 * model.config.num_layers)
+    if isinstance(engine.proposer, EagleProposer):
+        for number in range(depth):
+            _count_pass(calls, model, batch if number else rows, batch, layers=1, normed=1)
+    if model.ranks.tensor is not None:
+        calls[CollectiveCall("tensor", "broadcast", batch, depth + 2, torch.int64)] += 2 if depth else 1
+    return calls
+
+
+def _count_pass(calls: Counter[CollectiveCall], model: Decoder, rows: int, sampled: int, *, layers: int, normed: int) -> None:
+    """Count the calls of one pass. ``normed``: the reductions of layers that a norm follows."""
+    ranks, width, dtype = model.ranks, model.config.hidden_size, model.dtype
+    assert ranks is not None
+    if ranks.tensor is not None:
+        calls[CollectiveCall("tensor", "all_reduce", rows, width, dtype)] += 1 + (2 * layers - normed)
+        calls[CollectiveCall("tensor", "all_reduce_rms_norm", rows, width, dtype)] += normed
+        calls[CollectiveCall("tensor", "all_gather", sampled, model.weights.head.shape[0], dtype)] += 1
+    if ranks.data is not None:
+        calls[CollectiveCall("data", "all_gather", rows, width, dtype)] += layers
+        calls[CollectiveCall("data", "reduce_scatter", rows, width, dtype)] += layers
+
+
+def _seconds(ranks: ModelRanks, call: CollectiveCall) -> float:
+    from outrider_bench.collective_times import call_us
+
+    group = ranks.tensor if call.group == "tensor" else ranks.data
+    assert group is not None
+    return call_us(group, call.kind, call.rows, call.width, call.dtype) / 1e6

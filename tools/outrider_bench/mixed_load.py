@@ -1,4 +1,4 @@
-"""A load of requests of different lengths, and what its users see: first tokens, gaps between tokens, tokens a second."""
+"""A load of requests of random lengths, and the latencies that its users see."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from itertools import pairwise
 
 from outrider.device.errors import ConfigError
 
-PROMPTS = (32, 1036)
-OUTPUTS = (16, 400)
 _QUANTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedLoad:
-    """``requests`` that arrive at once. Each one's prompt and output are of lengths drawn uniformly, and independently, from
-    ``prompts`` and ``outputs`` (least and most tokens, both included), by ``seed``.
-    """
+    """Requests that arrive at once, with uniform and independent random lengths of prompts and outputs."""
 
     requests: int
     seed: int
-    prompts: tuple[int, int] = PROMPTS
-    outputs: tuple[int, int] = OUTPUTS
+    prompts: tuple[int, int] = (32, 1036)
+    """Least and most tokens of a prompt, both included."""
+    outputs: tuple[int, int] = (16, 400)
+    """Least and most tokens of an output, both included."""
 
     def __post_init__(self) -> None:
         if self.requests < 1:
@@ -35,17 +33,17 @@ class MixedLoad:
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """Tokens of each request's prompt and of its output."""
-        drawn = random.Random(self.seed)
-        return [(drawn.randint(*self.prompts), drawn.randint(*self.outputs)) for _ in range(self.requests)]
+        """The prompt length and the output length of each request, in tokens."""
+        generator = random.Random(self.seed)
+        return [(generator.randint(*self.prompts), generator.randint(*self.outputs)) for _ in range(self.requests)]
 
     @property
     def longest(self) -> int:
-        """Tokens of a request at most."""
+        """Maximum length of a request in tokens."""
         return self.prompts[1] + self.outputs[1]
 
-    def described(self) -> dict[str, object]:
-        """What a report says about it."""
+    def describe(self) -> dict[str, object]:
+        """Return the entries of a report."""
         lengths = self.lengths
         return {
             "requests": self.requests,
@@ -60,30 +58,23 @@ def _range(limits: tuple[int, int]) -> str:
     return f"{limits[0]} to {limits[1]}"
 
 
-def length_range(text: str, option: str) -> tuple[int, int]:
-    """``32-1036`` as two numbers. Raises :class:`ConfigError`."""
-    least, dash, most = text.partition("-")
-    if not dash or not all(each.isascii() and each.isdigit() for each in (least, most)) or not 1 <= int(least) <= int(most):
-        raise ConfigError(f"{option} is {text!r}; expected the least and the most tokens, such as 32-1036")
-    return int(least), int(most)
-
-
 @dataclass(slots=True)
 class Arrivals:
-    """When tokens of each request of a load came, in seconds since the load did."""
+    """Times at which tokens of each request arrive, in seconds since the load arrived."""
 
     began: float = field(default_factory=time.perf_counter)
     times: dict[object, list[float]] = field(default_factory=dict)
     tokens: int = 0
 
-    def note(self, request: object, tokens: int) -> None:
-        """``tokens`` more of a request came, now and together."""
+    def record_tokens(self, request: object, tokens: int) -> None:
+        """Record that ``tokens`` tokens of a request arrive together now."""
         self.times.setdefault(request, []).append(time.perf_counter() - self.began)
         self.tokens += tokens
 
     def summary(self) -> dict[str, object]:
-        """Seconds in all, tokens a second, and quantiles in milliseconds: of the first tokens, and of the gaps between what
-        one request's user sees. Tokens of one verification come together, so a gap lies between two verifications.
+        """Return total seconds, tokens a second, and quantiles in milliseconds of first tokens and of gaps of one request.
+
+        Tokens of one verification arrive together, so a gap lies between two verifications.
         """
         firsts = [times[0] for times in self.times.values()]
         gaps = [after - before for times in self.times.values() for before, after in pairwise(times)]
@@ -97,9 +88,7 @@ class Arrivals:
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """p50, p95, p99 and the largest, in milliseconds, each by the nearest rank: the least that so many per cent of all don't
-    exceed. None of nothing.
-    """
+    """Return p50, p95, p99 and the maximum in milliseconds, each by the nearest rank; None for no values."""
     if not seconds:
         return None
     ordered = sorted(seconds)
@@ -108,12 +97,13 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def token_ids(request: int, count: int, vocabulary: int) -> list[int]:
-    """A prompt for random weights: requests of numbers less than ``vocabulary`` - 5 apart differ from their first token
-    on.
+    """Return a prompt of ``count`` token ids for random weights.
+
+    Two requests whose numbers differ by less than ``vocabulary`` - 5 have different first tokens.
     """
     least = min(5, vocabulary - 1)
-    return [(97 * request + 31 * place) % (vocabulary - least) + least for place in range(count)]
+    return [(97 * request + 31 * position) % (vocabulary - least) + least for position in range(count)]
 
 
 Arrived = Callable[[object, int], None]
-"""Called with a request and how many tokens of it came."""
+"""Callback for the arrival of tokens: the request, and the number of its tokens."""

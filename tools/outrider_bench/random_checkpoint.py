@@ -1,4 +1,7 @@
-"""A checkpoint of random values in a published shape, as Hugging Face writes one: starting from files is measured on it."""
+"""Checkpoints of a published shape: configs alone, for engines that fill in random weights, or whole files.
+
+Engines are started from whole files to measure start-up.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +9,63 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from outrider.device.errors import ConfigError
 from outrider.registry.interruptions import interruptions_held
-from outrider_bench.peers.work import checkpoint_config
 
-_SHARD = 4 << 30
-_BLOCK = 16 << 20  # values that are drawn; larger tensors repeat them
-_SPREAD = 0.02
+if TYPE_CHECKING:
+    from outrider.model import ModelConfig
+
+_FILE_BYTES = 4 << 30
+_RANDOM_VALUES = 16 << 20  # larger tensors repeat these values
+_STANDARD_DEVIATION = 0.02
 _MARK = "written.json"
-"""Says what a checkpoint is, once it's whole."""
+"""File that names the shape of a checkpoint once the checkpoint is whole."""
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_BITS = {"fp8": 8, "int8": 8, "int4": 4}
+_WORD_LETTERS = 5
+"""Letters of a token of a made-up tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """Directories of a target and of its EAGLE head, and their size."""
+class RandomCheckpoint:
+    """Directories of a target and of its EAGLE head, and the size of both in bytes."""
 
     target: Path
     draft: Path
     bytes: int
 
 
-def kept_checkpoint(shape: str, root: Path) -> tuple[Written, bool]:
-    """The checkpoint of ``shape`` in ``root``, and whether it lay there: read through then, so that it's in the page cache as
-    one is that was written just now. A directory that isn't there or is empty gets one.
+def find_or_write_checkpoint(shape: str, root: Path) -> tuple[RandomCheckpoint, bool]:
+    """Return the checkpoint of ``shape`` in ``root``, and True if it was there already.
 
-    Raises :class:`ConfigError` for a directory that holds anything else, or can't be read or written.
+    A checkpoint that was there is read once, so that it is in the page cache like one that has just been written. A missing
+    or empty directory gets a new checkpoint. Raises :class:`ConfigError` for a directory with other content, or one that
+    can't be read or written.
     """
     try:
-        return _kept(shape, root)
+        return _find_or_write(shape, root)
     except OSError as error:
         raise ConfigError(
             f"the checkpoint of {shape} in {root} can't be read or written: {error.strerror or error}; name another directory"
         ) from error
 
 
-def _kept(shape: str, root: Path) -> tuple[Written, bool]:
+def _find_or_write(shape: str, root: Path) -> tuple[RandomCheckpoint, bool]:
     mark = root / _MARK
     if mark.is_file():
-        there, size = _marked(mark)
-        if there != shape:
-            raise ConfigError(f"{root} holds a checkpoint of {there}, not of {shape}; name another directory")
+        found, size = _read_mark(mark)
+        if found != shape:
+            raise ConfigError(f"{root} holds a checkpoint of {found}, not of {shape}; name another directory")
         for file in root.glob("*/*.safetensors"):
             with file.open("rb", buffering=0) as opened:
-                while opened.read(_BLOCK):
+                while opened.read(_RANDOM_VALUES):
                     pass
-        return Written(root / "target", root / "draft", size), True
+        return RandomCheckpoint(root / "target", root / "draft", size), True
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise ConfigError(f"{root} holds something else than a checkpoint that was written whole; name an empty directory")
     made = [each for each in (root, *root.parents) if not each.exists()]
@@ -72,43 +81,40 @@ def _kept(shape: str, root: Path) -> tuple[Written, bool]:
 
 
 def _remove(root: Path, made: Sequence[Path]) -> None:
-    """Remove what there is of a checkpoint that wasn't written whole, and the directories made for it, inner ones first."""
+    """Remove the files of an incomplete checkpoint and the directories ``made`` for it, inner ones first."""
     for part in ("target", "draft"):
         shutil.rmtree(root / part, ignore_errors=True)
-    with suppress(OSError):  # why it wasn't written is what people need to hear
+    with suppress(OSError):  # the first error explains more
         (root / _MARK).unlink(missing_ok=True)
         for each in made:
             each.rmdir()
 
 
-def _marked(mark: Path) -> tuple[str, int]:
-    """Shape and bytes of the checkpoint that lies beside ``mark``."""
+def _read_mark(mark: Path) -> tuple[str, int]:
+    """Return the shape and the size in bytes of the checkpoint in the directory of ``mark``."""
     try:
         said = json.loads(mark.read_text(encoding="utf-8"))
         return str(said["shape"]), int(said["bytes"])
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError(
-            f"{mark} doesn't say which checkpoint lies beside it ({type(error).__name__}: {error}); remove that directory, "
+            f"{mark} doesn't name the checkpoint next to it ({type(error).__name__}: {error}); remove that directory, "
             "or name another one"
         ) from error
 
 
-def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: int = _SHARD) -> Written:
+def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: int = _FILE_BYTES) -> RandomCheckpoint:
     """Write a target and an EAGLE head of ``shape`` below ``root``, the target in files of about ``shard`` bytes.
 
-    Norms are ones, matrices are drawn. The tokenizer is the bundled model's, which knows fewer tokens. What is written is in
-    the page cache, as far as the memory holds it.
+    Norms are ones, matrices are random. The tokenizer is that of the bundled model, which has fewer tokens. The files are in
+    the page cache, as far as the memory holds them.
     """
-    from dataclasses import replace
-
     from outrider.cli.models import bundled
     from outrider.model.head_mapping import eagle_targets
     from outrider.model.mapping import decoder_targets
-    from outrider_bench.random_weights import shape_config
+    from outrider.model.shapes import shape_config
 
     config = shape_config(shape)
-    head = replace(config, num_layers=1, windows=(0,), qk_norm=False, attention_bias=False, tie_embeddings=False)
-    head = replace(head, experts=None)
+    head = replace(_head_config(config), family=config.family, num_layers=1, windows=(0,))
     target, draft = root / "target", root / "draft"
     total = 0
     for directory, model, pieces in (
@@ -121,19 +127,19 @@ def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: 
         shapes = [(piece.key, piece.shape) for each in pieces for piece in each.pieces]
         total += _write(directory, shapes, dtype, shard if directory == target else 1 << 60)
     shutil.copyfile(bundled("target") / "tokenizer.json", target / "tokenizer.json")
-    return Written(target, draft, total)
+    return RandomCheckpoint(target, draft, total)
 
 
 def _write(directory: Path, shapes: Sequence[tuple[str, tuple[int, ...]]], dtype: str, shard: int) -> int:
-    """One file, or several with an index; returns their bytes."""
+    """Write one file, or several files with an index; return their size in bytes."""
     import torch
 
     from outrider.engine.config import DTYPES
 
     torch_dtype = DTYPES[dtype]
-    drawn = torch.empty(min(_BLOCK, max(prod(shape) for _, shape in shapes)))
-    drawn.normal_(std=_SPREAD, generator=torch.Generator().manual_seed(0))
-    block = drawn.to(torch_dtype)
+    values = torch.empty(min(_RANDOM_VALUES, max(prod(shape) for _, shape in shapes)))
+    values.normal_(std=_STANDARD_DEVIATION, generator=torch.Generator().manual_seed(0))
+    block = values.to(torch_dtype)
     ones = torch.ones(max(prod(shape) for _, shape in shapes if len(shape) == 1), dtype=torch_dtype)
     files = list(_shards(shapes, torch_dtype.itemsize, shard))
     placed: dict[str, str] = {}
@@ -152,11 +158,8 @@ def _write(directory: Path, shapes: Sequence[tuple[str, tuple[int, ...]]], dtype
         with (directory / name).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for _, shape in part:
-                _put(
-                    file,
-                    (ones if len(shape) == 1 else block).view(torch.uint8).numpy().data,
-                    prod(shape) * torch_dtype.itemsize,
-                )
+                data = (ones if len(shape) == 1 else block).view(torch.uint8).numpy().data
+                _put(file, data, prod(shape) * torch_dtype.itemsize)
         total += 8 + len(text) + offset
     if len(files) > 1:
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": placed})
@@ -183,3 +186,143 @@ def _put(file: IO[bytes], block: memoryview, size: int) -> None:
     while size:
         count = file.write(block[:size])
         size -= count
+
+
+# -- configs -----------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = None) -> dict[str, object]:
+    """Return the ``config.json`` of a checkpoint of this shape, as transformers reads it."""
+    rope = config.rope
+    parameters: dict[str, object] = {"rope_type": "default", "rope_theta": rope.theta}
+    if rope.kind == "llama3":
+        parameters |= {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_context,
+        }
+    named = {
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "mixtral": "MixtralForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+    }
+    family = config.family if config.family in named else "llama"
+    return {
+        "architectures": [named.get(family, "LlamaForCausalLM")],
+        "model_type": family,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": layers or config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_size,
+        "max_position_embeddings": config.max_context,
+        "rms_norm_eps": config.rms_eps,
+        "rope_parameters": parameters,
+        "rope_theta": rope.theta,
+        "rope_scaling": parameters if rope.kind == "llama3" else None,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.attention_bias and family == "llama",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        **({"sliding_window": config.windows[0] or None} if family == "mistral" else {}),
+        **_experts(config),
+    }
+
+
+def _experts(config: ModelConfig) -> dict[str, object]:
+    """Return the entries of a mixture of experts."""
+    experts = config.experts
+    if experts is None:
+        return {}
+    return {
+        "num_local_experts" if config.family == "mixtral" else "num_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.renormalize,
+        "mlp_only_layers": list(experts.dense_layers),
+        "decoder_sparse_step": 1,
+    }
+
+
+def compressed_tensors(name: str, *, head: bool) -> dict[str, object]:
+    """Return the ``quantization_config`` for a format of :data:`outrider_tune.quantized.RANDOM_FORMATS`.
+
+    The config has the form that compressed-tensors writes. ``head``: quantise the output head too. Routers stay unquantized.
+    vLLM quantises an output head only if a target of the config names ``lm_head``.
+    """
+    from outrider.model.quantization.writing import compressed_config
+    from outrider_tune.quantized import random_format
+
+    format = random_format(name)
+    number = {"num_bits": _BITS[format.format], "type": "float" if format.format == "fp8" else "int"}
+    weights: dict[str, object] = {**number, "symmetric": not format.zeros, "dynamic": False}
+    if format.rows > 1:
+        weights |= {"strategy": "block", "block_structure": [format.rows, format.columns]}
+    elif format.columns:
+        weights |= {"strategy": "group", "group_size": format.columns}
+    else:
+        weights |= {"strategy": "channel" if format.rows else "tensor"}
+    inputs: dict[str, object] | None = None
+    if format.activations is not None:
+        inputs = {**number, "symmetric": True, "dynamic": True, "strategy": "token"}
+        if format.activation_group:
+            inputs |= {"strategy": "group", "group_size": format.activation_group}
+    return compressed_config(format.format, weights, inputs, [r"re:.*\.mlp\.gate$", *([] if head else ["lm_head"])])
+
+
+def write_configs(
+    shape: str, root: Path, *, dtype: str, quantize: str | None = None, quantize_head: bool = False
+) -> tuple[Path, Path]:
+    """Write the configs of a target and of an EAGLE draft below ``root``, without weights; return their directories.
+
+    The draft is a Llama layer for any target, as in published EAGLE heads.
+    """
+    from outrider.model.shapes import shape_config
+
+    config = shape_config(shape)
+    target, draft = root / "target", root / "draft"
+    for directory, model, layers in ((target, config, None), (draft, _head_config(config), 1)):
+        directory.mkdir(parents=True, exist_ok=True)
+        content = checkpoint_config(model, dtype=dtype, layers=layers)
+        if quantize is not None:
+            content["quantization_config"] = compressed_tensors(quantize, head=quantize_head)
+        (directory / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return target, draft
+
+
+def _head_config(config: ModelConfig) -> ModelConfig:
+    return replace(config, family="llama", qk_norm=False, attention_bias=False, tie_embeddings=False, experts=None)
+
+
+def write_tokenizer(directory: Path, *, size: int, max_context: int) -> None:
+    """Write a tokenizer in which every token has a text."""
+    (directory / "tokenizer.json").write_text(make_tokenizer(size), encoding="utf-8")
+    content = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_context}
+    (directory / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def make_tokenizer(size: int) -> str:
+    """Return a byte-level tokenizer of ``size`` tokens, as JSON; each token but the bytes is a word after a space."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    for number in range(size - len(tokens)):
+        word = ""
+        for _ in range(_WORD_LETTERS):
+            number, letter = divmod(number, len(letters))
+            word += letters[letter]
+        tokens.append("Ġ" + word)
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens[:size])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return str(tokenizer.to_str())

@@ -1,4 +1,4 @@
-"""An engine over random weights of a published shape, for ``outrider bench``."""
+"""An engine over random weights of a published shape."""
 
 from __future__ import annotations
 
@@ -19,82 +19,55 @@ if TYPE_CHECKING:
     from outrider.device import Backend
     from outrider.engine.config import Choice, EngineConfig
     from outrider.engine.engine import Engine
-    from outrider.model import LanguageModel, ModelConfig, ModelRanks
+    from outrider.model import LanguageModel, ModelRanks
     from outrider.model.tuning import Prepared
     from outrider.speculative.proposer import Proposer
 
-
 RANDOM_PROPOSERS = ("eagle", "dflash", "none")
 DRAFT_LAYERS = 5
-"""Of a block drafter: as many as the published ones have."""
-
-
-def check_acceptance(accept_length: float | None, shape: str | None) -> None:
-    """Raise :class:`ConfigError` where synthetic acceptance is asked of a real model."""
-    if accept_length is not None and shape is None:
-        raise ConfigError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
-
-
-def check_draft_quantize(draft_quantize: str | None, shape: str | None, quantize: str | None = None) -> None:
-    """Raise :class:`ConfigError` for an unknown format, for a real draft, and where all of the model is quantised."""
-    from outrider_tune.quantized import random_format
-
-    if draft_quantize is None:
-        return
-    random_format(draft_quantize)
-    if quantize is not None:
-        raise ConfigError("--quantize takes the draft's layers too; leave --draft-quantize out")
-    if shape is None:
-        raise ConfigError(
-            "--draft-quantize makes random weights and goes with --shape alone: write a real draft's with outrider quantize, "
-            "and give its directory with --draft"
-        )
-
-
-def check_lengths(config: ModelConfig, of: str, *, prompt_tokens: int, new_tokens: int) -> None:
-    """Raise :class:`ConfigError` where a request is longer than the context of the model of ``config``, which is ``of``."""
-    if prompt_tokens + new_tokens > config.max_context:
-        raise ConfigError(
-            f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} don't fit in the context of {of}, which is "
-            f"{config.max_context}; ask for fewer"
-        )
+"""Layers of a block drafter, as many as published ones have."""
+_DRAFT_OPTIONS = {
+    "accept_length": "--accept-length needs drafts to accept",
+    "draft_quantize": "--draft-quantize says what a draft's weights are",
+    "draft_output_head": "--draft-output-head says how draft tokens are sampled",
+    "draft_vocabulary": "--draft-vocabulary says which draft tokens are sampled",
+}
+"""Fields that need a draft, and the message that refuses each without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomModel:
-    """A shape, its proposer (of :data:`RANDOM_PROPOSERS`), and the mean length of synthetic acceptance, if any, with equal
-    chances for each drafted token. ``draft_layers``: of a block drafter.
-
-    ``quantize``: the format of the layers' weights, also the draft's; ``quantize_head``: of the output head too;
-    ``draft_quantize``: the format of the draft's alone.
-    ``draft_output_head``: the format of the copy of the head that drafts are drawn with; ``draft_vocabulary``: the tokens
-    that they're drawn from, as ``--draft-vocabulary`` names them.
-    """
+    """A shape with random weights, its proposer, and its synthetic acceptance."""
 
     shape: str
+    """A name of :func:`outrider.model.shapes.shape_config`, or the path of a ``config.json``."""
     speculate: str
+    """One of :data:`RANDOM_PROPOSERS`."""
     draft_tokens: int
     accept_length: float | None
+    """Mean number of tokens that an iteration yields, with equal chances for each draft token; None: real acceptance."""
     quantize: str | None = None
+    """Format of the layers' weights, also of the draft's."""
     quantize_head: bool = False
+    """True: the output head has the format of ``quantize`` too."""
     draft_quantize: str | None = None
+    """Format of the draft's layers alone."""
     draft_output_head: str | None = None
+    """Format of the copy of the output head that the draft samples with."""
     draft_vocabulary: str | None = None
+    """Tokens that the draft samples from, as ``--draft-vocabulary`` names them."""
     draft_layers: int = DRAFT_LAYERS
+    """Layers of a block drafter."""
 
     def __post_init__(self) -> None:
         if self.speculate not in RANDOM_PROPOSERS:
             raise ConfigError(
                 f"--speculate {self.speculate} has no random weights; with --shape use {', '.join(RANDOM_PROPOSERS)}"
             )
-        if self.accept_length is not None and self.speculate == "none":
-            raise ConfigError("--accept-length needs drafts to accept; leave it out, or use --speculate eagle")
-        if self.draft_quantize is not None and self.speculate == "none":
-            raise ConfigError("--draft-quantize says what a draft's weights are; leave it out, or use --speculate eagle")
-        if self.draft_output_head is not None and self.speculate == "none":
-            raise ConfigError("--draft-output-head says how drafts are drawn; leave it out, or use --speculate eagle")
-        if self.draft_vocabulary is not None and self.speculate == "none":
-            raise ConfigError("--draft-vocabulary says what drafts are drawn from; leave it out, or use --speculate eagle")
+        if self.speculate == "none":
+            for field, message in _DRAFT_OPTIONS.items():
+                if getattr(self, field) is not None:
+                    raise ConfigError(f"{message}; leave it out, or use --speculate eagle")
         if self.accept_length is not None and not 1 <= self.accept_length <= self.draft_tokens + 1:
             raise ConfigError(
                 f"--accept-length is {self.accept_length:g}; with {self.draft_tokens} drafted tokens it is 1 to "
@@ -102,44 +75,24 @@ class RandomModel:
             )
 
     @property
-    def described(self) -> Mapping[str, object]:
-        """What a report says about it."""
+    def description(self) -> Mapping[str, object]:
+        """The model, its draft and its acceptance, as a report names them."""
+        layers = f", {self.draft_layers} layers" if self.speculate == "dflash" else ""
+        draft = f"random weights{layers}" + (f", {self.draft_quantize}" if self.draft_quantize else "")
         return {
             "model": f"random weights of {self.shape}",
-            "quantized": self.quantize and f"{self.quantize}, output head {'too' if self.quantize_head else 'plain'}",
-            "draft": self._draft,
+            "quantized": describe_quantization(self.quantize, head=self.quantize_head),
+            "draft": None if self.speculate == "none" else draft,
             "draft_output_head": self.draft_output_head,
             "draft_vocabulary": self.draft_vocabulary,
             "speculate": self.speculate,
             "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
         }
 
-    @property
-    def _draft(self) -> str | None:
-        if self.speculate == "none":
-            return None
-        layers = f", {self.draft_layers} layers" if self.speculate == "dflash" else ""
-        return f"random weights{layers}" + (f", {self.draft_quantize}" if self.draft_quantize else "")
-
-    def config(
-        self, *, running: Running, max_requests: int, dtype: str | None, max_context: int, sizes: Sizes | None = None
-    ) -> EngineConfig:
-        """That of the engine. ``sizes`` go before the others."""
-        from outrider.engine.config import EngineConfig
-
-        least = {"max_requests": max_requests, "max_context": max_context}
-        return EngineConfig(
-            draft_tokens=self.draft_tokens,
-            dtype=dtype,
-            prefix_cache=False,
-            **asdict(running),
-            **least | (sizes or Sizes()).given,
-        )
-
     def make(
         self, device: Backend, dtype: torch.dtype, ranks: ModelRanks | None = None, *, kv_dtype: str = "auto"
     ) -> tuple[LanguageModel, Proposer | None]:
-        """The weights on a device, or this rank's part of them."""
+        """Return the model and its proposer on a device, or this rank's part of them."""
         from outrider.cli.models import vocabulary_of
         from outrider.model import Decoder, DraftVocabulary, with_output_head
         from outrider.speculative.block import BlockProposer
@@ -153,11 +106,11 @@ class RandomModel:
         )
         from outrider_bench.synthetic import with_synthetic_acceptance
 
-        given = vocabulary_of(self.draft_vocabulary)
-        vocabulary = None if given is None else DraftVocabulary.read(given)
+        tokens = vocabulary_of(self.draft_vocabulary)
+        vocabulary = None if tokens is None else DraftVocabulary.read(tokens)
         whole = shape_config(self.shape)
-        way = None if self.quantize is None else RandomQuantization(name=self.quantize, head=self.quantize_head)
-        model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks, quantization=way, kv_dtype=kv_dtype)
+        weights = None if self.quantize is None else RandomQuantization(name=self.quantize, head=self.quantize_head)
+        model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks, quantization=weights, kv_dtype=kv_dtype)
         if self.accept_length is not None:
             kernels = with_synthetic_acceptance(
                 model.kernels, self.accept_length, self.draft_tokens, context=whole.max_context
@@ -166,21 +119,21 @@ class RandomModel:
         if self.speculate == "none":
             return model, None
         if self.draft_quantize is not None:
-            way = RandomQuantization(name=self.draft_quantize, head=False)
-            way.check(device)
-        drawn = model
+            weights = RandomQuantization(name=self.draft_quantize, head=False)
+            weights.check(device)
+        target = model
         if self.draft_output_head is not None or vocabulary is not None:
-            drawn = with_output_head(model, backend=device, format=self.draft_output_head, vocabulary=vocabulary)
+            target = with_output_head(model, backend=device, format=self.draft_output_head, vocabulary=vocabulary)
         if self.speculate == "dflash":
             block = self.draft_tokens + 1
             drafter = random_dflash(
-                drawn, whole, layers=self.draft_layers, block_size=block, backend=device, quantization=way
+                target, whole, layers=self.draft_layers, block_size=block, backend=device, quantization=weights
             )
             return model, BlockProposer(drafter)
-        head = random_eagle(drawn, whole, backend=device, quantization=way)
+        head = random_eagle(target, whole, backend=device, quantization=weights)
         return model, EagleProposer(head, draft_tokens=self.draft_tokens)
 
-    def load(
+    def load_engine(
         self,
         backend: str | None,
         *,
@@ -191,15 +144,16 @@ class RandomModel:
         sizes: Sizes | None = None,
         cached_tokens: int | None = None,
         say: bool = False,
-        beside: Sequence[Choice] = (),
+        other_choices: Sequence[Choice] = (),
         joined: Joined | None = None,
         tune_seconds: float = 0.0,
-        prepared: Callable[[Prepared], None] = lambda found: None,
+        on_prepared: Callable[[Prepared], None] = lambda prepared: None,
     ) -> Engine:
-        """Choose the backend and make the weights on it. ``say``: tell people what was chosen, also ``beside`` it.
+        """Select the backend, make the weights on it and return the engine.
 
-        ``cached_tokens``: those that the cache holds, a partly used page of each request aside; None: chosen.
-        ``tune_seconds``: kernels are measured first, for at most so long; ``prepared`` is told what came of it.
+        ``sizes`` replace ``max_requests`` and ``max_context``. ``cached_tokens``: capacity of the KV cache in tokens, in
+        addition to a partly used page of each request; None: the engine chooses. ``say``: print the chosen settings and
+        ``other_choices``. ``tune_seconds``: time limit for tuning kernels first; ``on_prepared`` gets the result of tuning.
         """
         from outrider.engine.engine import Engine
         from outrider.engine.resolve import resolve
@@ -212,12 +166,9 @@ class RandomModel:
         device = joined.backend(registry, backend, backend_from_environment())
         ranks = joined.join(device)
         with show_progress(joined.leads) as tell:
-            prepared(prepare_device(device, lambda: shape_config(self.shape), tune_seconds, tell))
-        own: tuple[Choice, ...] = ()
-        if dtype is None:
-            own = (self.dtype(device),)
-            dtype = str(own[0].value)
-        config = self.config(running=running, max_requests=max_requests, dtype=dtype, max_context=max_context, sizes=sizes)
+            on_prepared(prepare_device(device, lambda: shape_config(self.shape), tune_seconds, tell))
+        own: tuple[Choice, ...] = () if dtype is not None else (self._choose_dtype(device),)
+        config = self._engine_config(running, dtype or str(own[0].value), max_requests, max_context, sizes)
         if cached_tokens is not None:
             pages = cached_tokens // (config.page_size or device.capabilities.page_size) + max_requests + 2
             config = replace(config, num_pages=pages)
@@ -233,15 +184,28 @@ class RandomModel:
                 capture_progress=lambda done, total: tell("capturing graphs", done, total),
                 ranks=ranks,
             )
-        if not joined.leads:
-            return engine
-        if say:
-            print_choices(engine, beside)
-        print_start_report(engine)
+        if joined.leads:
+            if say:
+                print_choices(engine, other_choices)
+            print_start_report(engine)
         return engine
 
-    def dtype(self, device: Backend) -> Choice:
-        """The dtype of the weights where none is asked for: the config's, or that in which such models are published."""
+    def _engine_config(
+        self, running: Running, dtype: str, max_requests: int, max_context: int, sizes: Sizes | None
+    ) -> EngineConfig:
+        from outrider.engine.config import EngineConfig
+
+        own = {"max_requests": max_requests, "max_context": max_context}
+        return EngineConfig(
+            draft_tokens=self.draft_tokens,
+            dtype=dtype,
+            prefix_cache=False,
+            **asdict(running),
+            **own | (sizes or Sizes()).given,
+        )
+
+    def _choose_dtype(self, device: Backend) -> Choice:
+        """Return the dtype of the ``config.json``, or the dtype in which models of this shape are published."""
         import torch
 
         from outrider.engine.resolve import choose_dtype
@@ -254,3 +218,8 @@ class RandomModel:
         return replace(
             chosen, why=chosen.why.replace("the checkpoint", "the published checkpoint" if own is None else "the config")
         )
+
+
+def describe_quantization(format: str | None, *, head: bool) -> str | None:
+    """Return the format of weights as a report names it; None for unquantized weights."""
+    return format and f"{format}, output head {'too' if head else 'unquantized'}"

@@ -1,6 +1,6 @@
-"""Models of a published shape with random weights, for measuring: what a step costs doesn't depend on their values.
+"""Models of a published shape with random weights: the cost of an iteration doesn't depend on their values.
 
-Nothing that such a model says means anything.
+Their text has no meaning.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from outrider.model.shards import Shards
 from outrider.model.tensors import placed
 from outrider_tune.quantized import random_format, random_quantized
 
-_APART = 1000
-"""Between the seeds of two ranks."""
+_SEEDS_PER_RANK = 1000
+"""Distance between the seeds of two ranks."""
 
 __all__ = ["random_decoder", "random_dflash", "random_eagle", "shape_config"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomQuantization:
-    """Weights of layers in a format of :data:`outrider_tune.quantized.RANDOM_FORMATS`; ``head``: the output head too.
+    """Layer weights in a format of :data:`outrider_tune.quantized.RANDOM_FORMATS`; with ``head`` the output head too.
 
-    Embeddings, norms and routers are plain; experts are quantised like any other product.
+    Embeddings, norms and routers stay unquantized. Experts are quantised like other matrices.
     """
 
     name: str
@@ -46,8 +46,8 @@ class RandomQuantization:
     def __post_init__(self) -> None:
         random_format(self.name)
 
-    def takes(self, target: Target) -> bool:
-        """Whether this weight is quantised."""
+    def covers(self, target: Target) -> bool:
+        """Return whether this weight is quantised."""
         last = target.name.rpartition(".")[2]
         return last in ("qkv", "output", "gate_up", "down", "fusion") or (last == "head" and self.head)
 
@@ -57,7 +57,7 @@ class RandomQuantization:
         if format not in has:
             raise CapabilityError(
                 f"{backend.label} has no kernels for weights in {format} (it declares {', '.join(has) or 'none'}); measure "
-                "plain ones, or another backend"
+                "unquantized weights, or another backend"
             )
 
 
@@ -70,8 +70,10 @@ def random_decoder(
     quantization: RandomQuantization | None = None,
     kv_dtype: str = "auto",
 ) -> Decoder:
-    """A decoder of this shape, or the part of it that is this rank's; returns when its weights are there. The same weights
-    each time on one kind of device and as many ranks. ``kv_dtype``: what its KV cache holds; scales are 1.
+    """Return a decoder of this shape, or this rank's part of it, once its weights are on the device.
+
+    The weights are the same in each run on one kind of device with the same number of ranks. ``kv_dtype``: format of the KV
+    cache; its scales are 1.
     """
     format = decide(kv_dtype, None, backend.kernels_in_use, backend, "the random model")
     if quantization is not None:
@@ -80,7 +82,7 @@ def random_decoder(
     local = shards.local(config, config.family)
     with placed(backend, dtype):
         targets = decoder_targets(config, (), shards)
-        weights = _draw(targets, dtype, backend.device, seed=0, shards=shards, quantization=quantization)
+        weights = _random_weights(targets, dtype, backend.device, seed=0, shards=shards, quantization=quantization)
         record = decoder_weights(local, weights)
         if format is not None:
             kept = cache_format(format, None, local, dtype=dtype, device=backend.device)
@@ -95,17 +97,17 @@ def random_eagle(
     backend: Backend,
     quantization: RandomQuantization | None = None,
 ) -> EagleHead:
-    """An EAGLE head of one layer for ``target``, in the published form: a Llama layer whatever the target is, without a norm
-    before its attention, and no embedding.
+    """Return an EAGLE head of one layer for ``target``, in the published form.
 
-    ``whole``: the config of a target that several ranks share.
+    That is a Llama layer for any target, without a norm before its attention and without an embedding. ``whole``: the config
+    of a target that several ranks share.
     """
     whole, shards = whole or target.config, target.shards
     whole = replace(whole, num_layers=1, windows=(0,), experts=None, qk_norm=False, attention_bias=False)
     config = shards.local(whole, whole.family)
     with placed(backend, target.dtype):
         targets = eagle_targets(whole, (), shards)
-        weights = _draw(targets, target.dtype, backend.device, seed=1, shards=shards, quantization=quantization)
+        weights = _random_weights(targets, target.dtype, backend.device, seed=1, shards=shards, quantization=quantization)
         return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
 
 
@@ -118,10 +120,10 @@ def random_dflash(
     backend: Backend,
     quantization: RandomQuantization | None = None,
 ) -> DFlashHead:
-    """A DFlash head of so many ``layers`` for ``target``, in the published form: Qwen3 layers of the target's sizes. It
-    reads as many of the target's layers.
+    """Return a DFlash head of ``layers`` Qwen3 layers of the target's sizes, in the published form.
 
-    ``whole``: see :func:`random_eagle`. Raises :class:`ConfigError` for a target with too few layers to read.
+    The head reads as many layers of the target. ``whole``: the config of a target that several ranks share. Raises
+    :class:`ConfigError` for a target with too few layers to read.
     """
     whole, shards = whole or target.config, target.shards
     read = layers_read(whole.num_layers, layers)
@@ -131,7 +133,7 @@ def random_dflash(
     config = shards.local(whole, whole.family)
     with placed(backend, target.dtype):
         targets = dflash_targets(whole, len(read), shards)
-        weights = _draw(targets, target.dtype, backend.device, seed=2, shards=shards, quantization=quantization)
+        weights = _random_weights(targets, target.dtype, backend.device, seed=2, shards=shards, quantization=quantization)
         return DFlashHead(
             config,
             dflash_weights(config, weights),
@@ -143,8 +145,10 @@ def random_dflash(
 
 
 def layers_read(depth: int, count: int) -> tuple[int, ...]:
-    """The layers whose input a DFlash head of ``count`` layers reads, of a target with ``depth``: spread as published heads
-    have them, from the output of the second to that of the third last. Raises :class:`ConfigError`.
+    """Return the layers of a target of ``depth`` layers whose input a DFlash head of ``count`` layers reads.
+
+    They are spread as in published heads, from the output of the second layer to that of the third last. Raises
+    :class:`ConfigError` for a ``count`` that the target has no layers for.
     """
     if not 1 <= count <= depth - 1:
         raise ConfigError(
@@ -157,7 +161,7 @@ def layers_read(depth: int, count: int) -> tuple[int, ...]:
     return tuple(first + round(each * (last - first) / (count - 1)) + 1 for each in range(count))
 
 
-def _draw(
+def _random_weights(
     targets: Sequence[Target],
     dtype: torch.dtype,
     device: torch.device,
@@ -166,17 +170,17 @@ def _draw(
     shards: Shards,
     quantization: RandomQuantization | None,
 ) -> dict[str, Weight]:
-    """Norms of ones, matrices whose products keep the size of what goes in. What every rank holds is the same on all."""
-    own = torch.Generator(device).manual_seed(seed + _APART * shards.mlp.rank)
-    alike = torch.Generator(device).manual_seed(seed)
+    """Return norms of ones, and matrices that keep the scale of their input; replicated weights agree on all ranks."""
+    own = torch.Generator(device).manual_seed(seed + _SEEDS_PER_RANK * shards.mlp.rank)
+    shared = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Weight] = {}
     for target in targets:
-        generator = own if any(piece.cut is not None for piece in target.pieces) else alike
-        if quantization is not None and quantization.takes(target):
+        generator = own if any(piece.cut is not None for piece in target.pieces) else shared
+        if quantization is not None and quantization.covers(target):
             rows, columns = target.shape
-            way = random_format(quantization.name)
+            format = random_format(quantization.name)
             weights[target.name] = random_quantized(
-                way, rows, columns, device=device, generator=generator, scales_dtype=dtype
+                format, rows, columns, device=device, generator=generator, scales_dtype=dtype
             )
             continue
         weight = torch.empty(target.shape, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
-"""Synthetic acceptance, for measurements: how many drafted tokens pass is decided beforehand, and the text means nothing.
+"""Synthetic acceptance, for measurements: the number of accepted draft tokens is decided in advance, the text has no meaning.
 
-Nothing that serves requests knows of it: a model is made with such kernels by hand, and their name says so.
+Only benchmarks make a model with these kernels. The name of the kernels says so.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from torch import Tensor
 
 from outrider.device import ConfigError, KernelSet, WrappedKernels
 
-_PLACES = 0xFFFF
-_APART = 257
-"""Places between those of neighbouring requests; odd, so that no two of 65536 begin at the same one."""
-_MANY = 1024
-_ROUNDS = ((7, 0x2993), (5, 0xE877), (9, 0x0235))
-"""A hash of 16 bits onto themselves without a pattern in neighbours: how far a step goes depends on the luck before it."""
+_LAST_HASH = 0xFFFF
+_REQUEST_STRIDE = 257
+"""Distance between the table rows of neighbouring requests; odd, so that 65,536 requests start at different rows."""
+_MIN_REQUESTS = 1024
+_HASH_ROUNDS = ((7, 0x2993), (5, 0xE877), (9, 0x0235))
+"""Shifts and factors of a bijective hash of 16 bits without a pattern among neighbours."""
 
 
-class _Verdicts(NamedTuple):
-    """What is decided beforehand, so that little is left to do between two iterations.
+class _AcceptanceTable(NamedTuple):
+    """Results of verification that are decided in advance, so that an iteration launches two operations more."""
 
-    ``by_place`` int64 [requests, positions, 2 K + 2]: how many are accepted; what each token of the result is that is no
-    draft, -1 behind the decided one, and 0 where there is a draft; and there 1, to be multiplied by it. Requests see one and
-    the same table, each from a place of its own on. ``requests`` [requests]: 0, 1, …
+    by_position: Tensor
+    """int64 [requests, positions, 2 K + 2]. A row has the number of accepted draft tokens, K + 1 tokens (0 at an accepted
+    draft token, then the token of the target, then -1), and K factors of the draft tokens (1 if accepted). All requests
+    share one table, and each starts at a row of its own.
     """
-
-    by_place: Tensor
     requests: Tensor
+    """int64 [requests]: 0, 1, 2 and so on."""
 
 
-class _Synthetic(WrappedKernels):
+class _SyntheticKernels(WrappedKernels):
     def __init__(self, inner: KernelSet, rates: tuple[float, ...], described: str, context: int) -> None:
         super().__init__(inner)
         self.name = f"{inner.name}, synthetic acceptance of {described}"
         self.rates, self.context = rates, context
-        self.verdicts: dict[tuple[int, int, int, torch.device], _Verdicts] = {}
+        self.tables: dict[tuple[int, int, int, torch.device], _AcceptanceTable] = {}
 
     def verify_chain(
         self,
@@ -48,7 +48,7 @@ class _Synthetic(WrappedKernels):
         seeds: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Run the real verification, so that its cost is measured, then replace its result; two launches more."""
+        """Run the real verification, so that its cost is measured, then replace its result with two more launches."""
         super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
         return self._replaced(target_logits, draft_tokens, positions)
 
@@ -61,50 +61,52 @@ class _Synthetic(WrappedKernels):
         positions: Tensor,
         found: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`verify_chain`; without a draft there is nothing to replace."""
+        """Replace the result as in :meth:`verify_chain`, but only if there are draft tokens."""
         made = self.inner.verify_checked(target_logits, draft_tokens, temperature, seeds, positions, found)
         return self._replaced(target_logits, draft_tokens, positions) if draft_tokens.shape[1] else made
 
     def _replaced(self, logits: Tensor, draft_tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, drafted = draft_tokens.shape
-        most = max(_MANY, 1 << (batch - 1).bit_length())
+        most = max(_MIN_REQUESTS, 1 << (batch - 1).bit_length())
         key = (most, drafted, logits.shape[-1], draft_tokens.device)
-        if key not in self.verdicts:
-            self.verdicts[key] = _decide(self.rates, self.context + drafted + 1, *key)
-        decided = self.verdicts[key]
-        made = decided.by_place[decided.requests[:batch], positions]
+        if key not in self.tables:
+            self.tables[key] = _make_table(self.rates, self.context + drafted + 1, *key)
+        table = self.tables[key]
+        made = table.by_position[table.requests[:batch], positions]
         tokens = made[:, 1 : drafted + 2]
         tokens[:, :drafted].addcmul_(made[:, drafted + 2 :], draft_tokens)
         return tokens, made[:, 0]
 
 
-def _decide(
+def _make_table(
     rates: tuple[float, ...], length: int, most: int, drafted: int, vocabulary: int, device: torch.device
-) -> _Verdicts:
-    """For ``most`` requests and ``length`` positions. A request's luck at a place of its text, by a hash of both: it passes
-    each place whose rate is above. The token behind the accepted ones is drawn beforehand as well, since any is as good.
+) -> _AcceptanceTable:
+    """Return the table for ``most`` requests and ``length`` positions.
+
+    A hash of request and position is the random number: each draft token whose rate is above is accepted. The token after
+    the accepted ones comes from the hash too.
     """
-    luck = torch.arange(_PLACES + 1, device=device)
-    for shift, factor in _ROUNDS:
-        luck = (luck ^ luck >> shift) * factor & _PLACES
-    luck ^= luck >> 10
-    accepted = sum((luck < round(rate * 65536)).to(torch.int64) for rate in rates[:drafted]) + torch.zeros_like(luck)
-    behind = luck.flip(0) * 40503 % vocabulary
-    lane, count = torch.arange(drafted + 1, device=device), accepted.unsqueeze(1)
-    others = torch.where(lane < count, 0, torch.where(lane == count, behind.unsqueeze(1), -1))
-    drafts = (lane[:drafted] < count).to(torch.int64)
-    once = torch.cat((count, others, drafts), dim=1)
-    places, width = length + most * _APART, once.shape[1]
-    table = once.repeat(-(-places // (_PLACES + 1)), 1)
-    by_place = table.as_strided((most, length, width), (_APART * width, width, 1))
-    return _Verdicts(by_place, torch.arange(most, device=device))
+    hashed = torch.arange(_LAST_HASH + 1, device=device)
+    for shift, factor in _HASH_ROUNDS:
+        hashed = (hashed ^ hashed >> shift) * factor & _LAST_HASH
+    hashed ^= hashed >> 10
+    accepted = sum((hashed < round(rate * 65536)).to(torch.int64) for rate in rates[:drafted]) + torch.zeros_like(hashed)
+    following = hashed.flip(0) * 40503 % vocabulary
+    index, count = torch.arange(drafted + 1, device=device), accepted.unsqueeze(1)
+    others = torch.where(index < count, 0, torch.where(index == count, following.unsqueeze(1), -1))
+    drafts = (index[:drafted] < count).to(torch.int64)
+    rows = torch.cat((count, others, drafts), dim=1)
+    count_rows, width = length + most * _REQUEST_STRIDE, rows.shape[1]
+    table = rows.repeat(-(-count_rows // (_LAST_HASH + 1)), 1)
+    by_position = table.as_strided((most, length, width), (_REQUEST_STRIDE * width, width, 1))
+    return _AcceptanceTable(by_position, torch.arange(most, device=device))
 
 
 def rates_of_length(accept_length: float, draft_tokens: int) -> tuple[float, ...]:
-    """The chance that at least so many drafted tokens pass, where each passes with one and the same chance, as far as the one
-    before it did: the chance that makes ``accept_length`` tokens an iteration, the target's own included.
+    """Return, for each of ``draft_tokens`` places, the chance that the draft token and all before it are accepted.
 
-    Raises :class:`ConfigError` for a length that ``draft_tokens`` can't give.
+    A draft token after an accepted one is accepted with one fixed chance. That chance gives a mean of ``accept_length``
+    tokens an iteration, the target's own included. Raises :class:`ConfigError` for a length that ``draft_tokens`` can't give.
     """
     if not 1 <= accept_length <= draft_tokens + 1:
         raise ConfigError(
@@ -122,12 +124,11 @@ def _powers(chance: float, count: int) -> tuple[float, ...]:
 
 
 def with_synthetic_acceptance(kernels: KernelSet, accept_length: float, draft_tokens: int, *, context: int) -> KernelSet:
-    """``kernels`` whose ``verify_chain`` accepts ``accept_length`` tokens of ``draft_tokens`` drafted ones on average, the
-    target's own included, by the chances of :func:`rates_of_length` and a hash of request and position. For texts of
-    ``context`` tokens at most.
+    """Return ``kernels`` with synthetic verification of chains: ``accept_length`` tokens an iteration on average.
 
-    A shorter chain passes as far as those of the whole one do, so that it yields fewer. Trees are verified as ever. Raises
-    :class:`ConfigError` as :func:`rates_of_length` does.
+    The chances are those of :func:`rates_of_length` for ``draft_tokens``, the random number is a hash of request and
+    position. ``context``: maximum length of a text in tokens. A shorter chain is accepted as far as the whole one would be,
+    so it yields fewer tokens. Trees get the real verification. Raises :class:`ConfigError` for an impossible length.
     """
     rates = rates_of_length(accept_length, draft_tokens)
-    return _Synthetic(kernels, rates, f"{accept_length:g} ({'/'.join(f'{rate:.3g}' for rate in rates)})", context)
+    return _SyntheticKernels(kernels, rates, f"{accept_length:g} ({'/'.join(f'{rate:.3g}' for rate in rates)})", context)

@@ -21,7 +21,7 @@ _LARGE = 1 << 22
 """Numbers of a weight from which on no cache of a core holds it."""
 _FEW = MappingProxyType({torch.float32: range(6, 49), torch.bfloat16: range(2, 33)})
 """Tokens for which a product with a large weight is faster with the weight as its first operand
-(docs/evidence/2026-11-26-host-batches.md)."""
+(docs/evidence/README.md#2026-11-26-host-batches)."""
 
 
 class CpuKernels(KernelSet, complete=True):

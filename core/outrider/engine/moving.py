@@ -1,4 +1,4 @@
-"""Requests that move from one engine to another: handed over in one process, or lent by the network card (docs/apart.md)."""
+"""Requests that move to another engine: handed over in one process, or lent to another one (docs/disaggregation.md)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Prop
 
 
 class BigramProposer(Proposer):
-    """Remembers one successor per token, the latest one. All requests share the table, so one may draft what another wrote."""
+    """Remembers the latest successor of each token. All requests share the table, so one may draft what another wrote."""
 
     name = "bigram"
 

@@ -60,7 +60,7 @@ def toy_stream_destroy(stream: int) -> int:
 
 
 def toy_launch(stream: int, kernel: Kernel) -> int:
-    """Enqueue `kernel()` on the stream and return immediately. During a capture of this thread the kernel is stored instead."""
+    """Enqueue `kernel()` on the stream and return immediately. During a capture the kernel is stored instead."""
     state = _handles.find(stream, StreamState)
     if state is None:
         return INVALID_HANDLE

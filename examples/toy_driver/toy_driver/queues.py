@@ -58,7 +58,7 @@ class Failures:
 
 
 class StreamState:
-    """A queue and its thread. A failed kernel doesn't stop later kernels; its error is stored for the next synchronization."""
+    """A queue and its thread. A failed kernel doesn't stop later ones; its error is stored for the next synchronization."""
 
     def __init__(self, failures: Failures) -> None:
         self.failures = failures

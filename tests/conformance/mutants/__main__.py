@@ -54,7 +54,9 @@ def main() -> int:
     parser.add_argument("--no-legal", action="store_true", help="broken ones alone")
     parser.add_argument("--no-broken", action="store_true", help="legal ones alone")
     parser.add_argument("--record", type=Path, metavar="FILE", help="keep results there; what it has already isn't run again")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/conformance-mutations.md")
+    parser.add_argument(
+        "--write", action="store_true", help="put the table into docs/reference/generated/conformance-mutations.md"
+    )
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     # Everything heavy is imported once, before the processes part.

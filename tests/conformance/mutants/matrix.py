@@ -17,7 +17,7 @@ from pathlib import Path
 
 from conformance.mutants.bases import ROOT
 
-PAGE = ROOT / "docs" / "conformance-mutations.md"
+PAGE = ROOT / "docs" / "reference" / "generated" / "conformance-mutations.md"
 _BEGIN, _END = "<!-- made by python -m conformance.mutants.matrix --write -->", "<!-- end of the matrix -->"
 KERNEL_TESTS = ("test_l4_kernels", "test_l4_kernels_drawn", "test_l4_laws", "test_l4_plans")
 LEVELS = (0, 1, 2, 3, 4)
@@ -34,7 +34,9 @@ def main() -> int:
     parser.add_argument("--known", action="store_true", help="each against the one test that the page names for it, seed 0")
     parser.add_argument("--record", type=Path, metavar="FILE", help="keep outcomes there; what it has isn't run again")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome there")
-    parser.add_argument("--write", action="store_true", help="put the matrix into docs/conformance-mutations.md")
+    parser.add_argument(
+        "--write", action="store_true", help="put the matrix into docs/reference/generated/conformance-mutations.md"
+    )
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     import outrider_sanitizer.sanitizer  # noqa: F401  (heavy imports once, before the processes part)

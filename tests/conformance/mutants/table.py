@@ -19,7 +19,7 @@ from conformance.mutants import (
 from conformance.mutants.bases import ROOT
 from conformance.mutants.legal import legal
 
-PAGE = ROOT / "docs" / "conformance-mutations.md"
+PAGE = ROOT / "docs" / "reference" / "generated" / "conformance-mutations.md"
 _BEGIN, _END = "<!-- made by python -m conformance.mutants --write -->", "<!-- end -->"
 
 

@@ -1,4 +1,4 @@
-"""Bugs of waits and records that were absent, conditional, early or late. Numbers are those of docs/scenarios.md."""
+"""Bugs of waits and records that were absent, conditional, early or late. Numbers are those of docs/findings/scenarios.md."""
 
 from copy import copy
 
@@ -30,6 +30,7 @@ def somewhere(findings, file):
 ALL_SCHEDULES = ("program", "random", "pct")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("topk", "programs", "schedules"),
     [

@@ -1,4 +1,4 @@
-"""Bugs between host and device: mirrors, staging, lifetime. Numbers are those of docs/scenarios.md."""
+"""Bugs between host and device: mirrors, staging, lifetime. Numbers are those of docs/findings/scenarios.md."""
 
 from dataclasses import replace
 

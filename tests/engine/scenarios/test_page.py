@@ -1,4 +1,4 @@
-"""docs/scenarios.md lists all of them, and each test that it names exists."""
+"""docs/findings/scenarios.md lists all of them, and each test that it names exists."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from outrider_sanitizer.races import RACES
 ROOT = Path(__file__).parents[3]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
-    for line in (ROOT / "docs" / "scenarios.md").read_text().splitlines()
+    for line in (ROOT / "docs" / "findings" / "scenarios.md").read_text().splitlines()
     if re.match(r"\| \d", line)
 ]
 

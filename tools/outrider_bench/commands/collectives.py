@@ -1,4 +1,4 @@
-"""``outrider bench collectives``: what a collective between ranks takes, by kind, size and the way it's done."""
+"""``outrider bench collectives``: the time of a collective between ranks, by kind, size and implementation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.registry import Registry
-from outrider_bench.commands.decode import sizes_of
+from outrider_bench.options import parse_names, parse_sizes
 
 _LIMIT_S = 240.0
 
@@ -20,37 +20,36 @@ _LIMIT_S = 240.0
 def collectives(
     backend: BackendOption = None,
     ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Ranks: processes on as many devices.")] = 2,
-    kinds: Annotated[str, typer.Option("--kinds", metavar="KIND,KIND", help="Kinds by commas; all of them without it.")] = "",
+    kinds: Annotated[
+        str, typer.Option("--kinds", metavar="KIND,KIND", help="Kinds, separated by commas. Default: all.")
+    ] = "",
     tokens: Annotated[
-        str, typer.Option("--tokens", metavar="1,16", help="Rows of a rank's tensor, several sizes by commas.")
+        str, typer.Option("--tokens", metavar="1,16", help="Rows of a rank's tensor, separated by commas.")
     ] = "1,4,16,64,128",
-    width: Annotated[int, typer.Option("--width", metavar="H", min=1, help="Numbers in a row.")] = 4096,
+    width: Annotated[int, typer.Option("--width", metavar="H", min=1, help="Elements of a row.")] = 4096,
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="float32, bfloat16 or float16.")] = "bfloat16",
     json_output: JsonOption = False,
 ) -> Report:
     """Measure collectives between ranks of this host, in microseconds a call.
 
-    Each kind is measured by each way that the backend has for it: the vendor's library first, then what takes its place for
-    small tensors. all_reduce_rms_norm is an all-reduce with the norm behind it, "fused" the one kernel for both. Where
-    collectives are captured, 64 calls of a graph are timed on the device; elsewhere calls are timed one behind the other.
-    ratio is the time over that of the library, in this run.
+    Each kind is measured with each implementation of the backend: the vendor's library first, then the replacements for
+    small tensors. all_reduce_rms_norm is an all-reduce followed by the norm, "fused" is one kernel for both. If collectives
+    can be captured, 64 calls of a graph are timed on the device; otherwise 8 calls are timed in sequence. ratio is the time
+    over that of the library in this run.
     """
     from outrider.cli.torch_probe import require_torch
 
     del json_output
     require_torch()
-    from outrider_bench.programs.collectives import KINDS
+    from outrider_bench.collective_times import KINDS
     from outrider_conformance.rank_processes import RankProcesses
 
-    chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()] or list(KINDS)
-    unknown = [kind for kind in chosen if kind not in KINDS]
-    if unknown:
-        raise ConfigError(f"--kinds: {', '.join(unknown)}; expected some of {', '.join(KINDS)}")
+    chosen = parse_names(kinds, "--kinds", KINDS) if kinds else list(KINDS)
     if ranks < 2:
-        raise ConfigError(f"--ranks is {ranks}; one rank has nobody to communicate with")
+        raise ConfigError(f"--ranks is {ranks}; expected at least 2, since one rank has no other to communicate with")
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"--dtype is {dtype!r}; expected float32, bfloat16 or float16")
-    sizes = sizes_of(tokens, "--tokens", "1,16")
+    sizes = parse_sizes(tokens, "--tokens", "1,16")
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     count = registry.info(spec.name).device_count
@@ -58,7 +57,7 @@ def collectives(
         raise CapabilityError(f"--ranks {ranks} needs as many devices, and backend {spec.name!r} has {count} here")
     work = {"kinds": chosen, "tokens": sizes, "width": width, "dtype": dtype}
     with RankProcesses(str(spec), ranks) as processes:
-        found, *_ = processes.run("outrider_bench.programs.collectives:measure", work, limit_s=_LIMIT_S)
+        found, *_ = processes.run("outrider_bench.collective_times:measure", work, limit_s=_LIMIT_S)
     rows: list[dict[str, Any]] = found.pop("rows")
     libraries: dict[tuple[str, int], float] = {}
     for row in rows:
@@ -71,7 +70,7 @@ def collectives(
 
 def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]]) -> None:
     console.print(f"{data['ranks']} ranks of {data['backend']}, tokens x {data['width']} {data['dtype']}, us a call\n")
-    table = Table("kind", "tokens", "KiB", "way", "us", "ratio", "in a graph", box=None, pad_edge=False)
+    table = Table("kind", "tokens", "KiB", "implementation", "us", "ratio", "in a graph", box=None, pad_edge=False)
     for row in rows:
         table.add_row(
             *(row["kind"], str(row["tokens"]), f"{row['bytes'] / 1024:g}", row["way"], f"{row['us']:.1f}"),

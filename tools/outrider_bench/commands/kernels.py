@@ -1,4 +1,4 @@
-"""``outrider bench kernels``: each kernel against the bytes that it must move, and against torch's own."""
+"""``outrider bench kernels``: the time of each kernel compared with its bytes and with torch's kernel."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.registry import Registry
+from outrider_bench.options import RequiredShapeOption, parse_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -23,35 +24,37 @@ if TYPE_CHECKING:
 
 _REPLAYS = 5
 _CALLS = 16
-_ROTATE_BYTES = 256 << 20  # several times the caches that devices have
+_ROTATE_BYTES = 256 << 20  # several times the cache of a device
 _COLUMNS = ("kernel", "case", "us", "own us", "torch us", "limit us", "of limit", "of torch")
 
 
 def kernels(
     backend: BackendOption = None,
-    shape: Annotated[str, typer.Option("--shape", metavar="NAME", help="A decoder's shape.")] = "llama-3.1-8b",
+    shape: RequiredShapeOption = "llama-3.1-8b",
     tokens: Annotated[
-        str, typer.Option("--tokens", metavar="4,32", help="Numbers of tokens in matrix products.")
+        str, typer.Option("--tokens", metavar="4,32", help="Numbers of tokens of matrix products, separated by commas.")
     ] = "1,4,32,128",
-    only: Annotated[str | None, typer.Option("--only", metavar="TEXT", help="Kernels whose name has this in it.")] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="TEXT", help="Measure only kernels whose name contains this text.")
+    ] = None,
     dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE")] = "bfloat16",
     quantized: Annotated[
         str | None,
         typer.Option(
             "--quantized",
             metavar="fp8,int4",
-            help="Only products with weights quantised so: fp8, fp8-tensor, fp8-block, int8, int4, int4-zeros, int4-32.",
+            help="Measure only products with quantised weights: fp8, fp8-tensor, fp8-block, int8, int4, int4-zeros, int4-32.",
         ),
     ] = None,
     json_output: JsonOption = False,
 ) -> Report:
-    """Measure the backend's kernels, many calls in a graph at a time: microseconds a call, torch's own beside them.
+    """Measure the backend's kernels and torch's, in microseconds a call, with 16 calls in a graph.
 
-    Where kernels are chosen by name (``cuda:kernels=flashinfer``), *own* are those that the backend has without that. What a
-    library plans on the host isn't in the time of a call.
+    If kernels are selected by name (``cuda:kernels=flashinfer``), *own* are the backend's default kernels. Planning on the
+    host isn't part of the time of a call.
 
-    The limit is the bytes that a call must move over the bandwidth measured in the same run. What is smaller than the
-    device's cache may beat it. Torch's own is the interface's reference: for a matrix product, the library that torch calls.
+    The limit is the bytes that a call must move over the bandwidth measured in the same run. Data that fits in the device's
+    cache may beat the limit. *torch* is the reference of the backend interface, for a matrix product the library of torch.
     """
     from outrider.cli.torch_probe import require_torch
 
@@ -65,38 +68,24 @@ def kernels(
 
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
-    sizes = _sizes(tokens)
+    sizes = parse_sizes(tokens, "--tokens", "4,32")
     registry = Registry()
     device = registry.create(registry.select(backend, backend_from_environment()))
     if not (device.capabilities.captures_graphs and device.capabilities.event_timing):
         raise CapabilityError(f"{device.label} can't be measured here: it needs captures_graphs and event_timing")
     bandwidth = measure_bandwidth(device)
     stream = device.create_stream("bench")
-    sizes_of = decoder_shape(shape_config(shape), DTYPES[dtype])
-    used, own = device.kernels_in_use.for_shape(sizes_of), device.kernels.for_shape(sizes_of)
+    decoder = decoder_shape(shape_config(shape), DTYPES[dtype])
+    used, own = device.kernels_in_use.for_shape(decoder), device.kernels.for_shape(decoder)
     rows = []
-    for case in _cases(device, stream, sizes_of, sizes, DTYPES[dtype], _formats(quantized)):
+    for case in _cases(device, stream, decoder, sizes, DTYPES[dtype], _formats(quantized)):
         if only is not None and only not in case.kernel:
             continue
         us = _microseconds(device, stream, case, used)
         others = device.kernels_in_use is not device.kernels
         own_us = _microseconds(device, stream, case, own) if others else us
         torch_us = _microseconds(device, stream, case, KernelSet())
-        limit_us = 1e6 * case.bytes / bandwidth
-        rows.append(
-            {
-                "kernel": case.kernel,
-                "case": case.name,
-                "us": us,
-                "own_us": own_us,
-                "torch_us": torch_us,
-                "limit_us": limit_us,
-                "bytes": case.bytes,
-                "ratio_to_limit": us / limit_us,
-                "ratio_to_torch": us / torch_us,
-                "tb_per_s": case.bytes / us / 1e6,
-            }
-        )
+        rows.append(_row(case, us, own_us, torch_us, 1e6 * case.bytes / bandwidth))
     data: dict[str, object] = {
         "backend": device.name,
         "device": str(device.device),
@@ -110,15 +99,23 @@ def kernels(
     return Report(data=data, render=lambda console: _render(console, data, rows))
 
 
-def _sizes(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(f"--tokens is {text!r}; expected whole numbers of at least 1, by commas, such as 4,32")
-    return [int(part) for part in parts]
+def _row(case: KernelCase, us: float, own_us: float, torch_us: float, limit_us: float) -> dict[str, Any]:
+    return {
+        "kernel": case.kernel,
+        "case": case.name,
+        "us": us,
+        "own_us": own_us,
+        "torch_us": torch_us,
+        "limit_us": limit_us,
+        "bytes": case.bytes,
+        "ratio_to_limit": us / limit_us,
+        "ratio_to_torch": us / torch_us,
+        "tb_per_s": case.bytes / us / 1e6,
+    }
 
 
 def _formats(text: str | None) -> list[str]:
-    """Names by commas. Raises :class:`ConfigError`."""
+    """Return the formats of ``text``, which commas separate. Raises :class:`ConfigError`."""
     from outrider_tune.quantized import random_format
 
     names = [] if text is None else [part.strip() for part in text.split(",")]
@@ -128,9 +125,9 @@ def _formats(text: str | None) -> list[str]:
 
 
 def _cases(
-    device: Backend, stream: Stream, sizes_of: DecoderShape, sizes: list[int], dtype: torch.dtype, quantized: list[str]
+    device: Backend, stream: Stream, decoder: DecoderShape, sizes: list[int], dtype: torch.dtype, quantized: list[str]
 ) -> Iterator[KernelCase]:
-    """``quantized``: products with weights in these formats alone; empty: every other kernel."""
+    """Yield products with weights in the formats of ``quantized``; without formats every other kernel."""
     from outrider_tune.measure import kernel_cases, product_cases
     from outrider_tune.quantized import quantized_cases
 
@@ -146,18 +143,18 @@ def _cases(
     for name in quantized:
         for count in sizes:
             yield from placed(
-                quantized_cases(name, sizes_of, tokens=count, rotate_bytes=_ROTATE_BYTES, dtype=dtype, device=device.device)
+                quantized_cases(name, decoder, tokens=count, rotate_bytes=_ROTATE_BYTES, dtype=dtype, device=device.device)
             )
     if quantized:
         return
     for count in sizes:
-        yield from placed(
-            product_cases(sizes_of, tokens=count, rotate_bytes=_ROTATE_BYTES, dtype=dtype, device=device.device)
-        )
-    yield from placed(kernel_cases(sizes_of, dtype=dtype, device=device.device))
+        yield from placed(product_cases(decoder, tokens=count, rotate_bytes=_ROTATE_BYTES, dtype=dtype, device=device.device))
+    yield from placed(kernel_cases(decoder, dtype=dtype, device=device.device))
 
 
 def _microseconds(device: Backend, stream: Stream, case: KernelCase, kernels: KernelSet) -> float:
+    from outrider_bench.limits import seconds_on_stream
+
     if case.planned is not None:
         with device.on(stream):
             case = case.planned(kernels, stream)
@@ -170,15 +167,8 @@ def _microseconds(device: Backend, stream: Stream, case: KernelCase, kernels: Ke
             call(kernels, number)
 
     graph = device.capture(f"{case.kernel} {case.name}", work, stream=stream, inputs={}, outputs={})
-    times = []
-    for _ in range(_REPLAYS + 1):
-        start, end = (device.create_event(name, timing=True) for name in ("start", "end"))
-        stream.record(start)
-        graph.replay(stream)
-        stream.record(end)
-        stream.synchronize()
-        times.append(1e3 * start.elapsed_ms(end) / _CALLS)
-    return statistics.median(times[1:])  # the first one warms up
+    times = [seconds_on_stream(device, stream, lambda: graph.replay(stream)) for _ in range(_REPLAYS + 1)]
+    return 1e6 * statistics.median(times[1:]) / _CALLS  # the first replay warms up
 
 
 def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]]) -> None:

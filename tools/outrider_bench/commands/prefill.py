@@ -1,10 +1,9 @@
-"""``outrider bench prefill``: the time to the first token, on the clock and on the device."""
+"""``outrider bench prefill``: the time to the first token, by the host's clock and on the device."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,50 +13,47 @@ from rich.table import Table
 from outrider.cli.engine_options import with_options
 from outrider.cli.files import check_output
 from outrider.cli.report import JsonOption, Report
-from outrider_bench.commands.decode import sizes_of
-from outrider_bench.engines import WorkOptions, check_room
 from outrider_bench.mixed_load import token_ids
-from outrider_bench.outputs import write_plot
+from outrider_bench.options import MeasuredEngineOptions, PlotOption, PromptLengthsOption, check_context, parse_sizes
+from outrider_bench.plot import series_svg, write_plot
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
 
-_GOES_ON = 8
+_NEXT_TOKENS = 8
+"""New tokens of a request that goes on to decode."""
 
 
 @with_options
 def prefill(
     *,
-    prompt_tokens: Annotated[
-        str, typer.Option("--prompt-tokens", metavar="512,4096", help="Tokens of a prompt, several lengths by commas.")
-    ] = "512,4096,16384",
-    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each; the figures are medians.")] = 5,
-    options: WorkOptions,
-    plot: Annotated[Path | None, typer.Option(metavar="F.svg", help="Draw the time over the prompt's length.")] = None,
+    prompt_tokens: PromptLengthsOption = "512,4096,16384",
+    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each length; the figures are medians.")] = 5,
+    options: MeasuredEngineOptions,
+    plot: PlotOption = None,
     json_output: JsonOption = False,
 ) -> Report:
-    """Measure the time to the first token of one prompt on an idle engine, the draft's part of the prompt included.
+    """Measure the time to the first token of one prompt on an idle engine, with the draft's prefill.
 
-    *first token*: of a request for one token, from its arrival to its end. *going on*: the same of a request that goes on to
-    decode. *device*: what the device was busy with for the first of them, in a pass of its own under torch's profiler.
+    *first token*: a request for one token, from its arrival to its end. *going on*: the first token of a request that goes
+    on to decode. *device*: the device's busy time for a request for one token, from a run of its own under torch's profiler.
     """
     from outrider.cli.torch_probe import require_torch
 
-    lengths = sizes_of(prompt_tokens, "--prompt-tokens", "512,4096")
+    lengths = parse_sizes(prompt_tokens, "--prompt-tokens", "512,4096")
     check_output("--plot", plot, ".svg")
     require_torch()
-    asked = options.asked(requests=1, context=max(lengths) + _GOES_ON)
-    engine, described = asked.made(say=not json_output)
     most = max(lengths)
-    check_room(engine, f"--prompt-tokens {most} and the {_GOES_ON} tokens behind them", most + _GOES_ON)
+    engine, described = options.build_engine(
+        requests=1, requests_origin="one prompt at a time", context=most + _NEXT_TOKENS, say=not json_output
+    )
+    check_context(engine, f"--prompt-tokens {most} and the {_NEXT_TOKENS} tokens after them", most + _NEXT_TOKENS)
     rows = [_row(engine, length, repeat) for length in lengths]
     data: dict[str, object] = {**described, "repeat": repeat, "results": rows}
     code = 0
     if plot is not None:
-        from outrider_bench.plot import series_svg
-
-        drawn = {"first token": [(row["prompt_tokens"], row["first_token_ms"]) for row in rows]}
-        svg = series_svg(drawn, title=str(described["model"]), across="prompt tokens", up="ms to a token")
+        points = {"first token": [(row["prompt_tokens"], row["first_token_ms"]) for row in rows]}
+        svg = series_svg(points, title=str(described["model"]), across="prompt tokens", up="ms to a token")
         code = write_plot(plot, svg, data)
     return Report(data=data, render=lambda console: _render(console, data, rows), exit_code=code)
 
@@ -68,13 +64,13 @@ def _row(engine: Engine, length: int, repeat: int) -> dict[str, Any]:
     def first_token(count: int) -> float:
         nonlocal number
         number += 1
-        # Each differs from the others from its first token on, so no cached prefix serves it.
+        # All prompts differ in their first token, so no cached prefix applies.
         return _first_token(engine, token_ids(number, length, vocabulary), count)
 
     first_token(1)
-    first_token(_GOES_ON)
+    first_token(_NEXT_TOKENS)
     alone = [1e3 * first_token(1) for _ in range(repeat)]
-    going_on = [1e3 * first_token(_GOES_ON) for _ in range(repeat)]
+    going_on = [1e3 * first_token(_NEXT_TOKENS) for _ in range(repeat)]
     busy, clock = _device_ms(engine, lambda: first_token(1))
     return {
         "prompt_tokens": length,
@@ -90,7 +86,7 @@ def _row(engine: Engine, length: int, repeat: int) -> dict[str, Any]:
 
 
 def _first_token(engine: Engine, prompt: list[int], count: int) -> float:
-    """Seconds until the engine hands out the first token; the rest is decoded behind that."""
+    """Return the seconds until the engine returns the first token; then decode the other tokens."""
     from outrider.engine.requests.sampling import SamplingParams
 
     began = time.perf_counter()
@@ -105,8 +101,8 @@ def _first_token(engine: Engine, prompt: list[int], count: int) -> float:
 
 
 def _device_ms(engine: Engine, once: Any) -> tuple[float | None, str | None]:
-    """Milliseconds in which the device ran something, and by which clock; None where it can't say."""
-    from outrider_bench.device_profile import of_timeline, profiled
+    """Return the busy time of the device in milliseconds and the name of its clock; None for a device without a profile."""
+    from outrider_bench.device_profile import profile_timeline, profiled
     from outrider_trace.timeline import record
 
     if engine.backend.control is None:
@@ -114,7 +110,7 @@ def _device_ms(engine: Engine, once: Any) -> tuple[float | None, str | None]:
     else:
         with record(engine.backend) as timeline:
             once()
-        profile = of_timeline(timeline)
+        profile = profile_timeline(timeline)
     if profile is None:
         return None, None
     return (profile.window_us - profile.idle_us) / 1e3, profile.clock

@@ -1,12 +1,11 @@
-"""``outrider bench serve``: a server under load, beside the engine without one and beside vLLM's server."""
+"""``outrider bench serve``: a server under load, compared with the engine without a server and with vLLM's server."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,73 +15,103 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.engine_options import with_options
 from outrider.cli.files import check_directory
 from outrider.cli.models import DraftTokensOption, DtypeOption
-from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.report import JsonOption, Report
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider_bench.child import ChildFailed, run_child
-from outrider_bench.commands.decode import sizes_of
-from outrider_bench.http_load import HttpLoad, ServerFailed, Streamed, streamed_of, summary
-from outrider_bench.load_generators import run_vllm_bench
-from outrider_bench.random_model import check_lengths
+from outrider_bench.http_load import HttpLoad, ServerFailed, run_clients, run_vllm_bench, summarize
+from outrider_bench.options import (
+    AcceptLengthOption,
+    NewTokensOption,
+    PromptTokensOption,
+    RandomDraftOptions,
+    RequiredShapeOption,
+    check_lengths,
+    check_new_tokens,
+    parse_names,
+    parse_sizes,
+)
 
 if TYPE_CHECKING:
-    from outrider_bench.served import Setup
+    from outrider_bench.servers import ServerSetup
 
 _ENGINES = ("bare", "outrider", "vllm")
 _GENERATORS = ("own", "vllm")
-_PROCESSES = 4
-_CLIENTS = 8  # of one process
-_LIMIT_S = 900.0
-_SEED = 1 << 18
+_START_LIMIT_S = 900.0
+_SEEDS = 1 << 18
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerModelOptions(RandomDraftOptions):
+    """Random weights that every server gets."""
+
+    shape: RequiredShapeOption = "llama-3.1-8b"
+    draft_tokens: DraftTokensOption = 3
+    accept_length: AcceptLengthOption = 2.98
+    dtype: DtypeOption = None
+
+    def make_setup(self, speculate: str, max_requests: int, *, prompt_tokens: int, new_tokens: int) -> ServerSetup:
+        """Return the setup of each server. Raises :class:`ConfigError` for requests that exceed the context."""
+        from outrider.model.shapes import shape_config
+        from outrider_bench.servers import ServerSetup
+
+        config = shape_config(self.shape)
+        check_lengths(config, self.shape, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+        return ServerSetup(
+            shape=self.shape,
+            speculate=speculate,
+            draft_tokens=self.draft_tokens,
+            accept_length=self.accept_length if speculate == "eagle" else None,
+            dtype=self.dtype,
+            backend=self.backend,
+            max_requests=max_requests,
+            max_context=min(prompt_tokens + new_tokens + 2 * (self.draft_tokens + 1), config.max_context),
+        )
+
+
+@with_options
 def serve(
-    url: Annotated[
-        str | None, typer.Option(metavar="URL", help="A server that runs already, instead of starting any.")
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="With --url: the model's name.")] = None,
+    *,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="Measure this running server and start none.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="With --url: the name of the model.")] = None,
     generator: Annotated[
         str,
-        typer.Option(
-            metavar="own|vllm", help="What sends the requests: this, or the bench serve of a vLLM that is installed."
-        ),
+        typer.Option(metavar="own|vllm", help="Load generator: own, or bench serve of an installed vLLM."),
     ] = "own",
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="DIR", help="With --url and --generator vllm: the model's tokenizer.")
     ] = None,
     engines: Annotated[
-        str, typer.Option(metavar="bare,outrider,vllm", help="What is started and measured, one after the other.")
+        str, typer.Option(metavar="bare,outrider,vllm", help="Engines to start and measure, one after the other.")
     ] = "bare,outrider",
-    shape: Annotated[
-        str, typer.Option("--shape", metavar="NAME|config.json", help="Random weights of this shape.")
-    ] = "llama-3.1-8b",
-    concurrency: Annotated[str, typer.Option(metavar="1,32", help="Clients at a time, by commas.")] = "1,32",
+    concurrency: Annotated[
+        str, typer.Option(metavar="1,32", help="Numbers of concurrent clients, separated by commas.")
+    ] = "1,32",
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Requests of each client, one after the other.")] = 3,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, metavar="N")] = 512,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", min=2, metavar="N")] = 256,
-    speculate: Annotated[str, typer.Option("--speculate", metavar="eagle|none")] = "eagle",
-    draft_tokens: DraftTokensOption = 3,
-    accept_length: Annotated[
-        float | None, typer.Option("--accept-length", metavar="A", help="Synthetic acceptance, the same for all.")
-    ] = 2.98,
-    dtype: DtypeOption = None,
-    limit: Annotated[float, typer.Option(min=1, metavar="S", help="What a server may take to start.")] = _LIMIT_S,
+    prompt_tokens: PromptTokensOption = 512,
+    new_tokens: NewTokensOption = 256,
+    speculate: Annotated[str, typer.Option("--speculate", metavar="eagle|none", help="Proposer.")] = "eagle",
+    options: ServerModelOptions,
+    limit: Annotated[
+        float, typer.Option(min=1, metavar="S", help="Time limit of a server's start in seconds.")
+    ] = _START_LIMIT_S,
     logs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep there what the servers say. Default: nowhere.")
+        Path | None, typer.Option(metavar="DIR", help="Directory for the output of the servers. Default: temporary.")
     ] = None,
-    backend: BackendOption = None,
     json_output: JsonOption = False,
 ) -> Report:
-    """Tokens a second, time to the first token and between tokens, of streams over HTTP.
+    """Measure streams over HTTP: tokens a second, time to the first token and between tokens.
 
-    Each client sends its next request when its last one has ended; one round runs before what is counted. ``bare`` is the
-    same load on the engine in its own thread: what the server costs is the difference. With ``--generator vllm`` requests are
-    sent and read by vLLM's generator; ``bare`` has no server, so it gets the same lengths and numbers from ours.
+    Each client sends its next request when its last one has ended. One round runs first, unmeasured. ``bare`` is the same
+    load on the engine in its own thread: the difference is the cost of the server. With ``--generator vllm`` vLLM's generator
+    sends and reads the requests; ``bare`` has no server and gets the same lengths and numbers from the project's generator.
     """
     del json_output
-    sizes = sizes_of(concurrency, "--concurrency", "1,32")
+    check_new_tokens(new_tokens, 2)
+    sizes = parse_sizes(concurrency, "--concurrency", "1,32")
     if generator not in _GENERATORS:
         raise ConfigError(f"--generator is {generator!r}; expected one of {', '.join(_GENERATORS)}")
     load = HttpLoad(
@@ -92,7 +121,7 @@ def serve(
         rounds=rounds,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
-        seed=secrets.randbelow(_SEED),  # a server that runs already may know the prompts of an earlier run
+        seed=secrets.randbelow(_SEEDS),  # a running server may have cached the prompts of an earlier run
     )
     data: dict[str, Any] = {
         "rounds": rounds,
@@ -100,7 +129,7 @@ def serve(
         "new_tokens": new_tokens,
         "seed": load.seed,
         "concurrency": sizes,
-        "shape": None if url else shape,
+        "shape": None if url else options.shape,
         "generator": generator,
     }
     if url is not None:
@@ -108,7 +137,7 @@ def serve(
             raise ConfigError("--url needs --model NAME: what the server calls its model")
         if (generator == "vllm") != (tokenizer is not None):
             raise ConfigError(
-                "--generator vllm and --tokenizer DIR go together: it draws prompts from the model's vocabulary"
+                "--generator vllm and --tokenizer DIR go together: it makes prompts from the model's vocabulary"
             )
         load = replace(load, url=_server_url(url), model=model)
         return _report({**data, "model": model, "engines": [{"engine": url, **_results(url, load, sizes, tokenizer)}]})
@@ -116,47 +145,31 @@ def serve(
         raise ConfigError("--tokenizer goes with --url; servers that are started here have a tokenizer of their own")
     if model is not None:
         raise ConfigError("--model is what a server at --url calls its model; servers that are started here have --shape")
-    names = [name.strip() for name in engines.split(",")]
-    if not set(names) <= set(_ENGINES):
-        raise ConfigError(f"--engines is {engines!r}; expected some of {', '.join(_ENGINES)}")
-    from outrider.model.shapes import shape_config
-    from outrider_bench.served import Setup
-
-    config = shape_config(shape)
-    check_lengths(config, shape, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-    setup = Setup(
-        shape=shape,
-        speculate=speculate,
-        draft_tokens=draft_tokens,
-        accept_length=accept_length if speculate == "eagle" else None,
-        dtype=dtype,
-        backend=backend,
-        max_requests=max(sizes),
-        max_context=min(prompt_tokens + new_tokens + 2 * (draft_tokens + 1), config.max_context),
-    )
+    names = parse_names(engines, "--engines", _ENGINES)
+    setup = options.make_setup(speculate, max(sizes), prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     if logs is not None:
         check_directory("--logs", logs)
-    with TemporaryDirectory(prefix="outrider-bench-") as kept:
-        where = logs or Path(kept)
+    with TemporaryDirectory(prefix="outrider-bench-") as directory:
+        where = logs or Path(directory)
         found = [_measured(name, setup, load, sizes, where, limit, generator) for name in names]
     return _report({**data, **asdict(setup), "engines": found})
 
 
 def _measured(
-    name: str, setup: Setup, load: HttpLoad, sizes: list[int], logs: Path, limit: float, generator: str
+    name: str, setup: ServerSetup, load: HttpLoad, sizes: list[int], logs: Path, limit: float, generator: str
 ) -> dict[str, Any]:
-    """Results of one engine, or why there are none."""
-    from outrider_bench.served import served
+    """Return the results of one engine, or the reason of its failure."""
+    from outrider_bench.servers import start_server
 
     began = time.monotonic()
     try:
         if name == "bare":
             given = {"setup": asdict(setup), "load": asdict(load), "sizes": sizes}
-            found = run_child("outrider_bench.bare_child", given, variables={}, limit_s=limit)
+            found = run_child("outrider_bench.servers:measure_bare_engine", given, limit_s=limit)
             for row in found["results"]:
-                _tell(name, row)
+                _note_row(name, row)
             return {"engine": name, **found}
-        with served(name, setup, directory=logs, limit_s=limit) as server:
+        with start_server(name, setup, directory=logs, limit_s=limit) as server:
             start_s = time.monotonic() - began
             tokenizer = server.tokenizer if generator == "vllm" else None
             return {
@@ -169,24 +182,24 @@ def _measured(
 
 
 def _results(name: str, load: HttpLoad, sizes: list[int], tokenizer: Path | None) -> dict[str, Any]:
-    """Results for each number of clients, until one fails, and why that did."""
+    """Return the results for each number of clients up to the first failure, and the reason of the failure."""
     results: list[dict[str, Any]] = []
     try:
         for number, size in enumerate(sizes, 1):
-            results.append(_measured_over_http(name, load.again(clients=size, number=number), tokenizer))
+            results.append(_measured_over_http(name, load.with_clients(size, number=number), tokenizer))
     except (ChildFailed, ServerFailed) as failed:
         return {"failed": str(failed), "results": results}
     return {"results": results}
 
 
 def _server_url(text: str) -> str:
-    """``http://HOST:PORT`` and what comes before ``/v1`` of a server. Raises :class:`ConfigError`."""
+    """Return ``http://HOST:PORT`` and the path before ``/v1`` of a server. Raises :class:`ConfigError`."""
     parts = urlsplit(text)
     try:
-        known = parts.scheme == "http" and parts.hostname and parts.port != 0 and not parts.username
+        is_known = parts.scheme == "http" and parts.hostname and parts.port != 0 and not parts.username
     except ValueError:  # a port that is no number
-        known = False
-    if not known or parts.query or parts.fragment or not text.isascii() or any(each <= " " for each in text):
+        is_known = False
+    if not is_known or parts.query or parts.fragment or not text.isascii() or any(each <= " " for each in text):
         raise ConfigError(
             f"--url is {text!r}; expected where a server of OpenAI's API is, without TLS, such as http://127.0.0.1:8000"
         )
@@ -194,39 +207,25 @@ def _server_url(text: str) -> str:
 
 
 def _measured_over_http(name: str, load: HttpLoad, tokenizer: Path | None) -> dict[str, Any]:
-    """A round to warm up, and then what is counted; by vLLM's generator where it has a tokenizer to draw prompts from."""
+    """Warm up and measure; with a ``tokenizer`` by vLLM's generator."""
     if tokenizer is not None:
-        found = run_vllm_bench(load, tokenizer, limit_s=_LIMIT_S)
+        found = run_vllm_bench(load, tokenizer)
     else:
-        _all_clients(load.warm_up)
-        found = summary(_all_clients(load))
+        run_clients(load.warm_up)
+        found = summarize(run_clients(load))
     row = {"concurrency": load.clients, **found}
-    _tell(name, row)
+    _note_row(name, row)
     return row
 
 
-def _tell(name: str, row: Mapping[str, Any]) -> None:
-    """Show what is there, so that a run that is interrupted isn't lost."""
+def _note_row(name: str, row: Mapping[str, Any]) -> None:
+    """Print a row to standard error, so that an interrupted run keeps its results."""
     first, between = row["first_token_ms"], row["between_outputs_ms"]
     gaps = "" if between is None else f", between outputs {between['p50']:.2f}, {between['p99']:.2f}"
     note(
         f"{name}: {row['concurrency']} clients, {row['requests']} requests, {row['tokens_per_s']:.1f} tokens/s, "
         f"ms at p50, p99: first token {first['p50']:.2f}, {first['p99']:.2f}{gaps}\n"
     )
-
-
-def _all_clients(load: HttpLoad) -> list[Streamed]:
-    """The clients of a load, spread over some processes."""
-    processes = max(1, min(_PROCESSES, load.clients // _CLIENTS))
-    shares = [load.clients // processes + (number < load.clients % processes) for number in range(processes)]
-    parts = [replace(load, clients=share, first=load.first + sum(shares[:number])) for number, share in enumerate(shares)]
-
-    def run(part: HttpLoad) -> list[Streamed]:
-        found = run_child("outrider_bench.http_load_child", asdict(part), variables={}, limit_s=_LIMIT_S)
-        return streamed_of(found["answers"])
-
-    with ThreadPoolExecutor(processes) as pool:
-        return [answer for answers in pool.map(run, parts) for answer in answers]
 
 
 def _report(data: dict[str, Any]) -> Report:

@@ -1,4 +1,4 @@
-"""``outrider bench startup``: how long an engine takes from nothing to its first token, stage by stage."""
+"""``outrider bench startup``: the time of an engine's start until its first token, stage by stage."""
 
 from __future__ import annotations
 
@@ -12,82 +12,62 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.engine_options import with_options
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.files import check_directory
-from outrider.cli.models import (
-    DraftTokensOption,
-    DtypeOption,
-    KvMemoryOption,
-    PageSizeOption,
-    Running,
-    Sizes,
-)
+from outrider.cli.models import DraftTokensOption
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import run_child
-from outrider_bench.launch_options import GraphsOption, ModeOption, OverlapOption, PrefillChunkOption
+from outrider_bench.options import LaunchOptions, ShapeOption
 from outrider_sanitizer.files import scratch_directory
 
-_CHILD = "outrider_bench.startup_child"
+_FUNCTION = "outrider_bench.engine_start:time_start"
+_MAX_CONTEXT = 1024
 
 
+@with_options
 def startup(
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            "--shape",
-            metavar="NAME|config.json",
-            help="A checkpoint of this shape instead of the bundled model; written before, with random values.",
-        ),
-    ] = None,
+    *,
+    shape: ShapeOption = None,
     speculate: Annotated[str, typer.Option("--speculate", metavar="eagle|none", help="Proposer.")] = "eagle",
     draft_tokens: DraftTokensOption = 4,
-    batch: Annotated[int, typer.Option(min=1, help="Requests that the engine is made for.")] = 8,
-    max_context: Annotated[int, typer.Option("--max-context", min=8, metavar="N", help="Tokens of a request.")] = 1024,
-    dtype: DtypeOption = None,
-    mode: ModeOption = None,
-    graphs: GraphsOption = None,
-    overlap: OverlapOption = None,
-    kv_memory: KvMemoryOption = None,
-    page_size: PageSizeOption = None,
-    prefill_chunk: PrefillChunkOption = None,
+    batch: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests of the engine.")] = 8,
+    options: LaunchOptions,
     directory: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where that checkpoint is written, for the run alone. Default: temporary."),
+        typer.Option(metavar="DIR", help="Directory for the checkpoint of --shape, removed at the end. Default: temporary."),
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where that checkpoint is written, and stays; one that lies there is used."),
+        typer.Option(
+            metavar="DIR", help="Directory for the checkpoint of --shape, which stays; a checkpoint there is reused."
+        ),
     ] = None,
     starts: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Starts, the first with empty caches. Default: 2 where the backend compiles, else 1."
+            min=1,
+            metavar="N",
+            help="Number of starts, the first with empty caches. Default: 2 if the backend compiles, else 1.",
         ),
     ] = None,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that one start may take.")] = 600.0,
+    limit: Annotated[float, typer.Option(min=1, help="Time limit of one start in seconds.")] = 600.0,
     backend: BackendOption = None,
     json_output: JsonOption = False,
 ) -> Report:
     """Start an engine in a fresh process and time each stage until its first token, in seconds.
 
-    The weights are read from files, which are in the page cache as far as the memory holds them.
-    Where the backend compiles kernels the first start has an empty cache of compiled kernels (cold), and each other one that
-    which the first has left (warm). A line for each start goes to standard error as soon as it's there.
+    The weights are read from files, which are in the page cache as far as the memory holds them. With --shape a checkpoint
+    of random values is written first. If the backend compiles kernels, the first start has an empty cache of compiled
+    kernels (cold), and each other start the cache that the first has left (warm). Each start prints a line to standard error.
     """
     del json_output
     if speculate not in ("eagle", "none"):
         raise ConfigError(f"--speculate is {speculate!r}; expected eagle or none")
-    if checkpoint is not None and shape is None:
-        raise ConfigError("--checkpoint is where a checkpoint of --shape goes; name a shape")
-    if checkpoint is not None and directory is not None:
-        raise ConfigError(
-            "--directory is for a checkpoint that is removed, --checkpoint for one that stays; give one of them"
-        )
-    if directory is not None:
-        check_directory("--directory", directory, make=False)
+    _check_directories(shape, checkpoint, directory)
     about: dict[str, object] | None = None
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
@@ -98,43 +78,53 @@ def startup(
         "speculate": speculate,
         "draft_tokens": draft_tokens,
         "batch": batch,
-        "max_context": max_context,
-        "dtype": dtype,
+        "dtype": options.dtype,
         "target": None,
         "eagle": None,
-        "sizes": Sizes(kv_memory=kv_memory, page_size=page_size, prefill_chunk=prefill_chunk).given,
-        "running": asdict(Running(mode=mode, graphs=graphs, overlap=overlap)),
+        "sizes": {"max_requests": batch, "max_context": _MAX_CONTEXT} | options.sizes().given,
+        "running": asdict(options.running()),
     }
     with scratch_directory("outrider-startup-", directory) as fresh:
         if shape is not None:
-            from outrider_bench.random_checkpoint import kept_checkpoint
+            from outrider_bench.random_checkpoint import find_or_write_checkpoint
 
             began = time.perf_counter()
-            written, there = kept_checkpoint(shape, checkpoint or Path(fresh, "checkpoint"))
+            written, reused = find_or_write_checkpoint(shape, checkpoint or Path(fresh, "checkpoint"))
             seconds = time.perf_counter() - began
             work |= {"target": str(written.target.absolute()), "eagle": str(written.draft.absolute())}
-            about = {"bytes": written.bytes, "written_in_s": None if there else seconds}
-        work["tuned"] = f"{fresh}/tuned"  # what one start measures, the next one takes over
+            about = {"bytes": written.bytes, "written_in_s": None if reused else seconds}
+        work["tuned"] = f"{fresh}/tuned"  # each start reads the measurements of the starts before
         variables = {name: f"{fresh}/{name}" for name in caches}
         found: dict[str, dict[str, Any]] = {}
-        for name in _names(starts or (2 if caches else 1), compiles=bool(caches)):
-            found[name] = run_child(_CHILD, work, variables=variables, limit_s=limit)
-            _say(name, found[name])
-    for key in ("dtype", "chosen"):  # the same in each start
+        for name in _start_names(starts or (2 if caches else 1), compiles=bool(caches)):
+            found[name] = run_child(_FUNCTION, work, variables=variables, limit_s=limit)
+            _note_start(name, found[name])
+    for key in ("dtype", "chosen"):  # equal in all starts
         work[key] = [each.pop(key) for each in found.values()][-1]
     del work["target"], work["eagle"], work["tuned"]
     data: dict[str, object] = {**work, "checkpoint": about, "kernel_cache": bool(caches), "starts": found}
     return Report(data=data, render=lambda console: _render(console, work, found))
 
 
-def _names(count: int, *, compiles: bool) -> list[str]:
-    """Of so many starts: ``cold``, ``warm``, ``warm 2``; without a cache ``start``, ``start 2``."""
+def _check_directories(shape: str | None, checkpoint: Path | None, directory: Path | None) -> None:
+    if checkpoint is not None and shape is None:
+        raise ConfigError("--checkpoint is the directory of a checkpoint of --shape; name a shape")
+    if checkpoint is not None and directory is not None:
+        raise ConfigError(
+            "--directory is for a checkpoint that is removed, --checkpoint for one that stays; give one of them"
+        )
+    if directory is not None:
+        check_directory("--directory", directory, make=False)
+
+
+def _start_names(count: int, *, compiles: bool) -> list[str]:
+    """Return ``cold``, ``warm``, ``warm 2`` and so on; without a cache ``start``, ``start 2``."""
     first, others = (["cold"], "warm") if compiles else ([], "start")
     return [*first, others, *(f"{others} {number}" for number in range(2, count + 1))][:count]
 
 
-def _say(name: str, found: Mapping[str, Any]) -> None:
-    """One start, as soon as it's there: whoever is stopped has the ones before."""
+def _note_start(name: str, found: Mapping[str, Any]) -> None:
+    """Print a finished start to standard error, so that an interrupted run keeps its results."""
     stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in found["stages"].items())
     note(f"{name}: {found['total']:.2f} s ({stages}); compiled while serving {found['compiled_while_serving']}\n")
 

@@ -1,1 +1,1 @@
-"""Other engines on the same work, each in a child process (``outrider bench peers``). None of them is imported elsewhere."""
+"""Other engines that do the same work, each in a child process (``outrider bench peers``)."""

@@ -1,4 +1,4 @@
-"""What was found on several engines: medians of their runs, and the ratios between them."""
+"""Results of several engines: medians of their runs, and the ratios between engines."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider_bench.peers.work import Work
+    from outrider_bench.peers.work import PeerWork
 
 OURS = "outrider"
 _DECODE = ("iteration_ms", "tokens_per_s", "acceptance_length", "drafted", "limit_ms")
 
 
 @dataclass(kw_only=True, slots=True)
-class Found:
-    """One engine with or without drafts: its runs by phase and case, and why some of them failed."""
+class EngineRuns:
+    """The runs of one engine with one proposer, by phase and case, and the reasons of failures."""
 
     engine: str
     speculate: str
@@ -30,20 +30,20 @@ class Found:
     failures: dict[tuple[str, Any], str] = field(default_factory=dict)
 
     @property
-    def settled(self) -> bool:
-        """Whether there is anything to say about it."""
+    def has_result(self) -> bool:
+        """True if there are figures, or a reason for having none."""
         return bool(self.runs or self.failures) or self.status not in ("not measured", "measured")
 
     def row(self, phase: str, case: Any, keys: Sequence[str]) -> dict[str, Any] | None:
-        """Medians of the runs, and the runs themselves; None where there are none."""
+        """Return the medians of the runs, and the runs; None without runs."""
         runs = self.runs.get((phase, case))
         if not runs:
             return None
         return {key: statistics.median(run[key] for run in runs) for key in keys if key in runs[0]} | {"runs": runs}
 
 
-def compared(found: Sequence[Found], work: Work) -> dict[str, object]:
-    """The engines' results and this engine's ratios to each of the others: above 1, it is faster."""
+def compare_engines(found: Sequence[EngineRuns], work: PeerWork) -> dict[str, object]:
+    """Return the results of the engines, and this engine's ratios to each of the others; above 1 this engine is faster."""
     engines = [_engine(each, work) for each in found]
     ours = {each["speculate"]: each for each in engines if each["engine"] == OURS}
     ratios = [
@@ -55,11 +55,11 @@ def compared(found: Sequence[Found], work: Work) -> dict[str, object]:
     return {"engines": engines, "ratios": ratios}
 
 
-def _engine(each: Found, work: Work) -> dict[str, Any]:
+def _engine(each: EngineRuns, work: PeerWork) -> dict[str, Any]:
     status = each.status
     if status == "measured" and each.failures:
-        told = "; ".join(dict.fromkeys(each.failures.values()))
-        status = f"measured in part: {told}" if each.runs else f"failed: {told}"
+        reasons = "; ".join(dict.fromkeys(each.failures.values()))
+        status = f"measured in part: {reasons}" if each.runs else f"failed: {reasons}"
     decode = [(batch, each.row("decode", batch, _DECODE)) for batch in work.batches]
     results = []
     for batch, row in decode:
@@ -85,21 +85,23 @@ def _engine(each: Found, work: Work) -> dict[str, Any]:
     }
 
 
-def expected(drafted: float, rates: Sequence[float]) -> float:
-    """Tokens that an iteration with so many drafted ones yields on average, where ``rates`` are the chances of each place; of
-    a number between two whole ones, that of a mixture.
+def expected_tokens(drafted: float, rates: Sequence[float]) -> float:
+    """Return the mean number of tokens of an iteration with ``drafted`` draft tokens.
+
+    ``rates`` are the chances of each draft token. A fractional number of draft tokens is a mixture of two whole numbers.
     """
     whole = int(drafted)
     return 1.0 + sum(rates[:whole]) + ((drafted - whole) * rates[whole] if whole < len(rates) else 0.0)
 
 
 def _ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any], rates: Sequence[float]) -> list[dict[str, Any]]:
-    """Tokens a second, ours over theirs; for first tokens, their time over ours. ``at_equal_acceptance``: tokens a second
-    where an iteration has as many as its drafted ones yield on average, which leaves out how lucky each was.
+    """Return the ratios of tokens a second, ours over theirs; for first tokens, their time over ours.
+
+    ``at_equal_acceptance`` is the ratio of tokens a second if the drafted tokens yield their expected number of tokens.
     """
 
     def rate(row: Mapping[str, Any]) -> float:
-        return expected(row.get("drafted", 0.0), rates) / float(row["iteration_ms"])
+        return expected_tokens(row.get("drafted", 0.0), rates) / float(row["iteration_ms"])
 
     base = {"engine": theirs["engine"], "speculate": theirs["speculate"]}
     found: list[dict[str, Any]] = []
@@ -129,13 +131,15 @@ def _ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any], rates: Sequence[
     return found
 
 
-def over(found: Sequence[Found], phase: str) -> dict[str, list[tuple[float, float]]]:
-    """Milliseconds of an iteration over batch sizes (``decode``) or prompts (``context``), or to the first token over prompts
-    (``prefill``), for each engine and kind.
+def plot_points(found: Sequence[EngineRuns], phase: str) -> dict[str, list[tuple[float, float]]]:
+    """Return the points of a plot for each engine and proposer.
+
+    The points are milliseconds of an iteration over batch sizes (``decode``) or prompt lengths (``context``), or milliseconds
+    to the first token over prompt lengths (``prefill``).
     """
     timed = "first_token_ms" if phase == "prefill" else "iteration_ms"
     return {
-        f"{each.engine}, {'plain' if each.speculate == 'none' else each.speculate}": [
+        f"{each.engine}, {'non-speculative' if each.speculate == 'none' else each.speculate}": [
             (case, statistics.median(run[timed] for run in runs))
             for (measured, case), runs in each.runs.items()
             if measured == phase
@@ -145,8 +149,8 @@ def over(found: Sequence[Found], phase: str) -> dict[str, list[tuple[float, floa
     }
 
 
-def render(console: Console, data: Mapping[str, Any]) -> None:
-    """Tables for people."""
+def render_engines(console: Console, data: Mapping[str, Any]) -> None:
+    """Print tables of the results."""
     console.print(
         f"random weights of {data['shape']} on {data['backend']} ({data['device']}), {data['dtype']}, "
         f"{data['prompt_tokens']} prompt and {data['new_tokens']} new tokens, {data['draft_tokens']} draft tokens, "
@@ -154,16 +158,15 @@ def render(console: Console, data: Mapping[str, Any]) -> None:
     )
     if data["quantized"] is not None:
         console.print(f"quantised: {data['quantized']}")
-    console.print(f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s is what it would be, the text is nonsense\n")
+    console.print(
+        f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s are those of this acceptance, the text is nonsense\n"
+    )
     engines: list[dict[str, Any]] = data["engines"]
-    if "decode" in data["phases"]:
-        _decode_table(console, engines)
-    if "context" in data["phases"]:
-        _context_table(console, engines)
-    if "prefill" in data["phases"]:
-        _prefill_table(console, engines)
+    for phase, columns in _TABLES.items():
+        if phase in data["phases"]:
+            _render_phase(console, engines, *columns)
     if "mixed" in data["phases"]:
-        _mixed_table(console, engines, data["mixed"])
+        _render_mixed(console, engines, data["mixed"])
     if data["ratios"]:
         table = Table("against", "speculate", "phase", "case", "ratio", "at equal acceptance", box=None, pad_edge=False)
         for each in data["ratios"]:
@@ -188,38 +191,34 @@ def _name(each: Mapping[str, Any]) -> str:
     return str(each["engine"]) if each["version"] is None else f"{each['engine']} {each['version']}"
 
 
-def _decode_table(console: Console, engines: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(
-        "engine", "speculate", "batch", "iteration, ms", "tokens/s", "accepted", "drafted", box=None, pad_edge=False
-    )
+_ITERATION = {"iteration_ms": "iteration, ms", "tokens_per_s": "tokens/s"}
+_TABLES: Mapping[str, tuple[str, str, str, Mapping[str, str]]] = {
+    "decode": ("results", "batch", "batch", {**_ITERATION, "acceptance_length": "accepted", "drafted": "drafted"}),
+    "context": ("context", "prompt_tokens", "context", _ITERATION),
+    "prefill": ("prefill", "prompt_tokens", "prompt", {"first_token_ms": "first token, ms"}),
+}
+"""For each phase the key of its results, the key and heading of a case, and the headings of its figures by key."""
+
+
+def _render_phase(
+    console: Console,
+    engines: Sequence[Mapping[str, Any]],
+    results: str,
+    case: str,
+    heading: str,
+    figures: Mapping[str, str],
+) -> None:
+    table = Table("engine", "speculate", heading, *figures.values(), box=None, pad_edge=False)
     for each in engines:
-        if not each["results"]:
+        if results == "results" and not each[results]:
             table.add_row(_name(each), each["speculate"], "", each["status"].split(":")[0])
-        for row in each["results"]:
-            figures = (f"{row[key]:.3f}" for key in ("iteration_ms", "tokens_per_s", "acceptance_length"))
-            drafted = f"{row['drafted']:.2f}" if "drafted" in row else ""
-            table.add_row(_name(each), each["speculate"], str(row["batch"]), *figures, drafted)
+        for row in each[results]:
+            shown = (f"{row[key]:.3f}" if key in row else "" for key in figures)
+            table.add_row(_name(each), each["speculate"], str(row[case]), *shown)
     console.print(table)
 
 
-def _context_table(console: Console, engines: Sequence[Mapping[str, Any]]) -> None:
-    table = Table("engine", "speculate", "context", "iteration, ms", "tokens/s", box=None, pad_edge=False)
-    for each in engines:
-        for row in each["context"]:
-            figures = (f"{row[key]:.3f}" for key in ("iteration_ms", "tokens_per_s"))
-            table.add_row(_name(each), each["speculate"], str(row["prompt_tokens"]), *figures)
-    console.print(table)
-
-
-def _prefill_table(console: Console, engines: Sequence[Mapping[str, Any]]) -> None:
-    table = Table("engine", "speculate", "prompt", "first token, ms", box=None, pad_edge=False)
-    for each in engines:
-        for row in each["prefill"]:
-            table.add_row(_name(each), each["speculate"], str(row["prompt_tokens"]), f"{row['first_token_ms']:.2f}")
-    console.print(table)
-
-
-def _mixed_table(console: Console, engines: Sequence[Mapping[str, Any]], load: Mapping[str, Any]) -> None:
+def _render_mixed(console: Console, engines: Sequence[Mapping[str, Any]], load: Mapping[str, Any]) -> None:
     console.print(
         f"\nmixed: {load['requests']} requests, {load['prompt_tokens']} tokens in, {load['output_tokens']} out, "
         f"{load['distribution']}, seed {load['seed']}"
@@ -229,13 +228,13 @@ def _mixed_table(console: Console, engines: Sequence[Mapping[str, Any]], load: M
     for each in engines:
         row, seen = each["mixed"], each["latency"]
         if row is not None:
-            firsts = "n/a" if seen is None else _shares(seen["first_token_ms"])
-            gaps = "n/a" if seen is None else _shares(seen["between_tokens_ms"], largest=True)
+            firsts = "n/a" if seen is None else _format_quantiles(seen["first_token_ms"])
+            gaps = "n/a" if seen is None else _format_quantiles(seen["between_tokens_ms"], largest=True)
             table.add_row(_name(each), each["speculate"], f"{row['seconds']:.2f}", f"{row['tokens_per_s']:.0f}", firsts, gaps)
     console.print(table)
 
 
-def _shares(found: Mapping[str, float] | None, *, largest: bool = False) -> str:
+def _format_quantiles(found: Mapping[str, float] | None, *, largest: bool = False) -> str:
     if found is None:
         return "n/a"
     return " / ".join(f"{found[key]:.1f}" for key in ("p50", "p95", "p99", *(("max",) if largest else ())))

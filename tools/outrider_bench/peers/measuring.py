@@ -1,74 +1,83 @@
-"""One run of one phase on one engine: the same clock and the same sums for all."""
+"""Runs of the phases of ``outrider bench peers`` on one engine: the same clock and the same sums for all engines."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from outrider.device.errors import OutriderError
+from outrider.registry.children import end_with_parent
 from outrider_bench.child import ChildFailed
 from outrider_bench.mixed_load import Arrivals, Arrived
-from outrider_bench.peers.work import Work
+from outrider_bench.peers.work import PeerWork
 
 _WARM_TOKENS = 16
 _SETTLE_S = 0.2
-"""Before each run: what the one before has left on its device, such as an iteration too many, is over then."""
+"""Pause before each run, until work that the last run has left on the device has ended, such as an extra iteration."""
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
-    """What an engine has ``verified`` so far, the draft of one request each time, the tokens that were ``drafted`` for that,
-    and those that ``passed``.
-    """
+class DraftCounts:
+    """Totals of an engine since its start."""
 
     verified: float
+    """Verifications, one for each request of an iteration."""
     drafted: float
+    """Draft tokens."""
     passed: float
+    """Accepted draft tokens."""
 
 
 class Peer(ABC):
-    """An engine that is ready. Token counts are exact: an engine neither stops early nor reuses what it has computed."""
+    """An engine that is ready. The engine returns exactly the requested number of tokens and reuses no prefix."""
 
     version: str
     settings: str
     tuned_s: float = 0.0
-    """Of its start, the seconds in which it measured kernels because it was asked to."""
+    """Part of the start in which the engine tuned kernels on request, in seconds."""
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
-        """So many new tokens for each prompt, all at once; returns how many each got."""
+        """Generate ``counts`` new tokens for the prompts, all at once; return the number of new tokens of each."""
 
-    def counted(self) -> Counted | None:
-        """What became of drafts so far; None without any."""
+    def draft_counts(self) -> DraftCounts | None:
+        """Return the totals of draft tokens so far; None without drafts."""
         return None
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-        """The same, telling of tokens as they come. Raises :class:`ChildFailed` where that isn't measured."""
+        """Generate tokens and call ``arrived`` for each output. Raises :class:`ChildFailed` for an engine without streams."""
         del prompts, counts, arrived
         raise ChildFailed(f"times between tokens aren't measured with {type(self).__name__}")
 
     def limit_ms(self, batch: int, context: float) -> float | None:
-        """Least time of an iteration, where it's known."""
+        """Return the lower limit of an iteration's time in milliseconds; None if it isn't known."""
         del batch, context
         return None
 
 
-class Runs:
-    """The runs of one engine. What is run for the first time is run before, in short and unmeasured."""
+class PeerRuns:
+    """The runs of one engine. The first run of each case follows a short run that isn't measured."""
 
-    def __init__(self, peer: Peer, work: Work) -> None:
+    def __init__(self, peer: Peer, work: PeerWork) -> None:
         self._peer = peer
         self._work = work
         self._warm: set[str] = set()
         self._number = 0
         self._vocabulary = work.vocabulary
 
-    def run(self, request: Mapping[str, Any]) -> dict[str, object]:
-        """``{"phase": "decode", "case": 8}``, ``{"phase": "prefill", "case": 512}``, ``{"phase": "context", "case":
-        4096}``, ``{"phase": "mixed"}`` (its ``case`` says ``seconds`` or, for times of first tokens and between tokens,
-        ``latency``).
+    def measure(self, request: Mapping[str, Any]) -> dict[str, object]:
+        """Run a phase (``request["phase"]``) and return its figures.
+
+        ``request["case"]`` is the batch size of ``decode``, or the prompt length of ``prefill`` and ``context``. For
+        ``mixed`` the case is ``seconds`` (throughput) or ``latency`` (first tokens and gaps).
         """
         phase, case = request["phase"], request["case"]
         key = phase if phase == "mixed" else f"{phase} {case}"
@@ -84,7 +93,7 @@ class Runs:
         return self._latency() if case == "latency" else self._mixed()
 
     def _warm_up(self, phase: str, case: Any) -> None:
-        """The same in short: as many requests, few tokens of each; an eighth of a load."""
+        """Run the case in short: all requests with few tokens each, or an eighth of a load."""
         if phase in ("decode", "context"):
             few = min(_WARM_TOKENS, self._work.new_tokens)
             batch, tokens = (case, self._work.prompt_tokens) if phase == "decode" else (1, case)
@@ -97,10 +106,9 @@ class Runs:
             self._timed(prompts[:some], counts[:some])
 
     def _decode(self, batch: int, tokens: int) -> dict[str, object]:
-        """All iterations but the first one, behind prompts of so many ``tokens``: all new tokens, less a run of two each.
+        """Return the figures of all iterations but the first: the time of all new tokens less that of two tokens.
 
-        A second token has a first iteration behind the prefill, and what an engine's draft makes of prompts: an engine may
-        hand a first token out before that is done.
+        An engine may return a first token before its draft has read the prompt. The second token includes that work.
         """
         new = self._work.new_tokens
         prompts = [self._prompt(tokens) for _ in range(batch)]
@@ -131,7 +139,7 @@ class Runs:
     def _latency(self) -> dict[str, object]:
         prompts, counts = self._load()
         arrivals = Arrivals()
-        self._peer.stream(prompts, counts, arrivals.note)
+        self._peer.stream(prompts, counts, arrivals.record_tokens)
         if arrivals.tokens != sum(counts):
             raise ChildFailed(f"asked for {sum(counts)} new tokens, got {arrivals.tokens}: that isn't the same work")
         return arrivals.summary()
@@ -145,16 +153,16 @@ class Runs:
         return self._work.prompt(self._number, tokens, self._vocabulary)
 
     def _timed(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> tuple[float, dict[str, float] | None]:
-        """Seconds, and where drafts are verified the tokens of an iteration, and those that were drafted for it."""
+        """Return the seconds, and for an engine with drafts the accepted and drafted tokens of an iteration."""
         time.sleep(_SETTLE_S)
-        before = self._peer.counted()
+        before = self._peer.draft_counts()
         began = time.perf_counter()
         lengths = self._peer.generate(prompts, counts)
         seconds = time.perf_counter() - began
         for length, wanted in zip(lengths, counts, strict=True):
             if length != wanted:
                 raise ChildFailed(f"asked for {wanted} new tokens, a request got {length}: that isn't the same work")
-        after = self._peer.counted()
+        after = self._peer.draft_counts()
         if before is None or after is None or after.verified == before.verified:
             return seconds, None
         verified = after.verified - before.verified
@@ -162,3 +170,42 @@ class Runs:
             "acceptance_length": 1 + (after.passed - before.passed) / verified,
             "drafted": (after.drafted - before.drafted) / verified,
         }
+
+
+# -- the child process -------------------------------------------------------------------------------------------------
+
+
+def serve_runs(open_peer: Callable[[PeerWork, str, Path], AbstractContextManager[Peer]]) -> None:
+    """Open the engine, then answer each line of standard input with one line on standard output; a child process calls this.
+
+    ``open_peer`` gets the work, the proposer, and a directory for checkpoints. The engine's own output goes to standard
+    error.
+    """
+    end_with_parent()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(found: Mapping[str, object]) -> None:
+        print(json.dumps(found), file=answers, flush=True)
+
+    given = json.loads(sys.argv[1])
+    began = time.perf_counter()
+    try:
+        work = PeerWork.from_json(given)
+        with open_peer(work, given["speculate"], Path(work.keep or given["scratch"])) as peer:
+            runs = PeerRuns(peer, work)
+            began += peer.tuned_s
+            taken = {"start_s": time.perf_counter() - began, "tuned_s": peer.tuned_s}
+            say({"version": peer.version, "settings": peer.settings, **taken})
+            for line in sys.stdin:
+                say(_measure(runs, json.loads(line)))
+    except OutriderError as error:
+        say({"failed": str(error)})
+
+
+def _measure(runs: PeerRuns, request: Mapping[str, Any]) -> dict[str, object]:
+    """Return the figures of a run, or the reason of its failure, after which the next run is possible."""
+    try:
+        return runs.measure(request)
+    except OutriderError as error:
+        return {"failed": str(error)}

@@ -1,4 +1,4 @@
-"""Outrider itself, through its own ``generate``."""
+"""Outrider, through its own ``generate``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from outrider_bench.mixed_load import Arrived
-from outrider_bench.peers.measuring import Counted, Peer
-from outrider_bench.peers.session import serve
-from outrider_bench.peers.work import Work
+from outrider_bench.peers.measuring import DraftCounts, Peer, serve_runs
+from outrider_bench.peers.work import PeerWork
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model.tuning import Prepared
 
 
-class Outrider(Peer):
-    """See :class:`~outrider_bench.peers.measuring.Peer`."""
+class OutriderPeer(Peer):
+    """The engine of this project."""
 
     def __init__(self, engine: Engine, *, settings: str, drafts: bool, tuned_s: float = 0.0) -> None:
         from outrider_bench.limits import measure_bandwidth
@@ -31,21 +30,21 @@ class Outrider(Peer):
         self._bandwidth = measure_bandwidth(engine.backend)
 
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
-        """See :class:`~outrider_bench.peers.measuring.Peer`."""
+        """Generate tokens with ``Engine.generate``."""
         from outrider.engine.requests.sampling import SamplingParams
 
         params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in counts]
         made = self._engine.generate(prompts, params)
         return [len(each.token_ids) for each in made]
 
-    def counted(self) -> Counted | None:
-        """See :class:`~outrider_bench.peers.measuring.Peer`."""
+    def draft_counts(self) -> DraftCounts | None:
+        """Return the totals of the engine's statistics; None without drafts."""
         stats = self._engine.stats
         passed = stats.verified_tokens - stats.request_iterations
-        return Counted(stats.request_iterations, stats.drafted_tokens, passed) if self._drafts else None
+        return DraftCounts(stats.request_iterations, stats.drafted_tokens, passed) if self._drafts else None
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-        """See :class:`~outrider_bench.peers.measuring.Peer`."""
+        """Step the engine and call ``arrived`` for each output."""
         from outrider.engine.requests.sampling import SamplingParams
 
         for prompt, count in zip(prompts, counts, strict=True):
@@ -56,7 +55,7 @@ class Outrider(Peer):
                     arrived(output.request_id, len(output.tokens))
 
     def limit_ms(self, batch: int, context: float) -> float | None:
-        """See :class:`~outrider_bench.peers.measuring.Peer`."""
+        """Return the bytes of an iteration over the measured bandwidth, in milliseconds."""
         from outrider_bench.limits import iteration_bytes
 
         needed = iteration_bytes(self._engine, batch=batch, context=context)
@@ -64,9 +63,10 @@ class Outrider(Peer):
 
 
 @contextmanager
-def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any]) -> Generator[Outrider]:
-    """An engine for this work; ``options``: its mode and its prefill chunk, None where it chooses, and the seconds for which
-    its kernels are tuned first.
+def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str, Any]) -> Generator[OutriderPeer]:
+    """Open an engine for this work.
+
+    ``options``: ``mode`` and ``prefill_chunk`` (None: the engine chooses), and ``tune_seconds``, the limit of tuning.
     """
     from outrider.cli.models import Running, Sizes
     from outrider_bench.random_model import RandomModel
@@ -84,7 +84,7 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
         draft_quantize=work.draft_quantize if drafts else None,
     )
     found: list[Prepared] = []
-    engine = model.load(
+    engine = model.load_engine(
         backend,
         running=Running(mode=options["mode"]),
         max_requests=work.max_requests,
@@ -93,19 +93,19 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
         sizes=Sizes(prefill_chunk=options["prefill_chunk"]),
         cached_tokens=work.cached_tokens,
         tune_seconds=options["tune_seconds"],
-        prepared=found.append,
+        on_prepared=found.append,
     )
     config = engine.config
-    launched = f"{config.mode}, {'overlapped' if config.overlap else 'not overlapped'}, chunk {config.prefill_chunk}"
-    settings = f"{launched}, {engine.model.kernels.name}, {found[0]}"
+    launch = f"{config.mode}, {'overlapped' if config.overlap else 'not overlapped'}, chunk {config.prefill_chunk}"
+    settings = f"{launch}, {engine.model.kernels.name}, {found[0]}"
     if model.draft_output_head is not None:
-        settings += f", drafts drawn with the output head in {model.draft_output_head}"
+        settings += f", draft output head in {model.draft_output_head}"
     if model.draft_vocabulary is not None:
-        settings += f", drafts drawn from the tokens of {model.draft_vocabulary}"
+        settings += f", draft tokens out of {model.draft_vocabulary}"
     if model.draft_quantize is not None:
         settings += f", the draft's layers in {model.draft_quantize}"
     result = found[0].result
-    yield Outrider(engine, settings=settings, drafts=drafts, tuned_s=0.0 if result is None else result.seconds)
+    yield OutriderPeer(engine, settings=settings, drafts=drafts, tuned_s=0.0 if result is None else result.seconds)
 
 
 if __name__ == "__main__":
@@ -113,4 +113,4 @@ if __name__ == "__main__":
     import sys
 
     given = json.loads(sys.argv[1])
-    serve(lambda work, speculate, _: opened(work, speculate, given["backend"], given["options"]))
+    serve_runs(lambda work, speculate, _: open_peer(work, speculate, given["backend"], given["options"]))

@@ -1,4 +1,4 @@
-"""transformers: plain decoding with its static cache. It has no synthetic acceptance, so it doesn't speculate here."""
+"""transformers with its static cache, without speculation, since it has no synthetic acceptance."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from outrider_bench.child import ChildFailed
-from outrider_bench.peers.measuring import Peer
-from outrider_bench.peers.session import serve
-from outrider_bench.peers.work import Work, checkpoints
+from outrider_bench.peers.measuring import Peer, serve_runs
+from outrider_bench.peers.work import PeerWork, checkpoint_configs
 
 
-class Transformers(Peer):
-    """See :class:`~outrider_bench.peers.measuring.Peer`."""
+class TransformersPeer(Peer):
+    """The ``generate`` of a model of transformers."""
 
     def __init__(self, model: Any, *, version: str, device: str) -> None:
         self.version = version
@@ -25,7 +24,7 @@ class Transformers(Peer):
         self._model, self._device = model, device
 
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
-        """See :class:`~outrider_bench.peers.measuring.Peer`; prompts and counts are of one length."""
+        """Generate tokens for prompts of one length. Raises :class:`ChildFailed` for other loads."""
         import torch
 
         if len({len(prompt) for prompt in prompts}) > 1 or len(set(counts)) > 1:
@@ -44,20 +43,20 @@ class Transformers(Peer):
 
 
 @contextmanager
-def opened(work: Work, speculate: str, place: Path) -> Generator[Transformers]:
-    """``generate`` as it comes: it compiles the model's forward pass itself where it does that on such a device."""
+def open_peer(work: PeerWork, speculate: str, directory: Path) -> Generator[TransformersPeer]:
+    """Open the model with the defaults of ``generate``, which compiles the forward pass on devices that it supports."""
     import torch
 
     from outrider.engine.config import DTYPES
 
     del speculate
     transformers = import_module("transformers")
-    target, _ = checkpoints(work, place)
+    target, _ = checkpoint_configs(work, directory)
     config = transformers.AutoConfig.from_pretrained(str(target), trust_remote_code=False)
     with torch.device(work.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[work.dtype]).eval()
-    yield Transformers(model, version=transformers.__version__, device=work.device)
+    yield TransformersPeer(model, version=transformers.__version__, device=work.device)
 
 
 if __name__ == "__main__":
-    serve(opened)
+    serve_runs(open_peer)

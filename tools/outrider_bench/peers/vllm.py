@@ -1,4 +1,4 @@
-"""vLLM: dummy weights, an EAGLE draft, and its own synthetic rejection sampling."""
+"""vLLM with dummy weights, an EAGLE draft and its own synthetic rejection sampling."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any
 
 from outrider_bench.child import ChildFailed
 from outrider_bench.mixed_load import Arrived
-from outrider_bench.peers.measuring import Counted, Peer
-from outrider_bench.peers.session import serve
-from outrider_bench.peers.work import Work, cache_bytes, checkpoints
+from outrider_bench.peers.measuring import DraftCounts, Peer, serve_runs
+from outrider_bench.peers.work import PeerWork, cache_bytes, checkpoint_configs
 
 _COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 
 
-class VLLM(Peer):
-    """See :class:`~outrider_bench.peers.measuring.Peer`."""
+class VllmPeer(Peer):
+    """The offline engine of vLLM."""
 
     def __init__(self, vllm: Any, engine: Any, *, drafts: bool, quantized: str | None = None) -> None:
-        how = "synthetic rejection sampling by place" if drafts else "no speculation"
+        how = "synthetic rejection sampling by position" if drafts else "no speculation"
         self.version = version("vllm")
         weights = "" if quantized is None else f", compressed-tensors {quantized}"
         self.settings = f"LLM.generate, defaults, {how}{weights}"
@@ -30,7 +29,7 @@ class VLLM(Peer):
         self._number = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
-        """See :class:`~outrider_bench.peers.measuring.Peer`."""
+        """Generate tokens with ``LLM.generate``."""
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         made = self._engine.generate(given, [self._params(count) for count in counts], use_tqdm=False)
         return [len(each.outputs[0].token_ids) for each in made]
@@ -38,8 +37,8 @@ class VLLM(Peer):
     def _params(self, count: int, **more: object) -> Any:
         return self._vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, **more)
 
-    def counted(self) -> Counted | None:
-        """See :class:`~outrider_bench.peers.measuring.Peer`. Raises :class:`ChildFailed` where it doesn't say."""
+    def draft_counts(self) -> DraftCounts | None:
+        """Return the totals of draft tokens. Raises :class:`ChildFailed` if this vLLM has no such counters."""
         if not self._drafts:
             return None
         values = {metric.name: getattr(metric, "value", None) for metric in self._engine.get_metrics()}
@@ -47,10 +46,10 @@ class VLLM(Peer):
         if any(value is None for value in found):
             raise ChildFailed(f"this vLLM doesn't say how much it accepted ({', '.join(_COUNTERS)} are missing)")
         verified, drafted, passed = (float(value or 0) for value in found)
-        return Counted(verified, drafted, passed)
+        return DraftCounts(verified, drafted, passed)
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-        """The loop of ``LLM.generate``, with outputs as they come."""
+        """Run the loop of ``LLM.generate`` and report outputs when they arrive."""
         kinds = import_module("vllm.sampling_params").RequestOutputKind
         engine = self._engine.llm_engine
         for prompt, count in zip(prompts, counts, strict=True):
@@ -65,11 +64,11 @@ class VLLM(Peer):
 
 
 @contextmanager
-def opened(work: Work, speculate: str, place: Path) -> Generator[VLLM]:
-    """Its defaults: compiled, in its graphs. The cache is as large as the work needs, since others use the device too."""
+def open_peer(work: PeerWork, speculate: str, directory: Path) -> Generator[VllmPeer]:
+    """Open vLLM with its defaults. The KV cache has the size of the work, since several engines share a device."""
     vllm = import_module("vllm")
     drafts = speculate != "none"
-    target, draft = checkpoints(work, place)
+    target, draft = checkpoint_configs(work, directory)
     options: dict[str, object] = {
         "model": str(target),
         "load_format": "dummy",
@@ -90,16 +89,16 @@ def opened(work: Work, speculate: str, place: Path) -> Generator[VLLM]:
             "rejection_sample_method": "synthetic",
             **_acceptance(work),
         }
-    yield VLLM(vllm, vllm.LLM(**options), drafts=drafts, quantized=work.quantized)
+    yield VllmPeer(vllm, vllm.LLM(**options), drafts=drafts, quantized=work.quantized)
 
 
-def _acceptance(work: Work) -> dict[str, object]:
-    """The chance of each drafted place, which newer versions take."""
+def _acceptance(work: PeerWork) -> dict[str, object]:
+    """Return the chance of each draft token, which recent versions accept."""
     known = getattr(import_module("vllm.config").SpeculativeConfig, "__dataclass_fields__", {})
     if "synthetic_acceptance_rates" in known:
         return {"synthetic_acceptance_rates": list(work.rates)}
-    raise ChildFailed("this vLLM has no synthetic acceptance by place: with random weights it would accept nothing")
+    raise ChildFailed("this vLLM has no synthetic acceptance by position: with random weights it would accept nothing")
 
 
 if __name__ == "__main__":
-    serve(opened)
+    serve_runs(open_peer)

@@ -15,7 +15,7 @@ from outrider.cli.report import JsonOption, Report
 from outrider.device.errors import ConfigError
 
 EVIDENCE = Path("docs/evidence/support")
-COMMAND = "outrider support --write docs/support.md"
+COMMAND = "outrider support --write docs/reference/generated/support.md"
 
 
 def support(

@@ -27,6 +27,9 @@ class DraftLengthPolicy(ABC):
     listens: bool = True
     """Whether it's of any use now to tell what became of an iteration. So a host needn't gather what nobody looks at."""
 
+    reads_load: bool = True
+    """True if :meth:`choose` reads its arguments. Otherwise the scheduler does not count cached tokens."""
+
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(sorted(set(lengths)))
 
@@ -42,7 +45,7 @@ class DraftLengthPolicy(ABC):
 class FixedLength(DraftLengthPolicy):
     """Always the same length. All of a tree's nodes count: trees have one shape."""
 
-    listens = False
+    listens = reads_load = False
 
     def __init__(self, length: int) -> None:
         super().__init__((length,))

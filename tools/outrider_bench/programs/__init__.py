@@ -1,1 +1,0 @@
-"""Measurements that are run by hand: ``python -m outrider_bench.programs.NAME``."""

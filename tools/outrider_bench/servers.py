@@ -1,0 +1,219 @@
+"""Servers to be measured over random weights: the project's, vLLM's, and the engine without a server."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from subprocess import Popen
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from outrider.device.errors import OutriderError
+from outrider.registry.children import started
+from outrider_bench.child import ChildFailed
+from outrider_bench.http_load import HttpLoad, StreamedAnswer, summarize
+from outrider_bench.random_checkpoint import write_configs, write_tokenizer
+from outrider_bench.random_model import RandomModel
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
+
+MODEL_NAME = "measured"
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSetup:
+    """The same for each server: weights, drafts, and sizes."""
+
+    shape: str
+    speculate: str
+    draft_tokens: int
+    accept_length: float | None
+    dtype: str | None
+    backend: str | None
+    max_requests: int
+    max_context: int
+
+
+def make_engine(setup: Mapping[str, Any]) -> Engine:
+    """Return the engine of a :class:`ServerSetup` that is given as a mapping."""
+    from outrider.cli.models import Running
+
+    given = ServerSetup(**setup)
+    model = RandomModel(
+        shape=given.shape,
+        speculate=given.speculate,
+        draft_tokens=given.draft_tokens,
+        accept_length=given.accept_length,
+    )
+    return model.load_engine(
+        given.backend,
+        running=Running(),
+        max_requests=given.max_requests,
+        dtype=given.dtype,
+        max_context=given.max_context,
+        cached_tokens=given.max_requests * given.max_context,
+    )
+
+
+# -- the engine without a server ---------------------------------------------------------------------------------------
+
+
+def measure_bare_engine(work: Mapping[str, Any]) -> dict[str, object]:
+    """Run the load on an engine for each number of clients; called in a child process."""
+    engine = make_engine(work["setup"])
+    results = []
+    for number, clients in enumerate(work["sizes"], 1):
+        load = HttpLoad(**work["load"]).with_clients(clients, number=number)
+        run_on_engine(engine, load.warm_up)
+        results.append({"concurrency": clients, **summarize(run_on_engine(engine, load))})
+    return {"results": results}
+
+
+def run_on_engine(engine: Engine, load: HttpLoad) -> list[StreamedAnswer]:
+    """Run the load on an engine in its own thread and return the answers."""
+    from outrider.engine.requests.sampling import SamplingParams
+
+    params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True)
+    answers: list[StreamedAnswer] = []
+    pending: dict[int, tuple[int, int, float, list[float], list[int]]] = {}
+
+    def send(client: int, round_: int) -> None:
+        began = time.time()
+        prompt = load.prompt(client, round_, min(400, engine.model.config.vocab_size))
+        pending[engine.add_request(prompt, params)] = (client, round_, began, [], [])
+
+    for client in range(load.clients):
+        send(client, 0)
+    while pending:
+        outputs = engine.step()
+        now = time.time()
+        for output in outputs:
+            client, round_, began, times, counts = pending[output.request_id]
+            if output.tokens:
+                times.append(now)
+                counts.append(len(output.tokens))
+            if output.finish_reason is not None:
+                del pending[output.request_id]
+                answers.append(StreamedAnswer(began=began, times=tuple(times), tokens=tuple(counts)))
+                if round_ + 1 < load.rounds:
+                    send(client, round_ + 1)
+    return answers
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningServer:
+    """The URL of a server, and the directory of its tokenizer."""
+
+    url: str
+    tokenizer: Path
+
+
+@contextmanager
+def start_server(engine: str, setup: ServerSetup, *, directory: Path, limit_s: float) -> Generator[RunningServer]:
+    """Run a server of ``engine`` in a process of its own until the scope ends.
+
+    The server's output goes to a file in ``directory``. Raises :class:`ChildFailed` if the server doesn't start.
+    """
+    from outrider.model.shapes import shape_config
+
+    port = _free_port()
+    log = directory / f"{engine}.log"
+    with TemporaryDirectory(prefix="outrider-served-") as root, log.open("wb") as output:
+        target, draft = write_configs(setup.shape, Path(root), dtype=setup.dtype or "bfloat16")
+        config = shape_config(setup.shape)
+        write_tokenizer(target, size=config.vocab_size, max_context=config.max_context)
+        command = _own_command(setup, target, port) if engine == "outrider" else _vllm_command(setup, target, draft, port)
+        with started(command, environment=os.environ.copy(), stdout=output, stderr=output) as child:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(url, child, log, limit_s)
+            yield RunningServer(url=url, tokenizer=target)
+
+
+def serve_random_weights(work: Mapping[str, Any]) -> None:
+    """Run the project's server until the process is ended, as ``outrider serve`` does; called in a child process.
+
+    If the engine can't be made, the reason is the last line of the output.
+    """
+    from outrider.serve.command import run_loop
+    from outrider.serve.config import ServeConfig
+    from outrider.serve.engine_process import EngineProcess
+    from outrider.serve.logs import log_to_stderr
+    from outrider.serve.prompts import Prompter
+    from outrider.serve.server import Address, serve
+
+    log_to_stderr("json")
+    model = Path(work["model"])
+    config = ServeConfig(names=(MODEL_NAME,))
+    address = Address(port=work["port"])
+    engine = EngineProcess(functools.partial(make_engine, work["setup"]))
+    try:
+        run_loop(serve(engine, lambda info: Prompter(model, info), config, address))
+    except OutriderError as error:
+        sys.exit(str(error))
+
+
+def _own_command(setup: ServerSetup, target: Path, port: int) -> list[str]:
+    work = {"setup": asdict(setup), "model": str(target), "port": port}
+    function = f"{__name__}:{serve_random_weights.__name__}"
+    return [sys.executable, "-m", "outrider_bench.child", function, json.dumps(work)]
+
+
+def _vllm_command(setup: ServerSetup, target: Path, draft: Path, port: int) -> list[str]:
+    from outrider_bench.synthetic import rates_of_length
+
+    options: dict[str, object] = {
+        "model": target,
+        "served-model-name": MODEL_NAME,
+        "host": "127.0.0.1",
+        "port": port,
+        "load-format": "dummy",
+        "dtype": setup.dtype or "bfloat16",
+        "max-model-len": setup.max_context,
+        "max-num-seqs": setup.max_requests,
+        "gpu-memory-utilization": 0.85,
+    }
+    if setup.speculate == "eagle":
+        rates = None if setup.accept_length is None else rates_of_length(setup.accept_length, setup.draft_tokens)
+        synthetic = {} if rates is None else {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+        drafts = {"method": "eagle", "model": str(draft), "num_speculative_tokens": setup.draft_tokens}
+        options["speculative-config"] = json.dumps({**drafts, **synthetic})
+    given = [item for name, value in options.items() for item in (f"--{name}", str(value))]
+    flags = ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *given, *flags]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _wait_until_ready(url: str, child: Popen[bytes], log: Path, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            with urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (URLError, OSError):
+            pass
+        if child.poll() is not None or time.monotonic() > deadline:
+            last = " | ".join(log.read_text(errors="replace").strip().splitlines()[-6:])
+            how = "ended" if child.poll() is not None else f"wasn't ready within {limit_s:g} s"
+            raise ChildFailed(f"the server {how}: {last or 'it said nothing'}")
+        time.sleep(_POLL_S)
