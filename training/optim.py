@@ -26,15 +26,15 @@ class Optimizer:
 
     def __init__(self, module: nn.Module, muon_lr: float, adam_lr: float, weight_decay: float) -> None:
         groups: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
-        others: list[nn.Parameter] = []
+        adam_parameters: list[nn.Parameter] = []
         for name, parameter in module.named_parameters():
             if parameter.ndim == 2 and (".self_attn." in name or ".mlp." in name):
                 groups[parameter.shape].append(parameter)
             else:
-                others.append(parameter)
+                adam_parameters.append(parameter)
         self.groups = [(ps, torch.zeros_like(torch.stack([p.data for p in ps]))) for ps in groups.values()]
-        cuda = others[0].is_cuda
-        self.adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
+        cuda = adam_parameters[0].is_cuda
+        self.adam = torch.optim.AdamW(adam_parameters, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
         self.dtype = torch.bfloat16 if cuda else torch.float32
         self.muon_lr, self.adam_lr, self.weight_decay = muon_lr, adam_lr, weight_decay
 

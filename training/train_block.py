@@ -95,8 +95,8 @@ class Pool:
         device = self.stream.device
         picked = torch.randint(len(self.tokens), (rows,), device=device)
         begins = self.begins[picked].unsqueeze(1)
-        room = self.length - width - begins
-        anchors = begins + (torch.rand(rows, blocks, device=device) * room).long()
+        num_positions = self.length - width - begins
+        anchors = begins + (torch.rand(rows, blocks, device=device) * num_positions).long()
         shorter = torch.randint(2, width + 1, (rows, blocks), device=device)
         short = torch.rand(rows, blocks, device=device) < _SHORT_BLOCK_SHARE
         return self.tokens[picked], self.taps[picked], self.final[picked], anchors, torch.where(short, shorter, width)
@@ -210,10 +210,10 @@ class Training:
     def measure_and_save(self, *, eagle: bool = False, prompts: int = 0) -> None:
         """Measure the head, and save it if it is the best so far or if all prompts were used."""
         found = self.measure(eagle=eagle, prompts=prompts)
-        whole = found[f"block {self.head.block.width - 1}"]
+        full_width = found[f"block {self.head.block.width - 1}"]
         self.note("held-out prompts", **found)
-        if whole >= self.best or not prompts:
-            self.best = whole
+        if full_width >= self.best or not prompts:
+            self.best = full_width
             save_block(self.head, self.args.out, self.mask, self.eos)
 
     def run(self) -> None:

@@ -15,6 +15,7 @@ from outrider.model.config import ExpertsConfig, ModelConfig, VisionConfig
 from outrider.model.decoder import Decoder, DecoderWeights
 from outrider.model.dflash import DFlashHead, DFlashWeights
 from outrider.model.dflash_loading import load_dflash
+from outrider.model.draft_head import BaseDraftHead
 from outrider.model.draft_output import OUTPUT_FORMATS, DraftVocabulary, with_output_head
 from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
@@ -43,6 +44,7 @@ from outrider.model.vocabulary import of_vocabulary
 
 __all__ = [
     "OUTPUT_FORMATS",
+    "BaseDraftHead",
     "DFlashHead",
     "DFlashWeights",
     "Decoder",

@@ -42,16 +42,16 @@ class Extent:
     pitch: int = 0
     """Distance between the starts of two rows of a column range, in values. 0 if all values are contiguous."""
 
-    def cut(self, shape: tuple[int, ...], cut: Cut | None) -> Extent:
-        """Return the extent of slice ``cut`` of this tensor, which has the whole ``shape``."""
-        if cut is None:
+    def cut(self, shape: tuple[int, ...], tensor_slice: Cut | None) -> Extent:
+        """Return the extent of ``tensor_slice`` of this tensor, which has the whole ``shape``."""
+        if tensor_slice is None:
             return self
-        columns = math.prod(shape[1:]) if cut.dim == 0 and cut.matrix is None else shape[-1]
-        if cut.dim == 0:
-            first = cut.start if cut.matrix is None else cut.matrix * shape[1] + cut.start
+        columns = math.prod(shape[1:]) if tensor_slice.dim == 0 and tensor_slice.matrix is None else shape[-1]
+        if tensor_slice.dim == 0:
+            first = tensor_slice.start if tensor_slice.matrix is None else tensor_slice.matrix * shape[1] + tensor_slice.start
             return replace(self, offset=self.offset + first * columns * self.dtype.itemsize)
-        offset = self.offset + cut.start * self.dtype.itemsize
-        return replace(self, offset=offset, run=cut.stop - cut.start, pitch=columns)
+        offset = self.offset + tensor_slice.start * self.dtype.itemsize
+        return replace(self, offset=offset, run=tensor_slice.stop - tensor_slice.start, pitch=columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,11 +60,11 @@ def number(low: float, high: float, *, empty: bool = True) -> Field:
     return Field(f"a number from {low:g} to {high:g}", fits, empty)
 
 
-def items(item: Field, most: int = _MAX_ITEMS) -> Field:
-    """Return a field that accepts lists of at most ``most`` values, each accepted by ``item``."""
+def items(item: Field, max_items: int = _MAX_ITEMS) -> Field:
+    """Return a field that accepts lists of at most ``max_items`` values, each accepted by ``item``."""
     return Field(
-        f"a list of at most {most}, each {item.expected}",
-        lambda value: isinstance(value, list) and len(value) <= most and all(item.fits(each) for each in value),
+        f"a list of at most {max_items}, each {item.expected}",
+        lambda value: isinstance(value, list) and len(value) <= max_items and all(item.fits(each) for each in value),
     )
 
 

@@ -121,10 +121,10 @@ class Decoder(LanguageModel):
         On several ranks ``head`` is split like this decoder's own head. ``ids`` int64 [Vd] on the device are the tokens of
         its rows; None means that the rows cover the vocabulary.
         """
-        other = copy(self)
-        other.weights = replace(self.weights, head=head)
-        other._output_ids = ids
-        return other
+        decoder = copy(self)
+        decoder.weights = replace(self.weights, head=head)
+        decoder._output_ids = ids
+        return decoder
 
     def _embed_inputs(self, inputs: ForwardInput) -> Tensor:
         embedded = self.embed(inputs.tokens)

@@ -62,8 +62,8 @@ def load_dflash(
         )
     if raw.get("sample_from_anchor", options.get("sample_from_anchor")):
         raise CheckpointError(
-            f"{file}: sample_from_anchor is true: each place predicts the token behind its own, which isn't supported; "
-            "expected places that predict their own token"
+            f"{file}: sample_from_anchor is true: each position predicts the token after its own, which isn't supported; "
+            "expected positions that predict their own token"
         )
     block_size = raw.get("block_size", options.get("block_size"))
     if not is_whole(block_size, 2, _MAX_BLOCK_SIZE):

@@ -10,7 +10,14 @@ from outrider.model.rotary import rotary
 
 
 class BaseDraftHead:
-    """A head that drafts for ``target``, with its kernels, dtype and device, and with rotary angles for its context."""
+    """A head that drafts for ``target``, with its kernels, dtype and device, and with rotary angles for its context.
+
+    ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads. ``reads_hidden`` is true if the head
+    reads the target's final hidden states.
+    """
+
+    aux_hidden_state_layers: tuple[int, ...] = ()
+    reads_hidden = False
 
     def __init__(self, config: ModelConfig, target: LanguageModel) -> None:
         self.config = config
@@ -20,6 +27,16 @@ class BaseDraftHead:
         self._rotary = rotary(
             config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device
         )
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Vd, the number of tokens that drafts come from, by default those of the target's output head."""
+        return self.target.output_size
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """int64 [Vd] target token of each draft token, or None if both vocabularies are the same."""
+        return self.target.output_ids
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return draft logits [N, Vd] of ``hidden`` [N, H], by default those of the target's output head."""

@@ -43,7 +43,6 @@ class EagleHead(BaseDraftHead):
     """
 
     reads_hidden = True
-    """True if :meth:`condition` reads the target's final hidden states."""
 
     def __init__(self, config: ModelConfig, weights: EagleWeights, target: LanguageModel) -> None:
         super().__init__(config, target)
@@ -52,21 +51,6 @@ class EagleHead(BaseDraftHead):
             DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
             for layer, window in zip(weights.layers, config.windows, strict=True)
         )
-
-    @property
-    def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        """The target's layers whose input the head reads: none."""
-        return ()
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Vd, the number of tokens that the target's output head covers."""
-        return self.target.output_size
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """int64 [Vd] target token of each draft token, or None if both vocabularies are the same."""
-        return self.target.output_ids
 
     def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """Return the target's final hidden states [T, H], which the head reads."""

@@ -69,9 +69,6 @@ class Eagle3Head(BaseDraftHead):
     also as input of the next draft step.
     """
 
-    reads_hidden = False
-    """False: :meth:`condition` reads only the auxiliary states."""
-
     def __init__(
         self,
         config: ModelConfig,

@@ -27,7 +27,7 @@ _LATENT_ATTENTION = Refusal(
     "its attention (MLA) caches one latent vector a token, and the paged cache holds keys and values of one size; it doesn't "
     "run through transformers here either"
 )
-_GROUPED_ROUTING = Refusal(
+_GROUPING = Refusal(
     "its experts are chosen by a sigmoid with a bias, in groups of them, which isn't done here", elsewhere=True
 )
 _SINKS = Refusal("its attention has sinks and its experts have biases and a clamped activation, which aren't done here")
@@ -45,7 +45,7 @@ _GROUPED_FAMILIES = ("glm4_moe", "dots1", "exaone_moe", "ernie4_5_moe", "minimax
 REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
         **dict.fromkeys(_LATENT_FAMILIES, _LATENT_ATTENTION),
-        **dict.fromkeys(_GROUPED_FAMILIES, _GROUPED_ROUTING),
+        **dict.fromkeys(_GROUPED_FAMILIES, _GROUPING),
         "gpt_oss": _SINKS,
     }
 )
@@ -126,10 +126,10 @@ def one_window(hf: HfConfig, window: int | None) -> tuple[int, ...]:
     Raises :class:`ConfigError` if ``layer_types`` lists sliding layers without a window: transformers then masks nothing, but
     drops keys from its cache.
     """
-    others = sorted(set(getattr(hf, "layer_types", None) or ()) - {"full_attention"})
-    if others and not window:
+    sliding = sorted(set(getattr(hf, "layer_types", None) or ()) - {"full_attention"})
+    if sliding and not window:
         raise ConfigError(
-            f"layer_types has {shown(others)}, and the layers of this family have no window here; expected 'full_attention' "
+            f"layer_types has {shown(sliding)}, and the layers of this family have no window here; expected 'full_attention' "
             "for every layer, or no layer_types"
         )
     return (window or 0,) * int(hf.num_hidden_layers)

@@ -71,9 +71,9 @@ def _expert_targets(
 ) -> list[Target]:
     """Return the stacked gate-up and down weights of MLPs that have separate tensors."""
     gate, up, down = parts
-    own_range = shards.mlp.even(inner)
-    whole = own_range == (0, inner)
-    rows, columns = (None, None) if whole else (Cut(0, *own_range), Cut(1, *own_range))
+    span = shards.mlp.even(inner)
+    is_unsliced = span == (0, inner)
+    rows, columns = (None, None) if is_unsliced else (Cut(0, *span), Cut(1, *span))
     gates = [Piece(f"{stem}.{part}", (inner, hidden), rows) for stem in stems for part in (gate, up)]
     return [
         Target(f"{name}.{field}gate_up", tuple(gates)),
@@ -84,25 +84,25 @@ def _expert_targets(
 def _stacked_targets(experts: ExpertsConfig, hidden: int, stem: str, name: str, shards: Shards) -> list[Target]:
     """Return the gate-up and down weights of a checkpoint that stores all experts as two stacks."""
     inner, count = experts.intermediate_size, experts.count
-    own_range = shards.mlp.even(inner)
-    both, down = (count, 2 * inner, hidden), (count, hidden, inner)
-    if own_range == (0, inner):
+    span = shards.mlp.even(inner)
+    gate_up_shape, down_shape = (count, 2 * inner, hidden), (count, hidden, inner)
+    if span == (0, inner):
         gates, downs = (
-            [Piece(f"{stem}.{_STACKS[0]}", both, stack=True)],
-            Piece(f"{stem}.{_STACKS[1]}", down, stack=True),
+            [Piece(f"{stem}.{_STACKS[0]}", gate_up_shape, stack=True)],
+            Piece(f"{stem}.{_STACKS[1]}", down_shape, stack=True),
         )
     else:
         gates = [
             Piece(
                 f"{stem}.{_STACKS[0]}",
-                both,
-                Cut(0, half + own_range[0], half + own_range[1], matrix=expert),
+                gate_up_shape,
+                Cut(0, half + span[0], half + span[1], matrix=expert),
                 stack=True,
             )
             for expert in range(count)
             for half in (0, inner)
         ]
-        downs = Piece(f"{stem}.{_STACKS[1]}", down, Cut(1, *own_range), stack=True)
+        downs = Piece(f"{stem}.{_STACKS[1]}", down_shape, Cut(1, *span), stack=True)
     return [Target(f"{name}.gate_up", tuple(gates)), Target(f"{name}.down", (downs,))]
 
 

@@ -63,8 +63,8 @@ class TensorFile(ABC):
         self.shapes = shapes
 
     @abstractmethod
-    def read(self, name: str, cut: Cut | None = None) -> Tensor:
-        """Return the tensor, or the slice ``cut`` of it, on the host in the file's dtype."""
+    def read(self, name: str, tensor_slice: Cut | None = None) -> Tensor:
+        """Return the tensor, or its slice ``tensor_slice``, on the host in the file's dtype."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype | None:
@@ -94,12 +94,12 @@ class _SafetensorsFile(TensorFile):
             self._data = 8 + length
         super().__init__(path, shapes)
 
-    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+    def read(self, name: str, tensor_slice: Cut | None = None) -> Tensor:
         with reading(self.path, f"tensor {name!r}"):
-            if cut is None:
+            if tensor_slice is None:
                 tensor: Tensor = self._file.get_tensor(name)
             else:
-                tensor = self._file.get_slice(name)[cut.index(len(self.shapes[name]))]
+                tensor = self._file.get_slice(name)[tensor_slice.index(len(self.shapes[name]))]
         return tensor
 
     def dtype(self, name: str) -> torch.dtype | None:
@@ -130,9 +130,11 @@ class _TorchFile(TensorFile):
         self._state: dict[str, Tensor] = state
         super().__init__(path, {name: tuple(tensor.shape) for name, tensor in state.items()})
 
-    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+    def read(self, name: str, tensor_slice: Cut | None = None) -> Tensor:
         whole = self._state[name].detach()
-        return (whole if cut is None else whole[cut.index(whole.dim())]).clone()  # a mapped tensor changes with the file
+        return (
+            whole if tensor_slice is None else whole[tensor_slice.index(whole.dim())]
+        ).clone()  # a mapped tensor changes with the file
 
     def dtype(self, name: str) -> torch.dtype | None:
         return self._state[name].dtype
@@ -165,12 +167,12 @@ class CheckpointFiles:
         """Return the shape of an existing tensor."""
         return self.tensors[name].shapes[name]
 
-    def read(self, name: str, cut: Cut | None = None) -> Tensor:
-        """Return a floating-point tensor, or the slice ``cut`` of it, on the host.
+    def read(self, name: str, tensor_slice: Cut | None = None) -> Tensor:
+        """Return a floating-point tensor, or its slice ``tensor_slice``, on the host.
 
         Raises :class:`CheckpointError` for another dtype.
         """
-        tensor = self.tensors[name].read(name, cut)
+        tensor = self.tensors[name].read(name, tensor_slice)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise CheckpointError(
                 f"{self.tensors[name].path}: tensor {shown(name)} is {tensor.dtype}, expected float16, bfloat16, float32 or "
@@ -246,30 +248,26 @@ def _open_file(path: Path) -> TensorFile:
 
 def _open_sharded(index: Path) -> CheckpointFiles:
     with reading(index, "an index of tensor files"):
-        weight_map = read_json(index).get("weight_map")
-        if (
-            not isinstance(weight_map, dict)
-            or not weight_map
-            or not all(isinstance(value, str) for value in weight_map.values())
-        ):
+        mapping = read_json(index).get("weight_map")
+        if not isinstance(mapping, dict) or not mapping or not all(isinstance(value, str) for value in mapping.values()):
             raise CheckpointError(f"{index}: expected a weight_map of tensor names to file names")
         files: dict[str, TensorFile] = {}
-        names = sorted(set(weight_map.values()))
+        names = sorted(set(mapping.values()))
         if len(names) > _MAX_SHARDS:
             raise CheckpointError(f"{index}: names {len(names)} files, expected at most {_MAX_SHARDS}")
         for name in names:
             path = index.parent / name
             if path.parent != index.parent or path.suffix not in (".safetensors", ".bin"):
-                raise CheckpointError(f"{index}: names the file {shown(name)}, expected a tensor file beside the index")
+                raise CheckpointError(f"{index}: names the file {shown(name)}, expected a tensor file next to the index")
             if not present(path):
-                tensor = next(key for key, value in weight_map.items() if value == name)
+                tensor = next(key for key, value in mapping.items() if value == name)
                 raise CheckpointError(f"{index}: shard {name!r} is missing (it should hold {tensor!r} and others)")
             files[name] = _open_file(path)
-        for tensor, name in weight_map.items():
+        for tensor, name in mapping.items():
             if tensor not in files[name].shapes:
                 raise CheckpointError(f"{index}: says that {tensor!r} is in {name!r}, but that file doesn't hold it")
         for name, file in files.items():
             for tensor in file.shapes:
-                if weight_map.get(tensor) != name:
+                if mapping.get(tensor) != name:
                     raise CheckpointError(f"{file.path}: holds {tensor!r}, which {index.name} doesn't place there")
-        return CheckpointFiles(index, MappingProxyType({tensor: files[name] for tensor, name in weight_map.items()}))
+        return CheckpointFiles(index, MappingProxyType({tensor: files[name] for tensor, name in mapping.items()}))

@@ -167,11 +167,11 @@ def check_eagle3(
             f"{directory / 'config.json'}: draft_vocab_size is {shown(draft_vocab)}, expected a whole number from 1 to the "
             f"vocab_size {config.vocab_size}"
         )
-    others = () if more is None else more(files, len(options.layers) * target.config.hidden_size)
-    whole = [*eagle3_targets(config, target.config, options, draft_vocab, files.tensors), *others]
+    extra_targets = () if more is None else more(files, len(options.layers) * target.config.hidden_size)
+    unsharded_targets = [*eagle3_targets(config, target.config, options, draft_vocab, files.tensors), *extra_targets]
     quantization = read_quantization(directory, mode=quantized)
     # t2d is the inverse mapping of d2t
-    check_tensors(files, whole, optional={"d2t", "t2d"}, quantization=quantization, backend=backend)
+    check_tensors(files, unsharded_targets, optional={"d2t", "t2d"}, quantization=quantization, backend=backend)
     return Eagle3Found(
         directory=directory,
         config=config,
@@ -180,7 +180,7 @@ def check_eagle3(
         quantization=quantization,
         draft_vocab=draft_vocab,
         target_ids=_target_ids(files, draft_vocab, config.vocab_size),
-        more=others,
+        more=extra_targets,
     )
 
 

@@ -210,12 +210,12 @@ class DecoderLayer:
         else:
             added = quantized_product(pending)
             if added is not None and isinstance(weights.qkv, QuantizedWeight):
-                own = residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias
+                norm_and_weight = residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias
                 if self._can_fuse_rope_write:
                     rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
-                    q = kernels.norm_linear_quantized_rope_write_cache(added, *own, rotary)
+                    q = kernels.norm_linear_quantized_rope_write_cache(added, *norm_and_weight, rotary)
                     return self._attend_to_cache(q, inputs, cache)
-                qkv = kernels.norm_linear_quantized(added, *own)
+                qkv = kernels.norm_linear_quantized(added, *norm_and_weight)
                 return self._attend_projected(qkv, inputs, cos_sin, cache)
             normed = add_rms_norm(pending, residual, weights.attention_norm, eps, kernels)
         return self.attend(normed, inputs, cos_sin, cache)
@@ -228,8 +228,8 @@ class DecoderLayer:
         kernels, eps = self._kernels, self._config.rms_eps
         if isinstance(attended, Attending):
             assert isinstance(weights.gate_up, QuantizedWeight)  # required by _can_defer_attention
-            own = residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias
-            operands = *attended.operands, attended.output, attended.bias, *own
+            norm_and_weight = residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias
+            operands = *attended.operands, attended.output, attended.bias, *norm_and_weight
             scale, window = self._scale, self._window
             if not isinstance(weights.down, QuantizedWeight):
                 return self._down_product(kernels.attention_norm_linear_quantized(*operands, scale=scale, window=window))
@@ -243,20 +243,20 @@ class DecoderLayer:
             return product(gated, weights.down, weights.down_bias)
         added = quantized_product(attended)
         if added is not None and isinstance(weights.gate_up, QuantizedWeight):
-            both = kernels.norm_linear_quantized(
+            gate_up = kernels.norm_linear_quantized(
                 added, residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias
             )
-            return self._down_product(both)
+            return self._down_product(gate_up)
         normed = add_rms_norm(attended, residual, weights.mlp_norm, eps, kernels)
         gated = linear_silu_mul(kernels, normed, weights.gate_up, weights.gate_up_bias)
         return product(gated, weights.down, weights.down_bias)
 
-    def _down_product(self, both: Tensor) -> Pending:
-        """Return the MLP's pending contribution for ``both`` [T, 2 I], gate and up."""
+    def _down_product(self, gate_up: Tensor) -> Pending:
+        """Return the MLP's pending contribution for ``gate_up`` [T, 2 I], the results of both projections."""
         weights = self._weights
         if isinstance(weights.down, QuantizedWeight):
-            return OtherProduct(both, weights.down, weights.down_bias, gated=True)
-        return product(self._kernels.silu_mul(both), weights.down, weights.down_bias)
+            return OtherProduct(gate_up, weights.down, weights.down_bias, gated=True)
+        return product(self._kernels.silu_mul(gate_up), weights.down, weights.down_bias)
 
     def attend(
         self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]

@@ -72,18 +72,18 @@ def find_checkpoint(name_or_path: str | Path, *, code: bool = False) -> Path:
     return _snapshot(name, code)
 
 
-def _snapshot(reference: str, code: bool) -> Path:
+def _snapshot(spec: str, code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-    name, _, revision = reference.partition("@")
+    name, _, revision = spec.partition("@")
     wanted = [*_FETCHED_FILES, *(_CODE_FILES if code else ())]
 
     def fetch(allowed: list[str]) -> Path:
         ignored = list(_IGNORED_FILES)
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=allowed, ignore_patterns=ignored))
 
-    expected = "; expected a directory that is there, or a repository of the Hugging Face Hub"
+    hint = "; expected a directory that is there, or a repository of the Hugging Face Hub"
     try:
         found = fetch(wanted)
         # Without a network, every requested file must be in the cache, so optional files are requested only if needed.
@@ -93,23 +93,19 @@ def _snapshot(reference: str, code: bool) -> Path:
             found = fetch([*wanted, *older, *vocabulary])
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{reference}: there's no such directory, the Hub's cache doesn't hold it, and the Hub can't be reached{expected}"
+            f"{spec}: there's no such directory, the Hub's cache doesn't hold it, and the Hub can't be reached{hint}"
         ) from error
     except GatedRepoError as error:
-        raise CheckpointError(
-            f"{reference}: its owner asks for consent on the Hub first; give it there, and log in"
-        ) from error
+        raise CheckpointError(f"{spec}: its owner asks for consent on the Hub first; give it there, and log in") from error
     except RevisionNotFoundError as error:
-        raise CheckpointError(f"{reference}: the Hub's repository has no revision {shown(revision)}") from error
+        raise CheckpointError(f"{spec}: the Hub's repository has no revision {shown(revision)}") from error
     except RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"{reference}: no such directory, and the Hub shows you no such repository{expected}"
-        ) from error
+        raise CheckpointError(f"{spec}: no such directory, and the Hub shows you no such repository{hint}") from error
     except Exception as error:  # its network stack raises many kinds
-        raise CheckpointError(f"{reference}: the Hub's snapshot can't be had: {describe(error)}{expected}") from error
+        raise CheckpointError(f"{spec}: the Hub's snapshot can't be had: {describe(error)}{hint}") from error
     refuse_other_formats(found)
     if not any(any(found.glob(pattern)) for pattern in _TENSOR_FILES):
-        _refuse_names(Path(reference), _files_of_repository(name, revision))  # files of other formats were not downloaded
+        _refuse_names(Path(spec), _files_of_repository(name, revision))  # files of other formats were not downloaded
     return found
 
 

@@ -61,9 +61,11 @@ def layer_targets(
     slices = _projection_slices(config, shards)
 
     def target(field: str, *pieces: tuple[str, tuple[int, ...]]) -> Target:
-        return Target(f"{name}.{field}", tuple(Piece(f"{prefix}.{key}", shape, cut(key, shape)) for key, shape in pieces))
+        return Target(
+            f"{name}.{field}", tuple(Piece(f"{prefix}.{key}", shape, slice_of(key, shape)) for key, shape in pieces)
+        )
 
-    def cut(key: str, shape: tuple[int, ...]) -> Cut | None:
+    def slice_of(key: str, shape: tuple[int, ...]) -> Cut | None:
         part = next((part for part in slices if f".{part}." in key), None)
         if part is None or slices[part][0] >= len(shape):
             return None
@@ -126,8 +128,8 @@ def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> 
     Each rank holds a slice of the vocabulary, padded to the size of the first rank's slice.
     """
     start, stop = shards.vocabulary.uneven(rows)
-    cut = None if stop - start == rows else Cut(0, start, stop)
-    return Target(name, (Piece(key, (rows, width), cut),), shards.vocabulary.width(rows) - (stop - start))
+    tensor_slice = None if stop - start == rows else Cut(0, start, stop)
+    return Target(name, (Piece(key, (rows, width), tensor_slice),), shards.vocabulary.width(rows) - (stop - start))
 
 
 def decoder_stem(present: Container[str]) -> str:

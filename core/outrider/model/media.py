@@ -130,26 +130,29 @@ class MediaProcessor:
     def _patches(self, picture: Picture, options: dict[str, Any]) -> tuple[Tensor, int, int]:
         """Return the patches of one image [rows * columns, values], and rows and columns."""
         try:
-            done = self._processor.preprocess(picture, return_tensors="pt", **options)
+            processed = self._processor.preprocess(picture, return_tensors="pt", **options)
         except Exception as error:  # the processor raises what its parts raise
             raise RequestError(f"an image can't be processed: {error}") from error
-        _, rows, columns = (int(value) for value in done["image_grid_thw"][0])
-        return done["pixel_values"], rows, columns
+        _, rows, columns = (int(value) for value in processed["image_grid_thw"][0])
+        return processed["pixel_values"], rows, columns
 
 
 def _checked(raw: dict[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
     found = {key: value for key, value in checked(raw, fields).items() if value is not None}
     size = found.get("size")
     if size:
-        least, most = size.get("shortest_edge", size.get("min_pixels")), size.get("longest_edge", size.get("max_pixels"))
-        found["size"] = {"shortest_edge": least, "longest_edge": most}
+        min_pixels, max_pixels = (
+            size.get("shortest_edge", size.get("min_pixels")),
+            size.get("longest_edge", size.get("max_pixels")),
+        )
+        found["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     return found
 
 
 def _edges(size: dict[str, int]) -> dict[str, int]:
     """Return ``size`` after a check. Raises :class:`ConfigError` unless it has minimum and maximum pixels."""
-    least, most = size.get("shortest_edge"), size.get("longest_edge")
-    if not isinstance(least, int) or not isinstance(most, int) or least > most:
+    min_pixels, max_pixels = size.get("shortest_edge"), size.get("longest_edge")
+    if not isinstance(min_pixels, int) or not isinstance(max_pixels, int) or min_pixels > max_pixels:
         raise ConfigError(f"size is {shown(size)}, expected shortest_edge and longest_edge, in pixels, and the first smaller")
     return size
 
@@ -190,10 +193,12 @@ def expand_placeholders(tokens: Sequence[int], media: Sequence[Media], vision: V
     Raises :class:`RequestError` if placeholders and media don't match in number or kind.
     """
     kinds = {vision.image_token: "image", vision.video_token: "video"}
-    wanted = [kinds[token] for token in tokens if token in kinds]
-    given = [each.grid.kind for each in media]
-    if wanted != given:
-        raise RequestError(f"the prompt has places for {wanted or 'no media'}, but {given or 'no media'} were given")
+    prompt_kinds = [kinds[token] for token in tokens if token in kinds]
+    media_kinds = [each.grid.kind for each in media]
+    if prompt_kinds != media_kinds:
+        raise RequestError(
+            f"the prompt has places for {prompt_kinds or 'no media'}, but {media_kinds or 'no media'} were given"
+        )
     remaining = iter(media)
     out: list[int] = []
     for token in tokens:

@@ -66,8 +66,8 @@ class MtpHead(BaseDraftHead):
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         self.target.begin_pass(inputs)
         embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
-        both = torch.cat((kernels.rms_norm(hidden, weights.hidden_norm, eps), embedded), dim=-1)
-        residual = linear(kernels, both, weights.projection)
+        joined = torch.cat((kernels.rms_norm(hidden, weights.hidden_norm, eps), embedded), dim=-1)
+        residual = linear(kernels, joined, weights.projection)
         pending, residual = self._layer.forward_last(None, residual, inputs, cos_sin, cache.layers[0])
         return add_rms_norm(pending, residual, weights.final_norm, eps, kernels)
 

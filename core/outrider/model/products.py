@@ -83,7 +83,7 @@ def plain(weight: Weight) -> Tensor:
 def label(weight: Weight) -> str:
     """Return the storage format of the weight in words."""
     if isinstance(weight, SplitWeight):
-        return " beside ".join(dict.fromkeys(label(part) for part in weight.parts))
+        return " and ".join(dict.fromkeys(label(part) for part in weight.parts))
     return "plain" if isinstance(weight, Tensor) else weight.label
 
 

@@ -44,7 +44,7 @@ class ModelRanks:
     def stream(self) -> Stream:
         """The stream of the collectives. Raises :class:`ConfigError` before :meth:`place`."""
         if self._stream is None:
-            raise ConfigError("nobody said on which stream the collectives of a model of several ranks go; an engine does")
+            raise ConfigError("the collectives of a model of several ranks have no stream yet; an engine sets it")
         return self._stream
 
     # -- attention and MLP -----------------------------------------------------------------------------------------

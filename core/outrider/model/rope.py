@@ -119,9 +119,9 @@ def _yarn(rope: RopeConfig, head_size: int) -> Tensor:
     if low == high:
         high += 0.001  # avoid a division by zero
     ramp = ((torch.arange(head_size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    kept = 1 - ramp
+    unscaled_share = 1 - ramp
     wavelengths = rope.theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
-    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+    return 1.0 / (rope.factor * wavelengths) * (1 - unscaled_share) + 1.0 / wavelengths * unscaled_share
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

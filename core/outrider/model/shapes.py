@@ -121,7 +121,7 @@ def shape_config(shape: str) -> ModelConfig:
 
         return read_model_config(file.parent, file.name)
     raise ConfigError(
-        f"there is no shape {shape!r}; expected one of {', '.join(sorted(SHAPES))}, one of them with /RANKS behind it "
+        f"there is no shape {shape!r}; expected one of {', '.join(sorted(SHAPES))}, one of them followed by /RANKS "
         "(one rank's shard), or the path of a config.json"
     )
 

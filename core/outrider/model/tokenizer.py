@@ -58,7 +58,7 @@ class Tokenizer:
         if not present(path):
             legacy = next((Path(directory) / name for name in _LEGACY_FILES if present(Path(directory) / name)), None)
             if legacy is None:
-                raise CheckpointError(f"{path}: no such file; a tokenizer is expected beside the weights")
+                raise CheckpointError(f"{path}: no such file; a tokenizer is expected next to the weights")
             return cls(_convert_legacy(legacy), legacy)
         content = read_bytes(path, _MAX_FILE_BYTES)
         with reading(path, "a tokenizer"):
@@ -146,25 +146,26 @@ class Tokenizer:
         return spelling is not None and len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">")
 
 
-def check_same_tokens(own: Tokenizer, directory: Path) -> None:
-    """Raise :class:`CheckpointError` if most tokens of a draft's tokenizer differ from those of ``own``, the target's.
+def check_same_tokens(target: Tokenizer, directory: Path) -> None:
+    """Raise :class:`CheckpointError` if most tokens of the draft's tokenizer in ``directory`` differ from those of
+    ``target``.
 
     A vocabulary of the same size may be a different one, and hardly any draft would be accepted. A draft without a readable
     tokenizer is not checked.
     """
     try:
-        if read_bytes(own.origin, _MAX_FILE_BYTES) == read_bytes(directory / _TOKENIZER_FILE, _MAX_FILE_BYTES):
+        if read_bytes(target.origin, _MAX_FILE_BYTES) == read_bytes(directory / _TOKENIZER_FILE, _MAX_FILE_BYTES):
             return
-        other = Tokenizer.from_checkpoint(directory)
+        draft = Tokenizer.from_checkpoint(directory)
     except CheckpointError:
         return
-    wanted, found = own.spellings(), other.spellings()
+    wanted, found = target.spellings(), draft.spellings()
     common = sorted(wanted.keys() & found.keys())
     differing = [token for token in common if wanted[token] != found[token]]
     if 2 * len(differing) > len(common):
         token = differing[0]
         raise CheckpointError(
-            f"{other.origin}: {len(differing)} of {len(common)} tokens aren't the target's: token {token} is "
+            f"{draft.origin}: {len(differing)} of {len(common)} tokens aren't the target's: token {token} is "
             f"{shown(found[token])}, and {shown(wanted[token])} there, so it would draft another text than the target reads; "
             "expected a draft with the target's tokenizer"
         )
@@ -193,10 +194,12 @@ def _convert_legacy(path: Path) -> HfTokenizer:
             read_bytes(file, _MAX_FILE_BYTES)  # checks type and size, which transformers doesn't
     needed = "it may need the package sentencepiece: pip install 'outrider[sentencepiece]'"
     with reading(path, "a tokenizer", "" if find_spec("sentencepiece") else needed):
-        made: Any = AutoTokenizer.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False, use_fast=True)
-        backend = getattr(made, "backend_tokenizer", None)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            path.parent, local_files_only=True, trust_remote_code=False, use_fast=True
+        )
+        backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, HfTokenizer):
-            raise ConfigError(f"transformers' {type(made).__name__} can't be made a tokenizer.json; save it as one")
+            raise ConfigError(f"transformers' {type(tokenizer).__name__} can't be made a tokenizer.json; save it as one")
         # Copy, because transformers keeps and may change its own tokenizer.
         return HfTokenizer.from_str(backend.to_str())
 

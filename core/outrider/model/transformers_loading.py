@@ -81,11 +81,11 @@ def _check_files(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -
         if trust_remote_code:
             return  # the checkpoint's code determines its tensors
         model = _meta_model(directory, dtype)
-        held = sum(math.prod(files.shape(key)) for key in files.tensors)
-        wanted = sum(parameter.numel() for parameter in model.parameters())
+        values_in_files = sum(math.prod(files.shape(key)) for key in files.tensors)
+        values_in_model = sum(parameter.numel() for parameter in model.parameters())
         buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
-        if wanted > 2 * held + _MAX_MISSING or buffer_bytes > 4 * (held + _MAX_MISSING):
-            raise ConfigError(f"a model of this config has {wanted} values, but the files hold {held}")
+        if values_in_model > 2 * values_in_files + _MAX_MISSING or buffer_bytes > 4 * (values_in_files + _MAX_MISSING):
+            raise ConfigError(f"a model of this config has {values_in_model} values, but the files hold {values_in_files}")
 
 
 def _meta_model(directory: Path, dtype: torch.dtype) -> Any:

@@ -13,18 +13,11 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import DFlashHead, ForwardInput
-from outrider.speculative.cached_proposer import (
-    UNBOUNDED,
-    CachedProposer,
-    extend_rope_positions,
-    over_target,
-    target_tokens,
-    text_rope_positions,
-)
+from outrider.speculative.cached_proposer import UNBOUNDED, HeadProposer, extend_rope_positions, text_rope_positions
 from outrider.speculative.proposer import MOST_REQUESTS, Draft, DraftInputs, ExtendInputs, RelaySpec, draw_rows
 
 
-class BlockProposer(CachedProposer):
+class BlockProposer(HeadProposer):
     """A chain of K tokens from a DFlash head: positions 1 to K of a block that begins with the last known token.
 
     K is at most the head's ``block_size`` minus one; a smaller K shortens the block. The block's keys and values use the
@@ -32,9 +25,8 @@ class BlockProposer(CachedProposer):
     """
 
     name = "dflash"
-    takes_padding = True
+    head: DFlashHead
     extends = True
-    reads_hidden = False
     relay: tuple[RelaySpec, ...] = ()
 
     def __init__(self, head: DFlashHead, *, draft_tokens: int | None = None) -> None:
@@ -47,22 +39,12 @@ class BlockProposer(CachedProposer):
                 f"{max_tokens}"
             )
         super().__init__(head.config, head.target.dtype)
-        self._head = head
+        self.head = head
         self._draft_tokens = draft_tokens
         self._block_mask = torch.empty(0, 0, dtype=torch.bool)
         self._mask_tokens = torch.empty(1, 0, dtype=torch.int64)
         self._query_starts = torch.empty(0, dtype=torch.int32)
-        self._zero_temperatures = torch.empty(0)
-
-    @property
-    def head(self) -> DFlashHead:
-        """The DFlash head that drafts."""
-        return self._head
-
-    @property
-    def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        """The target's layers whose inputs the head reads."""
-        return self._head.aux_hidden_state_layers
+        self._zeros = torch.empty(0)
 
     @property
     def depth(self) -> int:
@@ -84,14 +66,14 @@ class BlockProposer(CachedProposer):
         super().allocate(backend=backend, pages=pages, page_size=page_size)
         width, device = self._draft_tokens + 1, backend.device
         block_mask = torch.ones(width, width, dtype=torch.bool)
-        self._block_mask = (block_mask.tril() if self._head.causal else block_mask).repeat(MOST_REQUESTS, 1).to(device)
-        self._zero_temperatures = torch.zeros(MOST_REQUESTS * self._draft_tokens, device=device)
-        self._mask_tokens = torch.full((1, self._draft_tokens), self._head.mask_token, device=device)
+        self._block_mask = (block_mask.tril() if self.head.causal else block_mask).repeat(MOST_REQUESTS, 1).to(device)
+        self._zeros = torch.zeros(MOST_REQUESTS * self._draft_tokens, device=device)
+        self._mask_tokens = torch.full((1, self._draft_tokens), self.head.mask_token, device=device)
         self._query_starts = torch.arange(0, (MOST_REQUESTS + 1) * width, width, dtype=torch.int32, device=device)
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """Draft all tokens with one pass over the blocks of all requests."""
-        head, batch, width = self._head, inputs.seq_lens.shape[0], self._draft_tokens + 1
+        head, batch, width = self.head, inputs.seq_lens.shape[0], self._draft_tokens + 1
         tokens = torch.cat((inputs.last_tokens.unsqueeze(1), self._mask_tokens.expand(batch, -1)), dim=1)
         positions = torch.empty_like(tokens)
         slots = torch.empty_like(tokens)
@@ -115,20 +97,14 @@ class BlockProposer(CachedProposer):
             attention,
         )
         hidden = head.forward(flat, self.cache).view(batch, width, -1)[:, 1:]
-        sampled, probs = draw_rows(
-            head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions[:, 1:], self._zero_temperatures
-        )
-        target = head.target
-        tokens = target_tokens(head.kernels, sampled, target.output_ids)
-        if not inputs.sampling:
-            return Draft(tokens, None)
-        return Draft(tokens, over_target(probs, target.output_ids, target.config.vocab_size))
+        sampled, probs = draw_rows(head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions[:, 1:], self._zeros)
+        return Draft(self.tokens(sampled), self.over_target(probs) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Write keys and values of the accepted tokens.
 
         Padding goes to slots that later tokens overwrite, or to page 0.
         """
-        rope_positions = extend_rope_positions(self._head.config.rope, inputs)
-        self._head.take_in(inputs.aux_hidden_states, rope_positions, inputs.slots, self.cache, inputs.prompt_lens)
+        rope_positions = extend_rope_positions(self.head.config.rope, inputs)
+        self.head.take_in(inputs.aux_hidden_states, rope_positions, inputs.slots, self.cache, inputs.prompt_lens)
         return {}

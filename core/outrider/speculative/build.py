@@ -193,12 +193,12 @@ def _build_peagle(options: DraftOptions) -> Proposer:
 
 def _build_combined(name: str, options: DraftOptions, known: Mapping[str, Builder]) -> Proposer:
     """Combine suffix decoding with the proposer whose name follows the plus sign."""
-    other = name.removeprefix(FIRST)
-    if other not in known or other in DRAFTLESS:
+    fallback_name = name.removeprefix(FIRST)
+    if fallback_name not in known or fallback_name in DRAFTLESS:
         allowed = ", ".join(sorted(set(known) - DRAFTLESS))
         raise ConfigError(f"speculate is {name!r}; expected one of {allowed} after {FIRST!r}")
     _require_chain(options, name)
-    fallback = known[other](options)
+    fallback = known[fallback_name](options)
     # The fallback may draft fewer tokens than requested, as MTP heads do. Both proposers must draft the same number.
     return CombinedProposer(SuffixProposer.of(options.target, fallback.depth or options.draft_tokens), fallback)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError, KernelSet
-from outrider.model import ForwardInput, KVCache, ModelConfig, RopeConfig, speculative_positions
+from outrider.model import BaseDraftHead, ForwardInput, KVCache, ModelConfig, RopeConfig, speculative_positions
 from outrider.speculative.proposer import MOST_REQUESTS, DraftInputs, ExtendInputs, Proposer
 from outrider.speculative.slots import slots_of
 from outrider.speculative.tree import Level, TreeShape
@@ -148,6 +148,31 @@ class CachedProposer(Proposer):
         if self._cache is None:
             raise ConfigError(f"the proposer {self.name!r} has no cache yet; the engine allocates it")
         return self._cache
+
+
+class HeadProposer(CachedProposer):
+    """Base class of proposers with one draft head for the target."""
+
+    head: BaseDraftHead
+    takes_padding = True
+
+    @property
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
+        """The target's layers whose inputs the head reads."""
+        return self.head.aux_hidden_state_layers
+
+    @property
+    def reads_hidden(self) -> bool:
+        """True if the head reads the target's final hidden states."""
+        return self.head.reads_hidden
+
+    def tokens(self, drafted: Tensor) -> Tensor:
+        """Return the target's tokens of draft-vocabulary tokens of any shape."""
+        return target_tokens(self.head.kernels, drafted, self.head.target_ids)
+
+    def over_target(self, probs: Tensor) -> Tensor:
+        """Expand distributions [B, K, Vd] over the draft vocabulary to the target's vocabulary [B, K, V]."""
+        return over_target(probs, self.head.target_ids, self.head.target.config.vocab_size)
 
 
 class TreeProposer(CachedProposer):

@@ -16,12 +16,10 @@ from torch import Tensor
 from outrider.device import AttentionShape, ConfigError
 from outrider.model import Eagle3Head, EagleHead, ForwardInput, attention_shapes
 from outrider.speculative.cached_proposer import (
-    CachedProposer,
+    HeadProposer,
     TreeProposer,
     chain_lengths,
     extend_rope_positions,
-    over_target,
-    target_tokens,
     text_rope_positions,
     too_many_branches,
 )
@@ -35,26 +33,10 @@ def _name_of(head: DraftHead) -> str:
     return "eagle3" if isinstance(head, Eagle3Head) else "eagle"
 
 
-class HeadDrafts(CachedProposer):
-    """Base class of proposers with one draft head: the target's states that it reads, and draft-extend up to its states."""
+class HeadDrafts(HeadProposer):
+    """Base class of proposers with an EAGLE or EAGLE-3 head, with draft-extend up to the head's states."""
 
-    _head: DraftHead
-    takes_padding = True
-
-    @property
-    def head(self) -> DraftHead:
-        """The draft head of this proposer."""
-        return self._head
-
-    @property
-    def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        """The target's layers whose inputs the head reads."""
-        return self._head.aux_hidden_state_layers
-
-    @property
-    def reads_hidden(self) -> bool:
-        """True if the head reads the target's final hidden states."""
-        return self._head.reads_hidden
+    head: DraftHead
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
         """Return one pass over all tokens of the prompts."""
@@ -63,25 +45,17 @@ class HeadDrafts(CachedProposer):
 
     def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
         """Return the attention shapes of the head's layers."""
-        return attention_shapes(self._head.config, self._dtype, page_size=page_size)
+        return attention_shapes(self.head.config, self._dtype, page_size=page_size)
 
     def take_in(self, inputs: ExtendInputs) -> Tensor:
         """Run one pass over the accepted pairs. Return the head's states [B, H] at the last pairs."""
-        rope_positions = extend_rope_positions(self._head.config.rope, inputs)
+        rope_positions = extend_rope_positions(self.head.config.rope, inputs)
         flat = ForwardInput(
             inputs.tokens, rope_positions, inputs.slots, inputs.attention, prompt_lens=inputs.prompt_lens, kept=inputs.kept
         )
-        hidden = self._head.condition(inputs.hidden, inputs.aux_hidden_states)
-        states = self._head.forward(flat, hidden, self.cache)
-        return states if inputs.kept is not None else self._head.kernels.gather_rows(states, inputs.last)
-
-    def tokens(self, drafted: Tensor) -> Tensor:
-        """Return the target's tokens of draft-vocabulary tokens of any shape."""
-        return target_tokens(self._head.kernels, drafted, self._head.target_ids)
-
-    def over_target(self, probs: Tensor) -> Tensor:
-        """Expand distributions [B, K, Vd] over the draft vocabulary to the target's vocabulary [B, K, V]."""
-        return over_target(probs, self._head.target_ids, self._head.target.config.vocab_size)
+        hidden = self.head.condition(inputs.hidden, inputs.aux_hidden_states)
+        states = self.head.forward(flat, hidden, self.cache)
+        return states if inputs.kept is not None else self.head.kernels.gather_rows(states, inputs.last)
 
 
 class EagleProposer(HeadDrafts):
@@ -95,7 +69,7 @@ class EagleProposer(HeadDrafts):
         if draft_tokens < 1:
             raise ConfigError(f"draft_tokens is {draft_tokens}; an EAGLE chain has at least 1 token")
         super().__init__(head.config, head.target.dtype)
-        self._head = head
+        self.head = head
         self.name = _name_of(head)
         self._draft_tokens = draft_tokens
 
@@ -107,11 +81,11 @@ class EagleProposer(HeadDrafts):
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
         """The first draft token, the head's hidden state for it, and the distribution that it was sampled from."""
-        target = self._head.target
+        target = self.head.target
         return (
             RelaySpec("token", (), torch.int64),
-            RelaySpec("hidden", (self._head.config.hidden_size,), target.dtype),
-            RelaySpec("probs", (self._head.draft_vocab_size,), torch.float32),
+            RelaySpec("hidden", (self.head.config.hidden_size,), target.dtype),
+            RelaySpec("probs", (self.head.draft_vocab_size,), torch.float32),
         )
 
     @property
@@ -128,14 +102,14 @@ class EagleProposer(HeadDrafts):
         token, hidden = inputs.relay["token"], inputs.relay["hidden"]
         tokens, probs = [token], [inputs.relay["probs"]]
         count = inputs.count or self._draft_tokens
-        following = self.next_positions(self._head.kernels, inputs, count=count + 1)
+        following = self.next_positions(self.head.kernels, inputs, count=count + 1)
         for step in range(1, count):
             index = step - 1
             rope_positions = text_rope_positions(
-                self._head.config.rope, following.positions[index], inputs.mrope_position_deltas
+                self.head.config.rope, following.positions[index], inputs.mrope_position_deltas
             )
             flat = ForwardInput(token, rope_positions, following.slots[index], following.attention(index, f"draft.{step}"))
-            hidden = self._head.forward(flat, hidden, self.cache)
+            hidden = self.head.forward(flat, hidden, self.cache)
             token, distribution = self._sample_draft(hidden, inputs, following.positions[step + 1])
             tokens.append(token)
             probs.append(distribution)
@@ -154,7 +128,7 @@ class EagleProposer(HeadDrafts):
         """Sample the target's token for each row of ``hidden`` [B, H]. Return also the distribution [B, Vd] that it was
         sampled from.
         """
-        sampled, distribution = draw(self._head.kernels, self._head.logits(hidden), inputs, positions)
+        sampled, distribution = draw(self.head.kernels, self.head.logits(hidden), inputs, positions)
         return self.tokens(sampled), distribution
 
 
@@ -168,7 +142,7 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
         if shape.branches > head.draft_vocab_size:
             raise too_many_branches(shape.branches, head.draft_vocab_size)
         TreeProposer.__init__(self, head.config, head.target.dtype, shape)
-        self._head = head
+        self.head = head
         self.name = _name_of(head)
 
     @property
@@ -183,7 +157,7 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
         return (
             RelaySpec("tokens", (branches,), torch.int64),
             RelaySpec("scores", (branches,), torch.float32),
-            RelaySpec("hidden", (self._head.config.hidden_size,), self._head.target.dtype),
+            RelaySpec("hidden", (self.head.config.hidden_size,), self.head.target.dtype),
         )
 
     @property
@@ -193,7 +167,7 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """Run D - 1 passes, each over all nodes expanded so far."""
-        root, rope = inputs.relay["hidden"], self._head.config.rope
+        root, rope = inputs.relay["hidden"], self.head.config.rope
         outputs: Tensor | None = None  # [B, M, H] of the last pass
         features: Tensor | None = None  # [B, M, H]: hidden state for each node's parent
 
@@ -207,16 +181,16 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
                 features = torch.cat((features, outputs.gather(1, parents)), dim=1)
             positions = inputs.seq_lens.unsqueeze(1) + level.depths - 1  # an EAGLE pair has the position of its hidden state
             flat = self.level_input(inputs, level, rope, positions, ahead=0)
-            hidden = self._head.forward(flat, features.flatten(0, 1), self.cache)
+            hidden = self.head.forward(flat, features.flatten(0, 1), self.cache)
             outputs = hidden.view(batch, nodes, -1)
-            return self._head.logits(outputs[:, -level.fresh :])
+            return self.head.logits(outputs[:, -level.fresh :])
 
         first, scores = inputs.relay["tokens"], inputs.relay["scores"]
-        tokens, tree = self._shape.grow(first, scores, expand, ids=self._head.target_ids)
+        tokens, tree = self._shape.grow(first, scores, expand, ids=self.head.target_ids)
         return Draft(tokens, None, tree)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Run one pass over the accepted pairs and return the relay of the first draft tokens."""
         hidden = self.take_in(inputs)
-        first, scores = most_likely(self._head.logits(hidden), self._shape.branches)
+        first, scores = most_likely(self.head.logits(hidden), self._shape.branches)
         return {"tokens": self.tokens(first), "scores": scores, "hidden": hidden}

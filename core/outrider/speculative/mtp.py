@@ -33,7 +33,7 @@ class MtpProposer(CachedProposer):
 
     The children of each head's most likely token are the next head's tokens. Relays the draft tokens and, for a chain that
     samples, their distributions. For each head except the last it relays the hidden state at the first position to recompute.
-    It also relays the number of such positions (``room``) and, with mrope, their rope positions (``places``).
+    It also relays the number of such positions (``num_recomputed``) and, with mrope, their rope positions (``rope_positions``).
     """
 
     name = "mtp"
@@ -79,10 +79,10 @@ class MtpProposer(CachedProposer):
         specs = [
             RelaySpec("tokens", (heads, self._branches), torch.int64),
             RelaySpec("hidden", (heads, target.config.hidden_size), target.dtype),
-            RelaySpec("room", (), torch.int64, bounds=(0, heads)),
+            RelaySpec("num_recomputed", (), torch.int64, bounds=(0, heads)),
         ]
         if self._heads[0].config.rope.sections and heads > 1:
-            specs.append(RelaySpec("places", (heads - 1, 3), torch.int64, bounds=(0, 1 << 62)))
+            specs.append(RelaySpec("rope_positions", (heads - 1, 3), torch.int64, bounds=(0, 1 << 62)))
         if not self.is_tree:
             specs.append(RelaySpec("probs", (heads, target.output_size), torch.float32))
         return tuple(specs)
@@ -132,7 +132,7 @@ class MtpProposer(CachedProposer):
         lane = torch.arange(width + heads, device=device)
         rows = (queries.unsqueeze(1) + lane[:width]).clamp(max=inputs.tokens.shape[0] - 1)  # [B, W]
         start = inputs.positions[queries]
-        num_recomputed = torch.where(inputs.continues, inputs.relay["room"], 0)
+        num_recomputed = torch.where(inputs.continues, inputs.relay["num_recomputed"], 0)
         text = torch.nn.functional.pad(inputs.tokens[rows], (0, heads))
         assert inputs.hidden is not None  # required by reads_hidden
         target_states = inputs.hidden[rows]
@@ -172,10 +172,10 @@ class MtpProposer(CachedProposer):
         relay = {
             "tokens": torch.stack(drafts, dim=1),
             "hidden": torch.stack(states, dim=1),
-            "room": (num_recomputed + count).clamp(max=heads - 1),
+            "num_recomputed": (num_recomputed + count).clamp(max=heads - 1),
         }
         if rope_positions is not None and heads > 1:
-            relay["places"] = _gather_rows(rope_positions, count.unsqueeze(1) + lane[: heads - 1])
+            relay["rope_positions"] = _gather_rows(rope_positions, count.unsqueeze(1) + lane[: heads - 1])
         if inputs.sampling and not self.is_tree:
             relay["probs"] = torch.stack(probs, dim=1)
         return relay
@@ -186,7 +186,7 @@ class MtpProposer(CachedProposer):
         if not rope.sections:
             return None
         new = extend_rope_positions(rope, inputs).t()[rows]
-        return torch.cat((inputs.relay["places"], new), dim=1) if len(self._heads) > 1 else new
+        return torch.cat((inputs.relay["rope_positions"], new), dim=1) if len(self._heads) > 1 else new
 
     def _pass_input(
         self, inputs: ExtendInputs, tokens: Tensor, lanes: _Lanes, start: Tensor, rope_positions: Tensor | None, extra: int

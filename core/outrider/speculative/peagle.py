@@ -31,21 +31,21 @@ class PEagleProposer(HeadDrafts):
     accepted pairs.
     """
 
-    _head: PEagleHead
+    head: PEagleHead
     name = "peagle"
 
     def __init__(self, head: PEagleHead, *, draft_tokens: int) -> None:
         if not 1 <= draft_tokens <= _MAX_TOKENS:
             raise ConfigError(f"draft_tokens is {draft_tokens}; expected 1 to {_MAX_TOKENS} from a P-EAGLE head")
         super().__init__(head.config, head.target.dtype)
-        self._head = head
+        self.head = head
         self._draft_tokens = draft_tokens
-        self._zero_temperatures = torch.empty(0)
+        self._zeros = torch.empty(0)
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Allocate the KV cache and the temperatures of drafts that aren't sampled."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
-        self._zero_temperatures = torch.zeros(MOST_REQUESTS * self._draft_tokens, device=backend.device)
+        self._zeros = torch.zeros(MOST_REQUESTS * self._draft_tokens, device=backend.device)
 
     @property
     def depth(self) -> int:
@@ -60,7 +60,7 @@ class PEagleProposer(HeadDrafts):
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
         """The states that predict the draft tokens."""
-        return (RelaySpec("hidden", (self._draft_tokens, self._head.config.hidden_size), self._head.target.dtype),)
+        return (RelaySpec("hidden", (self._draft_tokens, self.head.config.hidden_size), self.head.target.dtype),)
 
     @property
     def host_lengths(self) -> Mapping[str, int]:
@@ -74,13 +74,11 @@ class PEagleProposer(HeadDrafts):
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """Sample all tokens from the states that draft-extend has computed, without a pass."""
-        head, count = self._head, inputs.count or self._draft_tokens
+        head, count = self.head, inputs.count or self._draft_tokens
         hidden = inputs.relay["hidden"][:, :count]
         lane = torch.arange(1, count + 1, device=hidden.device)
         positions = inputs.seq_lens.unsqueeze(1) + lane
-        sampled, probs = draw_rows(
-            head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions, self._zero_temperatures
-        )
+        sampled, probs = draw_rows(head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions, self._zeros)
         return Draft(self.tokens(sampled), self.over_target(probs) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
@@ -93,7 +91,7 @@ class PEagleProposer(HeadDrafts):
         """Return states [B, K, H] from the last accepted pair on. Of the W positions per request, those after it are mask
         positions.
         """
-        head, masks, width = self._head, self._draft_tokens - 1, inputs.attention.max_query
+        head, masks, width = self.head, self._draft_tokens - 1, inputs.attention.max_query
         batch = inputs.last.shape[0]
         target_states = head.condition(inputs.hidden, inputs.aux_hidden_states).view(batch, width, -1)
         lane = torch.arange(width + masks, device=target_states.device)
@@ -111,7 +109,7 @@ class PEagleProposer(HeadDrafts):
 
     def _states_after_prompts(self, inputs: ExtendInputs) -> Tensor:
         """Return states [B, K, H] from the last pair of each prompt chunk on, and write the chunk's keys and values."""
-        head, masks = self._head, self._draft_tokens - 1
+        head, masks = self.head, self._draft_tokens - 1
         last = self.take_in(inputs).unsqueeze(1)
         if not masks:
             return last
@@ -137,8 +135,8 @@ class PEagleProposer(HeadDrafts):
         )
         flat = ForwardInput(
             tokens.flatten(),
-            text_rope_positions(self._head.config.rope, positions.flatten(), inputs.mrope_position_deltas),
+            text_rope_positions(self.head.config.rope, positions.flatten(), inputs.mrope_position_deltas),
             slots_of(positions, tables, self._page_size).flatten(),
             attention,
         )
-        return self._head.forward(flat, hidden.flatten(0, 1), self.cache).view(batch, width, -1)
+        return self.head.forward(flat, hidden.flatten(0, 1), self.cache).view(batch, width, -1)

@@ -99,10 +99,10 @@ class SuffixProposer(NgramProposer):
         """Return the continuation of each request's longest matching suffix. Without a match it repeats the last token."""
         count = inputs.count or self._draft_tokens
         text = self._text(inputs)
-        own, matched = self._find_in_text(text, inputs.seq_lens, count)
-        past, length = self._find_in_past(text, own, inputs.seq_lens)
+        from_text, matched = self._find_in_text(text, inputs.seq_lens, count)
+        from_past, length = self._find_in_past(text, from_text, inputs.seq_lens)
         better = (length > matched) & (inputs.temperature <= 0)
-        return Continuation(torch.where(better.unsqueeze(1), past, own), torch.where(better, length, matched))
+        return Continuation(torch.where(better.unsqueeze(1), from_past, from_text), torch.where(better, length, matched))
 
     def _find_in_text(self, text: Tensor, seq_lens: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return tokens [B, count] and match lengths [B] from the request's own text [B, S]: the longest match, then the
@@ -117,18 +117,18 @@ class SuffixProposer(NgramProposer):
         tokens = text.gather(1, (match_end + 1).clamp(min=0) + offsets % (last - match_end).clamp(min=1))
         return tokens, matched.squeeze(1)
 
-    def _find_in_past(self, text: Tensor, own: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens [B, count] from past outputs and the first match length [B]. Tokens without a match are those of
-        ``own``.
+    def _find_in_past(self, text: Tensor, fallback: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens [B, K] from past outputs and the first match length [B]. Tokens without a match are those of
+        ``fallback``.
         """
         past = self.past
         back = torch.arange(past.longest, device=text.device)
         context = text.gather(1, (seq_lens.unsqueeze(1) - 1 - back).clamp(min=0))
         known = seq_lens.clamp(max=past.longest)
         tokens, first = [], torch.zeros_like(seq_lens)
-        for step in range(own.shape[1]):
+        for step in range(fallback.shape[1]):
             token, length = past.follow(context, known)
-            token = torch.where(length > 0, token, own[:, step])
+            token = torch.where(length > 0, token, fallback[:, step])
             first = length if step == 0 else first
             tokens.append(token)
             context = torch.cat((token.unsqueeze(1), context[:, :-1]), dim=1)

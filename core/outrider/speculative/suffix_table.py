@@ -72,8 +72,8 @@ class SuffixTable:
         """
         index, mark = self._find(contexts)
         found = self._table[index]
-        seen = (found >> (_TOKEN_BITS + _STRENGTH_BITS) == mark) & (self._lengths <= known.unsqueeze(1))
-        best = torch.where(seen, self._lengths, 0).max(dim=1, keepdim=True)
+        is_known = (found >> (_TOKEN_BITS + _STRENGTH_BITS) == mark) & (self._lengths <= known.unsqueeze(1))
+        best = torch.where(is_known, self._lengths, 0).max(dim=1, keepdim=True)
         return self._token(found).gather(1, best.indices).squeeze(1), best.values.squeeze(1)
 
     def _find(self, contexts: Tensor) -> tuple[Tensor, Tensor]:

@@ -72,30 +72,20 @@ def most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 class TreeShape(ABC):
     """Rule by which a draft tree grows from the most likely first tokens."""
 
-    @property
-    @abstractmethod
-    def branches(self) -> int:
+    def __init__(self, *, branches: int, depth: int, nodes: int, levels: tuple[int, ...]) -> None:
+        self.branches = branches
         """T, the number of first tokens."""
-
-    @property
-    @abstractmethod
-    def depth(self) -> int:
+        self.depth = depth
         """D, the longest path in edges."""
-
-    @property
-    @abstractmethod
-    def nodes(self) -> int:
+        self.nodes = nodes
         """K, the number of nodes without the root."""
+        self.levels = levels
+        """Number of nodes of each :class:`Level` in turn."""
 
     @property
     def expanded(self) -> int:
         """Number of nodes of the largest :class:`Level`."""
         return max(self.levels, default=0)
-
-    @property
-    @abstractmethod
-    def levels(self) -> tuple[int, ...]:
-        """Number of nodes of each :class:`Level` in turn."""
 
     def bind(self, device: torch.device) -> None:
         """Allocate the constants of :meth:`grow` on ``device``, before its first call."""
@@ -127,71 +117,54 @@ class DynamicTree(TreeShape):
             raise ConfigError(
                 f"a draft tree of topk {topk} and depth {depth} has {depth} to {candidates} nodes, {nodes} were asked for"
             )
-        self._topk = topk
-        self._depth = depth
-        self._nodes = nodes or min(candidates, topk * depth)
-
-    @property
-    def branches(self) -> int:
-        """T, the top-k of the expansion."""
-        return self._topk
-
-    @property
-    def depth(self) -> int:
-        """D, the longest path in edges."""
-        return self._depth
-
-    @property
-    def nodes(self) -> int:
-        """K, the number of selected nodes."""
-        return self._nodes
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """T additional nodes with each level except the last."""
-        return tuple(self._topk * level for level in range(1, self._depth))
+        super().__init__(
+            branches=topk,
+            depth=depth,
+            nodes=nodes or min(candidates, topk * depth),
+            levels=tuple(topk * level for level in range(1, depth)),
+        )
 
     def grow(self, tokens: Tensor, scores: Tensor, expand: Expand, *, ids: Tensor | None = None) -> tuple[Tensor, Tree]:
         """Expand level by level, then select the K most likely nodes."""
-        topk, batch, device = self._topk, tokens.shape[0], tokens.device
+        topk, batch, device = self.branches, tokens.shape[0], tokens.device
         # All scored nodes in order of level: token, score, and the parent's index among them.
-        seen_tokens, seen_scores = [tokens], [scores]
-        seen_parents = [tokens.new_full((batch, topk), -1)]
+        scored_tokens, all_scores = [tokens], [scores]
+        scored_parents = [tokens.new_full((batch, topk), -1)]
         # Expanded nodes, a subset: index among the scored nodes, and the parent's index among the expanded nodes.
         chosen = torch.arange(topk, device=device).expand(batch, topk)
-        parents = seen_parents[0]
+        parents = scored_parents[0]
         level_tokens, level_parents = tokens, parents
-        seen = topk
-        for step in range(1, self._depth):
+        num_scored = topk
+        for step in range(1, self.depth):
             shape = Tree.from_parents(level_parents, depth=step - 1)
             logits = expand(Level(level_tokens, level_parents, shape.depths + 1, shape.mask, topk))
             children, log_probs = most_likely(logits, topk)  # [B, T, T] each
             child_scores = (scores.unsqueeze(-1) + log_probs).flatten(1)
             columns = children.flatten(1)
             child_tokens = columns if ids is None else ids[columns]
-            seen_tokens.append(child_tokens)
-            seen_scores.append(child_scores)
-            seen_parents.append(chosen.repeat_interleave(topk, dim=1))
-            if step + 1 < self._depth:
+            scored_tokens.append(child_tokens)
+            all_scores.append(child_scores)
+            scored_parents.append(chosen.repeat_interleave(topk, dim=1))
+            if step + 1 < self.depth:
                 best = child_scores.topk(topk, dim=1)
-                scores, chosen = best.values, best.indices + seen
+                scores, chosen = best.values, best.indices + num_scored
                 fresh_tokens = child_tokens.gather(1, best.indices)
                 parent = (step - 1) * topk + best.indices // topk
                 level_tokens = torch.cat((level_tokens, fresh_tokens), dim=1)
                 level_parents = torch.cat((level_parents, parent), dim=1)
-            seen += topk * topk
-        return self._select_nodes(torch.cat(seen_tokens, 1), torch.cat(seen_scores, 1), torch.cat(seen_parents, 1))
+            num_scored += topk * topk
+        return self._select_nodes(torch.cat(scored_tokens, 1), torch.cat(all_scores, 1), torch.cat(scored_parents, 1))
 
     def _select_nodes(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> tuple[Tensor, Tree]:
         """Select the K best of the scored nodes. The stable sort prefers a parent to a child of equal score."""
-        order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, : self._nodes]
+        order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, : self.nodes]
         picked = torch.sort(order, dim=1).values
-        node = torch.arange(1, self._nodes + 1, device=tokens.device).expand_as(picked)
+        node = torch.arange(1, self.nodes + 1, device=tokens.device).expand_as(picked)
         index = torch.zeros_like(tokens).scatter_(1, picked, node)
         parent = parents.gather(1, picked)
         mapped = torch.where(parent < 0, 0, index.gather(1, parent.clamp(min=0)))
         root = mapped.new_full((mapped.shape[0], 1), -1)
-        return tokens.gather(1, picked), Tree.from_parents(torch.cat((root, mapped), dim=1), depth=self._depth)
+        return tokens.gather(1, picked), Tree.from_parents(torch.cat((root, mapped), dim=1), depth=self.depth)
 
 
 class FixedTree(TreeShape):
@@ -206,12 +179,17 @@ class FixedTree(TreeShape):
         if not named or min(min(path) for path in named) < 0:
             raise ConfigError("a fixed draft tree needs at least one path, and ranks count from 0")
         self._paths = tuple(sorted(named, key=lambda path: (len(path), path)))
-        self._branches = 1 + max(rank for path in self._paths for rank in path)
-        internal = {path[:-1] for path in self._paths}
+        internal, depth = {path[:-1] for path in self._paths}, max(map(len, self._paths))
         # Expanded nodes by level, known on the host.
         self._levels = [
-            [path for path in self._paths if len(path) == length and path in internal] for length in range(1, self.depth)
+            [path for path in self._paths if len(path) == length and path in internal] for length in range(1, depth)
         ]
+        super().__init__(
+            branches=1 + max(rank for path in self._paths for rank in path),
+            depth=depth,
+            nodes=len(self._paths),
+            levels=tuple(itertools.accumulate(len(level) for level in self._levels)),
+        )
         self._level_parents: list[Tensor] = []
         self._parents = torch.empty(0)
 
@@ -219,26 +197,6 @@ class FixedTree(TreeShape):
     def regular(cls, widths: Sequence[int]) -> FixedTree:
         """Return a tree in which every node of level i has ``widths[i]`` children."""
         return cls(itertools.product(*(range(width) for width in widths)))
-
-    @property
-    def branches(self) -> int:
-        """The highest rank in a path, plus one."""
-        return self._branches
-
-    @property
-    def depth(self) -> int:
-        """D, the longest path in edges."""
-        return max(len(path) for path in self._paths)
-
-    @property
-    def nodes(self) -> int:
-        """K, the number of paths with all their prefixes."""
-        return len(self._paths)
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Number of expanded nodes up to each level, without the root."""
-        return tuple(itertools.accumulate(len(level) for level in self._levels))
 
     def bind(self, device: torch.device) -> None:
         """Allocate the parents of each level and of the whole tree on ``device``."""
@@ -263,7 +221,7 @@ class FixedTree(TreeShape):
             tree = Tree.from_parents(parents, depth=len(level[0]) - 1)
             level_tokens = torch.stack([token_of[path] for path in expanded], dim=1)
             logits = expand(Level(level_tokens, parents, tree.depths + 1, tree.mask, len(level)))
-            columns = logits.topk(self._branches, dim=-1).indices
+            columns = logits.topk(self.branches, dim=-1).indices
             ranked = columns if ids is None else ids[columns]  # [B, fresh, T]
             for i, path in enumerate(level):
                 token_of |= {child: ranked[:, i, child[-1]] for child in self._paths if child[:-1] == path}

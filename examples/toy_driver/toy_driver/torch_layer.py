@@ -68,8 +68,8 @@ class _Launching(TorchDispatchMode):
         results = tree_map(_memory, shapes)
 
         def kernel() -> None:
-            for place, value in zip(_tensors(results), _tensors(func(*args, **kwargs)), strict=True):
-                place.copy_(value)
+            for target, value in zip(_tensors(results), _tensors(func(*args, **kwargs)), strict=True):
+                target.copy_(value)
 
         _launch(kernel)
         return results

@@ -85,17 +85,17 @@ def _read_quantization_config(directory: Path) -> tuple[Path, Any]:
         for key in (_KEY, _LEGACY_KEY):
             if part.get(key) is not None:
                 return path, part[key]
-    for other in _LEGACY_FILES:
-        if present(directory / other):
-            return directory / other, read_json(directory / other)
+    for file in _LEGACY_FILES:
+        if present(directory / file):
+            return directory / file, read_json(directory / file)
     if present(directory / _MODELOPT_FILE):
         return directory / _MODELOPT_FILE, {"quant_method": "modelopt", **read_json(directory / _MODELOPT_FILE)}
     return path, None
 
 
-def _method_of(path: Path, given: Mapping[str, Any]) -> str | None:
+def _method_of(path: Path, config: Mapping[str, Any]) -> str | None:
     """Return the method of a config that doesn't name it, derived from its file."""
-    if path.name == _LEGACY_FILES[1] or "w_bit" in given:
+    if path.name == _LEGACY_FILES[1] or "w_bit" in config:
         return "awq"
     return "gptq" if path.name == _LEGACY_FILES[0] else None
 

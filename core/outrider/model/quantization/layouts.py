@@ -39,16 +39,14 @@ def weight_of(scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tens
     if scheme.storage == "packed":
         if tuple(tensors["weight_shape"].tolist()) != shape:
             raise ConfigError(f"weight_shape is {tensors['weight_shape'].tolist()}, expected {list(shape)}")
-        values = _unpack_words(tensors["weight_packed"], scheme.bits, dim=1, count=shape[1])
+        values = _unpack(tensors["weight_packed"], scheme.bits, dim=1, count=shape[1])
         data = pack_nibbles(values) if scheme.bits == 4 else (values ^ 128).view(torch.int8)
     else:
         data = tensors["weight"]
     scales = _float_scales(tensors[scheme.scale]).reshape(grid)
     zeros = tensors.get("weight_zero_point")
     if zeros is not None and scheme.storage == "packed" and scheme.packed_zeros:
-        zeros = (_unpack_words(zeros, scheme.bits, dim=0, count=grid[0]).to(torch.int16) - (1 << scheme.bits - 1)).to(
-            torch.int8
-        )
+        zeros = (_unpack(zeros, scheme.bits, dim=0, count=grid[0]).to(torch.int16) - (1 << scheme.bits - 1)).to(torch.int8)
     if zeros is not None:
         zeros = zeros.reshape(grid)
     if scheme.block[0] == 0:  # repeat a single scale per row, because the weight may be stacked with others
@@ -89,7 +87,7 @@ def _float_scales(scales: Tensor) -> Tensor:
     return scales.to(torch.float32) if scales.dtype == torch.float8_e8m0fnu else scales
 
 
-def _unpack_words(words: Tensor, bits: int, *, dim: int, count: int) -> Tensor:
+def _unpack(words: Tensor, bits: int, *, dim: int, count: int) -> Tensor:
     """Unpack int32 ``words`` along ``dim``, lowest bits first, into ``count`` uint8 values."""
     values = words.movedim(dim, -1).contiguous().view(torch.uint8)  # little-endian bytes of each word
     if bits == 4:
@@ -113,7 +111,7 @@ def _awq(scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor]) 
     out_features = shape[0]
 
     def unpack_columns(words: Tensor) -> Tensor:
-        values = _unpack_words(words, 4, dim=1, count=words.shape[1] * 8).view(words.shape[0], -1, 8)
+        values = _unpack(words, 4, dim=1, count=words.shape[1] * 8).view(words.shape[0], -1, 8)
         return values[..., list(_AWQ_NIBBLE_ORDER)].flatten(-2)[:, :out_features]
 
     zeros = None
@@ -130,10 +128,10 @@ def _awq(scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor]) 
 def _gptq(scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor], grouped: bool) -> QuantizedWeight:
     (out_features, in_features), zero_value, bits = shape, 1 << scheme.bits - 1, scheme.bits
     group_columns = scheme.block_of(shape)[1]
-    values = _unpack_words(tensors["qweight"], bits, dim=0, count=in_features).T
+    values = _unpack(tensors["qweight"], bits, dim=0, count=in_features).T
     scales, zeros = tensors["scales"].T, None
     if "qzeros" in tensors:
-        stored = _unpack_words(tensors["qzeros"], bits, dim=1, count=out_features).T.to(torch.int16)
+        stored = _unpack(tensors["qzeros"], bits, dim=1, count=out_features).T.to(torch.int16)
         if scheme.symmetric:
             # The two versions of the format store different numbers, and configs often name the wrong version.
             if not (bool((stored == zero_value).all()) or bool((stored == zero_value - 1).all())):
@@ -174,19 +172,19 @@ def with_row_scales(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, scales=scales, zero_points=zeros, block=(1, weight.block[1]))
 
 
-def narrowed(weight: QuantizedWeight, cut: Cut | None) -> QuantizedWeight:
-    """Return the rows or columns of the weight that ``cut`` selects."""
-    if cut is None:
+def narrowed(weight: QuantizedWeight, tensor_slice: Cut | None) -> QuantizedWeight:
+    """Return the rows or columns of the weight that ``tensor_slice`` selects."""
+    if tensor_slice is None:
         return weight
-    length = cut.stop - cut.start
+    length = tensor_slice.stop - tensor_slice.start
     rows, columns = weight.block
-    if cut.dim == 0:
-        if cut.start % rows:
+    if tensor_slice.dim == 0:
+        if tensor_slice.start % rows:
             weight, rows = with_row_scales(weight), 1
-        grid = slice(cut.start // rows, -(-cut.stop // rows))
+        grid = slice(tensor_slice.start // rows, -(-tensor_slice.stop // rows))
         return replace(
             weight,
-            data=weight.data[cut.start : cut.stop].contiguous(),
+            data=weight.data[tensor_slice.start : tensor_slice.stop].contiguous(),
             scales=weight.scales[grid].contiguous(),
             zero_points=None if weight.zero_points is None else weight.zero_points[grid].contiguous(),
             shape=(length, weight.shape[1]),
@@ -195,15 +193,15 @@ def narrowed(weight: QuantizedWeight, cut: Cut | None) -> QuantizedWeight:
     if scales.shape[1] == 1:
         columns = length
     else:
-        shared = math.gcd(columns, cut.start)
-        grid_columns = slice(cut.start // shared, -(-cut.stop // shared))
+        shared = math.gcd(columns, tensor_slice.start)
+        grid_columns = slice(tensor_slice.start // shared, -(-tensor_slice.stop // shared))
         scales = scales.repeat_interleave(columns // shared, dim=1)[:, grid_columns].contiguous()
         zeros = None if zeros is None else zeros.repeat_interleave(columns // shared, dim=1)[:, grid_columns].contiguous()
         columns = shared
     if weight.format == "int4":
-        data = pack_nibbles(unpack_nibbles(weight.data, weight.shape[1])[:, cut.start : cut.stop])
+        data = pack_nibbles(unpack_nibbles(weight.data, weight.shape[1])[:, tensor_slice.start : tensor_slice.stop])
     else:
-        data = weight.data[:, cut.start : cut.stop]
+        data = weight.data[:, tensor_slice.start : tensor_slice.stop]
     return replace(
         weight,
         data=data.contiguous(),

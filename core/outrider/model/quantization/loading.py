@@ -209,17 +209,17 @@ def _concatenate(parts: Sequence[Tensor | QuantizedWeight]) -> list[Tensor | Qua
     """Concatenate the rows of adjacent parts with compatible formats."""
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(parts) > 1 and len(quantized) == len(parts):
-        whole = stack(quantized)  # one concatenation, because a layer may have hundreds of experts
-        if whole is not None:
-            return [whole]
+        stacked_all = stack(quantized)  # one concatenation, because a layer may have hundreds of experts
+        if stacked_all is not None:
+            return [stacked_all]
     joined: list[Tensor | QuantizedWeight] = []
     for part in parts:
         last = joined[-1] if joined else None
         if isinstance(part, Tensor) and isinstance(last, Tensor):
             joined[-1] = torch.cat((last, part))
         elif isinstance(part, QuantizedWeight) and isinstance(last, QuantizedWeight):
-            both = stack((last, part))
-            joined[-1:] = [last, part] if both is None else [both]
+            stacked = stack((last, part))
+            joined[-1:] = [last, part] if stacked is None else [stacked]
         else:
             joined.append(part)
     return joined
@@ -228,5 +228,5 @@ def _concatenate(parts: Sequence[Tensor | QuantizedWeight]) -> list[Tensor | Qua
 def _part_to_device(part: Tensor | QuantizedWeight, device: torch.device) -> Tensor | QuantizedWeight:
     if isinstance(part, QuantizedWeight):
         return moved(part, device)
-    made = torch.empty(part.shape, dtype=part.dtype, device=device)
-    return made.copy_(part)
+    result = torch.empty(part.shape, dtype=part.dtype, device=device)
+    return result.copy_(part)

@@ -26,20 +26,23 @@ def _stored_scale(max_magnitude: Tensor, max_value: float, dtype: torch.dtype) -
     return torch.where(scale > 0, scale, 1.0).to(dtype)
 
 
+def _scaled_rows(weight: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
+    """Return the weight divided by one scale per row, in float32, and the scales."""
+    wide = weight.to(torch.float32)
+    scale = _stored_scale(wide.abs().amax(1, keepdim=True), max_value, weight.dtype)
+    return wide / scale.to(torch.float32), scale
+
+
 def _fp8(weight: Tensor, group: int) -> dict[str, Tensor]:
     del group
-    wide = weight.to(torch.float32)
-    scale = _stored_scale(wide.abs().amax(1, keepdim=True), _E4M3_MAX, weight.dtype)
-    values = (wide / scale.to(torch.float32)).clamp(-_E4M3_MAX, _E4M3_MAX)
-    return {"weight": values.to(torch.float8_e4m3fn), "weight_scale": scale}
+    values, scale = _scaled_rows(weight, _E4M3_MAX)
+    return {"weight": values.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn), "weight_scale": scale}
 
 
 def _int8(weight: Tensor, group: int) -> dict[str, Tensor]:
     del group
-    wide = weight.to(torch.float32)
-    scale = _stored_scale(wide.abs().amax(1, keepdim=True), 127.5, weight.dtype)
-    values = (wide / scale.to(torch.float32)).round().clamp(-128, 127)
-    return {"weight": values.to(torch.int8), "weight_scale": scale}
+    values, scale = _scaled_rows(weight, 127.5)
+    return {"weight": values.round().clamp(-128, 127).to(torch.int8), "weight_scale": scale}
 
 
 def _int4(weight: Tensor, group: int) -> dict[str, Tensor]:

@@ -189,7 +189,7 @@ def _write_tensors(
     progress: Progress | None,
 ) -> WrittenCheckpoint:
     """Write one file for each source file, and an index if there are several."""
-    wanted, total, done = set(keys), len(files.tensors), 0
+    wanted, total, num_done = set(keys), len(files.tensors), 0
     by_file: dict[Path, list[str]] = {}
     for key, file in files.tensors.items():
         by_file.setdefault(file.path, []).append(key)
@@ -205,9 +205,9 @@ def _write_tensors(
                 tensors |= {f"{key.removesuffix(_WEIGHT)}.{end}": part for end, part in _round(files, key, rounding).items()}
             else:
                 tensors[key] = tensor.contiguous()
-            done += 1
+            num_done += 1
             if progress is not None:
-                progress(key, done, total)
+                progress(key, num_done, total)
         after += sum(tensor.nbytes for tensor in tensors.values())
         index |= dict.fromkeys(tensors, name)
         _save(tensors, out / name)
