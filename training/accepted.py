@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from block_model import BlockHead, tapped
+from block_model import BlockHead, target_states
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def count_block_hits(target: Target, head: BlockHead, tokens: Tensor, mask: int,
     anchors = torch.arange(1, length - width + 1, device=device)
     found = []
     for row in tokens:
-        taps, _ = tapped(target, row[None], head.block.taps)
+        taps, _ = target_states(target, row[None], head.block.taps)
         block = torch.full((1, len(anchors), width), mask, device=device)
         block[..., 0] = row[anchors]
         guesses = target.logits(head(taps, target.embed_tokens(block), anchors[None])[0, :, 1:]).argmax(-1)

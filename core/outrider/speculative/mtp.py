@@ -33,7 +33,7 @@ class MtpProposer(CachedProposer):
 
     The children of each head's most likely token are the next head's tokens. Relays the draft tokens and, for a chain that
     samples, their distributions. For each head except the last it relays the hidden state at the first position to recompute.
-    It also relays the number of such positions (``num_recomputed``) and, with mrope, their rope positions (``rope_positions``).
+    It also relays the number of such positions (``num_recomputed``) and, with mrope, their positions (``rope_positions``).
     """
 
     name = "mtp"
