@@ -21,7 +21,7 @@ from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
 from outrider.model.head_loading import load_eagle, load_eagle3
 from outrider.model.inputs import ForwardInput, KeptRows
-from outrider.model.language_model import LanguageModel
+from outrider.model.language_model import LanguageModel, SideBySide, side_by_side
 from outrider.model.layer import LayerWeights, attention_shapes
 from outrider.model.loading import load_decoder
 from outrider.model.location import find_checkpoint
@@ -33,7 +33,6 @@ from outrider.model.quantization import QuantizedMode
 from outrider.model.ranks import ModelRanks
 from outrider.model.rope import RopeConfig
 from outrider.model.shards import Shard, Shards
-from outrider.model.side_by_side import SideBySide, side_by_side
 from outrider.model.stream_decoder import StreamDecoder
 from outrider.model.tensors import Progress
 from outrider.model.tokenizer import Tokenizer, check_same_tokens, has_tokenizer

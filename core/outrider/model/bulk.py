@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, Event, PinnedBuffer, Stream
-from outrider.model.cuts import Cut
+from outrider.model.pieces import Cut
 from outrider.model.reading import reading
 
 _MAX_READ_THREADS = 8

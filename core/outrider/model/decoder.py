@@ -15,7 +15,7 @@ from outrider.device import ConfigError, KernelSet
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
-from outrider.model.language_model import LanguageModel
+from outrider.model.language_model import LanguageModel, SideBySide
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.mixture import MixtureLayer
 from outrider.model.pending import Pending, add_rms_norm
@@ -23,7 +23,6 @@ from outrider.model.products import Weight, linear
 from outrider.model.ranks import ModelRanks
 from outrider.model.rotary import rotary
 from outrider.model.shapes import decoder_shape
-from outrider.model.side_by_side import SideBySide
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

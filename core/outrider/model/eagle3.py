@@ -15,11 +15,10 @@ from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.draft_head import BaseDraftHead
 from outrider.model.inputs import ForwardInput
-from outrider.model.language_model import LanguageModel
+from outrider.model.language_model import LanguageModel, side_by_side
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.pending import add, add_rms_norm
 from outrider.model.products import Weight, linear
-from outrider.model.side_by_side import side_by_side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from outrider.errors import CheckpointError
 from outrider.model.config import ExpertsConfig, ModelConfig
-from outrider.model.cuts import Cut
-from outrider.model.pieces import Piece, Target
+from outrider.model.pieces import Cut, Piece, Target
 from outrider.model.shards import Shards
 
 _GATE_UP_DOWN = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")

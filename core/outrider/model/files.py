@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider.errors import CheckpointError, shown
 from outrider.model.bulk import Extent
-from outrider.model.cuts import Cut
+from outrider.model.pieces import Cut
 from outrider.model.reading import EXPECTED, JSON_LIMIT, present, read_json, reading, regular_size
 
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")

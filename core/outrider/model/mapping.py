@@ -12,11 +12,10 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from outrider.model.config import ModelConfig
-from outrider.model.cuts import Cut
 from outrider.model.decoder import DecoderWeights
 from outrider.model.expert_mapping import expert_targets, stacked
 from outrider.model.layer import LayerWeights
-from outrider.model.pieces import Piece, Target
+from outrider.model.pieces import Cut, Piece, Target
 from outrider.model.shards import Shards
 
 WHOLE = Shards()

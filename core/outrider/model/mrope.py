@@ -1,7 +1,8 @@
 """Multimodal rotary positions on three axes (time, height, width), as in Qwen2-VL and Qwen2.5-VL.
 
-Text advances all three axes together, so text positions are ordinary positions plus a delta per sequence. The delta is
-negative or zero: earlier images take fewer positions than tokens. Letters: n tokens of a prompt, T new tokens, B sequences.
+Text advances all three axes together, so text positions are ordinary positions plus a delta per sequence. The delta is the
+difference between the positions and the tokens that earlier media take. Letters: n tokens of a prompt, T new tokens, B
+sequences.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from outrider.model.transformers_decoder import ATTENTION, PagedPass, Transforme
 
 _PROBE_PAGE_SIZE = 4
 _PROBE_LENGTHS = (11, 7)  # tokens of the two sequences of the check
-# Both computations round the same values in a different order.
+# Maximum norm of the difference relative to the norm of the logits. Both computations round in a different order.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _MAX_MISSING = 1 << 26  # values; a larger difference is refused before the model is built; transformers reports a smaller one
 _REMOTE_CODE = "trust_remote_code"  # appears in transformers' error message

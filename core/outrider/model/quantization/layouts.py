@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError, QuantizedWeight
-from outrider.model.cuts import Cut
+from outrider.model.pieces import Cut
 from outrider.model.quantization.scheme import Scheme
 
 _AWQ_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
