@@ -144,17 +144,17 @@ def test_the_example_proposer_drafts_and_the_tokens_are_the_same(outrider):
         *("--speculate", "bigram", "--backend", "cpu"),
     )
     assert found.code == 0, found.err
-    assert found.json["same_as_plain"] is True
+    assert found.json["same_tokens"] is True
     assert found.json["speculate"] == "bigram"
     assert found.json["acceptance_length"] > 1.1, "it must really draft"
-    assert found.json["iterations"] < found.json["plain"]["iterations"]
+    assert found.json["iterations"] < found.json["non_speculative"]["iterations"]
 
 
 @pytest.mark.usefixtures("found")
 def test_the_example_kernels_and_proposer_together(outrider):
     chosen = ("--backend", "cpu:kernels=lean", "--speculate", "bigram")
     found = outrider("generate", "--prompt", "def read(self", "--max-tokens", "24", "--compare", "--json", *chosen)
-    assert found.json["same_as_plain"] is True
+    assert found.json["same_tokens"] is True
     refused = outrider("generate", "--prompt", "def", "--backend", "sim:kernels=lean")
     assert (refused.code, "is for cpu, not for 'sim'" in refused.err) == (1, True)
     tree = outrider("generate", "--prompt", "def", "--backend", "cpu", "--speculate", "bigram", "--draft-topk", "2")
