@@ -86,18 +86,11 @@ def _stacked_targets(experts: ExpertsConfig, hidden: int, stem: str, name: str, 
     span = shards.mlp.even(inner)
     gate_up_shape, down_shape = (count, 2 * inner, hidden), (count, hidden, inner)
     if span == (0, inner):
-        gates, downs = (
-            [Piece(f"{stem}.{_STACKS[0]}", gate_up_shape, stack=True)],
-            Piece(f"{stem}.{_STACKS[1]}", down_shape, stack=True),
-        )
+        gates = [Piece(f"{stem}.{_STACKS[0]}", gate_up_shape, stack=True)]
+        downs = Piece(f"{stem}.{_STACKS[1]}", down_shape, stack=True)
     else:
         gates = [
-            Piece(
-                f"{stem}.{_STACKS[0]}",
-                gate_up_shape,
-                Cut(0, half + span[0], half + span[1], matrix=expert),
-                stack=True,
-            )
+            Piece(f"{stem}.{_STACKS[0]}", gate_up_shape, Cut(0, half + span[0], half + span[1], matrix=expert), stack=True)
             for expert in range(count)
             for half in (0, inner)
         ]

@@ -93,14 +93,6 @@ class DraftPositions:
         )
 
 
-def chain_lengths(tokens: int, ahead: int) -> Mapping[str, int]:
-    """Return ``Proposer.host_lengths`` of a chain whose first token is relayed.
-
-    Draft-extend adds ``ahead`` tokens to the cached length, and each draft pass adds one more.
-    """
-    return {"extend": ahead, **{f"draft.{step}": step + ahead for step in range(1, tokens)}}
-
-
 class CachedProposer(Proposer):
     """A proposer with keys and values of the layers of ``config``, in pages with the target's page numbers."""
 
@@ -148,6 +140,29 @@ class CachedProposer(Proposer):
         if self._cache is None:
             raise ConfigError(f"the proposer {self.name!r} has no cache yet; the engine allocates it")
         return self._cache
+
+
+class ChainProposer(CachedProposer):
+    """Base class of proposers of chains whose first token is relayed, with one draft pass for each further token."""
+
+    _draft_tokens: int
+    _tokens_ahead = 0
+    """Number of tokens that draft-extend adds to the cached length."""
+
+    @property
+    def depth(self) -> int:
+        """K, the number of drafted tokens."""
+        return self._draft_tokens
+
+    @property
+    def host_lengths(self) -> Mapping[str, int]:
+        """One more token with each draft pass."""
+        return self.host_lengths_of(self._draft_tokens)
+
+    def host_lengths_of(self, count: int) -> Mapping[str, int]:
+        """Return the lengths of draft-extend and of ``count`` - 1 draft passes."""
+        ahead, count = self._tokens_ahead, min(count, self._draft_tokens)
+        return {"extend": ahead, **{f"draft.{step}": step + ahead for step in range(1, count)}}
 
 
 class HeadProposer(CachedProposer):

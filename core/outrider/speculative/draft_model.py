@@ -16,8 +16,8 @@ from outrider.device import ConfigError
 from outrider.model import ForwardInput, KVCache, LanguageModel
 from outrider.speculative.cached_proposer import (
     CachedProposer,
+    ChainProposer,
     TreeProposer,
-    chain_lengths,
     extend_rope_positions,
     text_rope_positions,
 )
@@ -98,8 +98,10 @@ class _ModelDrafts(CachedProposer):
         return tokens, sequences
 
 
-class DraftModelProposer(_ModelDrafts):
+class DraftModelProposer(_ModelDrafts, ChainProposer):
     """A chain of K tokens. Relays the first token and, for requests that sample, the distribution of that token."""
+
+    _tokens_ahead = 1
 
     def __init__(self, model: LanguageModel, *, target: LanguageModel, draft_tokens: int) -> None:
         if draft_tokens < 1:
@@ -108,11 +110,6 @@ class DraftModelProposer(_ModelDrafts):
         super().__init__(model.config, model.cache_dtype)
         self._model = model
         self._draft_tokens = draft_tokens
-
-    @property
-    def depth(self) -> int:
-        """K, the number of drafted tokens."""
-        return self._draft_tokens
 
     @property
     def slots(self) -> int:
@@ -126,15 +123,6 @@ class DraftModelProposer(_ModelDrafts):
             RelaySpec("token", (), torch.int64),
             RelaySpec("probs", (self._model.config.vocab_size,), torch.float32),
         )
-
-    @property
-    def host_lengths(self) -> Mapping[str, int]:
-        """One more token with each pass; draft-extend includes the last token."""
-        return chain_lengths(self._draft_tokens, 1)
-
-    def host_lengths_of(self, count: int) -> Mapping[str, int]:
-        """Return the lengths of draft-extend and of ``count`` - 1 draft passes."""
-        return chain_lengths(min(count, self._draft_tokens), 1)
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """Draft with one pass per token, except for the first token, which is relayed."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from outrider.device import AttentionShape, ConfigError
 from outrider.model import Eagle3Head, EagleHead, ForwardInput, attention_shapes
 from outrider.speculative.cached_proposer import (
+    ChainProposer,
     HeadProposer,
     TreeProposer,
-    chain_lengths,
     extend_rope_positions,
     text_rope_positions,
     too_many_branches,
@@ -58,7 +58,7 @@ class HeadDrafts(HeadProposer):
         return states if inputs.kept is not None else self.head.kernels.gather_rows(states, inputs.last)
 
 
-class EagleProposer(HeadDrafts):
+class EagleProposer(HeadDrafts, ChainProposer):
     """A chain of K tokens from an EAGLE head.
 
     Relays for each request the first draft token, the head's hidden state for it and, if the request samples, the
@@ -74,11 +74,6 @@ class EagleProposer(HeadDrafts):
         self._draft_tokens = draft_tokens
 
     @property
-    def depth(self) -> int:
-        """K, the number of drafted tokens."""
-        return self._draft_tokens
-
-    @property
     def relay(self) -> tuple[RelaySpec, ...]:
         """The first draft token, the head's hidden state for it, and the distribution that it was sampled from."""
         target = self.head.target
@@ -87,15 +82,6 @@ class EagleProposer(HeadDrafts):
             RelaySpec("hidden", (self.head.config.hidden_size,), target.dtype),
             RelaySpec("probs", (self.head.draft_vocab_size,), torch.float32),
         )
-
-    @property
-    def host_lengths(self) -> Mapping[str, int]:
-        """One more token with each draft pass."""
-        return chain_lengths(self._draft_tokens, 0)
-
-    def host_lengths_of(self, count: int) -> Mapping[str, int]:
-        """Return the lengths of draft-extend and of ``count`` - 1 draft passes."""
-        return chain_lengths(min(count, self._draft_tokens), 0)
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """Draft with one pass per token, except for the first token, which is relayed."""

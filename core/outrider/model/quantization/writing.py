@@ -34,6 +34,7 @@ _PRODUCT_MODULES = frozenset(
     | {"w1", "w2", "w3", "fc", "input_proj"}
 )
 """Last name components of modules with a product: in layers, in experts, and in the fusion of a draft head."""
+_Rounding = Callable[[Tensor], dict[str, Tensor]]
 _HEAD = "lm_head"
 _WEIGHT = ".weight"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -182,11 +183,7 @@ def compressed_config(
 
 
 def _write_tensors(
-    files: CheckpointFiles,
-    keys: list[str],
-    out: Path,
-    rounding: Callable[[Tensor], dict[str, Tensor]],
-    progress: Progress | None,
+    files: CheckpointFiles, keys: list[str], out: Path, rounding: _Rounding, progress: Progress | None
 ) -> WrittenCheckpoint:
     """Write one file for each source file, and an index if there are several."""
     wanted, total, num_done = set(keys), len(files.tensors), 0
@@ -216,7 +213,7 @@ def _write_tensors(
     return WrittenCheckpoint(quantized=len(keys), plain=total - len(keys), bytes_before=before, bytes_after=after)
 
 
-def _round(files: CheckpointFiles, key: str, rounding: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
+def _round(files: CheckpointFiles, key: str, rounding: _Rounding) -> dict[str, Tensor]:
     weight = files.read(key)
     if not bool(weight.isfinite().all()):
         raise CheckpointError(f"{files.tensors[key].path}: tensor {shown(key)} has values that aren't finite")
