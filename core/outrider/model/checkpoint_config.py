@@ -198,7 +198,7 @@ _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType
     }
 )
 _VISION_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl"})
-_MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and what a config without the field means
+_MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and the default of configs without the field
 
 
 _MAX_SPECIAL_TOKENS = 1024

@@ -131,7 +131,7 @@ class MediaProcessor:
         """Return the patches of one image [rows * columns, values], and rows and columns."""
         try:
             processed = self._processor.preprocess(picture, return_tensors="pt", **options)
-        except Exception as error:  # the processor raises what its parts raise
+        except Exception as error:  # the processor's libraries may raise anything
             raise RequestError(f"an image can't be processed: {error}") from error
         _, rows, columns = (int(value) for value in processed["image_grid_thw"][0])
         return processed["pixel_values"], rows, columns

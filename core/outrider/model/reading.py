@@ -24,8 +24,9 @@ _MAX_JSON_DEPTH = 64  # published configs nest four deep
 
 
 @contextmanager
-def reading(path: Path, what: str, advice: str = "") -> Generator[None]:
-    """Convert any failure of the block to a :class:`CheckpointError` that names ``path``, ``what`` and ``advice``.
+def reading(path: Path, content: str, advice: str = "") -> Generator[None]:
+    """Convert any failure of the block to a :class:`CheckpointError` that names ``path``, its expected ``content`` and
+    ``advice``.
 
     A :class:`ConfigError` keeps its message. Other Outrider errors pass unchanged, and so do KeyboardInterrupt and
     SystemExit.
@@ -41,7 +42,7 @@ def reading(path: Path, what: str, advice: str = "") -> Generator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         suffix = f"; {advice}" if advice else ""
-        raise CheckpointError(f"{path}: can't be read as {what}: {describe(error)}{suffix}") from error
+        raise CheckpointError(f"{path}: can't be read as {content}: {describe(error)}{suffix}") from error
 
 
 def describe(error: BaseException) -> str:

@@ -60,19 +60,19 @@ class Shards:
             return self.attention.even(heads)
         return rank * heads // size, rank * heads // size + 1
 
-    def local(self, config: ModelConfig, what: str) -> ModelConfig:
+    def local(self, config: ModelConfig, model: str) -> ModelConfig:
         """Return ``config`` with this rank's heads and intermediate size. Hidden size and vocabulary stay the model's.
 
-        ``what`` names the model in errors. Raises :class:`ConfigError` if heads or intermediate size can't be divided.
+        ``model`` names the model in errors. Raises :class:`ConfigError` if heads or intermediate size can't be divided.
         """
         ranks, mlp = self.attention.size, self.mlp.size
         if config.num_heads % ranks:
-            raise _unequal(what, f"{config.num_heads} heads", ranks, "a number of tensor-parallel ranks that divides them")
+            raise _unequal(model, f"{config.num_heads} heads", ranks, "a number of tensor-parallel ranks that divides them")
         if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
-            raise _unequal(what, f"{config.num_kv_heads} key heads", ranks, "one that divides them, or that they divide")
+            raise _unequal(model, f"{config.num_kv_heads} key heads", ranks, "one that divides them, or that they divide")
         if config.intermediate_size % mlp:
             raise _unequal(
-                what, f"an intermediate_size of {config.intermediate_size}", mlp, "a number of ranks that divides it"
+                model, f"an intermediate_size of {config.intermediate_size}", mlp, "a number of ranks that divides it"
             )
         experts = config.experts
         first, last = self.kv_heads(config)
@@ -85,5 +85,5 @@ class Shards:
         )
 
 
-def _unequal(what: str, found: str, ranks: int, expected: str) -> ConfigError:
-    return ConfigError(f"{what} has {found}, which can't be shared out among {ranks} ranks; expected {expected}")
+def _unequal(model: str, found: str, ranks: int, expected: str) -> ConfigError:
+    return ConfigError(f"{model} has {found}, which can't be shared out among {ranks} ranks; expected {expected}")
