@@ -168,7 +168,7 @@ def test_results_that_may_be_the_last_are_waited_for(requests, most, blindly, mo
 
     wasted, needed = needless(engine, requests)
     assert wasted <= most
-    monkeypatch.setattr(loop, "_LIKELY_THE_LAST", 2.0)
+    monkeypatch.setattr(loop, "_MAX_CHANCE_OF_END", 2.0)
     assert needless(engine, requests) == (blindly, needed)
 
 
