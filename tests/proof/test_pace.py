@@ -37,7 +37,7 @@ def changed(monkeypatch):
 
 
 def test_a_request_left_out_while_it_is_in_flight(changed):
-    outcome = changed(Scheduler, "_decodes", lambda right: staticmethod(lambda r: right(r) and r.in_flight == 0))
+    outcome = changed(Scheduler, "_can_decode", lambda right: staticmethod(lambda r: right(r) and r.in_flight == 0))
     assert outcome.error == "LostBatching", outcome.text
 
 

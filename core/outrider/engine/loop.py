@@ -181,7 +181,7 @@ class Loop:
             batches = [*(ticket.batch for ticket in self._in_flight), *unlaunched]
             self._in_flight.clear()
             self.step.forget()
-            self.scheduler.take_back(batches, spoilt=not well)
+            self.scheduler.take_back(batches, corrupted=not well)
 
     def _next_batch(self) -> Batch | None:
         """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""

@@ -138,7 +138,7 @@ def decisions_of(batch: Batch | None) -> Decisions:
 class ToldLength(DraftLengthPolicy):
     """The length that the first rank decided, on the ranks that follow it."""
 
-    listens = False
+    needs_acceptance = False
 
     def __init__(self, lengths: tuple[int, ...], course: Course) -> None:
         super().__init__(lengths)
