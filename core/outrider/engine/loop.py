@@ -59,7 +59,7 @@ class Loop:
             watchdog,
             open_requests=lambda: self.open_requests,
             undo=self._undo,
-            course=course,
+            decision_log=course,
         )
         self._in_flight: deque[Ticket] = deque()
         self.requests: dict[int, Request] = {}
