@@ -72,7 +72,9 @@ REASONS: dict[str, str] = {
     "MtpProposer._flat: one more: 0 → 1 (4)": "equivalent: what attention gives for padding is dropped",
     "MtpProposer.__init__: one more: 0 → 1 (2)": "equivalent: all heads have one config (a single head: IndexError)",
     "MtpProposer.__init__: one more: 0 → 1 (3)": "equivalent: all heads have one target (a single head: IndexError)",
-    "Request.take: turn a comparison: ended is FinishReason.ERROR": "a report: tests/engine/test_requests.py reads it",
+    "Request.take: turn a comparison: self.finish_reason is FinishReason.ERROR": (
+        "a report: tests/engine/test_requests.py reads it"
+    ),
     "Plans.from_lengths: change a sign: self._max_context - 1": "discarded drafts: tests/speculative/test_proposers.py",
     "ExtendAttention.__init__: one more: 1 → 2": "kernels that plan: tests/engine/test_host_plans.py",
     "_spans: one more: 1 → 2": "where images are: tests/engine/test_requests.py",

@@ -50,7 +50,7 @@ class FixedLength(DraftLengthPolicy):
         super().__init__((length,))
 
     def choose(self, requests: int, cached: int) -> int:
-        """Return the only length."""
+        """Return the only length of this policy."""
         del requests, cached
         return self.lengths[0]
 

@@ -17,7 +17,7 @@ _GREEDY = Features()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:
-    """Limits of a batch."""
+    """Limits of the scheduler's batches."""
 
     growth: int
     """Maximum number of tokens that an iteration adds to a request."""
