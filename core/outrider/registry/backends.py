@@ -204,7 +204,7 @@ class Registry:
         )
         from outrider.device.backend import Backend
 
-        backend = checked_product(offer, "create_backend", product, Backend, "outrider.device.Backend")
+        backend: Backend = checked_product(offer, "create_backend", product, Backend, "outrider.device.Backend")
         if KERNELS_OPTION in spec.options:
             self._choose_kernels(backend, spec.name, spec.options[KERNELS_OPTION])
         return backend

@@ -37,5 +37,5 @@ def interruptions_held() -> Generator[None]:
     finally:
         for number, handler in python_handlers.items():
             signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
+        for delayed in received:
+            signal.raise_signal(delayed)

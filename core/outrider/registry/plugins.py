@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 Info = TypeVar("Info", bound=PluginInfo)
-Product = TypeVar("Product")
 
 Status = Literal["usable", "unusable", "broken", "duplicate"]
 """The status of a plugin.
@@ -357,7 +356,7 @@ def _hook_signatures(hooks: type) -> dict[str, str]:
     return signatures
 
 
-def checked_product(offer: Offer, hook: str, product: object, expected: type[Product], public_name: str) -> Product:
+def checked_product(offer: Offer, hook: str, product: Any, expected: type[Any], public_name: str) -> Any:
     """Return ``product`` if it is an instance of ``expected``; raise :class:`PluginContractError` otherwise."""
     if not isinstance(product, expected):
         raise PluginContractError(

@@ -58,4 +58,5 @@ def _build(plugins: Plugins[ProposerInfo], name: str, options: DraftOptions) -> 
     offer, hook = plugins.offer(name), "create_proposer"
     failure = f"plugin {offer.label}: hook {hook} failed"
     product = plugins.create(hook, plugins.info(name), failure=failure, options=options)
-    return checked_product(offer, hook, product, Proposer, "outrider.speculative.proposer.Proposer")
+    proposer: Proposer = checked_product(offer, hook, product, Proposer, "outrider.speculative.proposer.Proposer")
+    return proposer

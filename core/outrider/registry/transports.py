@@ -41,4 +41,5 @@ def get_transport(name: str) -> Transport:
         )
     hook = "create_transport"
     product = plugins.create(hook, info, failure=f"plugin {offer.label}: hook {hook} failed", options=spec.options)
-    return checked_product(offer, hook, product, Transport, "outrider.transports.Transport")
+    transport: Transport = checked_product(offer, hook, product, Transport, "outrider.transports.Transport")
+    return transport

@@ -290,8 +290,8 @@ def _are_disjoint(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _possible_types(schema: Mapping[str, Any]) -> frozenset[str]:
     """Return the types of the schema's values, with integers as numbers; empty if the schema names no type."""
-    schema = schema.get("type")
-    names = tuple(schema) if isinstance(schema, list | tuple) else (schema,)
+    declared = schema.get("type")
+    names = tuple(declared) if isinstance(declared, list | tuple) else (declared,)
     return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
 
 

@@ -246,9 +246,8 @@ def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig
         values.extend([0] * padding)
         packer.add(name, values)
     if rope.sections:
-        packer.add(
-            "rope_positions", [place for axis in range(3) for chunk in chunks for place in _rope_axis_positions(chunk, axis)]
-        )
+        axes = (_rope_axis_positions(chunk, axis) for axis in range(3) for chunk in chunks)
+        packer.add("rope_positions", chain.from_iterable(axes))
     if rope.kind == "dynamic":
         lens = ([len(chunk.request.prompt)] * (chunk.end - chunk.start) for chunk in chunks)
         packer.add("prompt_lens", chain.from_iterable(lens))
