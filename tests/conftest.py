@@ -14,6 +14,7 @@ import pytest
 
 from command_line import child as child  # fixtures, for whoever runs a command
 from command_line import outrider as outrider
+from drawing import leave_repeats_to_slow
 from known_environment import normalize_environment
 from outrider.registry.probing import Probe, Verdict
 
@@ -41,7 +42,8 @@ LONG_AND_LATE = ("tests/vendors/test_npu_emulated.py", "tests/vendors/test_rocm.
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that are long and would come last come first: otherwise one worker is still at them when the other is done."""
+    """Leave repeats to `make test-slow`, and put long files first that would otherwise occupy one worker at the end."""
+    leave_repeats_to_slow(items)
     items.sort(key=lambda item: not item.nodeid.startswith(LONG_AND_LATE))
 
 

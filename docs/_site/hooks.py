@@ -1,10 +1,4 @@
-<<<<<<< HEAD
-"""Additions of the site's build to the pages: a navigation that misses no page, an index that misses no record, the packages
-with their lines of code, and the fences drawn from their table.
-"""
-=======
 """Hooks of the site's build: a complete navigation, a complete index of records, the layers, and a drawing of the fences."""
->>>>>>> front
 
 from __future__ import annotations
 

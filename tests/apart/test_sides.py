@@ -66,6 +66,7 @@ def check(sides, given, before):
     assert free(sides) == before
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["none", "eagle", "eagle-tree", "mtp", "draft-model", "ngram"])
 def test_tokens_are_those_of_one_engine(name, overlap):
@@ -93,6 +94,7 @@ def test_over_transports_of_processes(transport):
     sides.close()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("alone", list(Alone))
 @pytest.mark.parametrize("moment", range(0, 12, 3))
 @pytest.mark.parametrize("side", ["prefill", "decode"])

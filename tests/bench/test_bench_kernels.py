@@ -110,6 +110,7 @@ def test_random_weights(outrider):
     assert result["results"][0]["acceptance_length"] == pytest.approx(3.0, abs=0.05)
 
 
+@pytest.mark.slow
 def test_random_block_drafter(outrider, tmp_path):
     config = replace(SHAPES["tiny"], num_layers=6, windows=(0,) * 6)
     file = tmp_path / "config.json"

@@ -128,6 +128,7 @@ def test_what_was_measured_before_ctrl_c_is_in_the_json(outrider, monkeypatch):
     assert measured["results"][0]["ratio_to_limit"] == 1.125
 
 
+@pytest.mark.slow
 def test_other_engines_get_the_same_work(child, tmp_path):
     """Stand-ins with the parts of the real ones that are used; they check what they're given."""
     installed(tmp_path, "vllm", VLLM)
@@ -435,6 +436,7 @@ def test_a_plot_that_cannot_be_written_takes_no_measurement_with_it(asked, outri
     assert f"--so-far {tmp_path / 'x.json'} wasn't written" in result.err
 
 
+@pytest.mark.slow
 def test_prompts_have_tokens_of_a_small_vocabulary(outrider, tmp_path):
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 64}

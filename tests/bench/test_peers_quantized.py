@@ -57,6 +57,7 @@ QUANTIZED = ("--engines", "outrider", "--quantize", "fp8", "--lm-head", "--specu
 SHORT = ("--batch", "1", "--prompt-tokens", "8", "--new-tokens", "8")
 
 
+@pytest.mark.slow
 def test_the_record_says_what_is_quantised(outrider):
     result = outrider("bench", "peers", "--backend", "cpu", "--shape", "tiny", *QUANTIZED, *SHORT, "--json").json
     assert (result["quantize"], result["quantize_head"], result["quantized"]) == ("fp8", True, "fp8, output head too")

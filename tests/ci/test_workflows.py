@@ -148,9 +148,27 @@ def test_the_audit_comes_by_itself_every_week():
     assert "pip-audit --requirement constraints.txt" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("target", ["lint", "imports", "types", "unit", "system", "docs", "workflows", "test-slow", "audit"])
-def test_every_target_that_a_workflow_makes_is_there(target):
+def commands(job):
+    return [step["run"] for step in job["steps"] if "run" in step]
+
+
+def test_the_job_test_runs_the_test_command_of_the_readme():
+    """`.ci/run` is `make test`, which fails above its limit of time."""
+    assert commands(read("ci.yml")["jobs"]["test"]) == [".ci/run"]
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1] == "exec make test"
+    dry = subprocess.run(["make", "--dry-run", "test"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    (line,) = [line for line in dry.stdout.splitlines() if "timed_tests.py" in line]
+    assert re.search(r"timed_tests\.py -- \S*make .*check -- .*pytest .*not slow and not soak.* --durations=20$", line)
+
+
+def test_slow_tests_run_every_day():
+    extra = read("pr-test-extra.yml")
+    assert any(re.fullmatch(r"\d+ \d+ \* \* \*", each["cron"]) for each in extra["on"]["schedule"])
+    assert commands(extra["jobs"]["slow"]) == ["make test-slow"]
+
+
+def test_every_target_that_a_workflow_makes_is_there():
     made = {word for path in WORKFLOWS for line in re.findall(r"run: make (.*)", path.read_text()) for word in line.split()}
-    assert target in made
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert made == {"lint", "imports", "types", "unit", "system", "docs", "workflows", "test-slow", "audit"}
+    assert made == {"lint", "imports", "unit", "docs", "workflows", "test-slow", "audit"}
+    for target in (*made, "test"):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target

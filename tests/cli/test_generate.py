@@ -56,7 +56,7 @@ def test_streams_text_and_sums_up(outrider):
     assert result.out.startswith(f"{text}\n\n")
     assert "tokens/s, acceptance length" in result.out
     assert "iterations" in result.out
-    assert result.out.endswith("same tokens as plain greedy decoding: yes\n")
+    assert result.out.endswith("same tokens as non-speculative greedy decoding: yes\n")
 
 
 def test_compare_that_differs_is_exit_1(outrider, monkeypatch):
@@ -72,7 +72,7 @@ def test_compare_that_differs_is_exit_1(outrider, monkeypatch):
     monkeypatch.setattr(Engine, "stream", stream)
     result = outrider("generate", "--prompt", PROMPT, "--max-tokens", "24", "--compare")
     assert result.code == 1
-    assert "same tokens as plain greedy decoding: no" in result.out
+    assert "same tokens as non-speculative greedy decoding: no" in result.out
     assert "first difference: at token" in result.out
 
 

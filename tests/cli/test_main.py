@@ -153,6 +153,7 @@ def test_a_full_standard_error_changes_no_exit_code(child, arguments, code, unbu
     assert result.out.count("\n") == (arguments != ["bogus"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arguments", [["backends"], ["--version", "--json"]])
 def test_closed_pipe(child, arguments):
     read, write = os.pipe()
@@ -314,6 +315,7 @@ def test_a_signal_at_the_end_makes_no_second_object(outrider, command, monkeypat
     assert (result.code, result.json) == (0, {"done": True})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_that_a_destructor_drops_is_raised_again(outrider, command, number, code):
     class Dropping:
@@ -331,6 +333,7 @@ def test_a_signal_that_a_destructor_drops_is_raised_again(outrider, command, num
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_while_torch_imports_numpy_is_not_lost(number, code):
     """torch's compiled part imports it, and drops what is raised meanwhile."""

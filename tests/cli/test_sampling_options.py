@@ -35,7 +35,7 @@ def test_an_output_follows_a_guide(outrider, tmp_path):
     for given in (schema, str(tmp_path / "schema.json")):
         found = outrider(*COMMON, "--max-tokens", "60", "--guide", f"json-schema={given}", "--compare").json
         assert json.loads(found["text"])["ok"] in (True, False)
-        assert found["same_as_plain"] is True
+        assert found["same_tokens"] is True
     assert re.fullmatch(r"\[\d\d\]", outrider(*COMMON, "--guide", f"grammar={tmp_path / 'grammar.gbnf'}").json["text"])
     assert re.fullmatch("[xy]{4}", outrider(*COMMON, "--guide", "regex=[xy]{4}").json["text"])
     assert outrider(*COMMON, "--guide", "choice=red", "--guide", "choice=dark blue").json["text"] in ("red", "dark blue")

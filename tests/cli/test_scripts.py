@@ -74,6 +74,7 @@ for name in ({backends}):
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backends", ["'cpu',", "'sim', 'cpu', 'sim'"])
 def test_sanitize_watches_engines_that_read_a_checkpoint(child, tmp_path, backends):
     """Files are read into memory of the host past torch, and a watch of one device meets tensors of another one."""

@@ -243,6 +243,7 @@ class Joined(KernelSet):
         return made.to(q.dtype)
 
 
+@pytest.mark.sample(1, per="fault")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("format", ["int4", "fp8"])
 @pytest.mark.parametrize(
@@ -297,6 +298,7 @@ class Activated(Joined):
         return QuantizedProduct(made, down, made if self.fault == "another bias" else bias, maxima=largest)
 
 
+@pytest.mark.sample(1, per="fault")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("format", ["int4", "fp8"])
 @pytest.mark.parametrize(
@@ -435,6 +437,7 @@ def test_laws_refuse_what_is_a_little_off():
         laws.independent(right, (right + 1) % 5, law, law.roll(1), "a draw and its neighbour")
 
 
+@pytest.mark.sample(20, per="which")
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log")  # a residual of 0, in the interpreter's numpy
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("which", ["batch-invariant", "triton"])

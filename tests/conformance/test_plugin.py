@@ -155,6 +155,7 @@ def test_a_skip_by_the_plugin_is_a_failure(sick):
     assert "may not be skipped" in reason
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("code", [42, 128])
 def test_a_crash_is_told(sick, code):
     sick(
@@ -167,6 +168,7 @@ def test_a_crash_is_told(sick, code):
         conform("sick", level="L1", extra=MEMORY_ALONE)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["journal.jsonl", ".report.json."])
 def test_a_full_disk_is_told(sick, tmp_path, capfd, name):
     sick(

@@ -157,9 +157,10 @@ def test_a_wrong_byte_is_found_among_many():
         try_program(Stage(Lab(backend)), model)
 
 
-@pytest.mark.slow
-def test_ten_thousand_programs_convict_no_right_backend():
-    done = subprocess.run([sys.executable, str(LONG)], capture_output=True, text=True, timeout=4 * 3600, check=False)
+@pytest.mark.parametrize("count", [pytest.param(250, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)])
+def test_many_programs_convict_no_right_backend(count):
+    command = [sys.executable, str(LONG), "--programs", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * 3600, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
 
 

@@ -139,7 +139,6 @@ def test_the_index_of_records_misses_none(tmp_path):
     assert "another date" in wrong
 
 
-<<<<<<< HEAD
 def uncited(records, pages):
     """Return the names of the records that no text of ``pages`` mentions."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
@@ -171,22 +170,11 @@ def test_citations_of_rows_lead_to_a_row():
     assert {(path, row) for path, row in cited if row not in rows} == set()
 
 
-def test_the_table_of_rooms_is_complete(site):
-    counted = hooks().counted
-    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert counted(table, ROOT)[1] == []
-    without = re.sub(r"^\| `tools/outrider_trace`.*\n", "", table, flags=re.MULTILINE)
-    assert counted(without, ROOT)[1] == ["the table of rooms has no row for tools/outrider_trace"]
-    astray = table.replace("| `tools/outrider_trace` |", "| `tools/outrider_tracing` |")
-    assert "the table of rooms names tools/outrider_tracing, which isn't there" in counted(astray, ROOT)[1]
-    assert "about" not in table_of(site / "architecture.html", "core/outrider/device")
-=======
 def packages():
     spec = importlib.util.spec_from_file_location("site_packages", ROOT / "docs" / "_site" / "packages.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
->>>>>>> front
 
 
 def test_the_table_of_packages_is_that_of_the_tree():

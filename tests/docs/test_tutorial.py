@@ -110,6 +110,7 @@ def put_together(tmp_path):
     return home / "toy"
 
 
+@pytest.mark.slow
 def test_put_together_it_passes_level_2(put_together, tmp_path, monkeypatch):
     """Without the page's commands, which `make test-slow` runs, and with few random programs."""
     entry = ("outrider.backends", "toy", "outrider_toy.plugin")

@@ -71,6 +71,7 @@ DRAFTS = {"none": {}, "eagle": {}, "ngram": {}, "draft-model": {}, "eagle tree":
 """The draft model is the target itself: its cache is in fp8 too."""
 
 
+@pytest.mark.sample(1, per="mode")
 @pytest.mark.parametrize(
     ("mode", "draft"),
     [
@@ -96,6 +97,7 @@ def test_a_prefix_is_found_again(written, plain):
     assert engine.stats.prefix_hits >= 8
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "fields",
     [{"speculate": "eagle"}, {"speculate": "eagle", "draft_topk": 2}, {"batch_invariant": True}, {"prefix_cache": False}],

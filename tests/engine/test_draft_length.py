@@ -96,6 +96,7 @@ def engine(cpu, name, *, policy=None, **config):
     return Engine(target, cpu, proposer=proposer, config=EngineConfig(dtype="float64", **config), draft_length=policy)
 
 
+@pytest.mark.sample(2, per="mode")
 @pytest.mark.parametrize("mode", [{}, {"graphs": True}, {"mode": "fused"}], ids=["staged", "graphs", "fused"])
 @pytest.mark.parametrize("name", CHAINS)
 def test_same_tokens_whatever_the_lengths(cpu, name, mode):
@@ -119,6 +120,7 @@ def drafts(made, prompt):
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "peagle", "draft-model", "ngram"])
 def test_drafts_are_as_good_after_plain_iterations(cpu, name):
     """The draft takes in what plain iterations decide: behind them it drafts what it drafts behind a prompt of the same
@@ -132,6 +134,7 @@ def test_drafts_are_as_good_after_plain_iterations(cpu, name):
     assert found[place] == drafts(engine(cpu, name, overlap=False), text[:place])[place]
 
 
+@pytest.mark.sample(2, per="mode")
 @pytest.mark.parametrize("name", ["eagle", "eagle, untrained", "eagle-tree", "eagle3", "eagle3-tree", "mtp", "peagle"])
 @pytest.mark.parametrize("mode", [{}, {"mode": "fused"}], ids=["staged", "fused"])
 def test_drafts_are_as_good_behind_drafts(cpu, name, mode):

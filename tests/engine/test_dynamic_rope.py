@@ -16,6 +16,7 @@ START = [1, 7, 23, 5, 40, 41, 9, 9, 17, 60, 33, 2, 8, 90, 14, 3]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("speculate", [False, True])
 @pytest.mark.parametrize("original", [12, 18, 24])
 def test_tokens_are_those_of_generate(tmp_path, original, speculate):

@@ -161,7 +161,7 @@ COMMON = {
 
 
 @given(st.data())
-@settings(max_examples=20, **COMMON)
+@settings(max_examples=8, **COMMON)
 def test_a_fault_costs_time_and_nothing_else(device, expected, guided_tokens, data):
     recovers(
         device,
@@ -179,12 +179,13 @@ def test_a_fault_costs_time_and_nothing_else(device, expected, guided_tokens, da
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=600, **COMMON)
+@settings(max_examples=200, **COMMON)
 def test_many_faults_cost_time_and_nothing_else(device, expected, guided_tokens, data):
     many = st.tuples(proposers, st.lists(faults, min_size=1, max_size=4), aborts, strategies, st.booleans(), modes, guides)
     recovers(device, expected, *data.draw(many), guided_tokens)
 
 
+@pytest.mark.sample(3, per="overlap")
 @pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize(("overlap", "tokens"), [(False, 5), (True, 1)])
 def test_what_a_failed_copy_was_to_bring_is_brought_again(device, expected, number, overlap, tokens):
@@ -207,6 +208,7 @@ def test_what_a_failed_copy_was_to_bring_is_brought_again(device, expected, numb
     assert tuple(got) == expected[0][:tokens]
 
 
+@pytest.mark.sample(2, per="kind")
 @pytest.mark.parametrize("kind", sorted(LIVES))
 @pytest.mark.parametrize("number", [1, 6, 17])
 @pytest.mark.parametrize("forward", [1, 3, 5])
@@ -252,6 +254,7 @@ def test_a_device_that_is_gone_ends_it_with_what_is_known(device, expected, kind
     backend.control.reset()
 
 
+@pytest.mark.sample(1, per="index")
 @pytest.mark.parametrize("when", range(1, 9))
 @pytest.mark.parametrize("index", range(len(PROMPTS)))
 def test_an_abort_at_any_step_leaves_the_others_alone(device, expected, when, index):
@@ -263,6 +266,7 @@ def test_an_abort_at_any_step_leaves_the_others_alone(device, expected, when, in
         run.engine.abort(run.ids[index])
 
 
+@pytest.mark.sample(2, per="speculate")
 @pytest.mark.parametrize("speculate", ["eagle", "tree", "none"])
 @pytest.mark.parametrize("most", range(1, LONGEST + 1))
 def test_a_request_that_ends_in_each_possible_step(device, expected, speculate, most):

@@ -47,6 +47,7 @@ def called(request, bundle, soak):
     return request.param, tokens, engine.stats.acceptance_length
 
 
+@pytest.mark.sample(1, per="mode")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_soak_crosses_buckets_up_and_down(bundle, soak, called, mode):
     """Requests come and go, so that batches of 1 to 5 run in buckets of 1, 2, 4 and 5."""
@@ -66,6 +67,7 @@ def test_a_soak_crosses_buckets_up_and_down(bundle, soak, called, mode):
     assert downs >= 2
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mode", ["graphs", pytest.param("fused", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_every_proposer_runs_in_a_bucket_that_isnt_full(name, mode):
@@ -76,6 +78,7 @@ def test_every_proposer_runs_in_a_bucket_that_isnt_full(name, mode):
     assert [done.token_ids for done in found] == [tiny.plain(prompt, 10) for prompt in prompts]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("more", [{"buckets": (8,)}, {"draft_length": "load"}], ids=["padded", "measured"])
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "draft-model"])
 def test_there_may_be_room_for_more_requests_than_there_are_pages(name, more):
@@ -129,6 +132,7 @@ def test_padding_that_is_left_out_is_found():
     assert "stale padding" in str(report)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_options_and_logprobs_come_from_the_graph_of_everything(bundle, tiny_tokens, mode):
     prompts = [prompt[:8] for prompt in tiny_tokens[:3]]

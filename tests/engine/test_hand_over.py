@@ -43,6 +43,7 @@ def until_output(engine, request, tokens=1):
 NAMES = ["none", "eagle", "eagle-tree", "eagle3", "mtp", "draft-model", "draft-model-tree", "ngram", "dflash", "peagle"]
 
 
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize(
     ("name", "other_backend", "overlap"),
     [(name, other, other is (i % 2 == 0)) for i, name in enumerate(NAMES) for other in (False, True)],
@@ -72,6 +73,7 @@ def test_tokens_and_acceptance_are_those_of_one_engine(name, other_backend, over
     assert free == [(each.free_pages, each.free_rows) for each in (first, second)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", ["none", "eagle", "eagle-tree", "mtp", "mtp-tree", "peagle", "draft-model", "ngram", "ngram-tree"]
 )

@@ -31,6 +31,7 @@ def _plain_first():
         tiny.plain(prompt, NEW_TOKENS)
 
 
+@pytest.mark.sample(1, per="graphs")
 @pytest.mark.parametrize(
     ("name", "graphs"), [(name, graphs) for i, name in enumerate(PROPOSERS) for graphs in (False, True) if graphs or i % 2]
 )
@@ -42,6 +43,7 @@ def test_the_sanitizer_finds_nothing(name, graphs):
     assert report.clean, str(report)
 
 
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("seeds", [(1, 3), pytest.param(tuple(range(1, 7)), marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
 @pytest.mark.parametrize("name", ["eagle", "eagle-tree", "none"])
@@ -78,6 +80,7 @@ def test_graphs_that_several_kinds_of_batches_share_have_one_plan(prompt_tokens)
         assert [done.token_ids for done in engine.generate(prompts, params)] == wanted
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
 @pytest.mark.parametrize("name", ["eagle", "eagle-tree"])
 def test_a_chain_is_planned_once_and_a_tree_also_along_its_path(name, graphs, monkeypatch):

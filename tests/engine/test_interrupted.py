@@ -10,6 +10,7 @@ class Interrupt(BaseException):
     """As Ctrl-C: no Exception."""
 
 
+@pytest.mark.sample(1, per="overlap,error")
 @pytest.mark.parametrize("error", [Interrupt, DeviceFault])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("when", range(1, 9))

@@ -81,6 +81,7 @@ def generated(reference, prompt, penalty):
     return tuple(made[0, len(prompt) :].tolist())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("speculate", ["eagle", "none"])
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
 def test_repetition_penalty_equals_generate(bundle64, reference, prompt_tokens, speculate, penalty):
@@ -134,6 +135,7 @@ def any_options(tiny64, tiny_tokens, drawn, draft_tokens, tree, max_requests, ov
 test_options_equal_a_loop_by_hand, test_many_options_equal_a_loop_by_hand = some_and_many(any_options, DRAWN, some=8, many=25)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_preempted_request_keeps_its_history(bundle64, reference, prompt_tokens, overlap, monkeypatch):
     preempted = []
@@ -181,6 +183,7 @@ def test_nothing_is_processed_without_options(bundle64, prompt_tokens, monkeypat
         engine.generate([prompt_tokens[0][:9]], SamplingParams(top_k=3, temperature=1.0))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("speculate", ["eagle", "none", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_are_those_of_the_model(bundle64, reference, prompt_tokens, speculate, temperature):

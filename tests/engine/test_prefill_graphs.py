@@ -47,6 +47,7 @@ def noted_replays(monkeypatch):
     return found
 
 
+@pytest.mark.sample(1, per="mode")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("speculate", ["eagle", "tree", "none"])
 def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkeypatch):
@@ -67,6 +68,7 @@ def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkey
     assert max(count for _, count in found) > 2
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_every_proposer_takes_padding_in_or_says_that_it_doesnt(name):
     """A wrong draft costs acceptance and no token, so the number of iterations is compared, too."""

@@ -66,6 +66,7 @@ def served(engine, prompts, meddle=lambda step: None):
     return [tuple(tokens[i]) for i in ids], [last[i] for i in ids]
 
 
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("name", "value", "told"),
@@ -108,6 +109,7 @@ class NanFor(KernelSet):
         return torch.where((tokens == self.marked).unsqueeze(-1), float("nan"), found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_nan_from_the_model_ends_its_request_alone(bundle, prompts_and_tokens, mode):
     prompts, plain = prompts_and_tokens
@@ -149,6 +151,7 @@ class DraftsNonsense(NgramProposer):
         return replace(drafted, tokens=torch.where(row.unsqueeze(1) & first, self._token, drafted.tokens))
 
 
+@pytest.mark.sample(1, per="mode")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("token", [99999, -3])
 def test_a_drafted_token_that_is_none_ends_its_request_alone(small, small_prompts_and_tokens, mode, token):

@@ -158,6 +158,7 @@ def needless(engine_of, requests):
     return launched - needed, needed
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("requests", "most", "blindly"), [(1, 0, 16), (2, 3, 14), (3, 3, 7)])
 def test_results_that_may_be_the_last_are_waited_for(requests, most, blindly, monkeypatch):
     """An accepted draft may end a request while the next iteration is under way, which nobody needs then."""
@@ -167,7 +168,7 @@ def test_results_that_may_be_the_last_are_waited_for(requests, most, blindly, mo
 
     wasted, needed = needless(engine, requests)
     assert wasted <= most
-    monkeypatch.setattr(loop, "_LIKELY_THE_LAST", 2.0)
+    monkeypatch.setattr(loop, "_MAX_CHANCE_OF_END", 2.0)
     assert needless(engine, requests) == (blindly, needed)
 
 

@@ -85,6 +85,7 @@ def checkpoint(request, made):
     return made[request.param]
 
 
+@pytest.mark.sample(1, per="overlap")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunk", [5, 64])
 def test_plain_tokens_are_those_of_generate(checkpoint, overlap, chunk):
@@ -104,6 +105,7 @@ def proposers(checkpoint):
     }
 
 
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["ngram", "ngram-tree", "same-model", "same-model-tree", "eagle", "eagle-tree"])
 def test_speculative_tokens_are_those_of_generate(checkpoint, name, overlap):
@@ -158,6 +160,7 @@ def test_mtp_over_axes(made, tmp_path):
     assert len(axes) == 2
 
 
+@pytest.mark.sample(1, per="branches")
 @pytest.mark.parametrize("branches", [1, 2])
 def test_mtp_over_axes_keeps_every_token(checkpoint, tmp_path, branches):
     write_mtp(tmp_path)

@@ -114,6 +114,7 @@ def serve(engine, prompts):
     return engine.generate([(prompts[i] * 9)[:length] for i, length in enumerate(lengths)], each)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_compiled_after_the_start(bundle, tiny_tokens, mode):
     kernels = Compiling()
@@ -124,6 +125,7 @@ def test_nothing_is_compiled_after_the_start(bundle, tiny_tokens, mode):
     assert kernels.compiled() == engine.warm_up.compiled
 
 
+@pytest.mark.sample(1)
 def test_nothing_is_compiled_after_the_start_for_trees(bundle, tiny_tokens):
     kernels = Compiling()
     engine = engine_with(bundle, kernels, tree=True)
@@ -166,6 +168,7 @@ def test_without_every_variant_something_is(bundle, tiny_tokens):
     assert sum(kernels.compiled().values()) > sum(engine.warm_up.compiled.values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["graphs", "fused"])
 def test_capturing_goes_on_with_none_of_the_warm_ups_requests(bundle, monkeypatch, mode):
     """Their rows and lengths would still be there: each graph's own warm-up would make them longer, beyond their tables."""
@@ -187,6 +190,7 @@ def test_capturing_goes_on_with_none_of_the_warm_ups_requests(bundle, monkeypatc
     assert found["captured"] == [[0], [0, 0], [0, 0, 0]]
 
 
+@pytest.mark.sample(1)
 def test_the_engine_forgets_its_own_requests(bundle, tiny_tokens):
     plain = engine_with(bundle, KernelSet())
     assert plain.warm_up is None

@@ -52,6 +52,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", KINDS)
 def test_sound(sound, tmp_path, name):
     """What the fuzzer breaks is whole before."""
@@ -65,7 +66,7 @@ def test_found(sound, tmp_path, name, mutations):
 
 @given(source=st.randoms(use_true_random=False))
 @settings(
-    max_examples=120,
+    max_examples=20,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )

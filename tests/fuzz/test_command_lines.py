@@ -111,7 +111,7 @@ def test_found_before(line, capsys):
 BARE = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(BARE, max_examples=40, derandomize=True)
+@settings(BARE, max_examples=10, derandomize=True)
 @given(line=command_lines())
 def test_a_sample(line, capsys):
     check(line, capsys)

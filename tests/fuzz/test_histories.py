@@ -33,13 +33,13 @@ def histories(name, seeds, **options):
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_sample(name):
-    histories(name, range(6))
+    histories(name, range(2))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("count", [pytest.param(400, marks=pytest.mark.slow), pytest.param(2500, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", SETUPS)
-def test_ten_thousand(name):
-    histories(name, range(2500))
+def test_many(name, count):
+    histories(name, range(count))
 
 
 def test_a_fork_has_no_engine():

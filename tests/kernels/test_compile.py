@@ -109,10 +109,11 @@ def derived(which, architectures, cache, timeout):
     return rows
 
 
-@pytest.mark.parametrize("architectures", [("sm_90", "gfx942"), pytest.param(ARCHITECTURES, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("architectures", [("gfx942",), pytest.param(ARCHITECTURES, marks=pytest.mark.slow)], ids=len)
 def test_the_largest_derived_configurations_compile_within_their_shared_memory(pytestconfig, architectures):
     rows = derived("few", architectures, pytestconfig.cache.mkdir("triton"), 300)
-    assert len(rows) == 5 * len(architectures) + 8  # products, three quantised, attention; sm_90 has rings of eight kinds
+    pipelines = 8 if "sm_90" in architectures else 0
+    assert len(rows) == 5 * len(architectures) + pipelines  # products, three quantised, attention; multi-stage pipelines
 
 
 @pytest.mark.slow

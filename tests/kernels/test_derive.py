@@ -96,6 +96,7 @@ CASES = sorted(
 )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("device", "model"), CASES)
 def test_every_product_has_a_configuration_that_fits(device, model):
     facts = DEVICES[device]

@@ -34,6 +34,7 @@ def normal(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.sample(1, per="alike")
 @pytest.mark.parametrize(
     ("size", "alike"),
     [
@@ -56,6 +57,7 @@ def test_experts(size, alike, kernels, device):
     assert bool(((made.cpu().double() - right).abs() <= 4e-3 * (1 + right.abs())).all())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("tokens", "count", "chosen"), [(1, 1, 1), (5, 8, 3), (2, 60, 4), (3, 128, 8)])
 def test_route(tokens, count, chosen, renormalize, kernels, device):
@@ -148,6 +150,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [

@@ -47,6 +47,7 @@ def rotary(m, dtype, seed=1):
     return RotaryArgs(cos.to(dtype), sin.to(dtype), *(cache.to(dtype) for cache in caches), slots)
 
 
+@pytest.mark.sample(1, per="config")
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 48, 64), (5, 40, 96), (16, 32, 128), (37, 33, 100)])
 def test_a_product_is_added_to_the_residual(m, n, k, config, device, pdl):
@@ -64,6 +65,7 @@ def test_a_product_is_added_to_the_residual(m, n, k, config, device, pdl):
     close(squares.sum(0), kept.cpu().double().square().sum(1), torch.float32)
 
 
+@pytest.mark.sample(1, per="config")
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 48, 64), (5, 40, 96), (37, 33, 100)])
@@ -83,6 +85,7 @@ def test_gates_of_a_norm(m, n, k, config, with_bias, device, pdl):
     close(made, wanted, torch.float16)
 
 
+@pytest.mark.sample(1, per="config")
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("config", TURNS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 48, 64), (5, 40, 96), (37, 33, 100)])

@@ -70,6 +70,7 @@ def test_keys_and_values_are_rounded_clamped_and_written(narrow, device):
     assert own.v_cache.float().isnan().sum() == (device.type != "cpu")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("split", [1, 3])
 def test_parts_are_added_up_rounded_and_written(split, narrow, device):
     parts = numbers(split, 5, ROWS, device=device).float()
@@ -117,6 +118,7 @@ def batch(*, page=16):
     return q, *(cache.to(E4M3) for cache in caches), metadata
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["split, settled", "whole", "prompts", "prompts, copied"])
 def test_attention_reads_what_is_there(way, device, pdl):
     q, k_cache, v_cache, metadata = batch()

@@ -38,7 +38,11 @@ def wide(operands, dtype):
     return {k: v.double() if v.is_floating_point() and v.dtype is dtype else v for k, v in operands.items()}
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.bfloat16))],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the logarithm of a residual of 0, in numpy
 def test_a_case_of_the_conformance_kit(case, dtype, kernels, device):
@@ -58,6 +62,7 @@ def test_a_case_of_the_conformance_kit(case, dtype, kernels, device):
 SHAPES = [(1, 48, 64), (5, 40, 96), (16, 32, 128), (37, 33, 100)]
 
 
+@pytest.mark.sample(1, per="config")
 @pytest.mark.parametrize(
     "config", [(16, 16, 32, 1, 4, 2, 0, 0, 0), (32, 32, 64, 1, 4, 3, 64, 0, 24), (16, 32, 32, 1, 4, 2, 0, 1, 0)]
 )
@@ -70,6 +75,7 @@ def test_a_skinny_product_in_any_configuration(m, n, k, config, device, pdl):
     close(made, (x.cpu().double() @ (weight * 0.2).cpu().double().T) + bias.cpu().double(), torch.float16)
 
 
+@pytest.mark.sample(1, per="split")
 @pytest.mark.parametrize("split", [1, 2, 4])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_parts_of_a_split_product_add_up_in_the_norm(m, n, k, split, device, pdl):
@@ -87,6 +93,7 @@ def test_parts_of_a_split_product_add_up_in_the_norm(m, n, k, split, device, pdl
     close(made, normed, torch.float16)
 
 
+@pytest.mark.sample(1, per="with_bias")
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_a_gated_product(m, n, k, with_bias, device, pdl):
@@ -110,6 +117,7 @@ VARIANTS = [(1, False, False), (1, True, True), (4, False, True), (4, True, Fals
 """Splits, tree, settled: each pair of them once."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(  # each variant once; the interpreter is slow
     ("heads", "kv_heads", "size", "split", "tree", "settled"),
@@ -272,6 +280,7 @@ def test_the_lowest_index_wins_among_equals(kernels, device):
     assert kernels.sample(logits, torch.zeros(2, device=device), zero, zero).tolist() == [1500, 0]
 
 
+@pytest.mark.sample(1, per="dtype")
 @pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 2, 700)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.bool])
 def test_rows_of_state(shape, dtype, kernels, device):
@@ -286,6 +295,7 @@ def test_rows_of_state(shape, dtype, kernels, device):
     assert torch.equal(state, wanted)
 
 
+@pytest.mark.sample(1, per="dtype")
 @pytest.mark.parametrize(("rows", "size"), [(1, 8), (5, 24), (3, 2500), (0, 8)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
 def test_rows_are_copied_side_by_side(rows, size, dtype, kernels, device, monkeypatch):

@@ -62,6 +62,7 @@ def test_other_options_are_refused(options, match):
         plugin.create_backend(0, options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "given"),
     [

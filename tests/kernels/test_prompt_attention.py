@@ -41,6 +41,7 @@ def batch(heads, kv_heads, size, *, new=(3, 40, 0, 1), context=(150, 9, 0, 17), 
     return q, *caches, metadata
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "window"), [(4, 2, 16, 0), (3, 1, 24, 0), (2, 2, 32, 11), (2, 1, 16, 200)]
 )

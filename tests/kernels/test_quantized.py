@@ -83,6 +83,7 @@ def absolute(weight):
 OFTEN = ("fp8 per channel, fp8 tokens", "fp8 blocks", "int8 groups", "int4 groups of 128, zeros", "int4 groups of 32, zeros")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in WAYS])
 def test_each_way(name, either):
     way, k, expected = WAYS[name]
@@ -93,6 +94,7 @@ def test_each_way(name, either):
     check(either.linear_quantized(x, weight, bias), x, weight, bias)
 
 
+@pytest.mark.sample(1, per="ours")
 @pytest.mark.parametrize("name", ["fp8 blocks", "int4 groups of 128, zeros"])
 @pytest.mark.parametrize(("tokens", "ours"), [(40, True), (65, False)])
 def test_of_many_tokens_the_most_are_the_librarys(tokens, ours, name, either):
@@ -106,6 +108,7 @@ def test_of_many_tokens_the_most_are_the_librarys(tokens, ours, name, either):
     check(made.flatten(0, 1), x.flatten(0, 1), weight, bias)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("split", [4])
 @pytest.mark.parametrize("name", ["fp8 per channel, fp8 tokens", "int4 groups of 128, zeros"])
 def test_parts_are_added(name, split, either):
@@ -154,6 +157,7 @@ JOINED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "gated", "split"),
     [
@@ -231,6 +235,7 @@ PLAIN_WAYS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PLAIN_WAYS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_what_a_weight_stands_for_is_the_references(name, dtype, device):
@@ -242,6 +247,7 @@ def test_what_a_weight_stands_for_is_the_references(name, dtype, device):
     assert torch.equal(library_ops.plain_weight(there, dtype, fp8=False, pdl=False).cpu(), right)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [1, 7, 2048])
 @pytest.mark.parametrize("biased", [False, True])
 def test_whole_sums_are_scaled_in_one_kernel(rows, biased, device):
@@ -311,6 +317,7 @@ def test_fewer_bits_take_less_time(device_name):
         assert times[1] < (0.95 if device_name in ("B200", "MI300X") else 0.75) * times[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("columns", [64, 128, 0])
 def test_weights_of_four_bits_are_multiplied_in_planes(columns, either):
     """Each column by itself: which number of the weight meets which of the tokens."""
@@ -332,6 +339,7 @@ def test_rows_are_laid_out_in_planes(device):
     assert torch.equal(made, x.float().unflatten(1, (2, 32, 4)).transpose(2, 3).flatten(1))
 
 
+@pytest.mark.sample(1, per="by")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("by", ["itself", "norm", "gate"])
 def test_rows_for_a_ring_are_in_two_digits(by, dtype, device):

@@ -93,6 +93,7 @@ def split_in(kernels, split, *weights):
                 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_parts_are_added_turned_and_written(split, with_bias, kernels):
@@ -111,6 +112,7 @@ def test_parts_are_added_turned_and_written(split, with_bias, kernels):
     assert not torch.equal(own.k_cache, rotary(5).k_cache)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("format", "split"),
     [("int4", 2), ("fp8", 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in [("int4", 1), ("fp8", 2)])],
@@ -128,6 +130,7 @@ def test_a_norm_and_queries_behind_it(format, split, kernels):
         same(mine, its)
 
 
+@pytest.mark.sample(1, per="format")
 @pytest.mark.parametrize(("format", "split"), [("int4", 2), ("int4", 1), ("fp8", 1), ("fp8", 2)])
 def test_queries_behind_no_norm(format, split, kernels):
     """As the product and the rotation one after the other have it."""
@@ -141,6 +144,7 @@ def test_queries_behind_no_norm(format, split, kernels):
     assert not torch.equal(once.k_cache, rotary(5).k_cache)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("format", [*FORMATS, "fp8 in groups", "int8"])
 def test_embeddings_beside_features(format, kernels, launched):
     """As reading and quantising them one after the other has it; rows of activations that have a scale take a kernel less."""
@@ -167,6 +171,7 @@ def largest_of(x):
     return torch.stack([half.abs().amax(1).float() for half in x.chunk(2, 1)])
 
 
+@pytest.mark.sample(1, per="left")
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("left", ["gated", "maxima", "rows"])
 @pytest.mark.parametrize("format", FORMATS)
@@ -208,6 +213,7 @@ def attention(batch, width, *, padding=0, seed=21):
     return queries.to(there), *(cache.to(there) for cache in caches), metadata
 
 
+@pytest.mark.sample(1, per="format")
 @pytest.mark.parametrize(("format", "batch", "padding"), [("int4", 1, 0), ("int4", 2, 3), ("fp8", 2, 0), ("fp8", 1, 1)])
 def test_a_norm_behind_attention(format, batch, padding, kernels):
     """As attention, and what follows it, one after the other have it, where attention is shared out among programs."""
@@ -243,6 +249,7 @@ def test_attention_leaves_rows_in_planes(planes, kernels):
     assert torch.equal(made, laid)
 
 
+@pytest.mark.sample(1, per="format")
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # infinity by itself, in numpy
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 @pytest.mark.parametrize("shares", [1, 3, 130])

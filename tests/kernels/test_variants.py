@@ -47,6 +47,7 @@ TABLE = Table(
 )
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("facts", "table"),
     [

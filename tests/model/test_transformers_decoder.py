@@ -42,6 +42,7 @@ def write(directory, family, **overrides):
     return model.eval()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("family", OTHERS)
 def test_as_transformers(tmp_path, backend, family):
     reference = write(tmp_path, family)
@@ -80,6 +81,7 @@ def test_native_families_pass_the_door_too(tmp_path, backend):
     assert driver.greedy(PROMPT, 8)[0] == expect(reference, PROMPT, 8)[0]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("family", "overrides", "message"),
     [

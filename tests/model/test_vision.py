@@ -93,6 +93,7 @@ def ours(directory, backend, tokens, media, *, chunk=None):
     return out, torch.stack(chosen)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("family", VISION_FAMILIES)

@@ -42,6 +42,7 @@ def test_programs_differ():
     assert len({draw(number) for number in range(600)}) == 600
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("setup", "number"), SAMPLE, ids=lambda value: getattr(value, "name", str(value)))
 def test_a_program_under_some_schedules(setup, number):
     record = prove(setup, number, 2)
@@ -58,6 +59,7 @@ def test_a_program_under_some_schedules(setup, number):
         assert record["verified"] > record["iterations"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("setup", "fence", "half", "consumer", "result"),
     [
@@ -88,8 +90,8 @@ def test_without_the_sanitizer_some_schedules_show_it_by_the_tokens():
     assert not once(Setup("eagle", "staged"), draw(1), strategy="mixed", seed=1, watched=False).error
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("setup", all_setups(), ids=lambda setup: setup.name)
-def test_more_programs_of_every_setup(setup):
-    for number in range(100, 103):
+def test_more_programs_of_every_setup(setup, count):
+    for number in range(100, 100 + count):
         assert prove(setup, number, 5)["failures"] == []

@@ -68,10 +68,12 @@ def test_the_corrected_program_passes_every_schedule(race: Race) -> None:
     passes(race, 25)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedules", [pytest.param(500, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("race", ALL)
-def test_the_corrected_program_passes_ten_thousand_schedules(race: Race) -> None:
-    passes(race, 10_000)
+def test_the_corrected_program_passes_many_schedules(race: Race, schedules: int) -> None:
+    passes(race, schedules)
 
 
 @pytest.mark.parametrize("race", VISIBLE)

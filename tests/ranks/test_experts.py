@@ -14,6 +14,7 @@ PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 CONFIG = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk=4, dtype="float64")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tensor", [2, 1], ids=["tensor", "data"])
 def test_tokens_are_those_of_one_rank(tensor):
     def make(ranks):

@@ -34,6 +34,7 @@ def tokens_of(engine):
     return [each.token_ids for each in made], [layer.cache.after.shape[0] for layer in engine.model.weights.layers]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [ParallelConfig(tensor=2), ParallelConfig(data=2)], ids=["tensor", "data"])
 def test_ranks_serve_what_one_serves(written, layout):
     alone, heads = tokens_of(engine_of(written, None))

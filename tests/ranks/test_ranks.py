@@ -92,6 +92,7 @@ def _norms(layer):
     return [each for each in (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if each is not None]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [TENSOR, DATA])
 def test_parts_of_a_parallel_head_draft_what_it_drafts_alone(tmp_path, layout):
     write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=4, vocab_size=96)
@@ -123,6 +124,7 @@ def test_parts_of_a_parallel_head_draft_what_it_drafts_alone(tmp_path, layout):
     assert own.items() <= drafts.items()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", [TENSOR, DATA])
 @pytest.mark.parametrize("name", ["eagle", "dflash", "mtp"])
 def test_drafts_from_some_tokens_are_those_of_a_rank_alone(tmp_path, name, layout):
@@ -246,6 +248,7 @@ def test_sizes_are_those_that_every_rank_has_room_for():
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [TENSOR, DATA])
 def test_a_rank_out_of_memory_ends_the_others_with_its_name_and_last_decision(layout):
     def body(ranks):
@@ -285,6 +288,7 @@ def test_an_engine_that_follows_takes_no_calls():
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [TENSOR, BOTH])
 def test_a_request_goes_on_in_another_engine_of_the_same_ranks(layout):
     def body(ranks):

@@ -81,6 +81,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("broken", FAULTS, ids=lambda f: f.__name__)
 def test_the_comparison_notices_a_broken_detector(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)

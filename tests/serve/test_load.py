@@ -81,10 +81,9 @@ def gauges(url):
     return {line.split("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
-@pytest.mark.slow
-def test_ten_thousand_requests(reference):
+@pytest.mark.parametrize("count", [pytest.param(2000, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)])
+def test_many_requests(reference, count):
     made = cases(reference, count=60)
-    count = int(os.environ.get("OUTRIDER_LOAD_REQUESTS", "10000"))
     with process("--max-context", "256", "--max-requests", "32") as server:
         before = asyncio.run(drive(server.url, made, requests=count // 5, at_once=200, seed=1))
         warm = server.memory()

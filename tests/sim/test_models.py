@@ -49,6 +49,7 @@ def qwen():
     }
 
 
+@pytest.mark.sample(1, per="name,strategy")
 @pytest.mark.parametrize("name", ["llama", "qwen"])
 @pytest.mark.parametrize("strategy", ["program", "lazy", "random", "pct"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -55,6 +55,7 @@ def drafts_of(proposer):
     return found
 
 
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("fields", [{}, {"draft_output_head": "int8"}], ids=["plain", "int8"])
 @pytest.mark.parametrize(("name", "topk"), [("eagle", 1), ("eagle", 3), ("mtp", 1), ("mtp", 2), ("dflash", 1)])
 def test_tokens_are_those_of_plain_decoding(checkpoints, file, name, topk, fields):

@@ -19,6 +19,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sample(1, per="option")
 @pytest.mark.parametrize("name", ["eagle-tree", "ngram-tree", "mtp-tree", "draft-model-tree"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_do_the_same_to_trees(name, option):
@@ -48,6 +49,7 @@ def test_a_small_cache_preempts_and_changes_no_token():
     assert engine.free_pages == total
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_preempted_requests_draft_on(name):
     engine = tiny.engine(PROPOSERS[name](), page_size=2, num_pages=22, max_requests=4, overlap=True)

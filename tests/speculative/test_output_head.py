@@ -32,6 +32,7 @@ def drawn_with(proposer):
     return head.target.weights.head
 
 
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("format", OUTPUT_FORMATS)
 @pytest.mark.parametrize("name", sorted(BY_TARGETS_HEAD))
 def test_tokens_are_those_of_plain_decoding(checkpoints, name, format):

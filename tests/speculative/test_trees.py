@@ -221,6 +221,7 @@ test_eagle_trees_give_plain_greedy_tokens, test_eagle_trees_give_plain_greedy_to
     any_program,
     given(program=programs(tiny.VOCABULARY), **ENGINES),
     pytest.mark.parametrize("shape", SHAPES),
+    pytest.mark.sample(2),
     some=3,
     many=8,
 )
@@ -241,6 +242,7 @@ def test_trees_accept_more_than_chains():
     assert tree > chain
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize(
     "make",

@@ -71,6 +71,7 @@ def test_every_name_resolves_and_every_call_binds(torch_surface, record_property
     assert over == {}, f"the record claims more than there is now: write {figures} into it"
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("use", [use for use in USES if use.call is not None], ids=lambda use: f"{use.path}@{use.where}")
 def test_a_changed_call_is_caught(torch_surface, use):
     with pytest.raises(Unresolved):

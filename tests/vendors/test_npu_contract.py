@@ -158,6 +158,7 @@ def _bind(surface, use):
         raise
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("use", [use for use in USES if use.call is not None], ids=lambda use: f"{use.path}@{use.where}")
 def test_a_changed_call_is_caught(torch_npu_surface, use):
     """Negative controls: one name more, one keyword other, one argument too many."""

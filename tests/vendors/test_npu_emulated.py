@@ -16,15 +16,14 @@ HERE = Path(__file__).parent
 CASES = sorted(path for path in HERE.glob("on_npu/case_*.py") if path.stem != "case_matrix")
 
 
-# Left to `make test-slow`: all of the engine's matrix, positions without graphs, the fences but for one rebind, other
-# programs and proposers, and the operators of all stages. The rest is one process, since starting one takes longer than
-# most cases do; the matrix comes last, because it lets the emulation take float64.
+# `make test` runs these parts of the long files and the whole of the others, in one process, since starting a process takes
+# longer than most cases. The matrix comes last, because it lets the emulation take float64.
 SHORT = {
-    "case_engine": "(eagle and overlapped) or sanitizer or (shared and graphs)",
-    "case_mrope": "graphs",
+    "case_engine": "(eagle and overlapped and graphs) or (sanitizer and graphs)",
+    "case_mrope": "nothing",
     "case_fences": "verify",
     "case_operators": "nothing",
-    "case_matrix": "(eagle-tree and graphs and outrider_npu-1) or fence or canns or several_lengths",
+    "case_matrix": "canns",
 }
 MATRIX = HERE / "on_npu" / "case_matrix.py"
 
@@ -44,7 +43,7 @@ def test_cases():
     """Under adversarial schedules, watched, where a case says so."""
     whole = [path.stem for path in CASES if path.stem not in SHORT]
     only = " or ".join([*whole, *(f"({name} and ({some}))" for name, some in SHORT.items())])
-    assert cases("outrider_npu", [*CASES, MATRIX], only) > 50
+    assert cases("outrider_npu", [*CASES, MATRIX], only) > 40
 
 
 @pytest.mark.slow
@@ -56,17 +55,17 @@ def test_all_cases(file):
 @pytest.mark.parametrize(
     ("plugin", "only"),
     [
-        ("outrider_rocm", "(images and graphs and outrider_rocm-1) or fence"),
+        ("outrider_rocm", "fence"),
         pytest.param("outrider_npu", "", marks=pytest.mark.slow),
         pytest.param("outrider_rocm", "", marks=pytest.mark.slow),
     ],
 )
 def test_drawn_programs(plugin, only):
     """The plugins ``npu`` and ``rocm`` under adversarial schedules, watched."""
-    assert cases(plugin, [MATRIX], only) > 1
+    assert cases(plugin, [MATRIX], only) > 0
 
 
-@pytest.mark.parametrize(("level", "programs"), [("L3", 30), pytest.param("L4", None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("level", "programs"), [("L1", 5), pytest.param("L4", None, marks=pytest.mark.slow)])
 def test_the_conformance_suite(tmp_path, level, programs):
     """On the plugin as it's found by its entry point."""
     report = conform("npu", level, tmp_path, "emulation", programs=programs)
@@ -93,6 +92,7 @@ def own_attention(tmp_path, emulation):
     return tests, calls
 
 
+@pytest.mark.slow
 def test_own_attention_runs_for_every_use(tmp_path):
     """In the report's counts: in calls and in graphs, never left to the reference, with what the engine takes by itself."""
     tests, calls = own_attention(tmp_path, "emulation")
@@ -104,6 +104,7 @@ def test_own_attention_runs_for_every_use(tmp_path):
             assert calls[use + where][False] == 0, (use, where)
 
 
+@pytest.mark.slow
 def test_a_device_whose_own_attention_never_runs_fails(tmp_path):
     tests, calls = own_attention(tmp_path, "without_attention")
     assert {test["outcome"] for test in tests.values()} == {"failed"}

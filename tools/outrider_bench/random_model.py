@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import Running, Sizes, prepare_device
 from outrider.cli.rank_processes import Joined
-from outrider.cli.starting import progress_shown, say_what_started, say_what_was_chosen
+from outrider.cli.starting import print_choices, print_start_report, show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
@@ -165,7 +165,7 @@ class RandomModel:
         joined = joined or Joined(1, 1)
         device = joined.backend(registry, backend, backend_from_environment())
         ranks = joined.join(device)
-        with progress_shown(joined.leads) as tell:
+        with show_progress(joined.leads) as tell:
             on_prepared(prepare_device(device, lambda: shape_config(self.shape), tune_seconds, tell))
         own: tuple[Choice, ...] = () if dtype is not None else (self._choose_dtype(device),)
         config = self._engine_config(running, dtype or str(own[0].value), max_requests, max_context, sizes)
@@ -175,7 +175,7 @@ class RandomModel:
         part = None if ranks is None else ranks.model
         model, proposer = self.make(device, config.torch_dtype, part, kv_dtype=config.kv_dtype)
         config = resolve(config, situation_of(device, model, proposer or PlainProposer()), own)
-        with progress_shown(joined.leads) as tell:
+        with show_progress(joined.leads) as tell:
             engine = Engine(
                 model,
                 device,
@@ -186,8 +186,8 @@ class RandomModel:
             )
         if joined.leads:
             if say:
-                say_what_was_chosen(engine, other_choices)
-            say_what_started(engine)
+                print_choices(engine, other_choices)
+            print_start_report(engine)
         return engine
 
     def _engine_config(

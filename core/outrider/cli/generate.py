@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -81,8 +81,7 @@ def generate(
     command_choices = [Choice("max_requests", 1, "this command makes one request")]
     if compare and dtype is None:
         dtype = "float32"
-        why = "--compare compares tokens, and coarser rounding makes others"
-        command_choices.insert(0, Choice("dtype", dtype, why))
+        command_choices.insert(0, Choice("dtype", dtype, "--compare compares tokens, and coarser rounding makes others"))
     template = None if conversation is None else conversation.template(speculation.model)
     with Joined(tensor_parallel, data_parallel) as joined:
         load_engine = options.loader(
@@ -105,27 +104,31 @@ def generate(
             except KeyboardInterrupt:
                 raise Interrupted(f"interrupted after {len(output.tokens)} tokens", output.data(engine)) from None
         launch = launched(engine, command_choices)
-        data: dict[str, object] = {**output.data(engine), "speculate": speculation.kind, **launch}
+        data: dict[str, Any] = {**output.data(engine), "speculate": speculation.kind, **launch}
         if output.error is not None or not compare:
             return Report(data=data, render=lambda console: _summary(console, data), exit_code=1 if output.error else 0)
         reference = StreamedOutput(encoded)
         reference_engine = load_reference()
         with closing(reference_engine):
             reference.stream(reference_engine, params, None)
-        same = reference.tokens == output.tokens
-        data["same_as_plain"] = same
-        data["plain"] = reference.data(reference_engine)
-        if not same:
+        data["non_speculative"] = reference.data(reference_engine)
+        data["same_tokens"] = reference.tokens == output.tokens
+        if not data["same_tokens"]:
             data["difference"] = _find_difference(reference_engine, encoded, params, output.tokens, reference.tokens)
+    return Report(
+        data=data,
+        render=lambda console: _comparison(console, data, reference),
+        exit_code=0 if data["same_tokens"] else 1,
+    )
 
-    def render(console: Console) -> None:
-        _summary(console, data)
-        console.print(f"plain decoding: {reference.tokens_per_s:.1f} tokens/s, {reference.iterations} iterations")
-        console.print(f"same tokens as plain greedy decoding: {'yes' if same else 'no'}")
-        if not same:
-            console.print(f"first difference: {_shown_difference(data['difference'], data['dtype'])}")
 
-    return Report(data=data, render=render, exit_code=0 if same else 1)
+def _comparison(console: Console, data: dict[str, Any], reference: StreamedOutput) -> None:
+    """Print the statistics of both runs, and the first difference of their tokens."""
+    _summary(console, data)
+    console.print(f"non-speculative decoding: {reference.tokens_per_s:.1f} tokens/s, {reference.iterations} iterations")
+    console.print(f"same tokens as non-speculative greedy decoding: {'yes' if data['same_tokens'] else 'no'}")
+    if not data["same_tokens"]:
+        console.print(f"first difference: {_shown_difference(data['difference'], data['dtype'])}")
 
 
 def _find_difference(

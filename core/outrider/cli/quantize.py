@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -90,15 +91,17 @@ def quantize(
         "seconds": time.monotonic() - began,
     }
 
-    def render(console: Console) -> None:
-        console.print(
-            f"{out}: {written.quantized} weights in {format}, {written.plain} tensors as they were; "
-            f"{written.bytes_before / _MIB:.1f} MiB before, {written.bytes_after / _MIB:.1f} now"
-        )
-        if not native:
-            console.print(
-                f"It's for other engines: Outrider runs quantised weights of {', '.join(supported_families())}, and this "
-                f"model's type is {shown(family)}"
-            )
+    return Report(data=data, render=lambda console: _summary(console, data, family, supported_families()))
 
-    return Report(data=data, render=render)
+
+def _summary(console: Console, data: dict[str, Any], family: object, families: Sequence[str]) -> None:
+    """Print the sizes before and after, and a note if this engine does not run the written checkpoint."""
+    console.print(
+        f"{data['out']}: {data['quantized']} weights in {data['format']}, {data['plain']} tensors as they were; "
+        f"{data['bytes_before'] / _MIB:.1f} MiB before, {data['bytes_after'] / _MIB:.1f} now"
+    )
+    if not data["runs_here"]:
+        console.print(
+            f"It's for other engines: Outrider runs quantised weights of {', '.join(families)}, and this "
+            f"model's type is {shown(family)}"
+        )

@@ -1,4 +1,4 @@
-"""Admission: checks a caller's request and makes requests of it. Nothing of the engine changes here."""
+"""Admission: check a caller's arguments and create requests from them, without changing the engine."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from outrider.model import Media, ModelConfig, Tokenizer, VisionTower
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """What a request is checked against. ``pages``: those that requests can have; ``pages_of``: the most that a request of
-    so many tokens can hold at a time.
+    """The limits that a request is checked against. ``pages`` is the number of KV pages that requests can use; ``pages_of``
+    returns the maximum number of pages that a request of a given token count holds at a time.
     """
 
     config: DecidedConfig
@@ -39,13 +39,13 @@ class Admission:
 
     @property
     def longest(self) -> int:
-        """Tokens of prompt and output that a request may have together: within the context, and within the cache alone."""
+        """Maximum number of tokens of prompt and output of one request, limited by the context and by the cache."""
         return bisect.bisect_right(range(1, self.max_context + 1), self.pages, key=self.pages_of)
 
     def requests(self, first_id: int, tokens: Any, params: Any, *, priority: Any = 0, media: Any = ()) -> list[Request]:
-        """The samples of one prompt, with ids from ``first_id`` on; the first leads, the others are its followers.
+        """Create the samples of one prompt, with ids from ``first_id`` on. The first leads; the others are its followers.
 
-        Raises :class:`RequestError` for what can't be served.
+        Raises :class:`RequestError` for a prompt, an option or media that the engine cannot serve.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -68,7 +68,9 @@ class Admission:
         return samples
 
     def batch(self, first_id: int, prompts: Any, params: Any, media: Any) -> list[list[Request]]:
-        """The samples of each prompt. ``params``: one for all, or one for each; ``media``: None, or those of each."""
+        """Create the samples of each prompt. ``params`` is one value for all prompts or one for each; ``media`` is None or
+        one sequence for each prompt.
+        """
         count = len(prompts)
         each = [params] * count if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != count:
@@ -83,14 +85,16 @@ class Admission:
         return found
 
     def resumed(self, request_id: int, state: RequestState) -> Request:
-        """A request that begins here, or again here: its context is its prompt and its output so far."""
+        """Create a request whose context is the prompt and the output so far of ``state``."""
         given = self.checked(state)
         request = self.arrival(request_id, given)
         request.context = (*given.prompt, *given.output)
         return request
 
     def checked(self, state: RequestState) -> RequestState:
-        """The state, its placeholders expanded. Raises :class:`RequestError` for one that can't be served."""
+        """Return ``state`` with expanded placeholders. Raises :class:`RequestError` for a state that the engine cannot
+        serve.
+        """
         urgency = checked_int(state.priority, "priority")
         if state.params.n > 1:
             raise RequestError(f"n is {state.params.n}; a request that goes from engine to engine is one sample")
@@ -101,7 +105,7 @@ class Admission:
         return given
 
     def _check_output(self, state: RequestState) -> None:
-        """Raise :class:`RequestError` for output that a request that goes on can't have."""
+        """Raise :class:`RequestError` if the output so far contradicts the request's options or limits."""
         output = state.output
         if len(output) >= state.params.max_tokens:
             raise RequestError(f"the request has {len(output)} tokens of output and asks for {state.params.max_tokens}")
@@ -111,7 +115,7 @@ class Admission:
             raise RequestError(f"{len(output)} tokens of output came with {len(state.logprobs)} log-probabilities")
 
     def arrival(self, request_id: int, handed: HandOver | RequestState) -> Request:
-        """The request that another engine handed over, without its device state."""
+        """Create the request that another engine handed over, without its device state."""
         stops = self.check(handed.prompt, handed.params)
         request = Request(request_id, handed.prompt, handed.params, stops, handed.priority)
         request.media = request_media(handed.media, handed.prompt, self.model.vision, self.vision)
@@ -131,7 +135,7 @@ class Admission:
         return request
 
     def check(self, prompt: tuple[int, ...], params: SamplingParams) -> frozenset[int]:
-        """Raise :class:`RequestError` for what can't be served; else the request's stop tokens."""
+        """Return the request's stop tokens. Raises :class:`RequestError` for a request that the engine cannot serve."""
         config, vocabulary = self.config, self.model.vocab_size
         check_prompt(prompt, params, context=self.max_context, vocabulary=vocabulary)
         check_pages(self.pages_of(len(prompt) + params.max_tokens), self.pages, config.page_size)
@@ -148,7 +152,7 @@ class Admission:
 
 
 def checked_media(media: Any) -> tuple[Media, ...]:
-    """Raises :class:`RequestError` for anything but a sequence of :class:`Media`."""
+    """Return the media as a tuple. Raises :class:`RequestError` for anything but a sequence of :class:`Media`."""
     try:
         listed = (media,) if isinstance(media, str | bytes) else tuple(media)
     except TypeError:  # None, a number, a tensor without a dimension

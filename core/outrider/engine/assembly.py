@@ -1,4 +1,4 @@
-"""Everything that an engine allocates on its device, made before the first step, and passed to its components."""
+"""The device state of an engine: allocated before the first step, and passed to the engine's components."""
 
 from __future__ import annotations
 
@@ -39,18 +39,20 @@ from outrider.engine.streams import Streams
 from outrider.model import KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import Proposer
 
-_CROWD, _GATHER_TOKENS, _GATHER_ITERATIONS = 8, 1024, 4
-"""From how many decoding requests on prompts are gathered, unless half the rows are more; up to how many tokens; how long."""
+_MIN_DECODING_TO_GATHER, _MAX_GATHERED_TOKENS, _MAX_GATHER_ITERATIONS = 8, 1024, 4
+"""While at least this many requests (and half the rows) decode, new prompts wait for others to share a launch: up to this
+many tokens together, for at most this many iterations.
+"""
 
-_TRANSFERS = 64
-"""Requests on their way to other engines, and from them, at a time."""
+_MAX_TRANSFERS = 64
+"""Maximum number of requests on their way to other engines, and from other engines, at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What lives as long as the engine. Only this module hands it out: each component is given what it needs of it.
+    """The parts that live as long as the engine. This module passes to each component only the parts that it needs.
 
-    ``lengths``: how many tokens an iteration may draft, all nodes of a tree.
+    ``lengths`` are the numbers of tokens that an iteration may draft; for a tree, its nodes.
     """
 
     backend: Backend
@@ -77,19 +79,20 @@ class EngineParts:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a block table holds."""
+        """Number of tokens that a block table holds."""
         return self.rows.tables.shape[1] * self.config.page_size
 
     @property
     def spare(self) -> int:
-        """Cache slots that a request needs behind those of its tokens: a tree's nodes are scattered over slots behind the
-        cached tokens, and all of them count until they're moved.
+        """Number of cache slots that a request needs in addition to one per token.
+
+        The nodes of a tree lie in slots after the cached tokens, and each counts until the accepted path is moved.
         """
         return max(self.proposer.slots - 2, 0) if self.proposer.is_tree else 0
 
 
 def ring_entries(config: DecidedConfig) -> int:
-    """Iterations whose pinned buffers are in use at the same time."""
+    """Return how many iterations use pinned buffers at the same time: two with overlap, else one."""
     return 2 if config.overlap else 1
 
 
@@ -103,7 +106,7 @@ def assemble(
     vision: VisionTower | None,
     wrap_fence: Callable[[Fence], Fence] | None = None,
 ) -> EngineParts:
-    """Streams, fences, caches and buffers of an engine; all of it is there when this returns."""
+    """Allocate streams, fences, caches and buffers of an engine. The allocations have completed when this returns."""
     table_width = -(-(config.max_context + proposer.slots) // config.page_size)
     pages = config.num_pages
     check_cache(backend, config, model, pages=pages)
@@ -116,7 +119,7 @@ def assemble(
     copy = forward if sync.results_on_forward else backend.create_stream("copy")
     update = backend.create_stream("update") if sync.rebind_params and config.graphs else None
     streams = Streams(schedule, forward, plan, copy, update)
-    # Everything that lives as long as the engine is made on forward, and finished before any stream starts.
+    # Allocations are enqueued on forward and completed before work starts on any other stream.
     with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):
         cache = KVCache.allocate(
             model.config.num_layers,
@@ -172,7 +175,7 @@ def assemble(
         seq_lens_ring = SeqLensRing(backend, future.seq_lens, entries=entries)
     streams.forward.synchronize()
     group = 0 if model.ranks is None or model.ranks.data is None else model.ranks.data.rank
-    transfers = min(config.max_requests, _TRANSFERS)
+    transfers = min(config.max_requests, _MAX_TRANSFERS)
     fences = FenceSet(backend.speculative_sync, entries=entries, transfers=transfers, wrap=wrap_fence)
     return EngineParts(
         backend=backend,
@@ -202,7 +205,7 @@ def assemble(
 
 
 def build_stages(parts: EngineParts) -> Stages:
-    """The stages, on their streams."""
+    """Create the stages, each on its stream."""
     forward, plan = parts.streams.forward, parts.streams.plan
     kernels, proposer, buffers = parts.model.kernels, parts.proposer, parts.buffers
     probes, results, options, future = parts.probes, parts.results, parts.options, parts.future
@@ -240,7 +243,7 @@ def build_stages(parts: EngineParts) -> Stages:
 
 
 def build_runner(parts: EngineParts, stages: Stages, iteration: Iteration, progress: CaptureProgress | None = None) -> Runner:
-    """Graphs for every bucket, captured now, or none."""
+    """Create the runner: one that captures graphs for every bucket now, or an eager one."""
     config, proposer = parts.config, parts.proposer
     fused = config.step_mode is StepMode.FUSED
     if not (fused or config.graphs):
@@ -274,7 +277,7 @@ def build_runner(parts: EngineParts, stages: Stages, iteration: Iteration, progr
 
 
 def build_prefill(parts: EngineParts) -> Prefill:
-    """Chunks of prompts, as calls."""
+    """Create the prefill that calls each chunk of prompts."""
     return Prefill(
         parts.backend,
         parts.streams.forward,
@@ -295,7 +298,7 @@ def build_prefill(parts: EngineParts) -> Prefill:
 
 
 def build_intake(parts: EngineParts) -> Intake:
-    """What uploads batches."""
+    """Create the component that uploads and unpacks batches."""
     return Intake(
         staging=parts.staging,
         rows=parts.rows,
@@ -348,7 +351,7 @@ def build_step(
     prefill: Prefill,
     prefill_graphs: PrefillGraphs | None = None,
 ) -> Step:
-    """The step over ``runner``. Nothing may be in flight: it says that everything is free."""
+    """Create the step over ``runner``. No iteration may be in flight, since the step signals its initial fences."""
     return Step(
         parts.backend,
         parts.streams,
@@ -375,7 +378,7 @@ def build_step(
 
 
 def build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy) -> Scheduler:
-    """A scheduler that no request has used: all rows and pages are free."""
+    """Create a scheduler whose rows and pages are all free."""
     config, proposer = parts.config, parts.proposer
     return Scheduler(
         rows=FreeList("request row", config.max_requests + 1),
@@ -388,16 +391,16 @@ def build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy) -> Sche
             spare=parts.spare,
             prefill_chunk=config.prefill_chunk,
             token_budget=config.token_budget or config.max_requests * (proposer.nodes + 1) + config.prefill_chunk,
-            crowd=max(_CROWD, config.max_requests // 2),
-            gather_tokens=min(config.prefill_chunk, _GATHER_TOKENS),
-            gather_iterations=_GATHER_ITERATIONS,
+            crowd=max(_MIN_DECODING_TO_GATHER, config.max_requests // 2),
+            gather_tokens=min(config.prefill_chunk, _MAX_GATHERED_TOKENS),
+            gather_iterations=_MAX_GATHER_ITERATIONS,
         ),
         draft_length=draft_length,
     )
 
 
 def build_groups(parts: EngineParts, data: Group, draft_length: DraftLengthPolicy) -> GroupScheduler:
-    """A scheduler for each data-parallel group."""
+    """Create one scheduler for each data-parallel group."""
     agreed, proposer = AgreedLength(draft_length.lengths[-1]), parts.proposer
 
     def passes(tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
@@ -415,7 +418,7 @@ def build_groups(parts: EngineParts, data: Group, draft_length: DraftLengthPolic
 def build_loop(
     parts: EngineParts, step: Step, watchdog: Watchdog, draft_length: DraftLengthPolicy, course: Course | None = None
 ) -> Loop:
-    """A loop over ``step`` with a scheduler of its own, which no request has used: all rows and pages are free."""
+    """Create the loop over ``step`` and its scheduler, whose rows and pages are all free."""
     config, ranks = parts.config, parts.model.ranks
     scheduler: Scheduler | GroupScheduler
     if ranks is None or ranks.data is None:

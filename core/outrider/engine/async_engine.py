@@ -23,19 +23,21 @@ _FAILURES = 8
 
 
 class AsyncEngineClosed(OutriderError):
-    """The engine was closed, or its thread has ended; no request is taken any more."""
+    """The engine was closed, or its thread has ended; it accepts no more requests."""
 
 
 @dataclass(eq=False)
 class _Reader:
-    """Where the outputs of one call go: a queue that belongs to an event loop. ``left``: samples that haven't finished."""
+    """The queue of one call's outputs, which belongs to an event loop. ``left`` counts samples that have not finished."""
 
     loop: asyncio.AbstractEventLoop
     outputs: asyncio.Queue[StepOutput | BaseException] = field(default_factory=asyncio.Queue)
     left: set[int] = field(default_factory=set)
 
     def put(self, item: StepOutput | BaseException) -> bool:
-        """From the engine's thread. False where the loop is closed, so that the outputs have no reader."""
+        """Deliver outputs from the engine's thread. Returns False if the event loop is closed, so that the outputs have no
+        reader.
+        """
         try:
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
         except RuntimeError:
@@ -70,12 +72,14 @@ class AsyncEngine:
     # -- starting and ending ---------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the thread and wait until the engine is there. Raises what making it raised."""
+        """Start the thread and wait until the engine exists. Raises the error of the engine's creation."""
         self._thread.start()
         await asyncio.wrap_future(self._started)
 
     async def close(self, *, drain: bool = False) -> None:
-        """End the thread, and wait for that. ``drain``: finish open requests first; else they are aborted. Allowed twice."""
+        """End the thread and wait for its end. With ``drain``, finish open requests first; otherwise abort them. May be
+        called twice.
+        """
         with self._lock:
             self._stop = not drain or bool(self._stop)
         self._commands.put(lambda: None)
@@ -95,9 +99,9 @@ class AsyncEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for its tokenizer, its configuration and its counts. Its own methods belong to its thread.
+        """The engine, for its tokenizer, configuration and counts. Its own methods belong to its thread.
 
-        Raises :class:`AsyncEngineClosed` before :meth:`start` is through.
+        Raises :class:`AsyncEngineClosed` before :meth:`start` has returned.
         """
         if not self._started.done() or self._started.exception() is not None:
             raise AsyncEngineClosed("this engine hasn't started; await start() first, or use `async with`")
@@ -105,12 +109,12 @@ class AsyncEngine:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the engine can't go on; None while it can."""
+        """The error that stopped the engine; None while the engine runs."""
         return self._error
 
     @property
     def open_requests(self) -> int:
-        """Requests that haven't ended."""
+        """Number of requests that have not ended."""
         return len(self._readers)
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -182,7 +186,7 @@ class AsyncEngine:
         await self._call(lambda engine: engine.abort(request_id))
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
-        """What ``function`` returns for the engine, called in its thread between two iterations: for counts and the like."""
+        """Return ``function(engine)``, called in the engine's thread between two iterations. Use it to read counts."""
         return await self._call(function)
 
     # -- between threads -------------------------------------------------------------------------------------------
@@ -248,7 +252,7 @@ class AsyncEngine:
                 self._hand_on(output)
 
     def _take_commands(self, *, block: bool) -> None:
-        """Carry out what is queued; where there is nothing else to do, wait for something."""
+        """Execute the queued commands. Without other work, wait for a command."""
         try:
             command = self._commands.get(block=block and self._stop is None)
             while True:

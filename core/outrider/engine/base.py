@@ -1,4 +1,4 @@
-"""What the parts of the engine's interface share: who may use it when, and what it says of itself."""
+"""The base of the engine's interface: ownership by a thread, and read-only properties."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.speculative.proposer import Proposer
 
 
 class EngineBase:
-    """Attributes of an engine, set by :class:`~outrider.engine.engine.Engine`, and what is read of them."""
+    """Attributes of an engine, set by :class:`~outrider.engine.engine.Engine`, and properties that read them."""
 
     backend: Backend
     model: LanguageModel
@@ -53,17 +53,17 @@ class EngineBase:
 
     @property
     def chosen(self) -> tuple[Choice, ...]:
-        """What of :attr:`config` wasn't given but chosen when the engine was made, and why."""
+        """The settings of :attr:`config` that the engine chose when it was created, with the reasons."""
         return self.config.chosen
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the engine was built with a tokenizer."""
+        """True if the engine was built with a tokenizer."""
         return self._tokenizer is not None
 
     @property
     def stats(self) -> EngineStats:
-        """Counts so far."""
+        """Counts since the engine was created."""
         loop, scheduler = self._loop, self._scheduler
         return EngineStats(
             **loop.counts,
@@ -75,7 +75,7 @@ class EngineBase:
 
     @property
     def load(self) -> EngineLoad:
-        """What the engine holds at this moment."""
+        """The number of requests and pages that the engine holds now."""
         pages = self._scheduler.pages
         running = sum(not request.finished for request in self._scheduler.running)
         every = (pages.count - 1) * self.groups
@@ -83,22 +83,24 @@ class EngineBase:
 
     @property
     def longest_request(self) -> int:
-        """Tokens of prompt and output that a request may have together: within the context, and within the cache alone."""
+        """Maximum number of tokens of prompt and output of one request, limited by the context and by the cache."""
         return self._admission.longest
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether :meth:`step` has anything to do."""
+        """True if :meth:`step` has work to do."""
         return bool(self._abandoned) or self._loop.has_work
 
     @property
     def groups(self) -> int:
-        """Data-parallel groups of ranks, each with requests, rows and pages of its own; 1 without."""
+        """Number of data-parallel groups of ranks, each with requests, rows and pages of its own; 1 without data
+        parallelism.
+        """
         return 1 if self._course is None else self._course.ranks.config.data
 
     @property
     def free_pages(self) -> int:
-        """KV pages that no request holds; some of them may be cached prefixes."""
+        """Number of KV pages that no request holds. Some of them may hold cached prefixes."""
         return self._scheduler.pages.available
 
     @property
@@ -108,20 +110,22 @@ class EngineBase:
 
     @property
     def free_rows(self) -> int:
-        """Rows that no request holds."""
+        """Number of rows that no request holds."""
         return self._scheduler.rows.available
 
     @property
     def open_requests(self) -> dict[int, tuple[int, ...]]:
-        """The requests that wait or run, by id, with the output that the host knows of; also of an engine that stopped."""
+        """The requests that wait or run, by id, with the output that the host knows. An engine that stopped still has
+        them.
+        """
         return self._loop.open_requests
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _use(self) -> Generator[None]:
-        """Around whatever changes the engine. Raises where this thread may not use it, or it can't go on. Before and after,
-        it ends the requests of streams that were dropped meanwhile.
+        """Guard each call that changes the engine. Raises if this thread may not use the engine, or if the engine has
+        stopped. Before and after the call, it ends the requests of streams that were dropped meanwhile.
         """
         self._owner.check()
         self._lifeline.check()
@@ -142,7 +146,7 @@ class EngineBase:
             self._forget([self._abandoned.popleft()])
 
     def _tell(self, command: Callable[..., Command], *arguments: object) -> None:
-        """A call changes the engine: the other ranks hear of it."""
+        """Publish a call that changes the engine to the other ranks."""
         if self._course is not None:
             self._course.tell(command(*arguments))
 

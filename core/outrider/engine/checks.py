@@ -1,4 +1,4 @@
-"""What an engine refuses, with the reason: when it is made, and for a request."""
+"""Checks of a configuration when the engine is created, and of a request."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ def check_tree(model: LanguageModel, proposer: Proposer) -> None:
 
 
 def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *, pages: int) -> None:
-    """Check that the slots of the target's KV cache can be counted in 32 bits, and that the cache fits into the memory of its
-    device, or of the host where it lies there.
+    """Check that 32 bits can count the slots of the target's KV cache, and that the cache fits into its memory.
+
+    The memory is that of the device, or of the host if the device keeps tensors there.
     """
     slots = pages * config.page_size
     if slots > MAX_SLOTS:

@@ -1,4 +1,4 @@
-"""What an engine is built with."""
+"""The configuration of an engine: sizes and choices, validated at creation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DTYPES = {
 }
 
 KV_DTYPES = ("auto", "plain", *CACHE_FORMATS)
-"""What a KV cache can be asked to hold."""
+"""Formats that a KV cache can have."""
 
 DRAFT_LENGTHS = ("fixed", "load")
-"""How the length of drafts is decided."""
+"""Policies of the draft length."""
 
 MAX_DRAFT_NODES = 4096
-"""Nodes of a draft tree at most: its mask has a bit for each pair of them."""
+"""Maximum number of nodes of a draft tree. The tree mask has a bit for each pair of nodes."""
 
 MAX_LOGPROBS = 20
 """Maximum number of the likeliest tokens that a request may ask for, with a log-probability each."""
@@ -39,7 +39,7 @@ SIZES = {
     "num_pages": (2, 2**31 - 1),
     "max_context": (2, 2**31 - 1),
 }
-"""The least and the most that each size of an :class:`EngineConfig` can be. Slots of the cache are counted in 32 bits."""
+"""Minimum and maximum of each size of an :class:`EngineConfig`. Cache slots are counted in 32 bits."""
 
 _OPTIONAL = (
     "max_requests",
@@ -54,64 +54,77 @@ _SWITCHES = ("overlap", "graphs", "prefix_cache", "batch_invariant", "plan_strea
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Sizes and choices of an engine, validated when made. What is None is chosen when the engine is made, by what its
-    backend declares and by the model (:mod:`outrider.engine.resolve`); ``Engine.chosen`` says what, and why.
+    """Sizes and choices of an engine, validated at creation.
 
-    ``max_requests``: requests that run at the same time. ``page_size``: tokens a KV page. ``num_pages``: pages in all,
-    the reserved one included. ``kv_memory``: instead of that, what the KV cache takes of the memory that is free after the
-    weights, above 0 and up to 1. ``max_context``: tokens of prompt and output together. ``prefill_chunk``: prompt tokens
-    processed in an iteration. ``draft_tokens``: length of a draft chain, or of a tree's longest path. ``draft_topk``:
-    children of a node that a draft tree looks at; 1: a chain. A draft tree has ``draft_tokens * draft_topk`` tokens in all.
-    ``dtype``: of weights, activations and cache. ``overlap``: the host plans an iteration
-    while the previous one runs, and reads its results one iteration later. ``prefix_cache``: requests share the pages of a
-    common prefix.
-
-    ``kv_dtype``: ``auto`` keeps keys and values as the checkpoint's ``kv_cache_scheme`` says, in ``dtype`` where it says
-    nothing; ``plain`` in ``dtype``; ``fp8`` in eight bits, by the checkpoint's scales, or 1 where it has none. A draft's own
-    caches aren't meant.
-
-    ``token_budget``: tokens of an iteration in which requests decode: theirs and their drafts' first, then prompts, which
-    get a quarter of it at least; None: all requests with their drafts, and ``prefill_chunk`` for prompts.
-
-    ``mode``: ``staged`` launches stages on their own streams, ``fused`` replays the whole iteration from one graph.
-    ``graphs``: in staged mode too, stages are replayed from graphs, captured when the engine is made. ``buckets``: batch
-    sizes that graphs are captured for, the largest being ``max_requests``; None: 1, 2, 4, every 8 to 32, every 16 to 96,
-    every 32 to 192, every 64 behind that, and ``max_requests``; fewer for batches that sample.
-    ``plan_stream``: staged mode plans beside the draft; without, on the forward stream.
-
-    ``draft_length``: ``fixed``: every iteration drafts ``draft_tokens``; ``load``: iterations of greedy requests alone draft
-    as many as make the batch fastest, none included, by what iterations were measured to take when the engine was made and by
-    the acceptance so far. Tokens are the same. None:
-    ``load`` where 64 or more requests run and stages are replayed from graphs on a device that works beside the host, except
-    for trees and with ``batch_invariant``.
-
-    ``batch_invariant``: a request's output is bit for bit the same whatever else runs, with kernels that are slower; it
-    still depends on ``max_context`` and ``page_size``.
-
-    ``device_timeout_s``: seconds that the host waits at a fence before it takes the device to be stuck
-    (:class:`~outrider.device.DeviceStuck`); None: for ever. It must be more than the longest iteration takes.
+    The engine chooses each field that is None, from the declarations of its backend and from the model
+    (:mod:`outrider.engine.resolve`). ``Engine.chosen`` lists the choices and their reasons.
     """
 
     max_requests: int | None = None
+    """Maximum number of requests that run at the same time."""
     page_size: int | None = None
+    """Tokens per KV page."""
     num_pages: int | None = None
+    """Number of KV pages, with the reserved one. Excludes ``kv_memory``."""
     kv_memory: float | None = None
+    """Fraction of the memory that is free after the weights, which the KV cache takes: above 0 and at most 1."""
     max_context: int | None = None
+    """Maximum number of tokens of prompt and output together."""
     prefill_chunk: int | None = None
+    """Maximum number of prompt tokens per iteration."""
     token_budget: int | None = None
+    """Maximum number of tokens of an iteration in which requests decode.
+
+    Decoding requests and their drafts come first; prompts get at least a quarter. None: all requests with their drafts, and
+    ``prefill_chunk`` for prompts.
+    """
     draft_tokens: int = 4
+    """Length in tokens of a draft chain, or of the longest path of a draft tree."""
     draft_topk: int = 1
+    """Children per node of a draft tree; 1 drafts a chain. A tree has ``draft_tokens * draft_topk`` tokens."""
     draft_length: str | None = None
+    """``fixed`` drafts ``draft_tokens`` in every iteration. ``load`` drafts as many tokens as make a greedy batch fastest, or
+    none.
+
+    ``load`` uses iteration times measured when the engine was created, and the acceptance so far; tokens are the same. None
+    selects ``load`` if at least 64 requests run and graphs are replayed concurrently with the host, except for trees and with
+    ``batch_invariant``.
+    """
     dtype: str | None = None
+    """Dtype of weights, activations and KV cache."""
     kv_dtype: str = "auto"
+    """Format of the target's KV cache, not of the draft's caches.
+
+    ``auto`` follows the checkpoint's ``kv_cache_scheme``, else ``dtype``. ``plain`` is ``dtype``. ``fp8`` is 8 bits with the
+    checkpoint's scales, or a scale of 1.
+    """
     overlap: bool | None = None
+    """The host plans an iteration while the previous one runs, and reads its results one iteration later."""
     prefix_cache: bool = True
+    """Requests share the pages of a common prefix."""
     batch_invariant: bool = False
+    """The output of a request is bitwise independent of the other requests, with slower kernels.
+
+    The output still depends on ``max_context`` and ``page_size``.
+    """
     mode: str | None = None
+    """``staged`` launches stages on their own streams; ``fused`` replays the whole iteration from one graph."""
     graphs: bool | None = None
+    """In staged mode, replay stages from graphs that are captured when the engine is created."""
     buckets: tuple[int, ...] | None = None
+    """Batch sizes for which graphs are captured; the largest is ``max_requests``.
+
+    None: 1, 2, 4, every 8 to 32, every 16 to 96, every 32 to 192, every 64 above, and ``max_requests``; fewer sizes for
+    batches that sample.
+    """
     plan_stream: bool = True
+    """Staged mode plans on a stream of its own, concurrently with the draft. Otherwise it plans on the forward stream."""
     device_timeout_s: float | None = 120.0
+    """Seconds that the host waits at a fence before it raises :class:`~outrider.device.DeviceStuck`; None waits without
+    limit.
+
+    The limit must exceed the time of the longest iteration.
+    """
 
     def __post_init__(self) -> None:
         for name, (least, most) in SIZES.items():

@@ -1,4 +1,4 @@
-"""Chooses how the length of drafts is decided, and measures what iterations take where that depends on it."""
+"""The choice of the draft-length policy, and the measurement of iteration times that the policy by load needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from outrider.device import Backend, ConfigError
 from outrider.engine.assembly import EngineParts
 from outrider.engine.config import DecidedConfig
-from outrider.engine.graphs import SHORTER_FROM, powers_up_to, sizes_of_shorter
+from outrider.engine.graphs import MIN_REQUESTS_SHORTER_DRAFT, powers_up_to, sizes_of_shorter
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import (
     DraftCosts,
@@ -35,7 +35,9 @@ _FEW, _MANY = 16, 1024  # cached tokens of a request
 def lengths_for(
     config: DecidedConfig, backend: Backend, proposer: Proposer, given: DraftLengthPolicy | None
 ) -> tuple[int, ...]:
-    """How many tokens an iteration may draft. Raises :class:`ConfigError` for lengths that the proposer doesn't draft."""
+    """Return the draft lengths that an iteration may use. Raises :class:`ConfigError` for lengths that the proposer cannot
+    draft.
+    """
     if given is not None:
         if proposer.is_tree and given.lengths != (proposer.nodes,):
             raise ConfigError(f"the proposer {proposer.name!r} drafts trees, which have one shape; leave the policy out")
@@ -51,7 +53,9 @@ def lengths_for(
 
 
 def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -> bool:
-    """Whether the length follows load. Raises :class:`ConfigError` where it was asked for and can't."""
+    """Return True if the draft length follows load. Raises :class:`ConfigError` if the policy was requested and cannot
+    work.
+    """
     chain = proposer.nodes > 0 and not proposer.is_tree
     if config.draft_length == "load":
         if not chain:
@@ -63,17 +67,17 @@ def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -
                 "others run; leave one of them out"
             )
         return True
-    # Elsewhere an iteration's time is the host's, and its measurement would make outputs that are drawn depend on luck.
+    # On other devices the host determines the time of an iteration, and sampled outputs would depend on a noisy measurement.
     replayed = config.graphs or config.mode == "fused"
-    beside = backend.capabilities.asynchronous and backend.control is None
-    crowd = config.max_requests >= SHORTER_FROM
-    return config.draft_length is None and chain and replayed and beside and crowd and not config.batch_invariant
+    concurrent = backend.capabilities.asynchronous and backend.control is None
+    many_requests = config.max_requests >= MIN_REQUESTS_SHORTER_DRAFT
+    return config.draft_length is None and chain and replayed and concurrent and many_requests and not config.batch_invariant
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLengthReport:
-    """What decides the length of drafts. ``policy``: by its name; ``lengths``: that it chooses among. ``costs``: measured
-    milliseconds by length and number of requests, with hardly a token cached; ``seconds``: that this took.
+    """The policy by its name, the ``lengths`` that it chooses among, the measured ``costs`` in milliseconds by length and
+    number of requests (with few cached tokens), and the ``seconds`` that the measurement took.
     """
 
     policy: str
@@ -92,8 +96,8 @@ class DraftLengthReport:
 def decide(
     parts: EngineParts, step: Step, given: DraftLengthPolicy | None, *, sizes: Sequence[int] | None
 ) -> tuple[DraftLengthPolicy, DraftLengthReport]:
-    """The policy that was given, or the one that the config asks for. ``sizes``: numbers of requests that graphs are captured
-    for; None: no graphs.
+    """Return the given policy, or the one that the config selects. ``sizes`` are the captured batch sizes; None without
+    graphs.
     """
     if given is not None:
         return given, DraftLengthReport(type(given).__name__, given.lengths)
@@ -112,7 +116,9 @@ def decide(
 
 
 class _Measurement:
-    """Iterations of requests that nobody sent, over keys and values that nobody reads again. Nothing else is in flight."""
+    """The measurement of iterations over internal requests, whose KV no other request reads. No other iteration is in
+    flight.
+    """
 
     def __init__(self, parts: EngineParts, step: Step) -> None:
         self._parts, self._step = parts, step
@@ -121,7 +127,7 @@ class _Measurement:
         self._in_flight: deque[Ticket] = deque()
 
     def costs(self, sizes: Sequence[int]) -> DraftCosts:
-        """Of every length with every number of requests; what a cached token costs is measured with the most of them."""
+        """Measure each length with each number of requests, and the cost of a cached token with the most requests."""
         parts, most = self._parts, max(sizes)
         lengths = sorted(parts.lengths)
         room = (_RUNS + 1) * (max(lengths) + 1) + parts.proposer.slots
@@ -143,7 +149,7 @@ class _Measurement:
         return DraftCosts(base, per_token)
 
     def _admit(self, requests: int, tokens: int) -> None:
-        """Give rows 1 to ``requests`` pages for so many tokens; others' pages where there are too few."""
+        """Give rows 1 to ``requests`` pages for ``cached`` tokens each; rows share pages if there are too few."""
         parts = self._parts
         each = min(-(-tokens // parts.config.page_size), parts.rows.tables.shape[1])
         usable = parts.cache.pages - 1
@@ -154,7 +160,9 @@ class _Measurement:
         self._land(0)
 
     def _seconds(self, length: int, requests: int, tokens: int) -> float:
-        """An iteration that drafts ``length`` tokens for each of so many requests, with so many tokens cached each."""
+        """Measure an iteration that drafts ``length`` tokens for each request, with the given number of cached tokens
+        each.
+        """
         parts = self._parts
         with parts.backend.on(parts.streams.forward):
             rows = torch.arange(1, requests + 1, device=parts.backend.device)
@@ -173,7 +181,7 @@ class _Measurement:
         self._in_flight.append(self._step.launch(batch))
 
     def _land(self, keep: int) -> list[float]:
-        """Wait for all iterations in flight but ``keep``; when each ended."""
+        """Wait for all iterations in flight but ``keep``, and return the time at which each ended."""
         ends = []
         while len(self._in_flight) > keep:
             ticket = self._in_flight.popleft()
@@ -183,6 +191,6 @@ class _Measurement:
 
 
 def _stand_in(row: int, tokens: int) -> Request:
-    """A request of ``tokens`` tokens that decodes, as often as it's launched."""
+    """Return a request of ``tokens`` tokens that decodes whenever it is launched."""
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     return Request(-row, (0,) * tokens, params, frozenset(), row=row, prefilled=tokens, decodes_in_flight=_RUNS)

@@ -67,14 +67,14 @@ Progress = Callable[[str, int, int], None]
 
 
 class Engine(MovingRequests):
-    """Runs requests in continuous batches on one backend.
+    """The engine that runs requests in continuous batches on one backend.
 
-    It belongs to the thread that made it, or that called :meth:`adopt` last. A call from another thread or a forked process
-    raises :class:`~outrider.engine.requests.owner.WrongThread`. The constructor allocates everything on the device, before
-    the first step.
+    The engine belongs to the thread that created it, or that called :meth:`adopt` last. A call from another thread or a
+    forked process raises :class:`~outrider.engine.requests.owner.WrongThread`. The constructor allocates all device memory
+    before the first step.
 
-    Any call may raise a :class:`DeviceError`. If the device still works, so does the engine: it repeats what was in flight,
-    and requests keep their tokens. Once the device is lost or stuck, every call raises :class:`EngineStopped`.
+    Any call may raise a :class:`DeviceError`. If the device still works, the engine repeats the iterations in flight, and
+    requests keep their tokens. Once the device is lost or stuck, every call raises :class:`EngineStopped`.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Engine(MovingRequests):
         ranks: Ranks | None = None,
         parallel: ParallelConfig | None = None,
     ) -> None:
-        """``draft_length``: decides how many tokens each iteration drafts, in place of what the config says. ``ranks``: those
-        that run the engine together; each makes its own over its part of the model, in the same order, and all but the first
-        then call :meth:`follow`. ``parallel``: refused for several ranks, which :meth:`from_checkpoint` starts.
+        """``draft_length`` replaces the draft-length policy of the config. ``ranks`` run the engine together: each rank
+        creates its own engine over its part of the model, in the same order, and all ranks but the first then call
+        :meth:`follow`. ``parallel`` is refused for several ranks; :meth:`from_checkpoint` starts them.
         """
         check_one_rank(parallel)
         self._owner, self._used = Owner(), False
@@ -267,9 +267,9 @@ class Engine(MovingRequests):
         )
 
     def compile_guide(self, guide: Guide) -> None:
-        """Compile a guide beside the engine, so that a request with it doesn't: any thread may call this, and it blocks.
+        """Compile a guide now, so that a later request need not wait. Any thread may call this; it blocks.
 
-        Raises :class:`ConfigError` where this engine compiles none, and :class:`RequestError` for a guide that can't be.
+        Raises :class:`ConfigError` if this engine compiles no guides, and :class:`RequestError` for an invalid guide.
         """
         self._grammars.compile(guide)
 
@@ -283,15 +283,15 @@ class Engine(MovingRequests):
         priority: int = 0,
         media: Sequence[Media] = (),
     ) -> int:
-        """Queue a request; returns its id. A higher ``priority`` goes first and is preempted last.
+        """Queue a request and return its id. A higher ``priority`` runs first and is preempted last.
 
-        With ``n`` samples, each is a request of its own; their ids follow each other and the first is returned. The others
-        start once the first one's prompt was launched, and share its pages.
+        With ``n`` samples, each sample is a request. Their ids are consecutive, and the first id is returned. The other
+        samples start once the prompt of the first was launched, and share its pages.
 
-        ``media``: images and videos (:class:`~outrider.model.MediaProcessor` makes them), in the order of their places in
-        ``tokens``, which have one placeholder token for each, or already one for each of its features.
+        ``media`` are images and videos from :class:`~outrider.model.MediaProcessor`, in the order of their placeholders in
+        ``tokens``. Each has one placeholder token, or one for each of its features.
 
-        Raises :class:`RequestError` for a request that can't be served.
+        Raises :class:`RequestError` for a request that the engine cannot serve.
         """
         with self._use():
             samples = self._admission.requests(self._next_id, tokens, params, priority=priority, media=media)
@@ -299,8 +299,8 @@ class Engine(MovingRequests):
             return self._submit(samples)
 
     def abort(self, request_id: int) -> None:
-        """End a request now. What it has produced so far stays valid; its last iteration, if one is in flight, is
-        discarded when it comes back. Raises :class:`RequestError` for an id that isn't running or waiting.
+        """End a request now. Its output so far stays valid; the results of an iteration in flight are discarded. Raises
+        :class:`RequestError` for an id that neither waits nor runs.
         """
         with self._use():
             request = self._requests.get(request_id)
@@ -311,9 +311,9 @@ class Engine(MovingRequests):
             self._scheduler.retire()
 
     def step(self) -> list[StepOutput]:
-        """Run one iteration; returns a record for each request that has new tokens.
+        """Run one iteration and return a record for each request with new tokens.
 
-        With ``overlap`` it launches an iteration and returns the results of the previous one.
+        With ``overlap``, it launches an iteration and returns the results of the previous one.
         """
         self._iterate()
         return self._loop.outbox.take()
@@ -325,10 +325,11 @@ class Engine(MovingRequests):
         *,
         media: Sequence[Sequence[Media]] | None = None,
     ) -> list[Completion]:
-        """Run requests until they finish; returns completions in the order of ``prompts``, samples of a prompt together.
+        """Run requests until they finish and return completions in the order of ``prompts``, with the samples of a prompt
+        together.
 
-        ``media``: those of each prompt, in the order of ``prompts``. Requests that were added before run too; their outputs
-        come from the next :meth:`step`. Raises :class:`RequestError` before any request starts, if one can't be served.
+        ``media`` has one sequence for each prompt. Requests that were added before run too; the next :meth:`step` returns
+        their outputs. Raises :class:`RequestError` before any request starts if one cannot be served.
         """
         with self._use():
             batch = self._admission.batch(self._next_id, prompts, params, media)
@@ -338,12 +339,13 @@ class Engine(MovingRequests):
     def stream(
         self, tokens: Sequence[int], params: SamplingParams | None = None, *, media: Sequence[Media] = ()
     ) -> RequestStream:
-        """Queue one request, and read its tokens as they come. Closing the stream early, or dropping it, aborts the request.
+        """Queue one request and yield its tokens as they arrive. Closing the stream early, or dropping it, aborts the
+        request.
 
-        Any number of streams may be open, and read in any order: each has a queue of its own, and reading one runs iterations
-        for all. Outputs of requests without a stream come from the next :meth:`step`.
+        Any number of streams may be open and read in any order. Each has a queue of its own, and reading one runs iterations
+        for all. The next :meth:`step` returns the outputs of requests without a stream.
 
-        Raises :class:`RequestError` for a request that can't be served.
+        Raises :class:`RequestError` for a request that the engine cannot serve.
         """
         if isinstance(params, SamplingParams) and params.n > 1:
             raise RequestError(f"n is {params.n}; a stream is one sample: use add_request and step, or generate")
@@ -360,11 +362,13 @@ class Engine(MovingRequests):
             self._loop.drain()
 
     def follow(self, answer: Answer | None = None) -> None:
-        """Do what the first rank's engine does, until that is closed; for the other ranks, whose engines take no calls.
-        ``answer``: answers what the first one's :meth:`ask_ranks` asks, between two iterations.
+        """Repeat the calls of the first rank's engine until that engine is closed. Engines of other ranks take no calls of
+        their own.
 
-        Raises :class:`DeviceError` where a rank failed, and :class:`~outrider.engine.ranks.records.RanksDiffer` where this
-        one comes to another decision than the first.
+        ``answer`` returns the vote of this rank when the first rank calls :meth:`ask_ranks`, between two iterations.
+
+        Raises :class:`DeviceError` if a rank failed, and :class:`~outrider.engine.ranks.records.RanksDiffer` if this rank
+        decides differently from the first.
         """
         if self._course is None or not self.follows:
             raise ConfigError("this engine leads its ranks, or is alone: it has nothing to follow")
@@ -387,11 +391,11 @@ class Engine(MovingRequests):
 
     @property
     def follows(self) -> bool:
-        """Whether it's for :meth:`follow` alone, since another rank leads."""
+        """True if another rank leads, so that this engine only accepts :meth:`follow`."""
         return self._course is not None and not self._course.leads
 
     def close(self) -> None:
-        """Let the other ranks' engines end; for one rank, nothing. Allowed twice."""
+        """End the engines of the other ranks. With one rank it does nothing. May be called twice."""
         if self._course is not None and self._course.leads and self._lifeline.stopped is None:
             self._course.end()
         if self._processes is not None:
@@ -405,11 +409,11 @@ class Engine(MovingRequests):
         self._owner.adopt()
 
     def watch_prefix_cache(self, handle: Callable[[CacheEvent], None] | None) -> None:
-        """Tell ``handle`` of each page that the prefix cache stores or drops, in order; what it holds already comes at once.
-        None: tell nobody.
+        """Call ``handle`` for each page that the prefix cache stores or drops, in order. Pages already cached are reported at
+        once. None ends the reports.
 
-        ``handle`` is called in the engine's thread, in the middle of an iteration: it must be quick, and neither raise nor
-        call the engine. Raises :class:`ConfigError` for an engine without a prefix cache.
+        ``handle`` runs in the engine's thread, inside an iteration: it must be quick, and neither raise nor call the engine.
+        Raises :class:`ConfigError` for an engine without a prefix cache.
         """
         with self._use():
             if not self._scheduler.pages.shares:
@@ -419,7 +423,7 @@ class Engine(MovingRequests):
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _queue(self, prompts: Sequence[Sequence[int]], params: object, media: object) -> None:
-        """What :meth:`generate` queues, on a rank that follows."""
+        """Queue the requests of :meth:`generate` on a follower rank."""
         for samples in self._admission.batch(self._next_id, prompts, params, media):
             self._submit(samples)
 
@@ -431,7 +435,7 @@ class Engine(MovingRequests):
             self._loop.iterate()
 
     def _submit(self, samples: Sequence[Request]) -> int:
-        """Queue the samples of one prompt, which have been checked; returns the first one's id."""
+        """Queue the checked samples of one prompt and return the id of the first."""
         first = samples[0]
         self._choose_group(samples)
         self._next_id = samples[-1].id + 1
@@ -463,7 +467,9 @@ class Engine(MovingRequests):
         return [request.completion() for request in requests]
 
     def _close_stream(self, request: Request) -> None:
-        """A stream was closed, or dropped: perhaps by the garbage collector, in another thread or within an iteration."""
+        """Note that a stream was closed or dropped, perhaps by the garbage collector, in another thread or inside an
+        iteration.
+        """
         if self._used or not self._owner.is_here:
             self._abandoned.append(request)
         elif self._lifeline.stopped is not None:

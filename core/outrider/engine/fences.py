@@ -1,16 +1,21 @@
 """The table of fences: every edge that crosses streams, or leads to the host, has a name here.
 
-The backend's SpeculativeSync supplies the mechanism of each. Edges that need no fence, because both ends are on one
-stream: the stash is written and gathered on forward; every access to KV pages is on forward, so that the reuse of a page
-is ordered; a gather precedes the *inputs ready* of its own iteration; the plan of an iteration never meets the verify of
-the one before, since *shared reads done* comes behind that on forward; a fused iteration unpacks its inputs on forward,
-behind the reads of the one before. And the rings of staging, results and lengths, pinned and on the device: an entry is
-filled again only after the host has read the results of the iteration that it was filled for; lengths leave before results
-do. So is the buffer of masks, since an iteration with a guided request is launched when no other is in flight.
+The backend's SpeculativeSync supplies the mechanism of each fence. These edges need no fence, because one stream orders both
+ends:
 
-``network`` is no stream of the engine: a network card is ordered by nothing but the host, which gives it work and asks what
-is over. The host waits by asking, between two iterations. Where a link's copies are work of the backend, the link signals
-these fences; a real card has completions and notifications of its own in their place (:mod:`outrider.transports.link`).
+- The stash is written and gathered on forward.
+- Every access to KV pages is on forward, so the reuse of a page is ordered.
+- A gather precedes the *inputs ready* of its own iteration.
+- The plan of an iteration never meets the verify of the iteration before: *shared reads done* follows that verify on forward.
+- A fused iteration unpacks its inputs on forward, after the reads of the iteration before.
+
+The rings of staging, results and lengths, pinned and on the device, need no fence either: the host fills an entry again only
+after it has read the results of the iteration that used the entry, and lengths leave before results. The buffer of masks is
+safe because an iteration with a guided request is launched only if no other iteration is in flight.
+
+``network`` is not a stream of the engine. Only the host orders a network card: it hands over work and polls for completions
+between two iterations. If a link copies with the backend, the link signals these fences; a real card has completions and
+notifications instead (:mod:`outrider.transports.link`).
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from outrider.device import Fence, SpeculativeSync
 
 
 class Hazard(StrEnum):
-    """What happens without the fence."""
+    """The kind of wrong access that the fence prevents."""
 
     READ_AFTER_WRITE = "read after write"
     WRITE_AFTER_READ = "write after read"
@@ -32,7 +37,7 @@ class Hazard(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FenceSpec:
-    """One row of the table. ``consumers`` are streams, or ``host``."""
+    """One row of the table: an edge from the stream ``producer`` to each of ``consumers``, which are streams or ``host``."""
 
     name: str
     producer: str
@@ -55,8 +60,8 @@ FENCES: tuple[FenceSpec, ...] = (
         "forward",
         ("plan", "schedule"),
         Hazard.BOTH,
-        "private copies of lengths and tables, for the plan's first part; staged inputs, rows and table entries, against a "
-        "staged iteration that comes next, and reuse by another request; masks of prompts, against the next ones",
+        "private copies of lengths and tables, for plan positions; staged inputs, rows and table entries, against the next "
+        "staged iteration and against reuse by another request; masks of prompts, against the next masks",
     ),
     FenceSpec(
         "draft_outputs_ready",
@@ -77,7 +82,7 @@ FENCES: tuple[FenceSpec, ...] = (
         "schedule",
         ("forward",),
         Hazard.READ_AFTER_WRITE,
-        "masks of guided requests, one behind each token of a draft",
+        "masks of guided requests, one for the position after each token of a draft",
     ),
     FenceSpec("plan_ready", "plan", ("forward",), Hazard.READ_AFTER_WRITE, "static inputs and metadata of verify"),
     FenceSpec("accept_ready", "forward", ("plan",), Hazard.READ_AFTER_WRITE, "accepted tokens, their number and their path"),
@@ -106,7 +111,7 @@ FENCES: tuple[FenceSpec, ...] = (
     FenceSpec(
         "params_bound", "update", ("forward",), Hazard.READ_AFTER_WRITE, "host parameters that were bound for this iteration"
     ),
-    FenceSpec("results_ready", "forward", ("copy",), Hazard.READ_AFTER_WRITE, "kept results of the iteration"),
+    FenceSpec("results_ready", "forward", ("copy",), Hazard.READ_AFTER_WRITE, "results of the iteration in the device ring"),
     FenceSpec("results_copied", "copy", ("host",), Hazard.READ_AFTER_WRITE, "pinned results"),
     FenceSpec(
         "handed_over",
@@ -127,7 +132,7 @@ FENCES: tuple[FenceSpec, ...] = (
         "network",
         ("host",),
         Hazard.WRITE_AFTER_READ,
-        "those pages, against the next request that gets them",
+        "pages of a request that left, against the next request that gets these pages",
     ),
     FenceSpec(
         "pages_free",
@@ -141,16 +146,17 @@ FENCES: tuple[FenceSpec, ...] = (
         "network",
         ("host",),
         Hazard.READ_AFTER_WRITE,
-        "what the network card wrote to those pages, against the iteration that the request enters in",
+        "pages that the network card wrote, against the iteration that the request enters in",
     ),
 )
 
 
 class FenceSet:
-    """The fences of one engine, by name; those of pinned memory have one for each entry of its ring, those of the network one
-    for each of ``transfers``: requests that may be on their way in one direction at a time.
+    """The fences of one engine, by name.
 
-    ``wrap`` is put around each fence: the way in for tools that prove them.
+    Fences of pinned memory exist once per ring entry. Fences of the network exist once per transfer; ``transfers`` is the
+    number of requests that may be on their way in one direction at a time. ``wrap`` replaces each fence by its return value;
+    tools that prove the fences use it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Following: the engine of another rank than the first does what that one did, in the same order."""
+"""The follower rank: an engine that repeats the decisions of the first rank, in the same order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Answer = Callable[[str], str]
 
 
 def answering(course: Course, answer: Answer | None) -> Callable[[Ask], None]:
-    """What a rank does when it's asked."""
+    """Return the handler of vote requests; it publishes the answer of this rank."""
 
     def asked(told: Ask) -> None:
         if answer is None:
@@ -32,7 +32,9 @@ def answering(course: Course, answer: Answer | None) -> Callable[[Ask], None]:
 
 
 def follow(course: Course, calls: Calls, loop: Loop) -> None:
-    """Replay records until the first rank's engine is closed. What requests yield is told there; here it's dropped."""
+    """Replay decision records until the first rank's engine is closed. The first rank delivers the outputs; here they are
+    dropped.
+    """
     try:
         while True:
             record = course.next()

@@ -1,8 +1,8 @@
-"""How stages are run: called for just the batch, or captured for buckets of batch sizes and replayed.
+"""Runners of stages: eager for the exact batch, or captured for buckets of batch sizes and replayed.
 
-A batch is run by the graph of the smallest bucket that holds it; the rest of the bucket is padding, which has the reserved
-row 0 and writes to the reserved page 0. Graphs of one stage share a pool, since they never run at the same time; pools of
-different stages don't alias.
+A batch uses the graph of the smallest bucket that holds it. The unused rows of the bucket are padding: they read the reserved
+row 0 and write to the reserved page 0. Graphs of one stage share a pool, since they never run at the same time. Pools of
+different stages do not alias.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from outrider.speculative.seq_lens import HostSeqLens
 CaptureProgress = Callable[[int, int], None]
 AnyStage = Capturable[Any, Any]
 
-SHORTER_FROM = 64
-"""From so many requests on a shorter draft may be faster."""
+MIN_REQUESTS_SHORTER_DRAFT = 64
+"""Minimum number of requests at which a shorter draft can be faster."""
 
 
 def powers_up_to(most: int, base: int = 2) -> tuple[int, ...]:
-    """Powers of ``base`` below ``most``, and ``most``: a batch is padded to less than ``base`` times its size."""
+    """Return the powers of ``base`` below ``most``, and ``most``. A batch is padded to less than ``base`` times its size."""
     sizes = []
     size = 1
     while size < most:
@@ -50,26 +50,28 @@ def powers_up_to(most: int, base: int = 2) -> tuple[int, ...]:
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
-    """1, 2, 4, every 8 to 32, every 16 to 96, every 32 to 192, every 64 behind that, and ``most``: a batch is padded by a
-    third of it at most, from 8 requests on by half. A graph takes time to capture and holds memory, so there are no more.
+    """Return 1, 2, 4, every 8 to 32, every 16 to 96, every 32 to 192, every 64 above, and ``most``.
+
+    A batch of 8 or more requests is padded by at most half. Each graph takes time to capture and holds memory, so there are
+    no more sizes.
     """
     steps = (1, 2, 4, *range(8, 32, 8), *range(32, 96, 16), *range(96, 192, 32), *range(192, most, 64))
     return (*(size for size in steps if size < most), most)
 
 
 def sizes_of_shorter(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those of ``sizes`` for which drafts are captured that are shorter than they can be: multiples of 64, and the largest.
-    Fewer requests are bound by memory, so that they seldom need one; they can have the graph of 64.
+    """Return the sizes for which shorter drafts are captured: multiples of 64, and the largest size.
+
+    Smaller batches are bound by memory and seldom gain from a shorter draft; they use the graph of 64 requests.
     """
-    return tuple(size for size in sizes if size % SHORTER_FROM == 0 or size == max(sizes))
+    return tuple(size for size in sizes if size % MIN_REQUESTS_SHORTER_DRAFT == 0 or size == max(sizes))
 
 
 class Runner(ABC):
-    """Runs stages on their streams, by graphs or by calls; both have this interface. ``report``: what was captured; None
-    without graphs.
-    """
+    """The interface of both runners, which run stages on their streams from graphs or by calls."""
 
     report: CaptureReport | None = None
+    """The captured graphs; None for a runner without graphs."""
 
     def __init__(self, backend: Backend, buffers: StaticBuffers) -> None:
         self._backend = backend
@@ -79,14 +81,16 @@ class Runner(ABC):
     def batch(
         self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
     ) -> DecodeBatch:
-        """What the stages are told of ``count`` requests: a size that holds them, abilities that cover ``features``."""
+        """Return the batch that the stages receive: a bucket that holds ``count`` requests, and features that cover
+        ``features``.
+        """
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
-        """Give the stages the host parameters of this iteration; work on ``stream``. Does nothing where calls pass them."""
+        """Rebind the host parameters of captured stages on ``stream``. A call passes them directly and needs no rebinding."""
         del batch, stream
 
     def run(self, stage: Stage[In, Out], given: In) -> Out:
-        """Enqueue a stage on its stream, and fill the padding behind what it begins; returns what it writes."""
+        """Enqueue ``stage`` on its stream, pad the buffer group that it fills, and return its output."""
         batch, group = given.batch, stage.fills
         with self._backend.on(stage.stream):
             if group is None:
@@ -98,28 +102,29 @@ class Runner(ABC):
 
 
 class EagerRunner(Runner):
-    """Calls the stages: no padding, no graphs."""
+    """The runner that calls each stage for the exact batch, without padding or graphs."""
 
     def batch(
         self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
     ) -> DecodeBatch:
-        """Just the batch."""
+        """Return a batch of exactly ``count`` requests."""
         return DecodeBatch(count, count, drafted, features, max_kv, seq_lens_host=seq_lens_host)
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What capturing took. ``bytes``: device memory that the graphs' pools hold, None where the device can't tell (or torch
-    gave back more
-    meanwhile than they took).
-    ``seconds``: of the host, warm-up and compilation of what the graphs hold included. ``lengths``: of the drafts.
-    """
+    """The result of capturing all graphs of an engine."""
 
     graphs: int
+    """Number of captured graphs."""
     buckets: tuple[int, ...]
+    """Batch sizes of greedy batches."""
     bytes: int | None
+    """Device memory that the pools of the graphs hold; None if the device does not report it."""
     seconds: float
+    """Host time, with warm-up and compilation of the captured kernels."""
     lengths: tuple[int, ...] = ()
+    """Captured draft lengths, in tokens."""
 
     def __str__(self) -> str:
         memory = "an unknown amount of memory" if self.bytes is None else f"{self.bytes / 2**20:.0f} MiB"
@@ -127,12 +132,12 @@ class CaptureReport:
 
 
 class GraphRunner(Runner):
-    """Captures the stages ``which`` for every bucket when it's made; nothing is captured later. Other stages are called.
+    """The runner that captures the stages ``which`` for every bucket when it is created, and calls all other stages.
 
-    Three sets of features are captured: greedy, sampling, and everything. A batch gets the first that covers it.
-    ``buckets``: sizes of batches; None: :func:`buckets_up_to` the most requests for greedy ones, powers of two for those that
-    sample, of four for everything. ``lengths``: of drafts, all nodes of a tree; the shorter ones are captured for greedy
-    batches, of :func:`sizes_of_shorter`. ``capacity``: tokens that a block table holds.
+    It captures three sets of features: greedy, sampling, and everything. A batch uses the first set that covers its features.
+    ``buckets`` are batch sizes; None selects :func:`buckets_up_to` for greedy batches, powers of two for sampling, and powers
+    of four for everything. ``lengths`` are draft lengths, with all nodes of a tree; shorter drafts are captured for greedy
+    batches of :func:`sizes_of_shorter`. ``capacity`` is the number of tokens that a block table holds.
     """
 
     def __init__(
@@ -157,7 +162,7 @@ class GraphRunner(Runner):
             sizes = dict.fromkeys(sizes, tuple(sorted(buckets)))
         self.buckets = sizes[greedy]
         self._sizes = {(max(lengths), kind): sizes[kind] for kind in sizes}
-        # Only greedy batches are drafted for by less than can be.
+        # Only greedy batches use a shorter draft than the maximum.
         shorter = sizes_of_shorter(sizes[greedy])
         self._sizes |= {(drafted, greedy): shorter for drafted in lengths if drafted < max(lengths)}
         self._stages = stages
@@ -171,7 +176,7 @@ class GraphRunner(Runner):
         began = time.perf_counter()
         for drafted in lengths:
             for count in range(1, most + 1):
-                buffers.views(count, drafted)  # made before any replay, they are known to follow what graphs write
+                buffers.views(count, drafted)  # views made before any replay are known to follow the writes of graphs
         self._shared: dict[tuple[str, int, int, bool], Graph] = {}
         wanted = [
             (size, drafted, kind)
@@ -179,7 +184,7 @@ class GraphRunner(Runner):
             for (drafted, kind), sizes in self._sizes.items()
             if size in sizes
         ]
-        # The largest first: the smaller ones then fit into the memory that the pool has already.
+        # The largest size first: smaller graphs then fit into the memory that the pool already holds.
         for done, (size, drafted, kind) in enumerate(wanted, start=1):
             self._graphs[size, drafted, kind] = self._capture(size, drafted, kind, pools)
             if progress is not None:
@@ -191,8 +196,8 @@ class GraphRunner(Runner):
         self.report = CaptureReport(graphs, self.buckets, held, seconds, tuple(sorted(lengths)))
 
     def bucket(self, count: int, drafted: int | None = None, features: Features | None = None) -> int:
-        """The smallest bucket that holds ``count`` requests with ``features``, which are captured; of the longest draft and
-        of greedy requests unless it's said.
+        """Return the smallest bucket that holds ``count`` requests. The defaults are the longest draft and greedy
+        requests.
         """
         key = self._most_drafted if drafted is None else drafted, features or Features()
         return next(size for size in self._sizes[key] if size >= count)
@@ -200,7 +205,9 @@ class GraphRunner(Runner):
     def batch(
         self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
     ) -> DecodeBatch:
-        """In the smallest bucket. Its bound of cached tokens is the capacity, since it was captured once for all."""
+        """Return the batch in its smallest bucket. Its bound of cached tokens is the capacity, as the graphs were
+        captured.
+        """
         del max_kv
         features = next(kind for _, kind in self._sizes if kind.covers(features))
         bucket = self.bucket(count, drafted, features)
@@ -208,7 +215,7 @@ class GraphRunner(Runner):
         return DecodeBatch(count, bucket, drafted, features, self._capacity, captured=True, seq_lens_host=padded)
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
-        """Rebind the lengths of every stage's graph, padding included."""
+        """Rebind the KV lengths in the graph of every captured stage, also those of padding rows."""
         seq_lens = batch.seq_lens_host
         if seq_lens is None:
             return
@@ -221,7 +228,9 @@ class GraphRunner(Runner):
                 self._graphs_of(batch)[stage.name].update_params(params, stream=stream)
 
     def run(self, stage: Stage[In, Out], given: In) -> Out:
-        """Replay what was captured. A library that plans has brought the plan that was captured up to date."""
+        """Replay the stage's graph, or call the stage if it was not captured. Captured attention plans are already up to
+        date.
+        """
         if not isinstance(stage, Capturable) or stage not in self._which or not _has_work(stage, given.batch.drafted):
             return super().run(stage, given)
         self._graphs_of(given.batch)[stage.name].replay(stage.stream)
@@ -232,12 +241,12 @@ class GraphRunner(Runner):
         return self._graphs[batch.bucket, batch.drafted, batch.features]
 
     def _capture(self, bucket: int, drafted: int, features: Features, pools: Mapping[str, GraphPool]) -> Mapping[str, Graph]:
-        """One size and length with all its stages."""
+        """Capture all stages for one bucket, draft length and feature set, and return their graphs by stage name."""
         stages = self._stages
         batch = DecodeBatch(bucket, bucket, drafted, features, self._capacity, captured=True)
         nothing, plan = HostSeqLens((0,) * bucket, self._capacity), stages.verify_attention.stream
         with self._backend.on(plan):
-            for group in (INPUTS, VERIFY, EXTEND):  # what lies there is of another length, or of a warm-up's requests
+            for group in (INPUTS, VERIFY, EXTEND):  # the buffers hold values of another length, or of warm-up requests
                 self._buffers.pad(group, count=0, bucket=bucket, drafted=drafted)
             attention = stages.verify_attention.run(AttentionInput(batch, nothing))
             along = stages.extend_attention.run(ExtendAttentionInput(batch, attention, nothing))
@@ -249,7 +258,7 @@ class GraphRunner(Runner):
             if not isinstance(stage, DraftStage | Extend):
                 graphs[stage.name] = self._graph(stage, batch, attention, pools[stage.name])
                 continue
-            # They know of sampling alone.
+            # Draft and extend depend on no feature but sampling, so other feature sets share their graphs.
             key = (stage.name, bucket, drafted, features.sampling)
             narrow = replace(batch, features=Features(sampling=features.sampling))
             if key not in self._shared:
@@ -265,7 +274,7 @@ class GraphRunner(Runner):
         least = stage.least_lengths(batch.drafted)
 
         def run(context: CaptureContext) -> None:
-            # The stage reads the same buffers by their views; only host parameters are the context's.
+            # The stage reads its static buffers; only the host parameters come from the capture context.
             seq_lens = replace(nothing, captured=context.params) if exact else None
             stage.run(self._given(stage, replace(batch, seq_lens_host=seq_lens), attention))
 
@@ -285,7 +294,7 @@ class GraphRunner(Runner):
         return graph
 
     def _given(self, stage: AnyStage, batch: DecodeBatch, attention: AttentionMetadata) -> object:
-        """A stage's input, all of it in static buffers."""
+        """Return the input record of ``stage``, with views of static buffers only."""
         views = self._buffers.views(batch.count, batch.drafted)
         match stage:
             case DraftStage():
@@ -300,5 +309,5 @@ class GraphRunner(Runner):
 
 
 def _has_work(stage: AnyStage, drafted: int) -> bool:
-    """Whether a stage does anything in an iteration that drafts so many tokens."""
+    """Return True if ``stage`` has work in an iteration that drafts ``drafted`` tokens."""
     return drafted > 0 or not isinstance(stage, DraftStage)

@@ -1,6 +1,6 @@
-"""Requests that go to other engines, or come from them, by way of the network card: who holds which pages until when.
+"""The pages of requests that move to or from other engines through the network card, and their owners.
 
-Nothing here waits. What must be over first has a fence that the caller asks between two iterations.
+No function here waits. Each precondition has a fence, which the caller polls between two iterations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.errors import RequestError
 
 
 class Lending:
-    """The pages of an engine that belong to no running request, since the network card reads or writes them."""
+    """The pages of an engine that belong to no running request, because the network card reads or writes them."""
 
     def __init__(self, parts: EngineParts, loop: Loop, admission: Admission) -> None:
         self._parts, self._loop, self._admission = parts, loop, admission
@@ -43,13 +43,13 @@ class Lending:
         """Requests whose pages aren't written, by id."""
 
     def lends(self) -> Scheduler:
-        """The scheduler of an engine whose pages are all here. Raises :class:`ConfigError` for one of several ranks."""
+        """The scheduler of an engine of one rank. Raises :class:`ConfigError` for an engine of several ranks."""
         if not isinstance(self._scheduler, Scheduler):
             raise ConfigError("an engine of data-parallel ranks takes requests, and lends none; prefill on one rank")
         return self._scheduler
 
     def lend(self, request: Request) -> Lent | None:
-        """Take out a request of which nothing is in flight. None where too many are on their way."""
+        """Take out a request without iterations in flight. Returns None if too many requests are on their way."""
         scheduler = self.lends()
         if not self._leaving.available:
             return None
@@ -81,14 +81,14 @@ class Lending:
         return lent
 
     def returned(self, lent: Lent) -> None:
-        """Give the pages back. The caller knows that nobody reads them any more. Allowed once."""
+        """Return the pages to the pool. The caller knows that no transfer reads them. May be called once."""
         if lent not in self._lent:
             raise RequestError("these pages were given back before, or belong to another engine")
         self.lends().pages.give_back(self._lent.pop(lent))
         self._leaving.give_back(lent.slot)
 
     def expect(self, request_id: int, state: RequestState, group: int | None = None) -> Expected | None:
-        """Reserve pages, in ``group`` if it's given. None where they, or slots, are short."""
+        """Reserve pages, in ``group`` if it is given. Returns None if pages or slots are short."""
         if not self._coming.available:
             return None
         if not state.output:
@@ -109,11 +109,11 @@ class Lending:
         return expected
 
     def has_pages(self, expected: Expected) -> bool:
-        """Whether its pages are this rank's."""
+        """True if the pages of the request are on this rank."""
         return expected.group == self._group
 
     def arrived(self, expected: Expected, relay: Mapping[str, Tensor]) -> None:
-        """Queue the request, whose pages are filled; it decodes as soon as it's scheduled."""
+        """Queue the request whose pages were written. It decodes once it is scheduled."""
         request = self._taken(expected)
         try:
             pinned: Mapping[str, Tensor] = {}
@@ -129,7 +129,7 @@ class Lending:
         self._loop.add(request)
 
     def forsake(self, expected: Expected) -> None:
-        """Free reserved pages. The caller knows that nobody writes them any more. Allowed once."""
+        """Free reserved pages. The caller knows that no transfer writes them. May be called once."""
         self._scheduler.free_reserved(self._taken(expected))
         self._coming.give_back(expected.slot)
 
@@ -152,7 +152,7 @@ class Lending:
         return request
 
     def check(self, relay: Mapping[str, Tensor]) -> None:
-        """Raise :class:`ConfigError` unless this engine's proposer relays the like."""
+        """Raise :class:`ConfigError` unless the relay has the names, shapes and dtypes of this engine's proposer."""
         ours = {spec.name: ((1, *spec.shape), spec.dtype) for spec in self._parts.proposer.relay}
         theirs = {name: (tuple(value.shape), value.dtype) for name, value in relay.items()}
         if ours != theirs:

@@ -1,4 +1,4 @@
-"""From a checkpoint's directory to what an engine is made of."""
+"""Loading: from a checkpoint directory to the parts of an engine."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from outrider.speculative.proposer import Proposer
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a checkpoint and its draft hold; ``vision`` None for a model of text alone, ``tokenizer`` for a
-    checkpoint without one. ``config``: with nothing left open.
+    """The contents of a checkpoint and its draft. ``vision`` is None for a text model, ``tokenizer`` for a checkpoint without
+    one. ``config`` has all settings decided.
     """
 
     config: DecidedConfig
@@ -67,7 +67,7 @@ def load_checkpoint(
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> Loaded:
-    """See :meth:`outrider.engine.engine.Engine.from_checkpoint`."""
+    """Load a checkpoint and its draft; see :meth:`outrider.engine.engine.Engine.from_checkpoint` for the arguments."""
     directory = find_checkpoint(directory, code=trust_remote_code)
     draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)
     builders = dict(builders or {})
@@ -141,7 +141,7 @@ def _load_native(
     ranks: Ranks | None,
     quantized: QuantizedMode,
 ) -> Decoder:
-    """The model of a checkpoint, with the kernels that the config asks for."""
+    """Load the model of a checkpoint with the kernels that the config selects."""
     shared = None if ranks is None else ranks.model
     kernels = backend.kernels_in_use
     return load_decoder(
@@ -157,7 +157,7 @@ def _load_native(
 
 
 def _quantized_weights(model: LanguageModel, mode: QuantizedMode, directory: Path) -> tuple[Choice, ...]:
-    """What runs in place of a quantised checkpoint's weights; nothing for a plain checkpoint."""
+    """Return the weight implementation for a quantized checkpoint; an empty mapping for an unquantized one."""
     if not isinstance(model, Decoder):
         return ()
     if mode is QuantizedMode.DEQUANTIZE:

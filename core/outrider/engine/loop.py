@@ -1,4 +1,4 @@
-"""Iterations from the scheduler's batch to results on the host: what is in flight, and what comes of it."""
+"""The loop of iterations, from the scheduler's batch to results on the host, and the iterations in flight."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from outrider.engine.state.results import Outcome, Results, Ticket
 from outrider.engine.step import Step
 from outrider.engine.streams import Streams
 
-_LIKELY_THE_LAST = 0.1
-"""From here on results are waited for before another iteration is launched. A launch that the device waits for takes a tenth
-of an iteration or less; one that nobody needs takes a whole one.
+_MAX_CHANCE_OF_END = 0.1
+"""Probability that all requests end, above which the loop waits for results before it launches.
+
+An idle gap costs at most a tenth of an iteration; a wasted iteration costs a whole one.
 """
 
 
 class Loop:
-    """Launches what ``scheduler`` decides by ``step``, and takes the results in.
+    """The loop that launches the batches of ``scheduler`` through ``step`` and handles their results.
 
-    ``runs_ahead``: an iteration is launched before the results of the previous one are handled. One with a guided request
-    never runs beside another: its masks follow from the tokens before, and nothing is launched before its own are known.
-    ``course``: of the ranks that do all of this alike; None: there is one.
+    With ``runs_ahead``, the loop launches an iteration before it handles the results of the previous one. An iteration with a
+    guided request runs alone: its masks depend on the tokens before it, and the next iteration depends on its own tokens.
+    ``course`` is the decision log that makes all ranks do the same; None for one rank.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Loop:
         )
         self._in_flight: deque[Ticket] = deque()
         self.requests: dict[int, Request] = {}
-        """Those that wait or run, by id."""
+        """The requests that wait or run, by id."""
         self.outbox = Outbox()
         """Outputs of requests, by receiver."""
         counted = ("iterations", "request_iterations", "drafted_tokens", "verified_tokens", "emitted_tokens")
@@ -71,7 +72,7 @@ class Loop:
 
     @property
     def has_work(self) -> bool:
-        """Whether an iteration would do anything, or has something to tell."""
+        """True if a request waits or runs, an iteration is in flight, or outputs wait for their receiver."""
         return bool(self.outbox.waiting or self._in_flight or self.scheduler.has_work)
 
     @property
@@ -80,19 +81,19 @@ class Loop:
         return {request.id: tuple(request.output) for request in self.requests.values()}
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue ``request`` in the scheduler."""
         self.requests[request.id] = request
         self.scheduler.add(request)
 
     def end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a request that waits or runs, here and now; the samples that waited for its prompt go on."""
+        """End a request that waits or runs at once. Samples that waited for its prompt are queued."""
         del self.requests[request.id]
         self.scheduler.drop_waiting(request)
         self.outbox.put(request.end(reason, error))
         self.start_followers(request)
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """Abort those of the requests that haven't ended, and drop their outputs."""
+        """Abort each of ``requests`` that has not ended, and drop its outputs."""
         for request in requests:
             if request.id in self.requests and self.lifeline.stopped is None:
                 self.end(request, FinishReason.ABORT)
@@ -100,12 +101,12 @@ class Loop:
         self.scheduler.retire()
 
     def iterate(self) -> None:
-        """Run one iteration, and take in the results of this one or of the previous one.
+        """Launch one iteration, and handle the results of this iteration or of the previous one.
 
-        A request that can't be put into a batch, or whose media can't be read, ends with an error; the others go on.
+        A request that cannot join a batch, or whose media cannot be read, ends with an error; the other requests continue.
         """
         with self.lifeline.working("running an iteration"):
-            if self._in_flight and self.scheduler.chance_of_end > _LIKELY_THE_LAST:
+            if self._in_flight and self.scheduler.chance_of_end > _MAX_CHANCE_OF_END:
                 self._handle_all_but(0)
             batch = self._next_batch()
             if self.course is not None:
@@ -121,7 +122,7 @@ class Loop:
                         for chunk in each.prefill:
                             if chunk.final:
                                 self.start_followers(chunk.request)
-            # What a guide allows next follows from the tokens of this iteration.
+            # The masks of a guided request depend on the tokens of this iteration.
             self._handle_all_but(1 if self._runs_ahead and batch is not None and not batch.guided else 0)
             self.scheduler.retire()
             self._backend.release_finished()
@@ -154,7 +155,7 @@ class Loop:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _launch(self, batch: Batch) -> Ticket:
-        """Launch the batch. After an error or an interrupt, everything is as it was before the launch."""
+        """Launch ``batch`` and return its pending result. After an error or an interrupt, undo the launch."""
         try:
             while batch.guided and self._in_flight:
                 self._handle_oldest()
@@ -164,14 +165,14 @@ class Loop:
             if self.course is None or alone:
                 self._undo(batch, failed=isinstance(error, DeviceFault))
                 raise
-            stopped = self.lifeline.part(error)  # the others have launched it, or wait in the middle of it
+            stopped = self.lifeline.part(error)  # other ranks have launched the batch, or wait inside it
             if isinstance(error, RequestFailed):
                 raise stopped from error
             raise
 
     def _undo(self, *unlaunched: Batch, failed: bool = True) -> None:
-        """Take back what was being launched. If an operation ``failed``, take back what is in flight too: which results
-        that has spoilt isn't known.
+        """Return ``unlaunched`` batches to the scheduler. If an operation ``failed``, also return the batches in flight: the
+        failure may have corrupted any of their results.
         """
         well = self.lifeline.quiet(self._streams) and not failed
         try:
@@ -184,7 +185,7 @@ class Loop:
             self.scheduler.take_back(batches, corrupted=not well)
 
     def _next_batch(self) -> Batch | None:
-        """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""
+        """Return the scheduler's next batch. If a request must be preempted, handle all iterations in flight first."""
         try:
             return self.scheduler.next_batch()
         except OutOfPages:
@@ -192,12 +193,14 @@ class Loop:
             return self._next_batch()
 
     def _handle_all_but(self, kept: int) -> None:
-        """Take in results until so many iterations are in flight."""
+        """Handle results until at most ``kept`` iterations are in flight."""
         while len(self._in_flight) > kept:
             self._handle_oldest()
 
     def _handle_oldest(self) -> None:
-        """Take in the results of the oldest iteration in flight; those of finished requests are dropped."""
+        """Wait for the results of the oldest iteration in flight and handle them. Results of finished requests are
+        dropped.
+        """
         ticket = self._in_flight[0]
         outcomes = self._results.redeem(ticket, self._fences.results_copied[ticket.entry])
         self._in_flight.popleft()
@@ -212,10 +215,10 @@ class Loop:
             self.course.ranks.decide("accepted", tuple(accepted))
         self.scheduler.landed(ticket.batch, accepted)
         for batch, outcome in zip(batches, outcomes, strict=True):
-            self._take_in(batch, outcome)
+            self._handle_results(batch, outcome)
 
-    def _take_in(self, batch: Batch, outcome: Outcome) -> None:
-        """What an iteration yielded for the requests of a batch."""
+    def _handle_results(self, batch: Batch, outcome: Outcome) -> None:
+        """Append the tokens of one iteration to the requests of ``batch``, and count them."""
         proposed = self.scheduler.proposed(batch)
         for request, tokens in zip(batch.decode, outcome.decoded, strict=True):
             if not request.finished:
@@ -230,7 +233,7 @@ class Loop:
                 self._emit(chunk.request, () if first is None else (first,), outcome)
 
     def _emit(self, request: Request, tokens: Sequence[int], outcome: Outcome, proposed: int = 0) -> None:
-        """Queue new tokens for their receiver. Where a probe found a bad value, end the request instead."""
+        """Queue new tokens for their receiver. If a probe found a bad value, end the request instead."""
         bad = outcome.bad.get(request.id, ())
         if bad:
             if any(each.spoils for each in bad):  # no request may share a page whose keys and values may be bad as well

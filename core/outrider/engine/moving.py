@@ -1,4 +1,4 @@
-"""Requests that move to another engine: handed over in one process, or lent to another one (docs/disaggregation.md)."""
+"""Migration of requests: handed over inside one process, or lent to another process (docs/disaggregation.md)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from outrider.errors import RequestError
 
 
 class MovingRequests(EngineBase):
-    """The part of the engine's interface by which requests leave it, and come to it, in the middle of their output."""
+    """The part of the engine's interface through which requests leave and arrive in the middle of their output."""
 
     _lending: Lending | None = None
 
     def hand_over(self, request_id: int) -> HandOver:
         """Take a decoding request out, with its caches and its draft state, for another engine's :meth:`take_over`.
 
-        The host waits for the request's own iterations in flight; other requests go on. Tokens that this finds come out of
-        the next :meth:`step`, and are in the hand-over's output too. Raises :class:`RequestError` for a request that has
-        finished, or has no output yet.
+        The host waits for the iterations in flight of this request; other requests continue. The next :meth:`step` returns
+        the tokens of these iterations, and the hand-over's output includes them. Raises :class:`RequestError` for a request
+        that has finished or has no output yet.
         """
         with self._use():
             self._tell(GiveOver, request_id)
@@ -47,12 +47,13 @@ class MovingRequests(EngineBase):
             return handed
 
     def take_over(self, handed: HandOver) -> int:
-        """Go on with a request from another engine of the same model and kind of proposer; returns its id here.
+        """Continue a request from another engine of the same model and kind of proposer, and return its id here.
 
-        It decodes as soon as it's scheduled, without a prefill. Its completion has the whole output; :meth:`step` yields
-        what is new. From another backend its state is copied at once, and the host waits for that.
+        The request decodes once it is scheduled, without a prefill. Its completion has the whole output; :meth:`step`
+        yields only new tokens. State from another backend is copied at once, and the host waits for the copy.
 
-        Raises :class:`ConfigError` when the engines don't fit, and :class:`RequestError` for a request that can't be served.
+        Raises :class:`ConfigError` if the engines do not match, and :class:`RequestError` for a request that the engine
+        cannot serve.
         """
         handed.check_fits(self.model, self.proposer)
         if self._course is not None or handed.key is not None:
@@ -70,10 +71,12 @@ class MovingRequests(EngineBase):
             return request.id
 
     def resume(self, state: RequestState, *, lend: bool = False) -> int:
-        """Queue a request that another engine knows, with the output that it has; returns its id here. Its prompt and output
-        are prefilled. ``lend``: it doesn't decode here; it rests after its next token, until :meth:`lend` takes it out.
+        """Queue a request that another engine knows, with its output so far, and return its id here. Prompt and output are
+        prefilled.
 
-        Raises :class:`RequestError` for a request that can't be served.
+        With ``lend``, the request does not decode here: it rests after its next token until :meth:`lend` takes it out.
+
+        Raises :class:`RequestError` for a request that the engine cannot serve.
         """
         with self._use():
             if lend:
@@ -87,10 +90,11 @@ class MovingRequests(EngineBase):
             return request.id
 
     def lend(self, request_id: int) -> Lent | None:
-        """Take a decoding request out; its pages stay, for the network card to read, until :meth:`returned`. None where too
-        many are on their way already: try again after a step.
+        """Take a decoding request out. Its pages stay for the network card to read until :meth:`returned`. Returns None if
+        too many requests are on their way; try again after a step.
 
-        Never waits for a request that rests; of another one it waits for the iterations in flight, as :meth:`hand_over` does.
+        The call does not wait for a resting request. For another request it waits for the iterations in flight, as
+        :meth:`hand_over` does.
         """
         with self._use():
             request = self._leaving(request_id)
@@ -98,22 +102,22 @@ class MovingRequests(EngineBase):
                 return self._lends().lend(request)
 
     def returned(self, lent: Lent) -> None:
-        """Free the pages of a request that was lent. The caller has seen *pages read*, or nobody began to read."""
+        """Free the pages of a request that was lent. The caller has seen *pages read*, or no transfer began."""
         with self._use():
             self._lends().returned(lent)
 
     def expect(self, state: RequestState) -> Expected | None:
-        """Reserve pages for a request that another engine of the same model and kind of proposer lends. None where pages are
-        short: try again after a step. Raises :class:`RequestError` for a request that can't be served.
+        """Reserve pages for a request that another engine of the same model and kind of proposer lends. Returns None if pages
+        are short; try again after a step. Raises :class:`RequestError` for a request that the engine cannot serve.
 
-        With data-parallel ranks, one group's pages: they're on its ranks, which hear of it with the next act.
+        With data-parallel ranks the pages belong to one group, whose ranks learn of them with the next decision record.
         """
         with self._use():
             return self._expect(state, None)
 
     def arrived(self, expected: Expected, relay: Mapping[str, Tensor]) -> int:
-        """Go on with a request whose pages were written; returns its id. The caller has seen *pages written*. ``relay``: host
-        tensors, as the other engine lent them; :class:`ConfigError` for others.
+        """Continue a request whose pages were written, and return its id. The caller has seen *pages written*. ``relay`` are
+        the host tensors that the other engine lent; others raise :class:`ConfigError`.
         """
         with self._use():
             with self._lifeline.working("taking a request over"):
@@ -124,19 +128,20 @@ class MovingRequests(EngineBase):
             return expected.request
 
     def forsake(self, expected: Expected) -> None:
-        """Free reserved pages. The caller knows that nobody writes them: no transfer began, or it's over, or the link is."""
+        """Free reserved pages. The caller knows that no transfer writes them: none began, it has ended, or the link has."""
         with self._use():
             self._lends().forsake(expected)
             self._tell(Forsake, expected.request)
 
     @property
     def expected(self) -> Mapping[int, Expected]:
-        """Requests whose pages aren't written yet, by id; on every rank."""
+        """Requests whose pages are not written yet, by id; the same on every rank."""
         return self._lends().expected
 
     def ask_ranks(self, said: str) -> tuple[str, ...]:
-        """Have the other ranks answer, each by the ``answer`` that its :meth:`Engine.follow` was given; in order of ranks.
-        They do behind all that was asked of this engine before. Waits for them.
+        """Request a vote from every other rank and return the answers in the order of ranks. Each rank answers with the
+        ``answer`` that its :meth:`Engine.follow` received, after all earlier calls of this engine. The call waits for the
+        answers.
         """
         with self._use():
             if self._course is None:
@@ -146,7 +151,7 @@ class MovingRequests(EngineBase):
 
     @property
     def page_memory(self) -> tuple[Tensor, ...]:
-        """All tensors that have pages, [pages, ...] each, as long as the engine lives: what a link registers."""
+        """All tensors that have pages, [pages, ...] each, for the life of the engine. A link registers them."""
         return self._parts.transfer.memory
 
     def _expect(self, state: RequestState, group: int | None) -> Expected | None:
@@ -166,20 +171,22 @@ class MovingRequests(EngineBase):
             self._lends().arrived(self.expected[told.request], told.relay)
 
     def _choose_group(self, requests: Sequence[Request]) -> None:
-        """Put the samples of a prompt into the group that has least to do, where there are several."""
+        """Put the samples of a prompt into the data-parallel group with the least work."""
         if isinstance(self._scheduler, GroupScheduler):
             group = self._scheduler.least_busy(self._requests.values())
             for request in requests:
                 request.group = group
 
     def _lends(self) -> Lending:
-        """Made when it's first asked for: some engines have none."""
+        """Return the borrowed rows of this engine, created at the first use."""
         if self._lending is None:
             self._lending = Lending(self._parts, self._loop, self._admission)
         return self._lending
 
     def _leaving(self, request_id: int) -> Request:
-        """A decoding request, none of whose iterations is in flight. Raises :class:`RequestError` where there is none."""
+        """Return a decoding request without iterations in flight. Raises :class:`RequestError` if there is none with this
+        id.
+        """
         request = self._requests.get(request_id)
         if request is not None:
             self._loop.settle(request)

@@ -19,7 +19,9 @@ from outrider.speculative.proposer import Proposer
 
 
 class Place(Stage[PlaceInput, VerifyInputs]):
-    """The plan's first part, beside the draft: positions, slots and lengths, from lengths and tables alone."""
+    """The first part of the plan, concurrent with the draft: positions, cache slots and lengths, from lengths and block
+    tables only.
+    """
 
     name, fills = "place", VERIFY
 
@@ -29,14 +31,14 @@ class Place(Stage[PlaceInput, VerifyInputs]):
         self._buffers = buffers
 
     def run(self, given: PlaceInput) -> VerifyInputs:
-        """Compute them from source."""
+        """Compute positions, slots and lengths from the gathered state."""
         verify = self._buffers.views(given.batch.count, given.batch.drafted).verify
         self._plans.from_lengths(given.inputs, verify)
         return verify
 
 
 class Fill(Stage[FillInput, VerifyInputs]):
-    """The plan's second part, behind the draft: tokens, and a tree's shape."""
+    """The second part of the plan, after the draft: tokens, and the mask of a tree."""
 
     name = "fill"
 
@@ -45,14 +47,14 @@ class Fill(Stage[FillInput, VerifyInputs]):
         self._plans = plans
 
     def run(self, given: FillInput) -> VerifyInputs:
-        """Write them beside what the first part wrote."""
+        """Write tokens and tree mask into the buffers that the first part started."""
         self._plans.from_draft(given.inputs, given.draft, given.verify)
         self._plans.into_graph(given.inputs, given.verify, captured=given.batch.captured)
         return given.verify
 
 
 class VerifyAttention(Stage[AttentionInput, AttentionMetadata]):
-    """Metadata of verify's attention, with its plan; for the whole bucket."""
+    """Metadata of verify's attention, with its plan, for the whole bucket."""
 
     name = "verify attention"
 
@@ -62,18 +64,18 @@ class VerifyAttention(Stage[AttentionInput, AttentionMetadata]):
         self._buffers = buffers
 
     def run(self, given: AttentionInput) -> AttentionMetadata:
-        """Make the plan, or bring it up to date."""
+        """Create the plan, or update it for this batch."""
         metadata = self.metadata(given.batch)
         return self._attention.plan(Planned.VERIFY, metadata, given.seq_lens_host, metadata.max_query, self.stream)
 
     def metadata(self, batch: DecodeBatch) -> AttentionMetadata:
-        """The metadata, without a plan."""
+        """Return the metadata without a plan."""
         padded = self._buffers.views(batch.bucket, batch.drafted)
         return padded.verify.attention(padded.inputs.tables, max_query=batch.drafted + 1, max_kv=batch.max_kv)
 
 
 class PlanExtend(Stage[ExtendPlanInput, ExtendPlan]):
-    """The tokens that draft-extend takes in; of a tree, also where the accepted path lies and where it goes."""
+    """The tokens of draft-extend; for a tree also the accepted path and the destination of its KV."""
 
     name, fills = "extend plan", EXTEND
 
@@ -83,14 +85,16 @@ class PlanExtend(Stage[ExtendPlanInput, ExtendPlan]):
         self._buffers = buffers
 
     def run(self, given: ExtendPlanInput) -> ExtendPlan:
-        """Compute them from what verify accepted."""
+        """Compute the tokens and the path from the accepted tokens."""
         plan = self._buffers.views(given.batch.count, given.batch.drafted).extend
         self._plans.from_accepted(given.inputs, given.verify, given.outputs, plan)
         return plan
 
 
 class ExtendAttention(Stage[ExtendAttentionInput, AttentionMetadata]):
-    """Metadata of draft-extend's attention, with its plan: verify's own for a chain, the accepted path's for a tree."""
+    """Metadata of draft-extend's attention, with its plan: that of verify for a chain, that of the accepted path for a
+    tree.
+    """
 
     name = "extend attention"
 
@@ -98,17 +102,17 @@ class ExtendAttention(Stage[ExtendAttentionInput, AttentionMetadata]):
         super().__init__(stream)
         self._attention = attention
         self._buffers = buffers
-        self._growth = proposer.depth + 1  # the most tokens of a tree that verify lets through
+        self._growth = proposer.depth + 1  # maximum number of tokens of a tree that verify accepts
 
     def run(self, given: ExtendAttentionInput) -> AttentionMetadata:
-        """Make the plan of a path, or bring it up to date; a chain's is verify's, made already."""
+        """Create or update the plan of a path; return verify's planned metadata for a chain."""
         path = self.of_path(given.batch)
         if path is None:
             return given.verify
         return self._attention.plan(Planned.PATH, path, given.seq_lens_host, self._growth, self.stream)
 
     def of_path(self, batch: DecodeBatch) -> AttentionMetadata | None:
-        """The metadata of an accepted path, without a plan; None for a chain."""
+        """Return the metadata of an accepted path, without a plan; None for a chain."""
         padded = self._buffers.views(batch.bucket, batch.drafted)
         path = padded.extend.path
         if path is None:

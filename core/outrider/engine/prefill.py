@@ -1,4 +1,4 @@
-"""Prefill: chunks of prompts, on the forward stream alone."""
+"""Prefill: chunks of prompts, on the forward stream."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from outrider.speculative.seq_lens import HostSeqLens
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Chunks that the target has read: ``first``, the tokens behind them [S], and what the draft reads of them, None where it
-    reads nothing.
+    """Chunks that the target has read: ``first``, the token after each chunk [S], and the inputs of the draft, None if the
+    draft reads no prompts.
     """
 
     inputs: PrefillInputs
@@ -37,8 +37,8 @@ class Filled:
 
 
 class Prefill:
-    """Launches the prompt chunks of a batch: for the target, and then for the draft, which first tokens don't wait for.
-    ``capacity``: tokens that a block table holds.
+    """The launcher of prompt chunks: first for the target, then for the draft, so that first tokens do not wait for the
+    draft. ``capacity`` is the number of tokens that a block table holds.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Prefill:
         self._exact = backend.speculative_sync.exact_host_lengths
 
     def launch(self, batch: Batch, packer: Packer) -> Filled:
-        """Enqueue the target's part of the chunks. Only a prompt's last chunk publishes."""
+        """Enqueue the target's pass over the chunks. Only the last chunk of a prompt publishes a length."""
         requests = tuple(chunk.request for chunk in batch.prefill)
         features = Features.of(requests)
         with self._backend.on(self._forward):
@@ -90,13 +90,13 @@ class Prefill:
             return self._fill(inputs, features, seq_lens_host, self._features(batch, inputs.tokens.shape[0]))
 
     def run(self, inputs: PrefillInputs, features: Features) -> None:
-        """Enqueue all the work of staged ``inputs``, in the scope of forward, while it's captured: with bounds alone known on
-        the host, and attention that isn't planned.
+        """Enqueue all work of staged ``inputs`` in the caller's scope of forward, for capture. The host knows only bounds,
+        and attention has no plan.
         """
         self._extend(self._fill(inputs, features, None))
 
     def extend(self, filled: Filled) -> None:
-        """Enqueue the draft's part of chunks that were launched. Only a prompt's last chunk is drafted for."""
+        """Enqueue the draft's pass over chunks that were launched. Only after the last chunk of a prompt is there a draft."""
         with self._backend.on(self._forward):
             self._extend(filled)
 
@@ -107,7 +107,9 @@ class Prefill:
         seq_lens_host: HostSeqLens | None,
         media: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Filled:
-        """The target's part. ``seq_lens_host`` None: see :meth:`run`; ``media``: features [T, H], and where they are."""
+        """Enqueue the target's pass. ``seq_lens_host`` is None during capture, see :meth:`run`. ``media`` are features [T, H]
+        and the bool mask [T] of their tokens.
+        """
         model, rows, future, proposer = self._model, self._rows, self._future, self._proposer
         tables = rows.tables.index_select(0, inputs.rows)
         temperature = rows.temperature.index_select(0, inputs.rows)
@@ -164,7 +166,7 @@ class Prefill:
         return Filled(inputs, first, extend)
 
     def _extend(self, filled: Filled) -> None:
-        """The draft's part."""
+        """Enqueue the draft's pass over the chunks."""
         inputs, first = filled.inputs, filled.first
         relay: Mapping[str, Tensor] = {} if filled.extend is None else self._proposer.extend(filled.extend)
         # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.
@@ -174,7 +176,7 @@ class Prefill:
     def _choose(
         self, features: Features, inputs: PrefillInputs, logits: Tensor, temperature: Tensor, seeds: Tensor
     ) -> Tensor:
-        """The token behind each chunk [S], from ``logits`` [S, V]; meaningless where the prompt goes on."""
+        """Return the token after each chunk [S] from ``logits`` [S, V]. The token has no meaning if the prompt continues."""
         kernels = self._model.kernels
         self._probes.look("target.logits", logits, self._results.found_in_prefill(logits.shape[0]))
         options = self._options.gather(features, inputs.rows)
@@ -204,7 +206,7 @@ class Prefill:
         return first
 
     def _features(self, batch: Batch, tokens: int) -> tuple[Tensor | None, Tensor | None]:
-        """Features of images and videos in the chunks [T, H], and where they are, bool [T]."""
+        """Return features [T, H] of images and videos in the chunks, and the bool mask [T] of their tokens."""
         chunks = [chunk for chunk in batch.prefill if chunk.request.media is not None]
         if self._vision is None or not chunks:
             return None, None
@@ -224,7 +226,8 @@ class Prefill:
                 except Exception as error:  # what transformers' tower says of this image
                     if model.ranks is None:
                         raise RequestFailed(chunk.request, error) from error
-                    # The other ranks run this iteration: go on with nothing in its place, and end the request behind it.
+                    # Other ranks run this iteration too: continue with zero features, and end the request after the
+                    # iteration.
                     embeddings[begin:end] = 0
                     self._results.say(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
             begin = end

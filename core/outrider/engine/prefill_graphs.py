@@ -1,8 +1,9 @@
-"""Graphs of prefill: the forward of short prompts, captured for buckets of tokens, as its launches take longer than it does.
+"""Graphs of prefill: forward passes over short prompts, captured for buckets of tokens, because their launches take longer
+than their work.
 
-Chunks of up to so many tokens in all are padded to the next bucket, with a fixed number of sequences, and replayed. They read
-nothing of the host but what was staged, at addresses that never change, so the fences of a prefill that is called serve here,
-too: *inputs ready* before the replay, *shared reads done* behind it.
+Chunks with few tokens in total are padded to the next bucket, with a fixed number of sequences, and replayed. A replay reads
+only staged inputs, at fixed addresses, so the fences of a called prefill serve here too: *inputs ready* before the replay,
+*shared reads done* after it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MOST_SEQUENCES = 16
 
 
 def max_graph_tokens(backend: Backend) -> int:
-    """Return the number of tokens of the largest chunk of prompts that is replayed from a graph; 0: each chunk is called.
+    """Return the number of tokens of the largest chunk of prompts that is replayed from a graph; 0 if each chunk is called.
 
     Tests and proofs replace this function, to replay chunks of few tokens and to replay on a device without graphs.
     """
@@ -31,14 +32,16 @@ def max_graph_tokens(backend: Backend) -> int:
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
-    """Sizes up to ``most``: a few where weights decide how long a forward takes, then steps that pad by little."""
+    """Return bucket sizes up to ``most``: few sizes where weights determine the time of a forward pass, then steps with
+    little padding.
+    """
     sizes = (16, 64, *range(128, 1024, 128), *range(1024, most, 256))
     return (*(size for size in sizes if size < most), most)
 
 
 class PrefillGraphs:
-    """Captures ``prefill`` for every bucket when it's made. A batch has no bucket if it's too large, or asks for what only
-    calls serve: media, sampling options, log-probabilities.
+    """The graphs of ``prefill``, captured for every bucket at creation. A batch has no bucket if it is too large or needs
+    media, sampling options or log-probabilities.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class PrefillGraphs:
         self.report = CaptureReport(len(self._graphs), self.buckets, before - after if limited else None, seconds)
 
     def bucket(self, batch: Batch) -> PrefillBucket | None:
-        """That of a batch's chunks; None: there are none, or they are to be called."""
+        """Return the bucket of the batch's chunks; None if the batch has no chunks or they must be called."""
         chunks = batch.prefill
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
         if not chunks or tokens > self.buckets[-1] or len(chunks) > self.sequences:
@@ -92,7 +95,7 @@ class PrefillGraphs:
     def _capture(self, size: int, sampling: bool) -> Graph:
         bucket = PrefillBucket(size, self.sequences)
         with self._backend.on(self._forward):
-            segments = self._intake.stage_nothing(bucket)  # a rehearsal reads what is there
+            segments = self._intake.stage_nothing(bucket)  # warm-up and capture read the current contents
 
         # Products have the shapes of the other graph of this size; choices don't depend on the size.
         known = any(each == size for each, _ in self._graphs) and any(each == sampling for _, each in self._graphs)

@@ -1,6 +1,6 @@
-"""What an engine decides for its user: from a config with open ends, by what its device declares and by the model.
+"""The decisions that an engine makes for its user, from an open config, the declarations of the device, and the model.
 
-Everything here is a function of records: nothing looks at a device. What was given is kept as it is; each choice says why.
+The functions here read records only and never query a device. Given settings stay unchanged; each choice states its reason.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the memory that holds the KV cache: in all, and free after the weights. ``shared``: it's the host's."""
+    """Bytes of the memory that holds the KV cache, in total and free after the weights. ``shared`` is True for host
+    memory.
+    """
 
     total: int
     free: int
@@ -53,38 +55,43 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """What is known when an engine is made, its weights being loaded.
-
-    ``dtype``: of the weights. ``context``: the most tokens that model and proposer were made for, ``context_of`` whose limit
-    that is. ``slots``: cache slots behind the cached tokens that an iteration may write. ``token_bytes``: what a token takes
-    in all KV caches, ``cached_bytes`` in the target's, which is in ``cache_dtype`` (None: in ``dtype``).
-    ``prompt_token_bytes`` and ``drafted_token_bytes``: what a forward takes at most for each token of a prompt, and
-    for each one that is verified. ``request_bytes``: what a request takes besides, ``fixed_bytes`` what an engine takes
-    whatever runs. ``memory``: None where nothing is known of it. ``no_fused`` and ``no_graphs``: why that isn't chosen
-    here, empty where it may be.
-    """
+    """The facts by which an engine is configured, after its weights were loaded."""
 
     capabilities: Capabilities
+    """Declarations of the device."""
     step_modes: frozenset[StepMode]
+    """Modes that are correct on the device."""
     dtype: torch.dtype
+    """Dtype of the weights."""
     context: int
+    """Maximum number of tokens that model and proposer support."""
     context_of: str
+    """Name of the component that limits ``context``."""
     slots: int
+    """Cache slots after the cached tokens that an iteration may write."""
     token_bytes: int
+    """Bytes per token in all KV caches."""
     prompt_token_bytes: int = 0
+    """Maximum bytes of a forward pass per prompt token."""
     drafted_token_bytes: int = 0
+    """Maximum bytes of a forward pass per verified token."""
     request_bytes: int = 0
+    """Further bytes per request."""
     fixed_bytes: int = 0
+    """Bytes of the engine that do not depend on its requests."""
     memory: Memory | None = None
+    """Memory of the KV cache; None if it is unknown."""
     no_fused: str = ""
+    """Reason against fused mode; empty if it may be chosen."""
     no_graphs: str = ""
+    """Reason against graphs; empty if they may be chosen."""
     no_overlap_fused: bool = False
     cache_dtype: torch.dtype | None = None
     cached_bytes: int = 0
 
 
 def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> Choice:
-    """The dtype in which a checkpoint in ``checkpoint`` is loaded; None: it names none."""
+    """Return the dtype in which a checkpoint of dtype ``checkpoint`` is loaded; None if the checkpoint names no dtype."""
     own = checkpoint if checkpoint in _NAMES else torch.float32
     assert own is not None
     if checkpoint is None:
@@ -107,10 +114,10 @@ def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> 
 
 
 def resolve(config: EngineConfig, known: Situation, before: tuple[Choice, ...] = ()) -> DecidedConfig:
-    """``config`` with every open end decided. ``before``: what was chosen for the loading already.
+    """Return ``config`` with every open setting decided. ``before`` are the choices that loading made already.
 
-    Raises :class:`ConfigError` where what was asked for can't be, and :class:`OutOfDeviceMemory` where what is free after
-    the weights holds no request.
+    Raises :class:`ConfigError` for an impossible request, and :class:`OutOfDeviceMemory` if the free memory after the weights
+    holds no request.
     """
     if isinstance(config, DecidedConfig):
         return config
@@ -125,7 +132,7 @@ def resolve(config: EngineConfig, known: Situation, before: tuple[Choice, ...] =
 
 
 class _Choices:
-    """The values that are decided so far, and those of them that were chosen."""
+    """The settings decided so far, and the list of those that were chosen."""
 
     def __init__(self, config: EngineConfig, before: tuple[Choice, ...]) -> None:
         self.config = config
@@ -133,21 +140,21 @@ class _Choices:
         self.made = before
 
     def add(self, name: str, value: object, why: str) -> None:
-        """Choose, unless it was given."""
+        """Choose a value unless the setting was given."""
         given = getattr(self.config, name)
         self.values[name] = value if given is None else given
         if given is None:
             self.made += (Choice(name, value, why),)
 
     def number(self, name: str) -> int:
-        """A whole number that is decided."""
+        """Return a decided whole number."""
         value = self.values[name]
         assert isinstance(value, int)
         return value
 
 
 def _keeping(choices: _Choices, known: Situation) -> None:
-    """What the pages hold was decided when the model was loaded, with its scales."""
+    """Decide the contents of KV pages, as the model was loaded with its scales."""
     asked = choices.config.kv_dtype
     format = next((name for name, dtype in CACHE_FORMATS.items() if dtype is known.cache_dtype), "plain")
     if asked not in ("auto", format):
@@ -164,7 +171,7 @@ def _keeping(choices: _Choices, known: Situation) -> None:
 
 
 def _launching(choices: _Choices, known: Situation) -> None:
-    """Mode, graphs, overlap: the best that the backend declares."""
+    """Decide mode, graphs and overlap: the best that the backend declares."""
     captures, asked = known.capabilities.captures_graphs, choices.config.graphs
     if StepMode.FUSED not in known.step_modes:
         staged = "the backend declares no other"
@@ -194,7 +201,7 @@ def _launching(choices: _Choices, known: Situation) -> None:
 
 
 def _sizes(choices: _Choices, known: Situation) -> None:
-    """Pages, requests, chunks."""
+    """Decide page size, number of requests and chunk size."""
     choices.add("page_size", known.capabilities.page_size, "the backend's kernels run with it")
     if known.memory is None or known.memory.shared:
         (chunk, requests), why = SIZES_WITHOUT_LIMIT, "the device declares no limit of its memory"
@@ -210,7 +217,7 @@ def _sizes(choices: _Choices, known: Situation) -> None:
 
 
 def _cache(choices: _Choices, known: Situation) -> None:
-    """Context and pages: as much as the model takes and the memory holds."""
+    """Decide context and pages: as much as the model accepts and the memory holds."""
     config, limit = choices.config, known.context
     if config.max_context is not None and config.max_context > limit:
         raise ConfigError(f"max_context is {config.max_context}, the {known.context_of} was made for {limit} at most")
@@ -261,7 +268,7 @@ def _cache(choices: _Choices, known: Situation) -> None:
 
 
 def _most_pages(choices: _Choices, known: Situation, page_bytes: int) -> tuple[int, str]:
-    """The most pages that the memory has room for, and why it's these."""
+    """Return the maximum number of pages that the memory holds, with the reason."""
     memory, share = known.memory, choices.config.kv_memory
     assert memory is not None
     free = f"{memory.free / GIB:.1f} GiB that are free"
@@ -280,8 +287,8 @@ def _most_pages(choices: _Choices, known: Situation, page_bytes: int) -> tuple[i
 
 
 def _check_left(share: float, memory: Memory, work: int) -> None:
-    """Raise :class:`OutOfDeviceMemory` where a cache of that share, and the work beside it, leave the host too little: there
-    nothing refuses an allocation, and whoever needs memory next is ended by the system.
+    """Raise :class:`OutOfDeviceMemory` if a cache of that share and the work around it leave the host too little memory. The
+    host refuses no allocation; the system ends the next process that needs memory.
     """
     most = HOST_MOST - work / max(memory.free, 1)
     if share > most:
@@ -293,7 +300,7 @@ def _check_left(share: float, memory: Memory, work: int) -> None:
 
 
 def _width(context: int, slots: int, page_size: int) -> int:
-    """Pages of a request with so many tokens."""
+    """Return the number of pages of a request with ``tokens`` tokens."""
     return -(-(context + slots) // page_size)
 
 

@@ -1,4 +1,6 @@
-"""What :mod:`outrider.engine.resolve` decides by, gathered from a backend, a model and its proposer."""
+"""The device and model facts that :mod:`outrider.engine.resolve` decides by, collected from a backend, a model and its
+proposer.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ _INNER_AT_ONCE = 3
 
 
 def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> Situation:
-    """What is known of an engine for this model on this backend, the weights being there."""
+    """Collect the facts for an engine of this model on this backend, after the weights were loaded."""
     config, sync = model.config, backend.speculative_sync
     context, context_of = config.max_context, "model"
     if proposer.max_context is not None and proposer.max_context < context:
@@ -71,8 +73,8 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
 
 
 def memory_of(backend: Backend) -> Memory | None:
-    """The memory that a KV cache on this backend lies in: the device's where it reports one, else the host's where tensors
-    of the device lie there. None where neither is known.
+    """Return the memory that a KV cache on this backend occupies: the device's if it reports one, else the host's if tensors
+    of the device lie there. None if neither is known.
     """
     if backend.capabilities.memory_limit:
         info = backend.memory_info()
@@ -85,7 +87,9 @@ def memory_of(backend: Backend) -> Memory | None:
 
 
 def _available(otherwise: int) -> int:
-    """Bytes of the host that can be taken without swapping, as Linux says; ``otherwise`` where nothing says."""
+    """Return the bytes of host memory that Linux reports as available without swapping; ``otherwise`` if nothing reports
+    it.
+    """
     try:
         lines = _HOST_FIGURES.read_text().splitlines()
     except OSError:
@@ -95,9 +99,9 @@ def _available(otherwise: int) -> int:
 
 
 def _of_groups() -> tuple[int, int]:
-    """The least limit of the control groups that this process is in, as a container is, and the least that one has left.
+    """Return the smallest limit of the control groups of this process (such as a container), and the smallest rest.
 
-    A large number where none is limited.
+    The limit is a large number if no group is limited.
     """
     limits, left = [sys.maxsize], [sys.maxsize]
     for directory, names in _groups():
@@ -113,7 +117,7 @@ def _of_groups() -> tuple[int, int]:
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The directory of each control group that limits this process's memory, and of those around it."""
+    """Yield the directory of each control group that limits this process's memory, and of its parents."""
     try:
         lines = _GROUPS.read_text().splitlines()
     except OSError:

@@ -1,17 +1,17 @@
-"""What each stage of a decode iteration reads and what it writes: a record in, a record out.
+"""Inputs and outputs of each stage of a decode iteration, as records.
 
 | stage | stream | reads | writes |
 |---|---|---|---|
 | gather | forward | :class:`GatherInput`, the rows' shared state | :class:`DecodeInputs` |
 | draft | forward | :class:`DraftStageInput` | :class:`Draft` |
-| place | plan | :class:`PlaceInput` | :class:`VerifyInputs`, all but what is drafted |
-| fill | plan | :class:`FillInput` | :class:`VerifyInputs`, the rest |
+| plan positions | plan | :class:`PlaceInput` | :class:`VerifyInputs` without drafted tokens |
+| plan tokens | plan | :class:`FillInput` | :class:`VerifyInputs`, tokens and tree mask |
 | verify attention | plan | :class:`AttentionInput` | metadata with its plan |
 | verify | forward | :class:`VerifyStageInput` | :class:`VerifyOutputs`; publishes lengths, writes the results |
 | extend plan | plan | :class:`ExtendPlanInput` | :class:`ExtendPlan` |
 | extend attention | plan | :class:`ExtendAttentionInput` | metadata with its plan |
 | extend | forward | :class:`ExtendStageInput` | the draft's cache; stashes the relay |
-| iteration | forward | :class:`IterationInput` | all of it (fused mode) |
+| iteration | forward | :class:`IterationInput` | all outputs above (fused mode) |
 
 The tensors are static buffers (:mod:`outrider.engine.state.buffers`), so that a stage can be captured unchanged. The
 records hold the rows of the batch's own requests. Attention metadata alone is as long as the bucket.
@@ -35,26 +35,29 @@ from outrider.speculative.seq_lens import HostSeqLens
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """What the host says of the batch of one decode iteration; every stage is told.
-
-    ``count``: its requests; ``bucket``: those of the graphs that hold it, ``count`` without graphs. ``drafted``: tokens that
-    are drafted for each request, all nodes of a tree. ``features``: abilities that cover what its requests ask for.
-    ``max_kv``: host bound of cached tokens after the iteration. ``captured``: stages are replayed, and read the copies that
-    are made for that. ``seq_lens_host``: exact lengths, ``bucket`` of them, only where attention takes host integers.
-    """
+    """The host's description of the batch of one decode iteration; every stage receives it."""
 
     count: int
+    """Number of requests."""
     bucket: int
+    """Number of rows of the captured graphs; ``count`` without graphs."""
     drafted: int
+    """Tokens drafted per request; for a tree, its nodes."""
     features: Features
+    """Features that cover those of the requests."""
     max_kv: int
+    """Upper bound of cached tokens per request after the iteration."""
     captured: bool = False
+    """Stages are replayed and read the static copies made for graphs."""
     seq_lens_host: HostSeqLens | None = None
+    """Exact lengths of ``bucket`` rows, if attention takes host integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherInput:
-    """``rows`` int64 [B] of the batch. ``seq_lens`` int64 [B], resolved on schedule; None: those published last are read."""
+    """The row numbers of the batch, ``rows`` int64 [B]. ``seq_lens`` int64 [B] are resolved on schedule; None reads the
+    published lengths.
+    """
 
     batch: DecodeBatch
     rows: Tensor
@@ -63,7 +66,7 @@ class GatherInput:
 
 @dataclass(frozen=True, slots=True)
 class DraftStageInput:
-    """What the draft works on, gathered."""
+    """The gathered state that the draft reads."""
 
     batch: DecodeBatch
     inputs: DecodeInputs
@@ -71,7 +74,7 @@ class DraftStageInput:
 
 @dataclass(frozen=True, slots=True)
 class PlaceInput:
-    """What the plan's first part works on: lengths and tables, gathered."""
+    """The gathered lengths and block tables that plan positions reads."""
 
     batch: DecodeBatch
     inputs: DecodeInputs
@@ -79,7 +82,7 @@ class PlaceInput:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInput:
-    """``seq_lens_host``: exact lengths of the bucket where planning reads them; else it isn't looked at."""
+    """The batch, and ``seq_lens_host``: exact lengths of the bucket, read only if attention is planned on the host."""
 
     batch: DecodeBatch
     seq_lens_host: HostSeqLens | None
@@ -87,7 +90,7 @@ class AttentionInput:
 
 @dataclass(frozen=True, slots=True)
 class FillInput:
-    """What the plan's second part works on: what was gathered, and the draft. ``verify``: what the first part wrote."""
+    """The gathered state, the draft, and ``verify``, the output of plan positions."""
 
     batch: DecodeBatch
     inputs: DecodeInputs
@@ -97,8 +100,8 @@ class FillInput:
 
 @dataclass(frozen=True, slots=True)
 class VerifyStageInput:
-    """``plan``: tokens, positions and slots that verify runs over; ``attention``: over which tokens, with its plan.
-    ``masks`` int32 [B, N, W]: what may come behind each token; None where no request is guided.
+    """``plan`` has the tokens, positions and slots of verify, ``attention`` its planned metadata. ``masks`` int32 [B, N, W]
+    are the token masks of guided requests; None without one.
     """
 
     batch: DecodeBatch
@@ -111,7 +114,7 @@ class VerifyStageInput:
 
 @dataclass(frozen=True, slots=True)
 class ExtendPlanInput:
-    """``verify``: what verify ran over; ``outputs``: what it accepted."""
+    """``verify``, the inputs of verify, and ``outputs``, the accepted tokens."""
 
     batch: DecodeBatch
     inputs: DecodeInputs
@@ -121,7 +124,7 @@ class ExtendPlanInput:
 
 @dataclass(frozen=True, slots=True)
 class ExtendAttentionInput:
-    """``verify``: the metadata, planned, that verify had. ``seq_lens_host``: see :class:`AttentionInput`."""
+    """``verify``, the planned metadata of verify. ``seq_lens_host`` as in :class:`AttentionInput`."""
 
     batch: DecodeBatch
     verify: AttentionMetadata
@@ -130,7 +133,7 @@ class ExtendAttentionInput:
 
 @dataclass(frozen=True, slots=True)
 class ExtendStageInput:
-    """What was accepted, where it lies, and the states that the target had there."""
+    """The accepted tokens, their positions and slots, and the target's hidden states there."""
 
     batch: DecodeBatch
     inputs: DecodeInputs
@@ -142,17 +145,17 @@ class ExtendStageInput:
 
 @dataclass(frozen=True, slots=True)
 class IterationInput:
-    """All of an iteration in one: its rows are those that were staged."""
+    """The batch of a whole iteration as one stage. It reads the staged rows."""
 
     batch: DecodeBatch
 
 
 class StageInput(Protocol):
-    """Every stage is told of the batch."""
+    """The common part of all stage inputs: the batch."""
 
     @property
     def batch(self) -> DecodeBatch:
-        """What the host says of it."""
+        """The host's description of the batch."""
 
 
 In = TypeVar("In", bound=StageInput)
@@ -160,11 +163,11 @@ Out = TypeVar("Out")
 
 
 class Stage(ABC, Generic[In, Out]):
-    """Device work that runs as one. It reads what its input names and returns what it wrote.
+    """Device work that is launched as one unit. It reads the buffers of its input and returns the buffers that it wrote.
 
-    It decides nothing by a device value, and waits for nothing: who runs it orders it. It enqueues in the scope of
-    ``stream``, which the caller opens. ``fills``: the group of buffers that it begins for a new batch, whose padding is
-    written behind it.
+    A stage neither branches on a device value nor waits: its runner orders it. It enqueues in the scope of ``stream``, which
+    the caller opens. ``fills`` names the group of buffers that the stage starts for a new batch; the runner then writes the
+    padding of this group.
     """
 
     name: str
@@ -175,31 +178,31 @@ class Stage(ABC, Generic[In, Out]):
 
     @abstractmethod
     def run(self, given: In) -> Out:
-        """Enqueue it."""
+        """Enqueue the stage's work and return the buffers that it writes."""
 
 
 class Capturable(Stage[In, Out]):
-    """A stage that may be captured. It works on static buffers, so it computes the same when it's called, when it's replayed
-    from a graph of its own, and as a part of one graph.
+    """A stage that may be captured. It works on static buffers, so a call, a replay of its own graph and a part of a larger
+    graph compute the same.
 
-    ``reads`` and ``writes``: groups of buffers that a graph of it reads and writes.
+    ``reads`` and ``writes`` name the groups of buffers that its graph reads and writes.
     """
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
-        """Host parameters of its attention in an iteration that drafts so many tokens, by name, and how many tokens each is
-        ahead of the requests' lengths. None.
+        """Return the host parameters of the stage's attention, by name, and by how many tokens each exceeds the requests'
+        lengths. The default has none.
         """
         del drafted
         return {}
 
     def least_lengths(self, drafted: int) -> Mapping[str, int]:
-        """Of ``host_params``, the least that a length can be where that isn't 0."""
+        """Return the minimum of each length in ``host_params`` whose minimum is not 0."""
         del drafted
         return {}
 
     @abstractmethod
     def written(self, batch: DecodeBatch) -> Out:
-        """Where it writes for ``batch``: what :meth:`run` returns, and what is there after a replay."""
+        """Return the static buffers that :meth:`run` returns for ``batch``, valid after a replay."""

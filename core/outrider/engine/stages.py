@@ -1,7 +1,8 @@
-"""The stages of a decode iteration on the forward stream: gather, draft, verify, extend, and all of it in one.
+"""The stages of a decode iteration on the forward stream: gather, draft, verify, extend, and the whole iteration as one
+stage.
 
-What each reads and writes is in :mod:`outrider.engine.stage_io`; the stages of the plan stream are in
-:mod:`outrider.engine.plan_stages`.
+:mod:`outrider.engine.stage_io` has the inputs and outputs of each stage, :mod:`outrider.engine.plan_stages` the stages of the
+plan stream.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from outrider.speculative.tree import Tree
 
 
 class Gather(Stage[GatherInput, DecodeInputs]):
-    """Private copies of everything shared that the iteration reads.
+    """The copy of all shared state that the iteration reads into ``inputs.*``, private to the iteration.
 
-    Probes check on the way what the previous iteration relayed. No findings exist before this.
+    Probes check the relay of the previous iteration during the copy. This stage clears the findings of the batch.
     """
 
     name, fills = "gather", INPUTS
@@ -68,7 +69,7 @@ class Gather(Stage[GatherInput, DecodeInputs]):
         self._buffers = buffers
 
     def run(self, given: GatherInput) -> DecodeInputs:
-        """Copy the rows."""
+        """Copy the rows of the batch from lengths, sampling rows, block tables and relay into the static buffers."""
         table, future, rows = self._rows, self._future, given.rows
         features, inputs = given.batch.features, self._buffers.views(given.batch.count, given.batch.drafted).inputs
         found = self._results.found(given.batch.count)
@@ -83,14 +84,14 @@ class Gather(Stage[GatherInput, DecodeInputs]):
         if inputs.mrope_position_deltas is not None:
             inputs.mrope_position_deltas.copy_(table.mrope_position_deltas.index_select(0, rows))
         for name, value in future.relay.items():
-            if name != "probs" or features.sampling:  # distributions mean something only where somebody samples
+            if name != "probs" or features.sampling:  # distributions are valid only if a request samples
                 self._probes.take(f"relay.{name}", value, rows, inputs.relay[name], found)
         self._options.gather_into(features, rows, inputs)
         return inputs
 
 
 class DraftStage(Capturable[DraftStageInput, Draft]):
-    """Draft; then copy the drafted tokens, with a probe, to where plan and verify read them."""
+    """The proposer's draft, copied through probes into ``draft.*``, where plan and verify read it."""
 
     name, reads, writes = "draft", (INPUTS,), (DRAFT,)
 
@@ -112,12 +113,14 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
         self._ranks = ranks
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
-        """Those of the passes that a draft of this length makes; a device may refuse to rebind others."""
+        """Return the host parameters of the passes that a draft of this length makes. A device may refuse to rebind
+        others.
+        """
         declared = self._proposer.host_lengths_of(drafted) or {} if drafted else {}
         return {name: ahead for name, ahead in declared.items() if not name.startswith("extend")}
 
     def run(self, given: DraftStageInput) -> Draft:
-        """Nothing where nothing is drafted."""
+        """Write the draft into the static buffers and return them; write nothing if the batch drafts no tokens."""
         batch, inputs, out = given.batch, given.inputs, self.written(given.batch)
         if not batch.drafted:
             return out
@@ -138,7 +141,7 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
         )
         draft = self._agreed(draft)
         found = self._results.found(batch.count)
-        # The beginning of a chain is a chain: so a proposer that drafts more than it's asked for is right, too.
+        # A prefix of a chain is a chain, so a proposer may draft more tokens than the batch asks for.
         tokens = draft.tokens[:, : batch.drafted].contiguous()
         self._probes.take("draft.tokens", tokens, None, out.tokens, found)
         if out.probs is not None and draft.probs is not None:
@@ -151,7 +154,7 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
         return out
 
     def _agreed(self, draft: Draft) -> Draft:
-        """What the first tensor-parallel rank drafted; distributions are read there alone."""
+        """Return the draft of the first tensor-parallel rank. Only that rank reads the distributions."""
         if self._ranks is None:
             return draft
         tree = draft.tree
@@ -162,12 +165,12 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
         return replace(draft, tokens=tokens, tree=Tree(parents, depths, mask))
 
     def written(self, batch: DecodeBatch) -> Draft:
-        """Static buffers of the draft."""
+        """Return the static buffers of the draft."""
         return self._buffers.views(batch.count, batch.drafted).draft
 
 
 class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
-    """Run the target over the draft, accept, publish the new lengths and write the results."""
+    """The target's pass over the draft, the acceptance, the published lengths and the results."""
 
     name, reads, writes = "verify", (INPUTS, DRAFT, VERIFY), (OUTPUTS,)
 
@@ -194,14 +197,14 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         self._buffers = buffers
         self._depth = proposer.depth
         self._layers = proposer.aux_hidden_state_layers
-        self._keeps_states = _has_work_behind(proposer)
+        self._keeps_states = _has_extend_work(proposer)
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
-        """The lengths behind its own tokens."""
+        """Return the number of verified tokens per request, which is added to the lengths that attention reads."""
         return {"verify": drafted + 1}
 
     def run(self, given: VerifyStageInput) -> VerifyOutputs:
-        """Everything up to the published lengths, and the states that draft-extend reads, in static buffers."""
+        """Verify, publish the lengths, and copy the hidden states that draft-extend reads into static buffers."""
         made, outputs = self.verified(given), self.written(given.batch)
         if self._keeps_states:
             outputs.hidden.copy_(made.hidden)
@@ -210,7 +213,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         return outputs
 
     def verified(self, given: VerifyStageInput) -> VerifyOutputs:
-        """All of it, but the states are where the model left them: for who reads them in the same graph."""
+        """Verify without copying hidden states to static buffers. Use it when extend runs in the same graph."""
         batch, inputs, plan, outputs = given.batch, given.inputs, given.plan, self.written(given.batch)
         model, kernels, features, count = self._model, self._model.kernels, given.batch.features, given.batch.count
         width = batch.drafted + 1
@@ -222,9 +225,9 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, self._layers)
         logits = model.logits(hidden).view(count, width, -1)
         options, found = self._options.over(features, inputs), self._results.found(count)
-        # Where nothing comes between, whoever reads the logits to decide looks at them, too.
-        together = given.masks is None and options is None and given.draft.tree is None and not features.sampling
-        if not together:
+        # If nothing changes the logits, the kernel that accepts also checks them.
+        checks_in_accept = given.masks is None and options is None and given.draft.tree is None and not features.sampling
+        if not checks_in_accept:
             self._probes.look("target.logits", logits, found)
         shaped = logits if given.masks is None else kernels.apply_token_bitmask(logits, given.masks)
         if options is not None:
@@ -236,7 +239,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
                 tree_mask=plan.mask,
                 positions=plan.positions.view(count, width) + 1,
             )
-        checked = self._probes.part("target.logits", found) if together else None
+        checked = self._probes.part("target.logits", found) if checks_in_accept else None
         tokens, path, accepted = self._agreed(*self._accept(given, shaped, checked), found=found)
         if options is not None:
             options.commit(kernels, tokens)
@@ -257,13 +260,13 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         return replace(outputs, hidden=hidden, aux_hidden_states=aux_hidden_states)
 
     def written(self, batch: DecodeBatch) -> VerifyOutputs:
-        """Static buffers of what was accepted, and of the states there."""
+        """Return the static buffers of the accepted tokens and of their hidden states."""
         return self._buffers.views(batch.count, batch.drafted).outputs
 
     def _agreed(
         self, tokens: Tensor, path: Tensor | None, accepted: Tensor, *, found: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What the first tensor-parallel rank decided, and what its probes found."""
+        """Return the decision of the first tensor-parallel rank, and copy the findings of its probes to ``found``."""
         ranks = self._model.ranks
         if ranks is None:
             return tokens, path, accepted
@@ -272,10 +275,10 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         return tokens, rest[0] if rest else None, accepted
 
     def _accept(self, given: VerifyStageInput, logits: Tensor, found: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B].
+        """Return tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B], all int64.
 
-        ``found`` int64 [B, 2]: where to say what is wrong with the logits of a chain that nobody samples from; None: they
-        were looked at.
+        ``found`` int64 [B, 2] receives the findings about the logits of a greedy chain. It is None if the logits were already
+        checked.
         """
         kernels, inputs, draft, sampling = self._model.kernels, given.inputs, given.draft, given.batch.features.sampling
         if found is not None:
@@ -287,7 +290,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
             probs = draft.probs if sampling else None
             tokens, accepted = kernels.verify_chain(logits, draft.tokens, probs, inputs.temperature, inputs.seeds, after)
             return tokens, None, accepted
-        # Where nobody samples no position is looked at, and an operation less lies between two iterations.
+        # Without sampling, no kernel reads the position, and one operation less lies between two iterations.
         after = inputs.seq_lens + 1 if sampling else inputs.seq_lens
         if draft.tree is None:  # nothing was drafted
             tokens = kernels.sample(logits.squeeze(1), inputs.temperature, inputs.seeds, after).unsqueeze(1)
@@ -305,7 +308,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
 
 
 class Extend(Capturable[ExtendStageInput, None]):
-    """Move a tree's accepted keys and values into place, let the draft catch up, and stash."""
+    """The move of a tree's accepted KV into place, draft-extend, and the stash of the next-iteration state."""
 
     name, reads, writes = "extend", (INPUTS, VERIFY, OUTPUTS, EXTEND), ()
 
@@ -317,36 +320,36 @@ class Extend(Capturable[ExtendStageInput, None]):
         self._future = future
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
-        """Those of the draft's passes over what was accepted, if it has any."""
+        """Return the host parameters of the draft's passes over the accepted tokens."""
         declared = self._proposer.host_lengths or {}
         taken_in = self._taken_in(drafted)
         return {name: taken_in + ahead for name, ahead in declared.items() if name.startswith("extend")}
 
     def least_lengths(self, drafted: int) -> Mapping[str, int]:
-        """As many as a pass takes in, where the proposer says so."""
+        """Return the minimum KV length of each draft pass, by host-parameter name."""
         taken_in = self._taken_in(drafted)
         return {name: taken_in + more for name, more in self._proposer.host_widths.items()}
 
     def _taken_in(self, drafted: int) -> int:
-        """The cache holds this many more tokens: all of verify's, or an accepted path moved together."""
+        """Return how many more tokens per request the cache holds: those of verify, or the moved path of a tree."""
         return (self._proposer.depth if self._proposer.is_tree else drafted) + 1
 
     def run(self, given: ExtendStageInput) -> None:
-        """Everything behind verify."""
+        """Move accepted tree KV into place, update the draft cache and store the next-iteration state."""
         along = given.plan.path
         if along is not None:
             for k_cache, v_cache in self._cache.layers:
                 self._kernels.move_cache(k_cache, v_cache, along.sources, along.destinations)
 
         if self._proposer.extends:
-            self._future.stash_relay(given.inputs.rows, self._take_in(given))
+            self._future.stash_relay(given.inputs.rows, self._extend_draft(given))
 
     def written(self, batch: DecodeBatch) -> None:
-        """No static buffer."""
+        """Return None: the stage writes no static buffer."""
         del batch
 
-    def _take_in(self, given: ExtendStageInput) -> Mapping[str, Tensor]:
-        """The draft sees what was accepted; returns what it relays."""
+    def _extend_draft(self, given: ExtendStageInput) -> Mapping[str, Tensor]:
+        """Run the draft over the accepted tokens and return its relay, by name."""
         batch, inputs, verify, outputs, plan = given.batch, given.inputs, given.verify, given.outputs, given.plan
         along = plan.path
 
@@ -361,9 +364,9 @@ class Extend(Capturable[ExtendStageInput, None]):
         if seq_lens_host is not None and self.host_params(batch.drafted):
             seq_lens_host = replace(seq_lens_host, values=seq_lens_host.plus(self._taken_in(batch.drafted)))
             attention = replace(attention, seq_lens_host=seq_lens_host.param("extend", 0))
-        kept = None  # a host that has to know lengths knows those with all drafted tokens, before any of them is accepted
+        kept = None  # with exact host lengths, the host knows only the lengths that include all drafted tokens
         if seq_lens_host is None and batch.drafted:
-            # From lengths that never exceed the tables', and not from positions: a request may be over on the device.
+            # From lengths, which never exceed the block tables, not from positions: a request may have ended on the device.
             seq_lens = attention.seq_lens[: batch.count] - (self._taken_in(batch.drafted) - 1)
             kept = KeptRows.one_each(attention, plan.last, plan.starts, seq_lens.add_(outputs.accepted))
         places = verify if along is None else along
@@ -394,7 +397,7 @@ class Extend(Capturable[ExtendStageInput, None]):
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The stages of one engine. ``extends``: there is work behind verify."""
+    """The stages of one engine. ``extends`` is True if draft-extend or a move of tree KV follows verify."""
 
     gather: Gather
     draft: DraftStage
@@ -409,7 +412,7 @@ class Stages:
 
 
 class Iteration(Capturable[IterationInput, None]):
-    """All of it, on one stream: lengths and everything else come from the device."""
+    """The whole iteration as one stage on forward. Lengths and all other inputs come from the device."""
 
     name, reads, writes = "iteration", (), (INPUTS, DRAFT, VERIFY, OUTPUTS, EXTEND)
 
@@ -419,7 +422,7 @@ class Iteration(Capturable[IterationInput, None]):
         self._staging = staging
 
     def run(self, given: IterationInput) -> None:
-        """The stages one after the other."""
+        """Run the stages in order, each on the static buffers that the stage before wrote."""
         batch, stages = given.batch, self._stages
         inputs = stages.gather.run(GatherInput(batch, self._staging.decode_rows(batch.count), None))
         draft = stages.draft.run(DraftStageInput(batch, inputs))
@@ -433,10 +436,10 @@ class Iteration(Capturable[IterationInput, None]):
             stages.extend.run(ExtendStageInput(batch, inputs, verify, outputs, plan, along))
 
     def written(self, batch: DecodeBatch) -> None:
-        """What the next iteration reads is in the rows."""
+        """Return None: the stage writes the next-iteration state into rows, not into a static buffer."""
         del batch
 
 
-def _has_work_behind(proposer: Proposer) -> bool:
-    """Whether there is work behind verify: a draft that must catch up, or keys and values of a tree that must move."""
+def _has_extend_work(proposer: Proposer) -> bool:
+    """Return True if work follows verify: a draft-extend pass, or KV of a tree that must move."""
     return proposer.extends or proposer.is_tree

@@ -1,4 +1,4 @@
-"""What an engine counts, and how full it is."""
+"""Counts and load of an engine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts since the engine was made. ``verified_tokens`` came out of ``request_iterations`` verifications of single
-    requests, of whose drafts ``drafted_tokens`` could have passed at most: those of chains, and the longest paths of trees.
-    ``iterations`` counts launched batches, prefill-only ones included. ``blocked_s``: seconds that the host waited at fences
-    for the device; the rest of a step's time is the host's own.
+    """Counts since the engine was created.
 
-    ``preemptions``: requests that gave up their pages and begin again. ``prefix_looked_up``: tokens of contexts that were
-    looked up in the prefix cache; ``prefix_hits``: those of them whose pages were there.
+    ``iterations`` counts launched batches, with those of prefill only. ``request_iterations`` counts verifications of single
+    requests, ``verified_tokens`` their tokens, and ``drafted_tokens`` the draft tokens that could have been accepted: those
+    of chains, and the longest paths of trees. ``blocked_s`` is the time in seconds that the host waited at fences for the
+    device.
+
+    ``preemptions`` counts requests that lost their pages and start again. ``prefix_looked_up`` counts context tokens that
+    were looked up in the prefix cache, and ``prefix_hits`` those whose pages were cached.
     """
 
     iterations: int
@@ -28,14 +30,14 @@ class EngineStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that one verification of a request yields on average; 0 before the first."""
+        """Tokens that one verification of a request yields on average; 0 before the first verification."""
         return self.verified_tokens / self.request_iterations if self.request_iterations else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine holds at this moment. ``running``: requests with a row, ``waiting``: those without. Of ``pages``,
-    ``free_pages`` are held by no request, and ``cached_pages`` of these have contents that may be hit again.
+    """The load of an engine at this moment. ``running`` counts requests with a row, ``waiting`` requests without one. Of
+    ``pages``, no request holds ``free_pages``; of these, ``cached_pages`` have contents that a prefix may hit.
     """
 
     running: int

@@ -6,21 +6,22 @@
     plan      first part (overlaps the draft) ───────┴─ second part ── plan_ready ────┘ extend plan ───┘
     copy      results of the iteration to the host
 
-That is *staged*; each stage is called, or replayed from a graph of its own. In *fused* mode one graph on forward holds
-everything from gather to stash, and plan has nothing to do; schedule only uploads, and forward unpacks, so that between two
-graphs nothing comes from another stream or goes there: what is uploaded arrives while the graph before runs, and what was
-kept leaves while the next one does. What is there from the iteration before isn't brought again. Core runs ahead of the
-device: nothing here waits on the host, except where the backend's policy says that the host waits for *published*, or needs
-lengths itself, and where a request is guided. Then the stages are called, staged, in every mode, and between draft and verify
-there is:
+This is *staged* mode: each stage is called, or replayed from a graph of its own. In *fused* mode one graph on forward holds
+all stages from gather to stash, and the plan stream has no work. Schedule only uploads, and forward unpacks. So no edge to
+another stream lies between two graphs: an upload arrives while the graph before runs, and results leave while the next graph
+runs. Inputs that equal those of the iteration before are not uploaded again.
+
+The host does not wait here, with three exceptions: the backend's policy makes the host wait for *published*, a policy needs
+exact lengths on the host, or a request is guided. With a guided request, the stages are called in staged mode, whatever the
+mode of the engine, and these steps lie between draft and verify:
 
     forward   draft ── draft_outputs_ready ─┐                                        ┌─ join · verify
     copy                draft to the host ──┴─ draft_on_host ─┐                      │
     host                                    walk the grammars ┴─ masks ─┐            │
     schedule                                                     upload ┴ masks_ready ┘
 
-In an iteration without decode first tokens leave for the host before the draft reads the prompts, unless a graph holds both.
-What a stage reads and writes is its record in :mod:`outrider.engine.stage_io`.
+In an iteration without decode, first tokens leave for the host before the draft reads the prompts, unless one graph holds
+both. The records in :mod:`outrider.engine.stage_io` list the inputs and outputs of each stage.
 """
 
 from __future__ import annotations
@@ -66,11 +67,13 @@ from outrider.speculative.seq_lens import HostSeqLens
 
 
 class Step:
-    """Launches iterations, whose stages ``runner`` runs, or ``called`` where a request is guided; ``masks``: the
-    token masks of guided requests. ``prefill_graphs``: of chunks of prompts, None without.
+    """The launcher of iterations: it enqueues each stage on its stream, with every wait and record between them.
 
-    ``entries``: those of the rings of staging and results. ``capacity``: tokens that a block table holds.
-    ``plans_on_host``: attention is planned from exact lengths on the host. ``ranks``: those that hold the model together.
+    ``runner`` runs the stages; ``called``, an eager runner, runs them if a request is guided. ``masks`` holds the token masks
+    of guided requests. ``prefill_graphs`` replays prompt chunks; None if prefill is always called. ``entries`` is the number
+    of ring entries of staging and results. ``capacity`` is the number of tokens that a block table holds. With
+    ``plans_on_host``, the host plans attention from exact lengths. ``ranks`` are the ranks that share the model; None for
+    one.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class Step:
         self._runner = runner
         self._called = called
         self._masks = masks
-        self._walks = ranks is None or ranks.decides  # the others take its tokens, whatever a grammar allows here
+        self._walks = ranks is None or ranks.decides  # one rank walks the grammars; the others take its tokens
         self._plans = plans
         self._results = results
         self._seq_lens_ring = seq_lens_ring
@@ -122,13 +125,13 @@ class Step:
         self._plans_on_host = plans_on_host
         self._is_tree = proposer.is_tree
         self._nodes = proposer.nodes
-        self._growth = proposer.depth + 1  # the most tokens that verify lets through
-        self._writes_ahead = proposer.slots - self._growth  # cache slots that an iteration writes beyond them
+        self._growth = proposer.depth + 1  # maximum number of tokens that verify accepts
+        self._writes_ahead = proposer.slots - self._growth  # cache slots that an iteration writes after these tokens
         self._capacity = capacity
-        self._signal_what_is_free()
+        self._signal_initial_fences()
 
-    def _signal_what_is_free(self) -> None:
-        """Everything is free at the start: say so once, so that no wait in the step is conditional."""
+    def _signal_initial_fences(self) -> None:
+        """Signal each fence that the first iteration waits for, so that no wait in the step is conditional."""
         streams, fences = self._streams, self._fences
         fences.shared_reads_done.signal(streams.forward)
         fences.published.signal(streams.forward)
@@ -136,8 +139,10 @@ class Step:
             fences.params_free.signal(streams.forward)
 
     def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
-        """What ranks must decide alike of how a batch is run: ``mode`` of its decoding part, and the ``bucket`` that holds
-        it; ``prompts``: tokens of a prefill from a graph. None each where there is nothing of the kind.
+        """Return the decisions about ``batch`` that all ranks must share.
+
+        ``mode`` is the mode of the decoding part and ``bucket`` its batch bucket. ``prompts`` is the number of tokens of a
+        prefill that a graph replays. Each is None if the batch has no such part.
         """
         if batch is None:
             return {"prompts": None, "mode": None, "bucket": None}
@@ -153,8 +158,10 @@ class Step:
         return {"prompts": prompts, "mode": mode, "bucket": bucket}
 
     def launch(self, batch: Batch) -> Ticket:
-        """Enqueue one iteration; returns the ticket for its results. With other data-parallel groups it does what they do, if
-        need be with idle requests.
+        """Enqueue one iteration and return the ticket for its results.
+
+        With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its
+        own.
         """
         streams, fences = self._streams, self._fences
         asked, batch = batch, batch.launched
@@ -166,15 +173,15 @@ class Step:
         bucket = None if self._prefill_graphs is None else self._prefill_graphs.bucket(batch)
         packer = self._intake.pack(batch, bucket)
         fused = self._mode is StepMode.FUSED and not asked.features.guided
-        # Between two graphs a copy counts, so it's left out where it would change nothing. Forward has waited already for
-        # whoever wrote what is there.
-        there = fused and self._intake.holds(packer)
-        self._stage(batch, packer, entry, fused=fused, there=there)
+        # A copy between two graphs costs time, so unchanged inputs are not copied again. Forward has already waited for the
+        # upload that wrote them.
+        inputs_unchanged = fused and self._intake.holds(packer)
+        self._upload_inputs(batch, packer, entry, fused=fused, inputs_unchanged=inputs_unchanged)
 
         fences.inputs_ready.wait(streams.forward)
         if fused:
             with self._backend.on(streams.forward):
-                self._intake.unpack(batch, packer, None if there else entry)
+                self._intake.unpack(batch, packer, None if inputs_unchanged else entry)
         if self._ranks is not None:
             with self._backend.on(streams.forward):
                 self._results.say_nothing()
@@ -190,10 +197,10 @@ class Step:
             filled = self._prefill.launch(batch, packer)
         ticket = None
         if not batch.decode:
-            self._publish(entry)  # before results leave: who has read those fills the entry again
-            # First tokens leave before the draft reads the prompts. Data-parallel groups share results at the end: others may
-            # decode.
-            ticket = None if self._results.shared else self._leave(asked, entry)
+            self._publish(entry)  # before the results leave: once the host has read them, the ring entry is filled again
+            # First tokens leave before the draft reads the prompts. Data-parallel groups share results at the end, because
+            # another group may decode.
+            ticket = None if self._results.shared else self._copy_results_to_host(asked, entry)
         if filled is not None:
             self._prefill.extend(filled)
         if not batch.decode:
@@ -202,10 +209,12 @@ class Step:
             self._decode_fused(batch, asked.features)
         else:
             self._decode(batch, entry, asked.features)
-        return self._leave(asked, entry) if ticket is None else ticket
+        return self._copy_results_to_host(asked, entry) if ticket is None else ticket
 
-    def _leave(self, asked: Batch, entry: int) -> Ticket:
-        """What came of the iteration leaves for the host, out of the way of the next one."""
+    def _copy_results_to_host(self, asked: Batch, entry: int) -> Ticket:
+        """Copy the results into ring ``entry`` on forward, then to the host on copy, so that the next iteration can
+        overlap.
+        """
         streams, fences = self._streams, self._fences
         self._results.share(asked, streams.forward)
         with self._backend.on(streams.forward):
@@ -218,16 +227,18 @@ class Step:
         return ticket
 
     def forget(self) -> None:
-        """Rely on nothing that an iteration before has brought: one of its copies may have failed."""
+        """Upload everything again in the next iteration: a copy of an earlier iteration may have failed."""
         self._intake.forget()
 
-    def _stage(self, batch: Batch, packer: Packer, entry: int, *, fused: bool, there: bool) -> None:
-        """Upload what the host decided, unless it's ``there``; unpack it, and resolve the lengths that the last iteration
-        published, which in a fused iteration forward does.
+    def _upload_inputs(self, batch: Batch, packer: Packer, entry: int, *, fused: bool, inputs_unchanged: bool) -> None:
+        """Upload the host's decisions on schedule, unless they are unchanged.
+
+        In a staged iteration schedule also unpacks them and resolves the lengths that the last iteration published. In a
+        fused iteration forward does both.
         """
         fences, schedule = self._fences, self._streams.schedule
         masks = self._masks if self._walks and any(chunk.request.guidance is not None for chunk in batch.prefill) else None
-        if not there:
+        if not inputs_unchanged:
             self._intake.upload(packer, entry, schedule)
         if masks is not None or not fused:
             fences.shared_reads_done.wait(schedule)
@@ -245,7 +256,7 @@ class Step:
         fences.inputs_ready.signal(schedule)
 
     def _decode(self, batch: Batch, entry: int, features: Features) -> None:
-        """Draft, verify, accept, publish, extend, stash; planning beside the draft."""
+        """Enqueue draft, verify, accept, publish, extend and stash on forward, and the plan concurrently with the draft."""
         streams, fences, stages = self._streams, self._fences, self._stages
         seq_lens_host = self._exact_seq_lens(batch, entry) if self._sync.exact_host_lengths else None
         decode = self._decode_batch(batch, features, seq_lens_host)
@@ -291,7 +302,9 @@ class Step:
             fences.params_free.signal(streams.forward)
 
     def _mask(self, batch: Batch, decode: DecodeBatch, draft: Draft, entry: int) -> Tensor:
-        """What may come behind each token of the draft. The host waits for the draft: it walks each grammar along it."""
+        """Return the token masks for each position of the draft. The host waits for the draft and walks each grammar along
+        it.
+        """
         streams, fences, masks = self._streams, self._fences, self._masks
         if decode.drafted:
             fences.draft_outputs_ready.wait(streams.copy)
@@ -314,7 +327,7 @@ class Step:
         attention: AttentionMetadata,
         seq_lens_host: HostSeqLens | None,
     ) -> None:
-        """Draft-extend: its plan always waits for verify, and draft-extend for its plan."""
+        """Enqueue draft-extend. Its plan always waits for verify, and draft-extend waits for its plan."""
         streams, fences, stages, run = self._streams, self._fences, self._stages, self._runner_for(decode.features).run
         fences.accept_ready.signal(streams.forward)
 
@@ -327,12 +340,12 @@ class Step:
         run(stages.extend, ExtendStageInput(decode, inputs, verify, outputs, plan, along))
 
     def _decode_fused(self, batch: Batch, features: Features) -> None:
-        """One launch; all that it reads of what the host decided are the staged rows."""
+        """Launch the whole iteration as one graph. Of the host's decisions the graph reads only the staged rows."""
         self._runner.run(self._iteration, IterationInput(self._decode_batch(batch, features, None)))
         self._fences.shared_reads_done.signal(self._streams.forward)
 
     def _publish(self, entry: int) -> None:
-        """Signal the lengths of this iteration; copy them to the host where a policy or a plan needs them exact."""
+        """Signal *published*; copy the lengths to the host if a policy or a plan needs exact lengths there."""
         streams, fences = self._streams, self._fences
         for_host = self._sync.exact_host_lengths or self._plans_on_host
         if for_host:
@@ -345,14 +358,14 @@ class Step:
             fences.lengths_on_host[entry].signal(streams.copy)
 
     def _exact_seq_lens(self, batch: Batch, entry: int) -> HostSeqLens:
-        """The lengths that the previous iteration published; the host waits for them."""
+        """Wait on the host for the lengths that the previous iteration published, and return those of ``batch``."""
         before = (entry - 1) % self._entries
         by_row = self._seq_lens_ring.read(before, self._fences.lengths_on_host[before])
         return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._capacity)
 
     def _decode_batch(self, batch: Batch, features: Features, seq_lens_host: HostSeqLens | None) -> DecodeBatch:
-        """What the stages are told."""
-        # Earlier iterations grew each request by a path at most; this one also writes the slots of the whole tree.
+        """Return the description of ``batch`` that every stage receives."""
+        # An earlier iteration grew each request by one path at most; this iteration also writes the slots of the whole tree.
         bound = max(request.length_bound(self._growth) for request in batch.decode) + self._writes_ahead
         return self._runner_for(features).batch(
             len(batch.decode), self._drafted(batch), features, min(bound, self._capacity), seq_lens_host
@@ -362,5 +375,7 @@ class Step:
         return self._nodes if batch.drafted is None else batch.drafted
 
     def _runner_for(self, features: Features) -> Runner:
-        """Graphs know of no masks: a batch with a guided request is called."""
+        """Return the eager runner for a batch with a guided request, since graphs have no masks; else the configured
+        runner.
+        """
         return self._called if features.guided else self._runner

@@ -1,4 +1,4 @@
-"""The streams of an engine."""
+"""The record of the streams of an engine, without repeats."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from outrider.device import Stream
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The streams of an engine. ``plan`` and ``copy`` may be forward itself; ``update`` rebinds host
-    parameters of graphs, where there are such.
+    """The streams of an engine. ``plan`` and ``copy`` may be ``forward`` itself. ``update`` rebinds host parameters of
+    graphs; None on devices without such parameters.
     """
 
     schedule: Stream
@@ -21,6 +21,6 @@ class Streams:
 
     @property
     def all(self) -> tuple[Stream, ...]:
-        """Each of them once."""
+        """Return each stream once, in the order of their creation."""
         streams = (self.schedule, self.forward, self.plan, self.copy, self.update)
         return tuple(dict.fromkeys(stream for stream in streams if stream is not None))

@@ -1,4 +1,4 @@
-"""Warm-up: compiles kernels before the first request, by using them."""
+"""Warm-up: compile kernels before the first request by using them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _ITERATIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """What a warm-up took. ``compiled``: variants of each kernel that were compiled, or loaded from a cache of compiled
-    ones; empty where the kernels don't say. ``chosen``: what was chosen by measurement, by what it's for.
+    """The result of a warm-up. ``compiled`` counts the variants of each kernel that were compiled or loaded from a cache;
+    empty if the kernels do not report it. ``chosen`` has the implementations that were chosen by measurement, by purpose.
     """
 
     seconds: float
@@ -40,9 +40,9 @@ class WarmUp:
 def warm_up(
     loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: DecidedConfig, *, room: int, lengths: int
 ) -> WarmUp:
-    """Serve requests of its own that need everything which a request may ask for; a prompt that takes two chunks, and then
-    iterations that draft, verify and extend. ``loop`` is made for this and dropped afterwards. ``room``: tokens that a
-    request may have. ``lengths``: how many lengths of a draft there are, one after the other.
+    """Serve internal requests that use every feature: a prompt of two chunks, then iterations that draft, verify and extend.
+    ``loop`` is created for this and dropped afterwards. ``room`` is the number of tokens that a request may have.
+    ``lengths`` is the number of draft lengths, used in turn.
     """
     kernels = model.kernels
     before, began = kernels.compiled(), time.perf_counter()

@@ -8,22 +8,20 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.device.plugin import PluginInfo
 from outrider.errors import shown
 
 
-def wrong_field(info: PluginInfo, declared: type[PluginInfo]) -> str:
-    """Return ``field=value, expected type`` for the first field of another type than declared; empty if all are right."""
-    return _wrong_field(info, declared, "")
+def wrong_field(record: Any, declared: type, prefix: str = "") -> str:
+    """Return ``field=value, expected type`` for the first field of another type than declared; empty if all are right.
 
-
-def _wrong_field(record: Any, declared: type, prefix: str) -> str:
+    ``prefix``: the path of a nested record, for its field names.
+    """
     hints = typing.get_type_hints(declared)
     for field in dataclasses.fields(declared):
         value, hint = getattr(record, field.name), hints[field.name]
         name = f"{prefix}{field.name}"
         if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, hint):
-            nested = _wrong_field(value, hint, f"{name}.")
+            nested = wrong_field(value, hint, f"{name}.")
             if nested:
                 return nested
         elif not _has_type(value, hint):

@@ -30,6 +30,7 @@ def somewhere(findings, file):
 ALL_SCHEDULES = ("program", "random", "pct")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("topk", "programs", "schedules"),
     [

@@ -94,13 +94,18 @@ def test_14_one_buffer_is_padded_and_another_not(sim):
     """The cache slots of the rows behind the batch are the ones of the batch before."""
 
     def change(engine):
-        honest = engine._parts.buffers.pad
+        buffers = engine._parts.buffers
+        honest, layouts = buffers.pad, buffers._layouts
 
-        def pad(prefix, *, count, bucket, drafted, only=None):
-            names = [name for name in engine._parts.buffers.specs if name.startswith(prefix) and name != "verify.slots"]
-            honest(prefix, count=count, bucket=bucket, only=names, drafted=drafted)
+        def pad(prefix, **named):
+            buffers._layouts = {
+                key: {name: spec for name, spec in layout.items() if name != "verify.slots"}
+                for key, layout in layouts.items()
+            }
+            honest(prefix, **named)
+            buffers._layouts = layouts
 
-        engine._parts.buffers.pad = pad
+        buffers.pad = pad
 
     error = Historical(sim, graphs=True, change=change).fails(MANY)
     assert isinstance(error, RaceError)

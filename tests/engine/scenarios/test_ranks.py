@@ -68,9 +68,10 @@ def test_20_a_rank_that_drafts_another_length_is_named(explorer):
     """Whoever follows drafts as it was told; told something else, it's named before it hangs."""
     error = once(explorer, SPLIT, inject="length")
     assert isinstance(error, RaceError)
-    assert decision_named(error.report) == "drafted"
+    assert decision_named(error.report) == "drafted", str(error)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("inject", "named"), [("bucket", "bucket"), ("abort", "admitted")])
 def test_20_a_rank_that_takes_another_bucket_or_misses_an_abort_is_named(explorer, inject, named):
     """The bucket is decided before anything is launched; what the first rank has aborted is admitted by the other alone."""
@@ -102,6 +103,7 @@ def skipping(name, stream):
     return lambda rank, fence: Skipping(fence, stream) if fence.name == name else fence
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fix", "fence", "stream"), [("draft-done", "draft_outputs_ready", "plan"), ("wait", "results_ready", "copy")]
 )

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from outrider.cli.engine_options import with_options
 from outrider.cli.files import check_output
-from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, spread
+from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
 from outrider.cli.report import JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few_tokens
@@ -82,7 +82,7 @@ def decode(
     check_new_tokens(new_tokens)
     check_output("--plot", plot, ".svg")
     require_torch()
-    spread_out = spread(context.obj, tensor_parallel, data_parallel, json_output=json_output)
+    spread_out = run_on_ranks(context.obj, tensor_parallel, data_parallel, json_output=json_output)
     if spread_out is not None:
         return spread_out
     from outrider_bench.limits import measure_bandwidth, measure_collectives

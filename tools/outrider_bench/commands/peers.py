@@ -17,7 +17,7 @@ from outrider.cli.environment import backend_from_environment
 from outrider.cli.files import check_directory, check_output
 from outrider.cli.models import DraftTokensOption
 from outrider.cli.report import Interrupted, JsonOption, Report
-from outrider.cli.starting import progress_shown
+from outrider.cli.starting import show_progress
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
@@ -263,10 +263,10 @@ def peers(
             note(line + "\n")
 
     race = _PeerRace(work, spec, settings, limit, report_progress)
-    with progress_shown() as show_progress:
+    with show_progress() as report_bar:
         for group in groups:
             try:
-                race.measure_group(group, repeat, show_progress)
+                race.measure_group(group, repeat, report_bar)
             except KeyboardInterrupt:
                 done = sum(each.has_result for each in found)
                 where = "; ".join(f"{each.engine}, {each.speculate}" for each in group)

@@ -144,7 +144,7 @@ def decisions_of(batch: Batch | None) -> Decisions:
 class ToldLength(DraftLengthPolicy):
     """The draft-length policy of follower ranks: the length that the decision log records."""
 
-    needs_acceptance = False
+    needs_acceptance = reads_load = False
 
     def __init__(self, lengths: tuple[int, ...], decision_log: Course) -> None:
         super().__init__(lengths)

@@ -24,6 +24,9 @@ class DraftLengthPolicy(ABC):
     needs_acceptance: bool = True
     """Tells the host whether to call :meth:`observe`."""
 
+    reads_load: bool = True
+    """True if :meth:`choose` reads its arguments. Otherwise the scheduler does not count cached tokens."""
+
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(sorted(set(lengths)))
         """The lengths that the policy can choose, in ascending order; the engine captures graphs for each.
@@ -44,7 +47,7 @@ class DraftLengthPolicy(ABC):
 class FixedLength(DraftLengthPolicy):
     """A policy with one length. For trees, whose shape never changes, the length counts all nodes."""
 
-    needs_acceptance = False
+    needs_acceptance = reads_load = False
 
     def __init__(self, length: int) -> None:
         super().__init__((length,))

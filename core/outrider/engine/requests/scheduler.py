@@ -351,10 +351,9 @@ class Scheduler:
 
 
 def length_for(policy: DraftLengthPolicy, decode: Sequence[Request]) -> int:
-    """Return the draft length that ``policy`` chooses for greedy requests."""
-    if len(policy.lengths) == 1:
-        return policy.lengths[0]
-    return policy.choose(len(decode), sum(request.known_length for request in decode))
+    """Return the draft length that ``policy`` chooses for a batch of greedy requests."""
+    cached = sum(request.known_length for request in decode) if policy.reads_load else 0
+    return policy.choose(len(decode), cached)
 
 
 def report_accepted(policy: DraftLengthPolicy, batch: Batch, accepted: Sequence[int]) -> None:
