@@ -38,7 +38,7 @@ _REFUSED_BY_ROLE = {
     "prefill": (*_HTTP_OPTIONS, "data_parallel", "prefill_server", "through_transformers", "trust_remote_code"),
     "decode": (*_HTTP_OPTIONS, "through_transformers", "trust_remote_code"),
 }
-"""Parameters of :func:`serve` that a role has no use for: an option that would be ignored is an error."""
+"""Parameters of :func:`serve` that have no effect with a role. Passing such an option is an error."""
 
 
 @with_options
@@ -205,19 +205,19 @@ def serve(
     def make_prompter(info: EngineInfo) -> Prompter:
         return Prompter(speculation.model, info, wording)
 
-    def started(host: str, port: int) -> None:
+    def report_started(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host
         sys.stdout.write(f"outrider: serving {config.names[0]} at http://{shown}:{port}\n")
         sys.stdout.flush()
 
     address = Address(host=host, port=port)
     engine = engine_process(make, tensor=tensor_parallel, data=data_parallel)
-    run_loop(serve_until_ended(engine, make_prompter, config, address, started=started, spans=spans))
+    run_loop(serve_until_ended(engine, make_prompter, config, address, started=report_started, spans=spans))
     return None
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Run the server on an event loop of its own: uvloop's if uvloop is installed."""
+    """Run the server on a new event loop, which is uvloop's if uvloop is installed."""
     if find_spec("uvloop") is None:
         asyncio.run(work)
         return
@@ -227,7 +227,7 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_role(context: typer.Context, role: str) -> None:
-    """Raise :class:`ConfigError` for an unknown role, and for a given option that the role has no use for."""
+    """Raise :class:`ConfigError` for an unknown role, and for an option that has no effect with the role."""
     if role not in _REFUSED_BY_ROLE:
         raise ConfigError(f"--role is {role!r}; expected one of {', '.join(_REFUSED_BY_ROLE)}")
     for parameter in context.command.params:
@@ -244,37 +244,39 @@ def _with_kv_events(make: Any, addresses: str) -> Any:
     return functools.partial(make_watched, make, address, replay or None)
 
 
-def _read_tool_format(given: str | None) -> dict[str, Any] | None:
-    """Return the response template of a known tool format or of a file; None if the checkpoint decides."""
-    if given is None:
+def _read_tool_format(tool_format: str | None) -> dict[str, Any] | None:
+    """Return the response template of a known format or of a file. None selects the checkpoint's template."""
+    if tool_format is None:
         return None
     from outrider.serve.calls import FORMATS
 
-    if given in FORMATS:
-        return dict(FORMATS[given])
-    if not given.endswith(".json"):
-        raise ConfigError(f"--tool-format is {given!r}; expected one of {', '.join(FORMATS)}, or a file that ends in .json")
-    return _read_json_object(Path(given))
+    if tool_format in FORMATS:
+        return dict(FORMATS[tool_format])
+    if not tool_format.endswith(".json"):
+        raise ConfigError(
+            f"--tool-format is {tool_format!r}; expected one of {', '.join(FORMATS)}, or a file that ends in .json"
+        )
+    return _read_json_object(Path(tool_format))
 
 
 def _read_api_keys(file: Path | None) -> tuple[str, ...]:
     """Return the API keys of the environment and of the file. Raises :class:`ConfigError` for a file without a key."""
-    found = list(api_keys_from_environment())
+    keys = list(api_keys_from_environment())
     if file is not None:
         lines = [line.strip() for line in read_utf8(file, "API keys", _MAX_FILE_BYTES).splitlines()]
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys:
+        file_keys = [line for line in lines if line and not line.startswith("#")]
+        if not file_keys:
             raise ConfigError(f"{file}: has no API key; expected one a line")
-        found += keys
-    return tuple(found)
+        keys += file_keys
+    return tuple(keys)
 
 
 def _read_json_object(file: Path) -> dict[str, Any]:
     text = read_utf8(file, "a response template", _MAX_FILE_BYTES)
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file}: has a {type(found).__name__}; expected a JSON object")
-    return found
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: has a {type(value).__name__}; expected a JSON object")
+    return value
