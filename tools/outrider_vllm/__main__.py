@@ -22,7 +22,6 @@ def main() -> None:
     parser.add_argument("--speculate", action="store_true", help="speculate with n-gram proposals")
     parser.add_argument("--draft-model", action="store_true", help="speculate with a draft model")
     parser.add_argument("--work", default="plain", choices=[w.name for w in WORKLOADS], help="workload to run")
-    parser.add_argument("--offload", action="store_true", help="the same as --work offload")
     parser.add_argument(
         "--first-runner", action="store_true", help="use vLLM's older model runner; with --speculate: with a draft model"
     )
@@ -42,9 +41,9 @@ def main() -> None:
     reverts_by_name = {revert.name: revert for revert in reverts.REVERTS}
     with tempfile.TemporaryDirectory() as folder:
         outcome = engine.run(
-            backend, launches, Path(folder), workload("offload" if options.offload else options.work),
-            tokens=options.tokens, asynchronous=not options.synchronous,
-            speculate=options.speculate or options.draft_model, draft_model=options.draft_model or options.first_runner,
+            backend, launches, Path(folder), workload(options.work), tokens=options.tokens,
+            asynchronous=not options.synchronous, speculate=options.speculate or options.draft_model,
+            draft_model=options.draft_model or options.first_runner,
             revert=reverts_by_name[options.revert].apply if options.revert else None,
         )  # fmt: skip
     print("OUTCOME " + json.dumps(asdict(outcome)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from outrider.apart import codec
 from outrider.apart.connections import Address, Event, Hub, Role
@@ -27,48 +26,25 @@ _BUSY_POLL_S = 0.0005
 """Maximum wait of a loop for messages: without any work, and while a request waits for a fence, a guide or a transfer."""
 
 
-class Side(Protocol):
-    """The interface that :class:`PrefillSide` and :class:`DecodeSide` share."""
-
-    broken: set[int]
-    counts: dict[str, int]
-
-    @property
-    def open(self) -> int:
-        """Number of requests that haven't ended."""
-
-    @property
-    def peers(self) -> int:
-        """Number of connected servers of the other role."""
-
-    @property
-    def has_work(self) -> bool:
-        """True if :meth:`turn` may make progress before another message arrives."""
-
-    def turn(self) -> bool:
-        """Run one iteration of the engine and advance every request that can advance. Return whether anything happened."""
-
-    def left(self, peer: int) -> None:
-        """Remove a peer that is gone, and release the resources of its requests."""
-
-    def leave_all(self) -> None:
-        """End all requests and remove all peers."""
-
-    def receive(self, peer: int, message: Message) -> None:
-        """Handle a message of a peer. Raises :class:`WireError` for an invalid message."""
-
-
 class Server(ABC):
     """The common part of the prefill server and the decode server: connections, handshakes of engines, and the loop.
 
-    Create and use a server in its engine's thread. ``say`` is called with each log line.
+    Create and use a server in its engine's thread. The server listens on ``listen``. ``secret`` and ``silence_s`` are
+    arguments of :class:`~outrider.apart.connections.Hub`. ``say`` is called with each log line.
     """
 
     _role: Role
-    side: Side
+    side: PrefillSide | DecodeSide
 
     def __init__(
-        self, engine: Engine, transport: Transport, *, listen: Address, secret: bytes, silence_s: float, say: Say
+        self,
+        engine: Engine,
+        transport: Transport,
+        *,
+        listen: Address,
+        secret: bytes = b"",
+        silence_s: float = 30.0,
+        say: Say = lambda line: None,
     ) -> None:
         self.engine, self._transport, self._say = engine, transport, say
         # A transport that can't register this engine's memory fails now, not when the first peer connects.
@@ -78,6 +54,7 @@ class Server(ABC):
         self._handshakes: dict[int, Landing | None] = {}
         """Peers that haven't described their engine, each with the landing that a decode server has opened for it."""
         self._drain_deadline: float | None = None
+        self.side = self._create_side()
 
     @property
     def address(self) -> Address:
@@ -190,6 +167,9 @@ class Server(ABC):
             self.side.left(event.peer)
 
     @abstractmethod
+    def _create_side(self) -> PrefillSide | DecodeSide: ...
+
+    @abstractmethod
     def _handle_client(self, event: Event) -> None: ...
 
     @abstractmethod
@@ -214,18 +194,8 @@ class PrefillServer(Server):
     _role = Role.PREFILL
     side: PrefillSide
 
-    def __init__(
-        self,
-        engine: Engine,
-        transport: Transport,
-        *,
-        listen: Address,
-        secret: bytes = b"",
-        silence_s: float = 30.0,
-        say: Say = lambda line: None,
-    ) -> None:
-        super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
-        self.side = PrefillSide(engine)
+    def _create_side(self) -> PrefillSide:
+        return PrefillSide(self.engine)
 
     def _handle_client(self, event: Event) -> None:
         if event.kind == "message" and event.message is not None:
@@ -281,12 +251,15 @@ class DecodeServer(Server):
         say: Say = lambda line: None,
     ) -> None:
         self._ranks = RankLandings(engine) if engine.groups > 1 else None
+        self._alone = alone
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
-        self.side = DecodeSide(engine, alone=alone)
         self._requests_of_client: dict[int, dict[int, int]] = {}
         """Number of each open request, by peer number of the client and the client's id of the request."""
         for address in prefill:
             self._hub.reach(address)
+
+    def _create_side(self) -> DecodeSide:
+        return DecodeSide(self.engine, alone=self._alone)
 
     def _remove_peer(self, event: Event) -> None:
         super()._remove_peer(event)

@@ -26,47 +26,56 @@ class Metrics:
 
     def __init__(self, engine: EngineClient, config: ServeConfig) -> None:
         self.registry = registry = CollectorRegistry()
-        model = config.names[0]
-        self._vllm = _VllmHistograms(registry, model)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, ["model_name"], registry=registry, buckets=buckets).labels(model)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, ["model_name", *labels], registry=registry)
-
-        self._time_to_first_token = histogram(
-            "outrider_time_to_first_token_seconds", "From a request's arrival to its first token.", _REQUEST_BUCKETS_S
+        self._model = config.names[0]
+        # Each list has the metric, and its copy under vLLM's name for dashboards and routers that were written for vLLM.
+        self._time_to_first_token = self._histograms(
+            ("outrider_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+            "From a request's arrival to its first token.",
+            _REQUEST_BUCKETS_S,
         )
-        self._inter_token = histogram(
-            "outrider_inter_token_seconds",
+        self._inter_token = self._histograms(
+            ("outrider_inter_token_seconds", "vllm:inter_token_latency_seconds"),
             "Between two outputs of a sample, divided by the tokens of the second; once for each output.",
             _TOKEN_BUCKETS_S,
         )
-        self._request_time = histogram(
-            "outrider_request_seconds", "From a request's arrival to its last token.", _REQUEST_BUCKETS_S
+        self._request_time = self._histograms(
+            ("outrider_request_seconds", "vllm:e2e_request_latency_seconds"),
+            "From a request's arrival to its last token.",
+            _REQUEST_BUCKETS_S,
         )
-        self._prompt_lengths = histogram(
-            "outrider_prompt_tokens_per_request", "Tokens of a request's prompts.", _LENGTH_BUCKETS
+        self._prompt_lengths = self._histograms(
+            ("outrider_prompt_tokens_per_request",), "Tokens of a request's prompts.", _LENGTH_BUCKETS
         )
-        self._output_lengths = histogram(
-            "outrider_output_tokens_per_request", "Tokens of a request's outputs.", _LENGTH_BUCKETS
+        self._output_lengths = self._histograms(
+            ("outrider_output_tokens_per_request",), "Tokens of a request's outputs.", _LENGTH_BUCKETS
         )
-        self._prompt_tokens = counter("outrider_prompt_tokens", "Tokens of prompts.").labels(model)
-        self._output_tokens = counter("outrider_output_tokens", "Tokens of outputs.").labels(model)
-        self._aborted = counter("outrider_aborted", "Samples that were aborted: client gone, timeout or error.").labels(model)
-        self._finished = counter("outrider_samples", "Samples that finished, by finish reason.", "finish_reason")
-        self._model = model
+        self._prompt_tokens = self._counters(("outrider_prompt_tokens", "vllm:prompt_tokens"), "Tokens of prompts.")
+        self._output_tokens = self._counters(("outrider_output_tokens", "vllm:generation_tokens"), "Tokens of outputs.")
+        self._aborted = self._counters(("outrider_aborted",), "Samples that were aborted: client gone, timeout or error.")
+        self._finished = Counter(
+            "outrider_samples",
+            "Samples that finished, by finish reason.",
+            ["model_name", "finish_reason"],
+            registry=registry,
+        )
         self._requests = Counter("outrider_http_requests", "HTTP responses.", ["route", "status"], registry=registry)
-        drafts = _DraftCollector(model, engine.info.draft_tokens)
+        drafts = _DraftCollector(self._model, engine.info.draft_tokens)
         self._proposed, self._accepted = drafts.proposed, drafts.accepted
         registry.register(drafts)
         registry.register(_EngineCollector(engine, config))
 
+    def _histograms(self, names: tuple[str, ...], text: str, buckets: tuple[float, ...]) -> list[Histogram]:
+        return [
+            Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets).labels(self._model)
+            for name in names
+        ]
+
+    def _counters(self, names: tuple[str, ...], text: str) -> list[Counter]:
+        return [Counter(name, text, ["model_name"], registry=self.registry).labels(self._model) for name in names]
+
     def first_token(self, seconds: float) -> None:
         """Record the time from a request's arrival to its first token."""
-        self._time_to_first_token.observe(seconds)
-        self._vllm.time_to_first_token.observe(seconds)
+        _observe(self._time_to_first_token, seconds)
 
     def output(self, seconds: float | None, tokens: int, drafted: int, proposed: int) -> None:
         """Record one output of a sample.
@@ -75,32 +84,28 @@ class Metrics:
         engine verified ``proposed`` draft tokens for it and accepted ``drafted``.
         """
         if seconds is not None and tokens:
-            self._inter_token.observe(seconds / tokens)
-            self._vllm.inter_token.observe(seconds / tokens)
+            _observe(self._inter_token, seconds / tokens)
         if proposed:
             self._proposed[proposed] += 1
             self._accepted[drafted] += 1
 
     def ended(self, seconds: float, prompt_tokens: int, output_tokens: int, reasons: list[str]) -> None:
         """Record a request that finished after ``seconds``, with the finish reason of each of its choices."""
-        self._request_time.observe(seconds)
-        self._prompt_lengths.observe(prompt_tokens)
-        self._output_lengths.observe(output_tokens)
+        _observe(self._request_time, seconds)
+        _observe(self._prompt_lengths, prompt_tokens)
+        _observe(self._output_lengths, output_tokens)
         self.counted(prompt_tokens, output_tokens)
         for reason in reasons:
             self._finished.labels(self._model, reason).inc()
-        self._vllm.request_time.observe(seconds)
 
     def counted(self, prompt_tokens: int, output_tokens: int) -> None:
         """Add the tokens of a finished or aborted request to the counters."""
-        self._prompt_tokens.inc(prompt_tokens)
-        self._output_tokens.inc(output_tokens)
-        self._vllm.prompt_tokens.inc(prompt_tokens)
-        self._vllm.output_tokens.inc(output_tokens)
+        _increment(self._prompt_tokens, prompt_tokens)
+        _increment(self._output_tokens, output_tokens)
 
     def aborted(self, samples: int) -> None:
         """Count samples that were aborted before they finished."""
-        self._aborted.inc(samples)
+        _increment(self._aborted, samples)
 
     def answered(self, route: str, status: int) -> None:
         """Count one HTTP response of ``route``. Status 0: the client disconnected before the response."""
@@ -111,23 +116,14 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _VllmHistograms:
-    """Copies of five metrics under vLLM's names, for dashboards and routers that were written for vLLM."""
+def _observe(histograms: list[Histogram], value: float) -> None:
+    for histogram in histograms:
+        histogram.observe(value)
 
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"vllm:{name}", text, ["model_name"], registry=registry, buckets=buckets).labels(model)
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"vllm:{name}", text, ["model_name"], registry=registry).labels(model)
-
-        self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "See outrider_time_to_first_token_seconds.", _REQUEST_BUCKETS_S
-        )
-        self.inter_token = histogram("inter_token_latency_seconds", "See outrider_inter_token_seconds.", _TOKEN_BUCKETS_S)
-        self.request_time = histogram("e2e_request_latency_seconds", "See outrider_request_seconds.", _REQUEST_BUCKETS_S)
-        self.prompt_tokens = counter("prompt_tokens", "See outrider_prompt_tokens_total.")
-        self.output_tokens = counter("generation_tokens", "See outrider_output_tokens_total.")
+def _increment(counters: list[Counter], amount: int) -> None:
+    for counter in counters:
+        counter.inc(amount)
 
 
 class _DraftCollector(Collector):
