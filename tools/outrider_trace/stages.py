@@ -62,13 +62,13 @@ ITERATION = "iteration"
 
 def bands(timeline: Timeline) -> list[Band]:
     """Return the stages that ran in ``timeline``, stream by stream. A stage without an operation is left out."""
-    found: list[Band] = []
+    stages: list[Band] = []
     for stream, spans in timeline.spans.items():
         marks = [mark for mark in timeline.marks if mark.stream == stream]
         for name, first, end in _stage_ranges(stream, marks):
             if first < end <= len(spans):
-                found.append(Band(stream, name, spans[first].start, spans[end - 1].end))
-    return found
+                stages.append(Band(stream, name, spans[first].start, spans[end - 1].end))
+    return stages
 
 
 def _stage_ranges(stream: str, marks: list[Mark]) -> Iterator[tuple[str, int, int]]:

@@ -319,10 +319,11 @@ class _MeasuringRecorder(_Recorder):
 
     @property
     def _streams(self) -> list[Stream]:
-        found: list[Stream] | None = getattr(self._scopes, "streams", None)
-        if found is None:
-            found = self._scopes.streams = []
-        return found
+        """The streams of the open scopes of the calling thread, the innermost last."""
+        streams: list[Stream] | None = getattr(self._scopes, "streams", None)
+        if streams is None:
+            streams = self._scopes.streams = []
+        return streams
 
     @contextmanager
     def timing(self, name: str, stream: Stream | None = None) -> Generator[None]:

@@ -77,7 +77,7 @@ def run(
     """Decode the requests of `work` under the sanitizer and return the outcome of the run.
 
     Each request gets `tokens` output tokens, unless the workload stops it earlier. `revert` removes an ordering from the
-    engine before the first request, and returns a function that counts how often the ordering was left out. `speculate` uses
+    engine before the first request. It returns a function that counts how often the ordering was left out. `speculate` uses
     a draft model with `draft_model`, else n-grams, which the older runner can't schedule asynchronously.
     """
     from vllm import LLM, SamplingParams

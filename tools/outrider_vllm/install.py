@@ -37,11 +37,11 @@ def install() -> Launches:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        found = version("vllm")
+        installed_version = version("vllm")
     except PackageNotFoundError as error:
         raise BackendLoadError(f"vLLM isn't installed; install its wheel, version {VLLM_VERSION}") from error
-    if found != VLLM_VERSION:
-        raise BackendLoadError(f"vLLM {found} is installed; this package is for {VLLM_VERSION}")
+    if installed_version != VLLM_VERSION:
+        raise BackendLoadError(f"vLLM {installed_version} is installed; this package is for {VLLM_VERSION}")
     for early in ("triton", "vllm.platforms"):
         if early in sys.modules:
             raise BackendLoadError(f"{early} was imported before; call outrider_vllm.install.install() first")

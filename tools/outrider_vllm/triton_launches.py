@@ -1,8 +1,8 @@
 """Launches of Triton kernels on tensors of the simulated device.
 
 Triton's interpreter runs the unmodified kernel when the simulated stream reaches the launch. At the launch, the kernel's
-source says which tensors the kernel may access. After the run, the interpreter reports the accessed bytes (`triton_touched`),
-including those of memory that the kernel reached through a table of addresses.
+source says which tensors the kernel may access. After the run, the interpreter reports the accessed bytes (`triton_touched`).
+They include memory that the kernel reached through a table of addresses.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class Launches:
         sizes = tuple(int(n) for n in (grid if isinstance(grid, tuple | list) else (grid,)))
         if 0 in sizes:
             return
-        executor, recorder, seen = self.executor, self.recorder, Touched()
+        executor, recorder, recorded_accesses = self.executor, self.recorder, Touched()
 
         def run_kernel() -> None:
-            with recorder.of(seen):
+            with recorder.of(recorded_accesses):
                 executor(rewritten, names, sizes)(**hosts)
 
         def accesses() -> tuple[Access, ...]:
-            known, nowhere = seen.accesses({**self._in_tables, **operands}.values())
+            known, nowhere = recorded_accesses.accesses({**self._in_tables, **operands}.values())
             if nowhere:
                 self.nowhere[name] = self.nowhere.get(name, 0) + nowhere
             return tuple(known)

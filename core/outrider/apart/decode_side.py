@@ -87,7 +87,7 @@ class DecodeSide:
     3. The engine reserves pages. At the fence *pages free*, the peer is told which pages to write.
     4. At the fence *pages written*, the engine starts to decode the request.
 
-    If a peer goes away, its requests before stage 4 start again with their output so far, on another peer or on this engine.
+    If a peer goes away, its requests before stage 4 start again, on another peer or on this engine. They keep their output.
     Use the object in the engine's thread.
     """
 
@@ -181,28 +181,28 @@ class DecodeSide:
 
     def receive(self, peer: int, message: Message) -> None:
         """Handle a message of a prefill server. Raises :class:`WireError` for an invalid message."""
-        known = self._peers.get(peer)
-        if known is None:
+        sender = self._peers.get(peer)
+        if sender is None:
             return  # the peer was refused, or is gone
         with codec.Reading(f"a message {message.kind!r}"):
             ticket = codec.whole(message.body["ticket"])
-            entry = known.entries.get(ticket)
+            entry = sender.entries.get(ticket)
             if entry is None:
                 if message.kind in ("ready", "finished", "failed", "cancelled"):
                     return  # the request has already ended here
                 raise WireError(f"a prefill server doesn't say {message.kind!r}")
             if entry.stage is _Stage.CANCELLING:
                 if message.kind == "cancelled":
-                    self._detach_from_peer(known, entry)
+                    self._detach_from_peer(sender, entry)
                 return
             if message.kind == "ready" and entry.stage is _Stage.PREFILLING:
                 self._handle_ready(entry, message)
             elif message.kind == "finished" and entry.stage is _Stage.PREFILLING:
                 self.counts["finished_there"] += 1
-                self._detach_from_peer(known, entry)
+                self._detach_from_peer(sender, entry)
                 self._emit(entry, codec.output_from(message.body["output"], entry.number))
             elif message.kind == "failed":
-                self._detach_from_peer(known, entry)
+                self._detach_from_peer(sender, entry)
                 if message.body["request"]:
                     self._fail(entry, str(message.body["error"]))
                 else:

@@ -119,17 +119,17 @@ class PrefillSide:
 
     def receive(self, peer: int, message: Message) -> None:
         """Handle a message of a decode server. Raises :class:`WireError` for an invalid message."""
-        known = self._peers.get(peer)
-        if known is None:
+        sender = self._peers.get(peer)
+        if sender is None:
             return  # the peer was refused, or is gone
         with codec.Reading(f"a message {message.kind!r}"):
             ticket = codec.whole(message.body["ticket"])
             if message.kind == "prefill":
-                self._start_request(known, ticket, message)
+                self._start_request(sender, ticket, message)
             elif message.kind == "write":
-                self._write_pages(known, ticket, message.body["pages"], codec.whole(message.body["group"]))
+                self._write_pages(sender, ticket, message.body["pages"], codec.whole(message.body["group"]))
             elif message.kind == "cancel":
-                self._cancel(known, ticket)
+                self._cancel(sender, ticket)
             else:
                 raise WireError(f"a decode server doesn't say {message.kind!r}")
 

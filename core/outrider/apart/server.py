@@ -54,7 +54,7 @@ class Server(ABC):
         self._handshakes: dict[int, Landing | None] = {}
         """Peers that haven't described their engine, each with the landing that a decode server has opened for it."""
         self._drain_deadline: float | None = None
-        self.side = self._create_side()
+        self.side = self._create_worker()
 
     @property
     def address(self) -> Address:
@@ -167,7 +167,7 @@ class Server(ABC):
             self.side.left(event.peer)
 
     @abstractmethod
-    def _create_side(self) -> PrefillSide | DecodeSide: ...
+    def _create_worker(self) -> PrefillSide | DecodeSide: ...
 
     @abstractmethod
     def _handle_client(self, event: Event) -> None: ...
@@ -194,7 +194,7 @@ class PrefillServer(Server):
     _role = Role.PREFILL
     side: PrefillSide
 
-    def _create_side(self) -> PrefillSide:
+    def _create_worker(self) -> PrefillSide:
         return PrefillSide(self.engine)
 
     def _handle_client(self, event: Event) -> None:
@@ -258,7 +258,7 @@ class DecodeServer(Server):
         for address in prefill:
             self._hub.reach(address)
 
-    def _create_side(self) -> DecodeSide:
+    def _create_worker(self) -> DecodeSide:
         return DecodeSide(self.engine, alone=self._alone)
 
     def _remove_peer(self, event: Event) -> None:

@@ -57,8 +57,8 @@ class Inbox:
             if self._error is not None:
                 raise self._error
             await self._sleep()
-        taken, self._outputs = self._outputs, []
-        return taken
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def fail(self, error: BaseException) -> None:
         """Make the reader raise ``error`` after the queued outputs. A second error is ignored."""

@@ -119,7 +119,7 @@ def _logit_biases(by_key: dict[str, float] | None) -> dict[int, float]:
             raise bad_request(f"logit_bias has the key {key[:40]!r}; expected token ids", "logit_bias")
         if int(key) in biases:
             raise bad_request(f"logit_bias has token {int(key)} twice", "logit_bias")
-        # OpenAI's -100 bans a token, whatever its logit.
+        # In OpenAI's API, the bias -100 excludes a token for every logit.
         biases[int(key)] = float("-inf") if value == -100 else value
     return biases
 

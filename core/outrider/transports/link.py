@@ -7,10 +7,10 @@ a region counts *blocks*. Block ``i`` of an engine's page memory, for example, i
 copies selected blocks of every region. A link exchanges no other data: the caller sends the *offer* of each side, a byte
 string that the other side's link needs to connect.
 
-*Order.* Only the host orders a network card. A transfer reads and writes memory at any time between the call that starts it
-and the moment when the host learns that it is over. Device streams aren't ordered with it. So before the call, the caller
-makes sure that its own blocks are filled and that the other side's blocks are free. Two transfers of a link are unordered,
-unless one was over before the other was started.
+*Order.* Only the host orders a network card. A transfer may read and write memory from the call that starts it until the host
+learns that it is over. Device streams aren't ordered with it. So before the call, the caller makes sure that its own blocks
+are filled and that the other side's blocks are free. Two transfers of a link are unordered, unless one was over before the
+other was started.
 
 *Lifetime.* Regions must outlive the link. Blocks of a transfer belong to the link until the transfer is over or
 :meth:`Link.close` has returned.
@@ -144,7 +144,7 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the link. After the call, the link doesn't read or write this side's memory, whatever the other side does.
+        """Close the link. After the call, neither this side nor the other side reads or writes this side's memory over it.
 
         The call may block. It may be made twice, and after the other side's death.
         """
