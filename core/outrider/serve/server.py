@@ -117,7 +117,7 @@ async def serve(
 def _make_uvicorn_server(config: Any, on_started: Callable[[str, int], None] | None) -> Any:
     import uvicorn
 
-    class Server(uvicorn.Server):
+    class HttpServer(uvicorn.Server):
         """uvicorn's server without its signal handlers: :func:`serve` handles the signals."""
 
         @contextlib.contextmanager
@@ -136,7 +136,7 @@ def _make_uvicorn_server(config: Any, on_started: Callable[[str, int], None] | N
                 host, port = self.servers[0].sockets[0].getsockname()[:2]
                 on_started(host, port)
 
-    return Server(config)
+    return HttpServer(config)
 
 
 @contextlib.contextmanager
