@@ -1,4 +1,4 @@
-"""What the first kernel would wait for, done meanwhile: while weights are read, above all."""
+"""Work that a background thread does while weights load, so that the first kernel doesn't wait for it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from triton.runtime import cache
 
 
 def hash_compiler() -> None:
-    """Have another thread hash the compiler's own files, of which the key of every compiled kernel is made; once a process.
+    """Hash the compiler's source files in a background thread, once per process.
 
-    Triton keeps the hash, which takes half a second; where its release has no such function, the first kernel takes it.
+    The hash is part of each compiled kernel's cache key, takes half a second, and is cached by Triton. Releases without
+    ``triton_key`` compute it with the first kernel.
     """
     key = getattr(cache, "triton_key", None)
     if key is not None:
-        # It reads files alone, and no process need wait for it to end.
+        # The thread only reads files, so the process can exit without waiting for it.
         Thread(target=key, name="outrider-triton-key", daemon=True).start()

@@ -1,4 +1,4 @@
-"""A chain of layers (:mod:`outrider_tune.chain`) with Triton's kernels: a table is tried, and bettered choice by choice."""
+"""A chain of layers (:mod:`outrider_tune.chain`) with Triton's kernels, to time a table and improve it choice by choice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider_tune.chain import LayerChain
 
 
 class Chain(LayerChain):
-    """Layers whose kernels take a table."""
+    """Layers whose kernels read their configurations from a table."""
 
     def __init__(
         self, shape: DecoderShape, kernels: TritonKernels, device: torch.device, *, most_bytes: int | None = None
@@ -23,7 +23,7 @@ class Chain(LayerChain):
         self.kernels: TritonKernels = kernels.for_shape(shape)
 
     def attempt(self, table: Table) -> float:
-        """Microseconds of a layer with ``table``, infinite where something in it can't be compiled; the table stays."""
+        """Install ``table`` and return microseconds per layer; infinite if one of its kernels can't be compiled."""
         self.kernels.table = table
         try:
             return self.layer_us()
@@ -32,7 +32,7 @@ class Chain(LayerChain):
 
 
 def with_choice(table: Table, product: Key, m: int, config: MatmulConfig | None, *, layer: str) -> Table:
-    """``table`` with another choice for ``m`` tokens in ``layer``; None: without that kernel."""
+    """Return ``table`` with another configuration for ``m`` tokens in ``layer``; None: the library's kernel."""
     old = [(name, entry) for name, found in table.entries.get(product, {}).items() for entry in found]
-    made = Entry(m=m, config=config, us=0.0, torch_us=0.0)
-    return replace(table, entries={**table.entries, product: by_layer([*old, (layer, made)])})
+    entry = Entry(m=m, config=config, us=0.0, torch_us=0.0)
+    return replace(table, entries={**table.entries, product: by_layer([*old, (layer, entry)])})

@@ -1,4 +1,4 @@
-"""The operators that choose tokens: sampling and acceptance, as overloads of the interface's (:mod:`outrider_triton.ops`)."""
+"""Operators that sample and verify tokens, as overloads of the backend interface's operators (:mod:`outrider_triton.ops`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider_triton.launch import launch, power_of_two
 
 _VOCABULARY_BLOCK = 1024
 _GREEDY_BLOCK = 2048
-"""Where nothing is drawn a program keeps little besides what it reads, so that it can have more under way."""
+"""Greedy selection keeps little state per program, so that a program can have more loads in flight."""
 
 
 def _best(
@@ -30,8 +30,9 @@ def _best(
     pdl: bool,
     find: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The best of each share [rows, shares] of ``logits`` [B, V] or [B, N, V], and its index; to ``find`` also its first
-    NaN.
+    """Return the largest logit of each share and its index, both [rows, shares], for ``logits`` [B, V] or [B, N, V].
+
+    ``find``: also return the index of each share's first NaN.
     """
     nodes, vocabulary = (1 if logits.dim() == 2 else logits.shape[1]), logits.shape[-1]
     flat = logits.reshape(-1, vocabulary)
@@ -98,11 +99,11 @@ def _verify_chain(
     probs = draft_probs.contiguous()
     count = batch * (num_draft_tokens + 1)
 
-    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((*shape, count, shares), dtype=dtype, device=logits.device)
 
-    best, index, sums = made(), made(dtype=torch.int32), made()
-    picked, picked_at, left = made(2), made(2, dtype=torch.int32), made()
+    best, index, sums = empty(), empty(dtype=torch.int32), empty()
+    picked, picked_at, residual_mass = empty(2), empty(2, dtype=torch.int32), empty()
     sizes = (num_draft_tokens, vocabulary, logits.stride(0), logits.stride(1))
     launch(
         choose.partial_softmax,
@@ -116,7 +117,7 @@ def _verify_chain(
     launch(
         choose.partial_residual,
         (count, shares),
-        *(logits, probs, temperature, seeds, positions, best, sums, picked, picked_at, left, *sizes),
+        *(logits, probs, temperature, seeds, positions, best, sums, picked, picked_at, residual_mass, *sizes),
         LANE=residual,
         BLOCK=_VOCABULARY_BLOCK,
         SHARES=shares,
@@ -126,7 +127,7 @@ def _verify_chain(
     launch(
         choose.accept_sampling,
         (batch,),
-        *(logits, drafts, probs, temperature, seeds, positions, best, index, sums, picked, picked_at, left),
+        *(logits, drafts, probs, temperature, seeds, positions, best, index, sums, picked, picked_at, residual_mass),
         *(tokens, accepted, count, *sizes),
         LANE=accept,
         NUM_DRAFT_TOKENS=num_draft_tokens,
@@ -140,7 +141,7 @@ def _verify_chain(
 def _accept_greedy(
     logits: Tensor, draft_tokens: Tensor, found: Tensor | None, shares: int, pdl: bool
 ) -> tuple[Tensor, Tensor]:
-    """Where no row samples; ``found``: also where logits have NaN, which costs no more than choosing among them."""
+    """Verify drafts where no row samples. ``found``: also report NaN among the logits, at no extra read."""
     (batch, num_draft_tokens), vocabulary, find = draft_tokens.shape, logits.shape[-1], found is not None
     tokens, accepted = _empty_chain(draft_tokens)
     best, index, firsts = _best(logits, shares=shares, pdl=pdl, find=find)
@@ -234,12 +235,12 @@ def _apply_token_bitmask(logits: Tensor, bitmask: Tensor, pdl: bool) -> Tensor:
         bitmask.dtype == torch.int32 and bitmask.shape == (batch, nodes, words),
         lambda: f"a bitmask {tuple(bitmask.shape)} of {bitmask.dtype} for logits {tuple(logits.shape)}",
     )
-    given = logits if logits.stride(-1) == 1 else logits.contiguous()
+    source = logits if logits.stride(-1) == 1 else logits.contiguous()
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     launch(
         choose.apply_token_bitmask,
         (batch * nodes, triton.cdiv(vocabulary, _VOCABULARY_BLOCK)),
-        *(given, bitmask.contiguous(), out, nodes, vocabulary, words, given.stride(0), given.stride(1)),
+        *(source, bitmask.contiguous(), out, nodes, vocabulary, words, source.stride(0), source.stride(1)),
         BLOCK=_VOCABULARY_BLOCK,
         pdl=pdl,
         warps=4,

@@ -1,4 +1,4 @@
-"""Mixtures of experts with quantised weights as an operator (:mod:`outrider_triton.jit.expert_quantized`)."""
+"""Operator of mixtures of experts with quantised weights (:mod:`outrider_triton.jit.expert_quantized`)."""
 
 from __future__ import annotations
 
@@ -45,12 +45,16 @@ def _experts_quantized(
     outputs: list[int],
     pdl: bool,
 ) -> Tensor:
-    """Lists: of gate and up, then of down; see :class:`outrider_triton.quantized_ops.Plan`. ``size`` as for plain experts."""
+    """Compute all experts with quantised weights.
+
+    Each list has an entry for gate and up, then one for down; see :class:`outrider_triton.quantized_ops.Plan`. ``size`` is
+    the same as for unquantized experts.
+    """
     hidden, count = x.shape[1], chosen.shape[1]
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
     pairs = chosen.numel()
-    order, expert_of, blocks, own = blocks_of(chosen, experts, size, min(gates[0], outputs[0]), pdl)
-    both = x.new_empty((pairs, 2 * inner))
+    order, expert_of, blocks, constants = blocks_of(chosen, experts, size, min(gates[0], outputs[0]), pdl)
+    gate_and_up = x.new_empty((pairs, 2 * inner))
     parts = x.new_empty((pairs, hidden))
 
     def multiply(
@@ -59,7 +63,7 @@ def _experts_quantized(
         stack: Tensor,
         scales: Tensor,
         zeros: Tensor | None,
-        given: Tensor | None,
+        input_scale: Tensor | None,
         block: Sequence[int],
         config: list[int],
         place: int,
@@ -67,7 +71,7 @@ def _experts_quantized(
         (n, k), x_scales, groups = (out.shape[1], rows.shape[1]), None, 1
         group = activation_group if activation_group < k else 0
         if activations:
-            rows, x_scales = quantized_rows(rows, activations, group, given, kept_dtype(stack, native[place]), pdl)
+            rows, x_scales = quantized_rows(rows, activations, group, input_scale, kept_dtype(stack, native[place]), pdl)
             groups = x_scales.shape[1]
         block_m, block_n, block_k, _, warps, stages, *_rest = config
         launch(
@@ -86,7 +90,7 @@ def _experts_quantized(
             ACTIVE=bool(activations),
             FP8=fp8,
             ASM=asm,
-            **own,
+            **constants,
             BLOCK_M=size or block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
@@ -97,13 +101,13 @@ def _experts_quantized(
             warps=warps,
         )
 
-    multiply(x, both, gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block, gates, 0)
-    made = torch.ops.outrider.silu_mul.triton(both, pdl)
-    multiply(made, parts, down, down_scales, down_zeros, down_input, down_block, outputs, 1)
+    multiply(x, gate_and_up, gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block, gates, 0)
+    gated_rows = torch.ops.outrider.silu_mul.triton(gate_and_up, pdl)
+    multiply(gated_rows, parts, down, down_scales, down_zeros, down_input, down_block, outputs, 1)
     return added(parts, x, count, pdl)
 
 
-# An overload of the operator whose operands it has.
+# An overload of the operator that has the same operands.
 define(
     "experts_quantized.triton(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor gate_up_scales, "
     "Tensor? gate_up_zeros, Tensor? gate_up_input, int[] gate_up_block, Tensor down, Tensor down_scales, "
