@@ -123,7 +123,7 @@ def silu_mul_tall(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, c
         BLOCK_M=config.block_m,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
-        DEEP=config.ahead,
+        TOKEN_STAGES=config.ahead,
         # so few that the preceding norm fits on the multiprocessor; the multiplying warps are allocated more
         maxnreg=112 if groups == 1 else 128,
         pdl=pdl,
@@ -281,7 +281,7 @@ def _launch_planes(
         GATED=grains is None,
         BLOCK_M=config.block_m,
         STAGES=config.stages,
-        MOST=128 if wide else 112,
+        MAX_REGISTERS=128 if wide else 112,
         # so few that other programs fit on the multiprocessor; the multiplying warps are allocated more
         maxnreg=96 if wide else 80,
         pdl=pdl,

@@ -303,7 +303,7 @@ class _Tuner:
         return table, us
 
     def _compiled_candidates(self, key: Key, m: int) -> Iterator[MatmulConfig | None]:
-        """Yield each candidate as soon as it is compiled; with many tokens also None, the library's product."""
+        """Yield each candidate once it has compiled; with many tokens also None, the library's product."""
         for config in candidates(self._kernels, self._shape, key, m):
             if self._wait_for(ProductJob(key, config, self._shape)):
                 yield config

@@ -1,10 +1,10 @@
-"""Paged attention of a few queries whose keys and values come through a ring (Hopper).
+"""Paged attention of a few queries with keys and values loaded by a multi-stage TMA pipeline (Hopper).
 
-As in :mod:`outrider_triton.jit.attention`, whose twin this is, a program has the queries of one key head's group, and a share
-of the cached tokens. One warp has the copy engine fill a ring with pages of keys and values: what was written long ago before
-the wait for the kernel ahead, which makes the queries and the newest keys, and those behind it. Four warps attend. The matrix
-unit takes 64 rows at least, and queries are few, so keys and values are its tall operand: scores lie as [keys, queries], and
-what is made as [size, queries].
+Like :mod:`outrider_triton.jit.attention`, a program has the queries of one key head's group and a share of the cached
+tokens. A loading warp has the copy engine fill the pipeline with pages of keys and values. It loads settled positions before
+the wait for the preceding kernel, which computes the queries and the newest keys, and the others after the wait. Four warps
+attend. The matrix unit takes 64 rows or more and queries are few, so keys and values are its wide operand: scores are [keys,
+queries], and results are [size, queries].
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _share(
     QUERIES: gl.constexpr,
     BLOCK_KV: gl.constexpr,
 ):
-    """Of the program: its sequence's first new token, how many there are, its context, and its share of the positions."""
+    """Return the sequence's first new token, new token count and context length, and this program's range of positions."""
     sequence = gl.program_id(1) // kv_heads
     first = gl.load(query_start + sequence)
     count = gl.load(query_start + sequence + 1) - first
@@ -57,36 +57,36 @@ def _share(
 
 
 @gluon.jit
-def _bring_block(k_cache, v_cache, table, at, high, column, place, ring, PAGE: gl.constexpr):
-    """Keys and values from position ``at`` on, below ``high``, in boxes."""
-    keys, values, full_keys, full_values, _ = ring
+def _load_block(k_cache, v_cache, table, at, high, column, stage, pipeline, PAGE: gl.constexpr):
+    """Load keys and values of positions from ``at`` to ``high`` into stage ``stage``, box by box."""
+    keys, values, full_keys, full_values, _ = pipeline
     BOX: gl.constexpr = k_cache.block_type.shape[0]
     BLOCK_KV: gl.constexpr = keys.shape[1]
     BYTES: gl.constexpr = BOX * k_cache.block_type.shape[1] * k_cache.dtype.primitive_bitwidth // 8
     BOXES: gl.constexpr = BLOCK_KV // BOX
-    come_keys = full_keys.index(place)
-    come_values = full_values.index(place)
+    keys_arrived = full_keys.index(stage)
+    values_arrived = full_values.index(stage)
     left = high - at
-    expect_boxes(come_keys, left, BOX, BOXES, BYTES)
-    expect_boxes(come_values, left, BOX, BOXES, BYTES)
+    expect_boxes(keys_arrived, left, BOX, BOXES, BYTES)
+    expect_boxes(values_arrived, left, BOX, BOXES, BYTES)
     for box in gl.static_range(BOXES):
-        there = left > box * BOX
+        is_needed = left > box * BOX
         position = at + box * BOX
-        page = gl.load(table + position // PAGE, mask=there, other=0)
+        page = gl.load(table + position // PAGE, mask=is_needed, other=0)
         row = page * PAGE + position % PAGE
-        tile = keys.index(place).slice(box * BOX, BOX, 0)
-        tma.async_copy_global_to_shared(k_cache, [row, column], come_keys, tile, pred=there)
-        tile = values.index(place).slice(box * BOX, BOX, 0)
-        tma.async_copy_global_to_shared(v_cache, [row, column], come_values, tile, pred=there)
+        tile = keys.index(stage).slice(box * BOX, BOX, 0)
+        tma.async_copy_global_to_shared(k_cache, [row, column], keys_arrived, tile, pred=is_needed)
+        tile = values.index(stage).slice(box * BOX, BOX, 0)
+        tma.async_copy_global_to_shared(v_cache, [row, column], values_arrived, tile, pred=is_needed)
 
 
 @gluon.jit
-def _bring(
+def _load_blocks(
     k_cache,
     v_cache,
-    read,
+    addressing,
     sizes,
-    ring,
+    pipeline,
     PAGE: gl.constexpr,
     GROUP: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -96,11 +96,11 @@ def _bring(
     QUERIES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The warp that brings keys and values."""
-    query_start, seq_lens, block_table, _ = read
+    """Run the warp that loads keys and values."""
+    query_start, seq_lens, block_table, _ = addressing
     _, _, heads, _, size, _, _, table_width, _ = sizes
     kv_heads = heads // GROUP
-    keys, _, _, _, empty = ring
+    keys, _, _, _, empty = pipeline
     STAGES: gl.constexpr = keys.shape[0]
     BLOCK_KV: gl.constexpr = keys.shape[1]
     if not SETTLED:
@@ -109,28 +109,28 @@ def _bring(
     table = block_table + (gl.program_id(1) // kv_heads).to(gl.int64) * table_width
     column = gl.program_id(1) % kv_heads * size
     blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_KV)
-    # Of these blocks every position was written long ago.
-    old = 0
+    # Every position of the first ``old`` blocks is settled.
+    settled = 0
     if SETTLED:
-        old = gl.minimum(gl.maximum(gl.minimum(high, context) - low, 0) // BLOCK_KV, gl.minimum(blocks, STAGES))
-        for block in range(old):
-            _bring_block(k_cache, v_cache, table, low + block * BLOCK_KV, high, column, block, ring, PAGE)
+        settled = gl.minimum(gl.maximum(gl.minimum(high, context) - low, 0) // BLOCK_KV, gl.minimum(blocks, STAGES))
+        for block in range(settled):
+            _load_block(k_cache, v_cache, table, low + block * BLOCK_KV, high, column, block, pipeline, PAGE)
         wait_for_last(PDL)
-    for block in range(old, blocks):
-        place = block % STAGES
-        mbarrier.wait(empty.index(place), (block // STAGES + 1) & 1, pred=block >= STAGES)
-        _bring_block(k_cache, v_cache, table, low + block * BLOCK_KV, high, column, place, ring, PAGE)
+    for block in range(settled, blocks):
+        stage = block % STAGES
+        mbarrier.wait(empty.index(stage), (block // STAGES + 1) & 1, pred=block >= STAGES)
+        _load_block(k_cache, v_cache, table, low + block * BLOCK_KV, high, column, stage, pipeline, PAGE)
 
 
 @gluon.jit
 def _attend(
     q,
-    read,
-    made_at,
+    addressing,
+    results,
     sizes,
     queries,
     weights,
-    ring,
+    pipeline,
     GROUP: gl.constexpr,
     WINDOW: gl.constexpr,
     TREE: gl.constexpr,
@@ -138,11 +138,11 @@ def _attend(
     SPLITS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The four warps that attend."""
-    query_start, seq_lens, _, tree_mask = read
-    out, parts, stats = made_at
+    """Run the four warps that attend."""
+    query_start, seq_lens, _, tree_mask = addressing
+    out, parts, stats = results
     tokens, batch, heads, scale, size, q_token, q_head, _, mask_width = sizes
-    keys, values, full_keys, full_values, empty = ring
+    keys, values, full_keys, full_values, empty = pipeline
     STAGES: gl.constexpr = keys.shape[0]
     BLOCK_KV: gl.constexpr = keys.shape[1]
     SIZE: gl.constexpr = keys.shape[2]
@@ -162,38 +162,38 @@ def _attend(
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // SIZE, SIZE // 8], [4, 1], [1, 0])
     lane = gl.arange(0, SIZE, gl.SliceLayout(0, flat))
     if (sequence == batch - 1) & (gl.program_id(0) == 0):
-        # Tokens past the last sequence are padding: zeros, so that nobody meets what was in this memory.
+        # Padding tokens after the last sequence get zeros, so that no later kernel reads uninitialised memory.
         group = gl.arange(0, ROWS, gl.SliceLayout(1, flat))
         for at in range(first + count + split, tokens, SPLITS):
             place = (gl.zeros([ROWS], gl.int64, gl.SliceLayout(1, flat)) + at) * heads + kv_head * GROUP + group
-            there = out + place[:, None] * size + lane[None, :]
-            nothing = gl.zeros([ROWS, SIZE], out.dtype.element_ty, flat)
-            gl.store(there, nothing, mask=(group < GROUP)[:, None] & (lane < size)[None, :])
+            address = out + place[:, None] * size + lane[None, :]
+            zeros = gl.zeros([ROWS, SIZE], out.dtype.element_ty, flat)
+            gl.store(address, zeros, mask=(group < GROUP)[:, None] & (lane < size)[None, :])
 
     begin_query = gl.program_id(0) * QUERIES
     if begin_query < count:
         row = gl.arange(0, ROWS, gl.SliceLayout(1, flat))
-        own = begin_query + row // GROUP
-        real = (own < count) & (row < QUERIES * GROUP)
+        row_query = begin_query + row // GROUP
+        row_mask = (row_query < count) & (row < QUERIES * GROUP)
         head = kv_head * GROUP + row % GROUP
-        token = (first + own).to(gl.int64)
-        held = gl.load(
+        token = (first + row_query).to(gl.int64)
+        loaded = gl.load(
             q + token[:, None] * q_token + head[:, None] * q_head + lane[None, :],
-            mask=real[:, None] & (lane < size)[None, :],
+            mask=row_mask[:, None] & (lane < size)[None, :],
             other=0.0,
         )
-        queries.store(held)
+        queries.store(loaded)
         fence_async_shared()
 
-        tall: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-        across: gl.constexpr = gl.SliceLayout(0, tall)
-        down: gl.constexpr = gl.SliceLayout(1, tall)
+        wide_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+        across: gl.constexpr = gl.SliceLayout(0, wide_layout)
+        down: gl.constexpr = gl.SliceLayout(1, wide_layout)
         column = gl.arange(0, ROWS, across)
-        mine = begin_query + column // GROUP  # index among the new tokens
-        known = (mine < count) & (column < QUERIES * GROUP)
+        query_index = begin_query + column // GROUP  # index among the new tokens
+        query_mask = (query_index < count) & (column < QUERIES * GROUP)
         best = gl.full([ROWS], -float("inf"), gl.float32, across)
         total = gl.zeros([ROWS], gl.float32, across)
-        made = gl.zeros([SIZE, ROWS], gl.float32, tall)
+        acc = gl.zeros([SIZE, ROWS], gl.float32, wide_layout)
         blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_KV)
         inside = gl.arange(0, BLOCK_KV, down)
         for block in range(blocks):
@@ -201,52 +201,52 @@ def _attend(
             at = low + block * BLOCK_KV
             new = at + inside - context
             mbarrier.wait(full_keys.index(stage), block // STAGES & 1)
-            scores = gl.zeros([BLOCK_KV, ROWS], gl.float32, tall)
+            scores = gl.zeros([BLOCK_KV, ROWS], gl.float32, wide_layout)
             scores = warpgroup_mma(keys.index(stage), queries.permute((1, 0)), scores, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            there = at + inside < high
+            in_range = at + inside < high
             if TREE:
-                among = (new >= 0)[:, None] & there[:, None] & known[None, :]
-                place = tree_mask + (first + mine).to(gl.int64)[None, :] * mask_width + new[:, None]
-                bits = gl.load(place, mask=among, other=0)
+                mask_bits = (new >= 0)[:, None] & in_range[:, None] & query_mask[None, :]
+                place = tree_mask + (first + query_index).to(gl.int64)[None, :] * mask_width + new[:, None]
+                bits = gl.load(place, mask=mask_bits, other=0)
                 visible = (new < 0)[:, None] | (bits != 0)
             else:
-                visible = new[:, None] <= mine[None, :]
-            visible = visible & there[:, None]
+                visible = new[:, None] <= query_index[None, :]
+            visible = visible & in_range[:, None]
             if WINDOW > 0:
-                visible = visible & (new[:, None] > mine[None, :] - WINDOW)
+                visible = visible & (new[:, None] > query_index[None, :] - WINDOW)
             scores = gl.where(visible, scores * (scale * 1.4426950408889634), -float("inf"))
-            higher = gl.maximum(best, gl.max(scores, axis=0))
-            # A row that has seen nothing yet keeps its maximum at -inf; 0 in its place keeps the exponents from NaN.
-            floor = gl.where(higher == -float("inf"), 0.0, higher)
-            weighed = gl.exp2(scores - floor[None, :])
+            new_best = gl.maximum(best, gl.max(scores, axis=0))
+            # A row without a visible position keeps its maximum at -inf; 0 in its place keeps the exponents from NaN.
+            floor = gl.where(new_best == -float("inf"), 0.0, new_best)
+            exponentials = gl.exp2(scores - floor[None, :])
             shrink = gl.exp2(best - floor)
-            best = higher
-            total = total * shrink + gl.sum(weighed, axis=0)
-            weights.store(weighed.to(weights.dtype))
+            best = new_best
+            total = total * shrink + gl.sum(exponentials, axis=0)
+            weights.store(exponentials.to(weights.dtype))
             mbarrier.wait(full_values.index(stage), block // STAGES & 1)
             if at + BLOCK_KV > high:
-                # What lies behind the last position may be anything, and times 0 it would be NaN.
-                behind = at + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, flat)) >= high
+                # Values after the last position are uninitialised: multiplied by 0 they could give NaN.
+                is_past_end = at + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, flat)) >= high
                 tile = values.index(stage)
-                tile.store(gl.where(behind[:, None], 0.0, tile.load(flat)).to(values.dtype))
+                tile.store(gl.where(is_past_end[:, None], 0.0, tile.load(flat)).to(values.dtype))
             fence_async_shared()
-            made = made * shrink[None, :]
-            made = warpgroup_mma(values.index(stage).permute((1, 0)), weights, made, is_async=True)
-            made = warpgroup_mma_wait(0, deps=[made])
+            acc = acc * shrink[None, :]
+            acc = warpgroup_mma(values.index(stage).permute((1, 0)), weights, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(stage), count=1)
 
-        deep = gl.arange(0, SIZE, down)
-        spot = (first + mine).to(gl.int64) * heads + kv_head * GROUP + column % GROUP
-        wanted = (deep < size)[:, None] & known[None, :]
+        element = gl.arange(0, SIZE, down)
+        row_index = (first + query_index).to(gl.int64) * heads + kv_head * GROUP + column % GROUP
+        mask = (element < size)[:, None] & query_mask[None, :]
         if SPLITS == 1:
-            made = made / gl.where(total == 0.0, 1.0, total)[None, :]
-            gl.store(out + spot[None, :] * size + deep[:, None], made.to(out.dtype.element_ty), mask=wanted)
+            acc = acc / gl.where(total == 0.0, 1.0, total)[None, :]
+            gl.store(out + row_index[None, :] * size + element[:, None], acc.to(out.dtype.element_ty), mask=mask)
         else:
-            spot = spot * SPLITS + split
-            gl.store(parts + spot[None, :] * size + deep[:, None], made, mask=wanted & (low < high))
-            gl.store(stats + spot * 2, best, mask=known)
-            gl.store(stats + spot * 2 + 1, total, mask=known)
+            row_index = row_index * SPLITS + split
+            gl.store(parts + row_index[None, :] * size + element[:, None], acc, mask=mask & (low < high))
+            gl.store(stats + row_index * 2, best, mask=query_mask)
+            gl.store(stats + row_index * 2 + 1, total, mask=query_mask)
 
 
 @gluon.jit(do_not_specialize=["tokens", "batch"])
@@ -281,8 +281,10 @@ def paged_attention_ring(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """:func:`outrider_triton.jit.attention.paged_attention`; caches are described as [slots, key heads times size], in boxes
-    of rows of one page and the columns of one head. Both are a power of two, and so is a page.
+    """Run :func:`outrider_triton.jit.attention.paged_attention` with streamed keys and values.
+
+    Descriptors see caches as [slots, key heads times size], in boxes of rows of one page and the columns of one head. Both
+    box sizes and the page size are powers of two.
     """
     SIZE: gl.constexpr = k_cache.block_type.shape[1]
     keys = gl.allocate_shared_memory(k_cache.dtype, [STAGES, BLOCK_KV, SIZE], k_cache.layout)
@@ -290,26 +292,26 @@ def paged_attention_ring(
     full_keys = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full_values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(full_keys.index(place), count=1)
-        mbarrier.init(full_values.index(place), count=1)
-        mbarrier.init(empty.index(place), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full_keys.index(stage), count=1)
+        mbarrier.init(full_values.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
     KIND: gl.constexpr = k_cache.dtype
-    like: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_ROWS, SIZE], KIND)
-    queries = gl.allocate_shared_memory(KIND, [BLOCK_ROWS, SIZE], like)
-    held: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_KV, BLOCK_ROWS], KIND)
-    weights = gl.allocate_shared_memory(KIND, [BLOCK_KV, BLOCK_ROWS], held)
-    ring = keys, values, full_keys, full_values, empty
+    queries_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_ROWS, SIZE], KIND)
+    queries = gl.allocate_shared_memory(KIND, [BLOCK_ROWS, SIZE], queries_layout)
+    weights_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_KV, BLOCK_ROWS], KIND)
+    weights = gl.allocate_shared_memory(KIND, [BLOCK_KV, BLOCK_ROWS], weights_layout)
+    pipeline = keys, values, full_keys, full_values, empty
     QUERIES: gl.constexpr = BLOCK_ROWS // GROUP
-    read = query_start, seq_lens, block_table, tree_mask
-    made_at = out, parts, stats
+    addressing = query_start, seq_lens, block_table, tree_mask
+    results = out, parts, stats
     sizes = tokens, batch, heads, scale, size, q_token, q_head, table_width, mask_width
     gl.warp_specialize(
         [
-            (_attend, (q, read, made_at, sizes, queries, weights, ring, GROUP, WINDOW, TREE, SETTLED, SPLITS, PDL)),
+            (_attend, (q, addressing, results, sizes, queries, weights, pipeline, GROUP, WINDOW, TREE, SETTLED, SPLITS, PDL)),
             (
-                _bring,
-                (k_cache, v_cache, read, sizes, ring, PAGE, GROUP, WINDOW, TREE, SETTLED, SPLITS, QUERIES, PDL),
+                _load_blocks,
+                (k_cache, v_cache, addressing, sizes, pipeline, PAGE, GROUP, WINDOW, TREE, SETTLED, SPLITS, QUERIES, PDL),
             ),
         ],
         [1],

@@ -1,10 +1,10 @@
-"""Products with weights of four bits and plain tokens, a few at a time: nothing is moved between taking bits and multiplying.
+"""Products of nibble weights and 16-bit tokens for few tokens, without moving data between unpacking and multiplication.
 
-Two bytes of the weight are four numbers, from columns 4 i to 4 i + 3. Numbers in the same place of their two bytes are a
-*plane*: what the matrix unit takes of a plane are the two bytes themselves, shifted and masked where they are. So the weight
-comes to the unit by its own loads, as if it were stored in 16 bits, and takes a half less than one and a half instructions a
-number. A plane has every fourth column, and tokens are laid out so beforehand: of each UNIT columns first those of the first
-plane, then those of the next (:func:`place_in_planes`).
+Two bytes of the weight hold four columns, 4 i to 4 i + 3. Elements at the same position of their two bytes form a *nibble
+plane*. The matrix unit's operand for a plane is the two bytes themselves, shifted and masked in place. So the weight is
+loaded like a 16-bit operand, and an element costs slightly less than 1.5 instructions. A plane has every fourth column.
+Tokens are permuted beforehand: of each UNIT columns first those of the first plane, then those of the next
+(:func:`place_in_planes`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
 from outrider_triton.jit.matmul import rows_and_tokens
 
 UNIT = tl.constexpr(128)
-"""Columns that are laid out in planes by themselves."""
+"""Columns that are permuted together."""
 
 
 @triton.jit
 def place_in_planes(column):
-    """Where a column of tokens lies, in planes."""
+    """Return the position of a token's column in the nibble-plane layout."""
     unit: tl.constexpr = UNIT
     return column // unit * unit + column % 4 * (unit // 4) + column % unit // 4
 
 
 @triton.jit
-def _bytes_of(numbers, COUNT: tl.constexpr):
-    """The low bytes of ``numbers [COUNT]``, int32, four in a word: [COUNT / 4]."""
+def _pack_low_bytes(numbers, COUNT: tl.constexpr):
+    """Pack the low bytes of ``numbers [COUNT]``, int32, four per word: [COUNT / 4]."""
     left, right = tl.split(tl.reshape(numbers & 0xFF, [COUNT // 4, 2, 2]))
     first, third = tl.split(left)
     second, fourth = tl.split(right)
@@ -37,8 +37,10 @@ def _bytes_of(numbers, COUNT: tl.constexpr):
 
 @triton.jit
 def grain_and_times(largest):
-    """The grain of a unit, a 16th of it as ``grains`` has it, and by what its numbers are multiplied, which makes them whole
-    ones below 2**14. ``largest``: bits of its largest magnitude in float32; of one that isn't finite the grain is NaN.
+    """Return a unit's grain divided by 16, as ``grains`` stores it, and the factor that makes its elements integers below
+    2**14.
+
+    ``largest``: bits of the largest magnitude in float32. If that isn't finite, the grain is NaN.
     """
     exponent = tl.maximum(largest >> 23, 18)  # all are below 2**(exponent - 126)
     grain = tl.where(exponent == 255, 0x7FC00000, (exponent - 17) << 23).to(tl.float32, bitcast=True)
@@ -47,18 +49,19 @@ def grain_and_times(largest):
 
 @triton.jit
 def nearest_whole(number):
-    """The nearest whole number, below 2**22, as int32; ties to even."""
+    """Round to the nearest integer below 2**22, as int32; ties to even."""
     return (number + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2**23
 
 
 @triton.jit
 def keep_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.constexpr):
-    """Store BLOCK columns from ``begins`` on of a row, ``value``, where planes have them; those from k on aren't stored.
+    """Store ``value``, BLOCK columns of a row from ``begins`` on, in nibble-plane layout; columns from k on aren't stored.
 
-    With ``grains`` in two digits, for :mod:`outrider_triton.jit.planes_ring`, even columns of a unit before odd ones: numbers
-    of a unit are rounded to multiples of its grain, a power of two, 2**14 of which are above all of them. ``out``, int8
-    [rows, 2, stride], has their low bytes, signed, then the high ones. ``grains``, float32 in rows of ``stride / 2``, are a
-    16th of that, since weights are made 16 times too large. Of a unit with a number that isn't finite the grain is NaN.
+    With ``grains``, elements are stored as two int8 components for :mod:`outrider_triton.jit.planes_ring`, even columns of a
+    unit before odd ones. Elements of a unit are rounded to multiples of its grain, a power of two such that all of them are
+    below 2**14 grains. ``out``, int8 [rows, 2, stride], receives the signed low bytes, then the high bytes. ``grains``,
+    float32 with a row stride of ``stride / 2``, receives a 16th of the grain, since dequantised weights are 16 times too
+    large. If a unit has an element that isn't finite, its grain is NaN.
     """
     column = begins + tl.arange(0, BLOCK)
     if grains is None:
@@ -66,29 +69,29 @@ def keep_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.constex
     else:
         unit: tl.constexpr = UNIT
         units: tl.constexpr = BLOCK // unit
-        wide = tl.where(column < k, value.to(tl.float32), 0.0)
-        bits = tl.reshape(wide, [units, unit]).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        values = tl.where(column < k, value.to(tl.float32), 0.0)
+        bits = tl.reshape(values, [units, unit]).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         grain, times = grain_and_times(tl.max(bits, axis=1))
-        which = begins // unit + tl.arange(0, units)
-        tl.store(grains + row * (stride // 2) + which, grain, mask=which * unit < k)
-        scaled = tl.reshape(tl.reshape(wide, [units, unit]) * times[:, None], [BLOCK])
+        unit_index = begins // unit + tl.arange(0, units)
+        tl.store(grains + row * (stride // 2) + unit_index, grain, mask=unit_index * unit < k)
+        scaled = tl.reshape(tl.reshape(values, [units, unit]) * times[:, None], [BLOCK])
         even, odd = tl.split(tl.reshape(nearest_whole(scaled), [BLOCK // 2, 2]))
-        # Whole words: a byte by itself is a store of its own.
+        # Store whole words: single bytes would each be a store.
         word = tl.arange(0, BLOCK // 8)
-        held: tl.constexpr = unit // 8  # words of even columns of a unit, and of odd ones
+        unit_words: tl.constexpr = unit // 8  # words of even columns of a unit, and of odd ones
         inside = begins + 8 * word < k
-        at = (out + row * (2 * stride) + begins).to(tl.pointer_type(tl.int32), bitcast=True)
-        at += word // held * (2 * held) + word % held
-        behind = stride // 4
-        tl.store(at, _bytes_of(even, BLOCK // 2), mask=inside)
-        tl.store(at + held, _bytes_of(odd, BLOCK // 2), mask=inside)
-        tl.store(at + behind, _bytes_of((even + 128) >> 8, BLOCK // 2), mask=inside)
-        tl.store(at + behind + held, _bytes_of((odd + 128) >> 8, BLOCK // 2), mask=inside)
+        address = (out + row * (2 * stride) + begins).to(tl.pointer_type(tl.int32), bitcast=True)
+        address += word // unit_words * (2 * unit_words) + word % unit_words
+        high_offset = stride // 4
+        tl.store(address, _pack_low_bytes(even, BLOCK // 2), mask=inside)
+        tl.store(address + unit_words, _pack_low_bytes(odd, BLOCK // 2), mask=inside)
+        tl.store(address + high_offset, _pack_low_bytes((even + 128) >> 8, BLOCK // 2), mask=inside)
+        tl.store(address + high_offset + unit_words, _pack_low_bytes((odd + 128) >> 8, BLOCK // 2), mask=inside)
 
 
 @triton.jit(do_not_specialize=["x_stride"])
 def lay_in_planes(x, out, grains, k, x_stride, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """``out [m, k]``: the columns of each row of ``x`` as :func:`keep_in_planes` has them. Program (row, chunk)."""
+    """Store each row of ``x`` to ``out [m, k]`` like :func:`keep_in_planes`; program (row, chunk)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     begins = tl.program_id(1) * BLOCK
@@ -98,7 +101,7 @@ def lay_in_planes(x, out, grains, k, x_stride, stride, BLOCK: tl.constexpr, PDL:
 
 
 def _halves(shift: int, leading: str, behind: str) -> tl.constexpr:
-    """Two numbers of a plane from bits that lie ``shift`` up in both halves of a register."""
+    """Return code that makes two elements of a plane from bits at position ``shift`` in both halves of a register."""
     bits = f"shr.u32 $0, $1, {shift}; lop3.b32 $0, $0, 0x000F000F, {leading}, 0xEA;"
     return tl.constexpr("{.reg .b32 a, b; " + bits + behind + "}")
 
@@ -113,8 +116,10 @@ _FP16_2, _FP16_3 = _halves(8, "0x64006400", _LESS_1032), _halves(12, "0x64006400
 
 @triton.jit
 def numbers_of_plane(packed, PLANE: tl.constexpr, TYPE: tl.constexpr, ASM: tl.constexpr):
-    """The numbers of one plane, less 8, from two bytes each. ASM: two at a time, by writing their bits behind those of 128 or
-    1024. Each with one operand and one result: the compiler takes the bytes in the layout of the product then.
+    """Return the elements of one plane, less 8, from two bytes each.
+
+    ASM: convert two at a time by inserting their bits into the mantissa of 128 or 1024. Each call has one operand and one
+    result, so that the compiler loads the bytes in the layout of the product.
     """
     if ASM:
         HALF: tl.constexpr = tl.bfloat16 == TYPE
@@ -134,15 +139,16 @@ def numbers_of_plane(packed, PLANE: tl.constexpr, TYPE: tl.constexpr, ASM: tl.co
         return (((packed.to(tl.int32) >> (4 * PLANE)) & 15) - 8).to(tl.float32).to(TYPE)
 
 
-# Bits less 8 as a signed number of four bits are those with the first one turned; in the upper half of a byte 16 times that.
+# A nibble less 8 as a signed nibble is the nibble with its top bit flipped; in the upper half of a byte it is 16 times that.
 _LEFT = tl.constexpr("shl.b32 $0, $1, 4; lop3.b32 $0, $0, 0x88888888, 0xF0F0F0F0, 0x28;")
 _RIGHT = tl.constexpr("lop3.b32 $0, $1, 0x88888888, 0xF0F0F0F0, 0x28;")
 
 
 @triton.jit
 def bytes_of_half(packed, HALF: tl.constexpr):
-    """16 times the numbers less 8 of even columns (HALF 0) or odd ones, as int8, from a byte each; four at a time, with one
-    operand and one result, as :func:`numbers_of_plane`.
+    """Return 16 times the elements less 8 of even columns (HALF 0) or odd ones, as int8, from a byte each.
+
+    Four are converted at a time, with one operand and one result, as in :func:`numbers_of_plane`.
     """
     if HALF == 0:
         return tl.inline_asm_elementwise(_LEFT, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
@@ -150,7 +156,7 @@ def bytes_of_half(packed, HALF: tl.constexpr):
         return tl.inline_asm_elementwise(_RIGHT, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
 
 
-@triton.jit(do_not_specialize=["m", "each", "ahead"])
+@triton.jit(do_not_specialize=["m", "rows_per_program", "prefetch_columns"])
 def linear_planes(
     x,
     weight,
@@ -163,8 +169,8 @@ def linear_planes(
     k,
     x_stride,
     scale_columns,
-    each,
-    ahead,
+    rows_per_program,
+    prefetch_columns,
     MODE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -179,11 +185,11 @@ def linear_planes(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """:func:`outrider_triton.jit.quantized.linear_quantized` for int4 and plain tokens, ``x [m, k]`` laid out in planes.
+    """Run :func:`outrider_triton.jit.quantized.linear_quantized` for int4 and ``x [m, k]`` in nibble-plane layout.
 
-    ``weight``: int16 [n, k / 4]. k is a multiple of UNIT, SUB of 64 and, above UNIT, of it.
+    ``weight`` is int16 [n, k / 4]. k is a multiple of UNIT. SUB is a multiple of 64, and above UNIT of UNIT.
     """
-    rows, mine, tokens = rows_and_tokens(each, n, 1, BLOCK_N, BLOCK_M)
+    rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
     TYPE: tl.constexpr = x.dtype.element_ty
     HELD: tl.constexpr = SUB // 4
     unit: tl.constexpr = UNIT
@@ -193,53 +199,55 @@ def linear_planes(
     ends = tl.minimum(begins + span, k)
     if PDL:
         first = weight + tl.minimum(rows, n - 1).to(tl.int64) * (k // 4) + begins // 4
-        ask_for_rows(first, tl.minimum(ahead, (ends - begins) // 4))
+        ask_for_rows(first, tl.minimum(prefetch_columns, (ends - begins) // 4))
     first_scale = (rows // ROWS) * scale_columns
-    there = tl.minimum(begins, ends - 1) // COLUMNS  # weights, too: no kernel writes them
-    factor = tl.load(scales + first_scale + there, mask=mine, other=0.0).to(tl.float32)
+    scale_index = tl.minimum(begins, ends - 1) // COLUMNS  # only weights are read before the wait
+    factor = tl.load(scales + first_scale + scale_index, mask=row_mask, other=0.0).to(tl.float32)
     if ZEROS:
-        zero = tl.load(zeros + first_scale + there, mask=mine, other=0).to(tl.float32)
+        zero = tl.load(zeros + first_scale + scale_index, mask=row_mask, other=0).to(tl.float32)
     begin_late(PDL)
 
     lane = tl.arange(0, HELD)
     tile = weight + rows.to(tl.int64)[:, None] * (k // 4) + lane[None, :]
-    own = lane
+    x_lane = lane
     if unit < SUB:
-        own = lane // (unit // 4) * unit + lane % (unit // 4)
-    column = x + tokens.to(tl.int64)[None, :] * x_stride + own[:, None]
-    known = tokens[None, :] < m
+        x_lane = lane // (unit // 4) * unit + lane % (unit // 4)
+    column = x + tokens.to(tl.int64)[None, :] * x_stride + x_lane[:, None]
+    token_mask = tokens[None, :] < m
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for start in range(begins, ends, BLOCK_K):
         for sub in tl.static_range(BLOCK_K // SUB):
-            at = start + sub * SUB
-            after = tl.minimum(at + SUB, ends - 1)
-            place = tl.multiple_of(at // unit * unit + at % unit // 4, 16)
+            column_start = start + sub * SUB
+            next_column = tl.minimum(column_start + SUB, ends - 1)
+            place = tl.multiple_of(column_start // unit * unit + column_start % unit // 4, 16)
             if EVEN:
-                w = tl.load(tile + at // 4, mask=mine[:, None], other=0, eviction_policy="evict_first")
-                real = known
+                w = tl.load(tile + column_start // 4, mask=row_mask[:, None], other=0, eviction_policy="evict_first")
+                x_mask = token_mask
             else:
-                inside = lane + at // 4 < k // 4
-                w = tl.load(tile + at // 4, mask=mine[:, None] & inside[None, :], other=0, eviction_policy="evict_first")
-                real = known & inside[:, None]
+                inside = lane + column_start // 4 < k // 4
+                w = tl.load(
+                    tile + column_start // 4, mask=row_mask[:, None] & inside[None, :], other=0, eviction_policy="evict_first"
+                )
+                x_mask = token_mask & inside[:, None]
             if ZEROS:
-                whole = tl.zeros([BLOCK_M], dtype=tl.float32)
+                token_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
             part = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if MODE == "block" else total
             for plane in tl.static_range(4):
-                t = tl.load(column + place + plane * (unit // 4), mask=real, other=0.0)
+                t = tl.load(column + place + plane * (unit // 4), mask=x_mask, other=0.0)
                 part = tl.dot(numbers_of_plane(w, plane, TYPE, ASM), t, part)
                 if ZEROS:
-                    whole += tl.sum(t.to(tl.float32), axis=0)
+                    token_sum += tl.sum(t.to(tl.float32), axis=0)
             if MODE == "block":
                 if ZEROS:
-                    part -= zero[:, None] * whole[None, :]
-                    zero = tl.load(zeros + first_scale + after // COLUMNS, mask=mine, other=0).to(tl.float32)
+                    part -= zero[:, None] * token_sum[None, :]
+                    zero = tl.load(zeros + first_scale + next_column // COLUMNS, mask=row_mask, other=0).to(tl.float32)
                 total += part * factor[:, None]
-                factor = tl.load(scales + first_scale + after // COLUMNS, mask=mine, other=0.0).to(tl.float32)
+                factor = tl.load(scales + first_scale + next_column // COLUMNS, mask=row_mask, other=0.0).to(tl.float32)
             else:
                 total = part
     if MODE == "row":
         total *= factor[:, None]
     if HAS_BIAS:
-        total += tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
-    there_out = out + share.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
-    tl.store(there_out, total.to(out.dtype.element_ty), mask=known & mine[:, None])
+        total += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+    address = out + share.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
+    tl.store(address, total.to(out.dtype.element_ty), mask=token_mask & row_mask[:, None])

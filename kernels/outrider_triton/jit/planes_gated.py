@@ -1,11 +1,11 @@
-"""One token's gate and up, gated and laid out in two digits by the product behind (:mod:`outrider_triton.jit.planes_ring`).
+"""SwiGLU of one token inside the following product of :mod:`outrider_triton.jit.planes_ring`.
 
-With one token the kernel between gate and up and the product behind SwiGLU reads 57 KB and computes little: what it takes is
-being a kernel. Here each program computes SwiGLU for the columns that it multiplies, in the warps that multiply them; the
-bits are those of :func:`outrider_triton.jit.rows.silu_mul` with planes. With more tokens each program would do so for each.
+With one token, a separate SwiGLU kernel reads 57 KB and computes little: its launch dominates its time. Here each program
+computes SwiGLU for the columns that it multiplies, in the warps that multiply them. The results are bit-identical to
+:func:`outrider_triton.jit.rows.silu_mul` in nibble-plane layout. With more tokens each program would repeat it for each.
 
-A warp has one unit of 128 columns at a time, so that none asks another for the largest number. It reads two columns as one
-word of 32 bits: digits have even columns before odd ones.
+A warp handles one unit of 128 columns at a time, so the maximum needs no exchange between warps. It loads two columns as one
+32-bit word; the int8 components have even columns before odd ones.
 """
 
 from __future__ import annotations
@@ -18,65 +18,65 @@ from outrider_triton.jit.matmul import gated
 from outrider_triton.jit.planes import grain_and_times, nearest_whole
 
 COLUMNS = gl.constexpr(512)
-"""Of a step: four units, one for each warp of a group."""
+"""Columns per step: four units, one for each warp of a warpgroup."""
 STEPS_AT_MOST = gl.constexpr(8)
-"""Of a group: as many as it has registers for what all of them read, which is on its way at once."""
+"""Maximum steps per warpgroup: all loads of a group are in flight at once, and each needs registers."""
 _UNIT = gl.constexpr(128)
 _WORDS = gl.constexpr(64)
-"""Of a unit, two columns each."""
+"""Words per unit, of two columns each."""
 
 
 @gluon.jit
 def _number(words, high, TYPE: gl.constexpr):
-    """The low or the high half of each word."""
+    """Return the low or the high half of each word as TYPE."""
     return gl.where(high, words >> 16, words).to(gl.int16).to(TYPE, bitcast=True)
 
 
 @gluon.jit
-def _digits_of(gate, up, TYPE: gl.constexpr, layout: gl.constexpr):
-    """SwiGLU of a step [COLUMNS]: the low and the high digits, int32, and the grains of its units, float32 [4].
+def _components_of(gate, up, TYPE: gl.constexpr, layout: gl.constexpr):
+    """Compute SwiGLU of a step [COLUMNS]; return low and high components, int32, and its units' grains, float32 [4].
 
-    As :func:`outrider_triton.jit.planes.keep_in_planes` has them.
+    The format is that of :func:`outrider_triton.jit.planes.keep_in_planes`.
     """
     units = gated(gate, up, TYPE).to(gl.float32).reshape((COLUMNS // _UNIT, _UNIT))
     grain, times = grain_and_times(gl.max(units.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1))
-    whole = nearest_whole(units * times.expand_dims(1)).reshape((COLUMNS,))
-    whole = gl.convert_layout(whole, layout, assert_trivial=True)
-    return whole, (whole + 128) >> 8, grain
+    integers = nearest_whole(units * times.expand_dims(1)).reshape((COLUMNS,))
+    integers = gl.convert_layout(integers, layout, assert_trivial=True)
+    return integers, (integers + 128) >> 8, grain
 
 
 @gluon.jit
 def lay_gated(both, tokens, grains, have, WHICH: gl.constexpr, GROUPS: gl.constexpr, STEPS: gl.constexpr):
-    """Of ``both [2 k]``, gate and up of one token: digits of the program's columns to ``tokens``, and their grains to
-    ``grains [units, tokens]``. Behind the wait for the kernel ahead.
+    """Apply SwiGLU to ``both [2 k]``, one token's gate and up, after the wait for the preceding kernel.
 
-    This group of warps has every GROUPSth step, from WHICH on, and waits for itself by ``have`` of that one.
+    Store the components of the program's columns to ``tokens`` and their grains to ``grains [units, tokens]``. Warpgroup
+    WHICH handles every GROUPSth step from WHICH on, and synchronises with itself by the barrier ``have`` of that index.
     """
-    DIGITS: gl.constexpr = tokens.shape[1]
+    COMPONENTS: gl.constexpr = tokens.shape[1]
     TOKENS: gl.constexpr = grains.shape[1]
     UNITS: gl.constexpr = COLUMNS // _UNIT
     TYPE: gl.constexpr = both.dtype.element_ty
-    spread: gl.constexpr = gl.BlockedLayout([DIGITS, 4], [1, 32], [1, 4], [1, 0])
-    column: gl.constexpr = gl.SliceLayout(0, spread)
-    held: gl.constexpr = gl.BlockedLayout([1, TOKENS], [1, 32], [4, 1], [1, 0])
-    digit = gl.arange(0, DIGITS, gl.SliceLayout(1, spread))[:, None]
+    component_layout: gl.constexpr = gl.BlockedLayout([COMPONENTS, 4], [1, 32], [1, 4], [1, 0])
+    column: gl.constexpr = gl.SliceLayout(0, component_layout)
+    grain_layout: gl.constexpr = gl.BlockedLayout([1, TOKENS], [1, 32], [4, 1], [1, 0])
+    digit = gl.arange(0, COMPONENTS, gl.SliceLayout(1, component_layout))[:, None]
     place = gl.arange(0, COLUMNS, column)
     odd = place // _WORDS % 2 > 0
     word = gl.program_id(1) * (STEPS * (COLUMNS // 2)) + place // _UNIT * _WORDS + place % _WORDS
     first = both.to(gl.pointer_type(gl.int32), bitcast=True)
-    behind = gl.num_programs(1) * (STEPS * (COLUMNS // 2))
+    up_offset = gl.num_programs(1) * (STEPS * (COLUMNS // 2))
     words = ()
-    for step in gl.static_range(WHICH, STEPS, GROUPS):  # all on their way before one is taken
-        at = first + (step * (COLUMNS // 2) + word)
-        words += (gl.load(at), gl.load(at + behind))
+    for step in gl.static_range(WHICH, STEPS, GROUPS):  # start all loads before the first use
+        address = first + (step * (COLUMNS // 2) + word)
+        words += (gl.load(address), gl.load(address + up_offset))
     for step in gl.static_range(WHICH, STEPS, GROUPS):
         gate = _number(words[(step - WHICH) // GROUPS * 2], odd, TYPE)
         up = _number(words[(step - WHICH) // GROUPS * 2 + 1], odd, TYPE)
-        low, high, grain = _digits_of(gate, up, TYPE, column)
-        low = gl.where(digit == 0, low.expand_dims(0), gl.zeros([DIGITS, COLUMNS], gl.int32, spread))
+        low, high, grain = _components_of(gate, up, TYPE, column)
+        low = gl.where(digit == 0, low.expand_dims(0), gl.zeros([COMPONENTS, COLUMNS], gl.int32, component_layout))
         tokens.index(step).store(gl.where(digit == 1, high.expand_dims(0), low).to(gl.int8))
-        grain = gl.convert_layout(grain, gl.SliceLayout(1, held), assert_trivial=True).expand_dims(1)
-        grains.slice(step * UNITS, UNITS, 0).store(grain + gl.zeros([UNITS, TOKENS], gl.float32, held))
+        grain = gl.convert_layout(grain, gl.SliceLayout(1, grain_layout), assert_trivial=True).expand_dims(1)
+        grains.slice(step * UNITS, UNITS, 0).store(grain + gl.zeros([UNITS, TOKENS], gl.float32, grain_layout))
     fence_async_shared()
     mbarrier.arrive(have.index(WHICH), count=1)
     mbarrier.wait(have.index(WHICH), 0)

@@ -1,8 +1,8 @@
-"""Attention over prompts: many new tokens of each sequence, all causal.
+"""Prefill attention: many new tokens of each sequence, all causal.
 
-Against :mod:`outrider_triton.jit.attention`, which serves decode and verify: a program holds many queries of one head, and
-only the blocks on the diagonal are masked. Programs with the most to do are launched first. Keys and values are read from
-their pages, or by the copy engine from a copy without pages, which a kernel of its own makes.
+In contrast to :mod:`outrider_triton.jit.attention`, which serves decode and verify, a program holds many queries of one
+head, and only the blocks on the diagonal are masked. Programs with the most work are launched first. Keys and values are
+read from their pages, or by the copy engine from a contiguous copy that a separate kernel makes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import triton.language as tl
 from outrider_triton.jit.dependent import begin
 
 SPACE = tl.constexpr(128)
-"""A sequence's rows in the copy begin at a multiple of this, and so many rows behind its last block of them are zeros."""
+"""Row alignment of a sequence in the copy, and number of zero rows after its last aligned block."""
 
 
 @triton.jit
-def _spaces(seq_lens, batch, sequence, BATCH: tl.constexpr):
-    """Where the rows of ``sequence`` begin in the copy."""
+def _first_copy_row(seq_lens, batch, sequence, BATCH: tl.constexpr):
+    """Return the first row of ``sequence`` in the copy."""
     lane = tl.arange(0, BATCH)
     lens = tl.load(seq_lens + lane, mask=(lane < batch) & (lane < sequence), other=0)
     return tl.sum(tl.where(lane < sequence, tl.cdiv(lens, SPACE) * SPACE + SPACE, 0), axis=0)
@@ -46,14 +46,15 @@ def copy_context(
     BLOCK_COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (block of rows, block of columns, sequence): keys and values of a sequence out of its pages, row by row into
-    ``keys`` and ``values`` [rows, columns] in their dtype, whose heads are PADDED wide. Zeros behind the sequence, for as
-    many rows as a block of the attention may read there, and beside a head. ``kv_start [batch + 1]``: where each sequence
-    begins.
+    """Copy keys and values of a sequence out of its pages; program (block of rows, block of columns, sequence).
+
+    ``keys`` and ``values`` are [rows, columns] in their own dtype, with heads PADDED wide. Rows after the sequence, as many
+    as an attention block may read, and columns after a head are zeros. ``kv_start [batch + 1]`` receives each sequence's
+    first row.
     """
     begin(PDL)
     sequence = tl.program_id(2)
-    start = _spaces(seq_lens, batch, sequence, BATCH)
+    start = _first_copy_row(seq_lens, batch, sequence, BATCH)
     length = tl.load(seq_lens + sequence)
     space = tl.cdiv(length, SPACE) * SPACE + SPACE
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -64,23 +65,23 @@ def copy_context(
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = row < length
     page = tl.load(block_table + sequence.to(tl.int64) * table_width + row // PAGE, mask=inside, other=0).to(tl.int64)
-    source = (page * PAGE + row % PAGE) * cache_slot
-    there = source[:, None] + ((column // PADDED) * cache_head + column % PADDED)[None, :]
-    which = inside[:, None] & ((column < columns) & (column % PADDED < size))[None, :]
+    slot_offset = (page * PAGE + row % PAGE) * cache_slot
+    source_offset = slot_offset[:, None] + ((column // PADDED) * cache_head + column % PADDED)[None, :]
+    source_mask = inside[:, None] & ((column < columns) & (column % PADDED < size))[None, :]
     target = (start + row).to(tl.int64)[:, None] * columns + column[None, :]
-    written = (row < space)[:, None] & (column < columns)[None, :]
-    key = tl.load(k_cache + there, mask=which, other=0.0)
-    value = tl.load(v_cache + there, mask=which, other=0.0)
-    tl.store(keys + target, key.to(keys.dtype.element_ty), mask=written)
-    tl.store(values + target, value.to(values.dtype.element_ty), mask=written)
+    target_mask = (row < space)[:, None] & (column < columns)[None, :]
+    key = tl.load(k_cache + source_offset, mask=source_mask, other=0.0)
+    value = tl.load(v_cache + source_offset, mask=source_mask, other=0.0)
+    tl.store(keys + target, key.to(keys.dtype.element_ty), mask=target_mask)
+    tl.store(values + target, value.to(values.dtype.element_ty), mask=target_mask)
 
 
 @triton.jit
-def _blocks(
+def _attend_blocks(
     queries,
     best,
     total,
-    made,
+    acc,
     keys,
     values,
     table,
@@ -88,7 +89,7 @@ def _blocks(
     column,
     low,
     high,
-    own,
+    query_position,
     lane,
     size,
     scale,
@@ -100,46 +101,50 @@ def _blocks(
     EVEN: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """Positions from ``low`` below ``high``, which is a multiple of BLOCK_KV behind it unless MASKED."""
+    """Attend to positions from ``low`` to ``high``. Without MASKED, ``high - low`` is a multiple of BLOCK_KV."""
     for at in range(low, high, BLOCK_KV):
         position = at + tl.arange(0, BLOCK_KV)
-        inside = position < high
+        in_range = position < high
         if DESCRIPTOR:
             key = keys.load([first_row + at, column]).T
         else:
             if MASKED:
-                page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
+                page = tl.load(table + position // PAGE, mask=in_range, other=0).to(tl.int64)
             else:
                 page = tl.load(table + position // PAGE).to(tl.int64)
             slot = (page * PAGE + position % PAGE) * cache_slot + column
             if EVEN and not MASKED:
                 key = tl.load(keys + slot[None, :] + lane[:, None])
             else:
-                key = tl.load(keys + slot[None, :] + lane[:, None], mask=inside[None, :] & (lane[:, None] < size), other=0.0)
+                key = tl.load(
+                    keys + slot[None, :] + lane[:, None], mask=in_range[None, :] & (lane[:, None] < size), other=0.0
+                )
         scores = tl.dot(queries, key.to(queries.dtype), input_precision="ieee")
         if MASKED:
-            visible = (position[None, :] <= own[:, None]) & inside[None, :]
+            visible = (position[None, :] <= query_position[:, None]) & in_range[None, :]
             if WINDOW > 0:
-                visible = visible & (position[None, :] > own[:, None] - WINDOW)
+                visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
             scores = tl.where(visible, scores, -float("inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1) * scale)
-        floor = higher
+        new_best = tl.maximum(best, tl.max(scores, axis=1) * scale)
+        floor = new_best
         if MASKED:
-            # A row that has seen nothing yet keeps its maximum at -inf; 0 in its place keeps the exponents from NaN.
-            floor = tl.where(higher == -float("inf"), 0.0, higher)
+            # A row without a visible position keeps its maximum at -inf; 0 in its place keeps the exponents from NaN.
+            floor = tl.where(new_best == -float("inf"), 0.0, new_best)
         weights = tl.exp2(scores * scale - floor[:, None])
         shrink = tl.exp2(best - floor)
         total = total * shrink + tl.sum(weights, axis=1)
-        made = made * shrink[:, None]
+        acc = acc * shrink[:, None]
         if DESCRIPTOR:
             value = values.load([first_row + at, column])
         elif EVEN and not MASKED:
             value = tl.load(values + slot[:, None] + lane[None, :])
         else:
-            value = tl.load(values + slot[:, None] + lane[None, :], mask=inside[:, None] & (lane[None, :] < size), other=0.0)
-        made = tl.dot(weights.to(queries.dtype), value.to(queries.dtype), made, input_precision="ieee")
-        best = higher
-    return best, total, made
+            value = tl.load(
+                values + slot[:, None] + lane[None, :], mask=in_range[:, None] & (lane[None, :] < size), other=0.0
+            )
+        acc = tl.dot(weights.to(queries.dtype), value.to(queries.dtype), acc, input_precision="ieee")
+        best = new_best
+    return best, total, acc
 
 
 @triton.jit(do_not_specialize=["tokens", "batch"])
@@ -173,12 +178,13 @@ def prompt_attention(
     BATCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (block of queries and head of a group, key head), the last block first: the blocks of a sequence have the more
-    to do the later they are. Blocks are counted through all sequences, and a sequence begins with a block of its own; what
-    is launched too many ends at once.
+    """Attend during prefill; program (block of queries and head of a group, key head), the last block first.
 
-    DESCRIPTOR: ``keys`` and ``values`` describe copies [rows, key heads * BLOCK_SIZE] without pages, whose sequences begin
-    at ``kv_start``; else they're the caches. EVEN: ``size`` is BLOCK_SIZE. Padding tokens get zeros.
+    Later blocks of a sequence have more work. Blocks are counted over all sequences, and each sequence begins a new block.
+    Surplus programs exit at once.
+
+    DESCRIPTOR: ``keys`` and ``values`` describe contiguous copies [rows, key heads * BLOCK_SIZE], whose sequences begin at
+    ``kv_start``; else they are the caches. EVEN: ``size`` is BLOCK_SIZE. Padding tokens get zeros.
     """
     begin(PDL)
     kv_head = tl.program_id(1)
@@ -187,18 +193,18 @@ def prompt_attention(
     head = kv_head * GROUP + tl.program_id(0) % GROUP
     lane = tl.arange(0, BLOCK_SIZE)
     row = tl.arange(0, BLOCK_ROWS)
-    each = tl.arange(0, BATCH)
-    starts = tl.load(query_start + each, mask=each < batch, other=0)
-    ends = tl.load(query_start + each + 1, mask=each < batch, other=0)
+    sequence_lane = tl.arange(0, BATCH)
+    starts = tl.load(query_start + sequence_lane, mask=sequence_lane < batch, other=0)
+    ends = tl.load(query_start + sequence_lane + 1, mask=sequence_lane < batch, other=0)
     own_blocks = tl.cdiv(ends - starts, BLOCK_ROWS)
     sequence = tl.sum((tl.cumsum(own_blocks, axis=0) <= number).to(tl.int32), axis=0)
-    block = number - tl.sum(tl.where(each < sequence, own_blocks, 0), axis=0)
-    # Tokens past the last sequence are padding: zeros, so that nobody meets what was in this memory.
+    block = number - tl.sum(tl.where(sequence_lane < sequence, own_blocks, 0), axis=0)
+    # Padding tokens after the last sequence get zeros, so that no later kernel reads uninitialised memory.
     for at in range(tl.load(query_start + batch) + number * BLOCK_ROWS, tokens, blocks * BLOCK_ROWS):
         token = (at + row).to(tl.int64)
-        there = (token[:, None] * heads + head) * size + lane[None, :]
+        offset = (token[:, None] * heads + head) * size + lane[None, :]
         zeros = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=out.dtype.element_ty)
-        tl.store(out + there, zeros, mask=(token < tokens)[:, None] & (lane < size)[None, :])
+        tl.store(out + offset, zeros, mask=(token < tokens)[:, None] & (lane < size)[None, :])
     if sequence < batch:
         first = tl.load(query_start + sequence)
         count = tl.load(query_start + sequence + 1) - first
@@ -206,15 +212,15 @@ def prompt_attention(
         context = length - count
         index = block * BLOCK_ROWS + row
         token = (first + index).to(tl.int64)
-        which = (index < count)[:, None] & (lane < size)[None, :]
-        queries = tl.load(q + token[:, None] * q_token + head * q_head + lane[None, :], mask=which, other=0.0)
+        query_mask = (index < count)[:, None] & (lane < size)[None, :]
+        queries = tl.load(q + token[:, None] * q_token + head * q_head + lane[None, :], mask=query_mask, other=0.0)
         best = tl.full([BLOCK_ROWS], -float("inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
-        made = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
-        own = context + index
+        acc = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
+        query_position = context + index
         high = tl.minimum(length, context + (block + 1) * BLOCK_ROWS)
-        # Every query of the block sees all positions up to the first one's own.
-        even = (context + block * BLOCK_ROWS + 1) // BLOCK_KV * BLOCK_KV
+        # Every query of the block attends to all positions up to the first query's own.
+        unmasked_end = (context + block * BLOCK_ROWS + 1) // BLOCK_KV * BLOCK_KV
         low = 0
         if WINDOW > 0:
             low = tl.maximum(0, context + block * BLOCK_ROWS - WINDOW + 1) // BLOCK_KV * BLOCK_KV
@@ -224,14 +230,14 @@ def prompt_attention(
         if DESCRIPTOR:
             first_row, column = tl.load(kv_start + sequence), kv_head * BLOCK_SIZE
         if WINDOW == 0:
-            best, total, made = _blocks(
-                queries, best, total, made, keys, values, table, first_row, column, low, even, own, lane, size, factor,
-                cache_slot, PAGE, WINDOW, False, DESCRIPTOR, EVEN, BLOCK_KV,
+            best, total, acc = _attend_blocks(
+                queries, best, total, acc, keys, values, table, first_row, column, low, unmasked_end,
+                query_position, lane, size, factor, cache_slot, PAGE, WINDOW, False, DESCRIPTOR, EVEN, BLOCK_KV,
             )  # fmt: skip
-            low = even
-        best, total, made = _blocks(
-            queries, best, total, made, keys, values, table, first_row, column, low, high, own, lane, size, factor,
+            low = unmasked_end
+        best, total, acc = _attend_blocks(
+            queries, best, total, acc, keys, values, table, first_row, column, low, high, query_position, lane, size, factor,
             cache_slot, PAGE, WINDOW, True, DESCRIPTOR, EVEN, BLOCK_KV,
         )  # fmt: skip
-        made = made / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out + (token[:, None] * heads + head) * size + lane[None, :], made.to(out.dtype.element_ty), mask=which)
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + (token[:, None] * heads + head) * size + lane[None, :], acc.to(out.dtype.element_ty), mask=query_mask)

@@ -1,12 +1,12 @@
-"""Gates of some 100 tokens whose weight comes through a ring (:mod:`outrider_triton.jit.ring`) in tall tiles.
+"""Gates of about 100 tokens, with tiles for large M loaded by a TMA pipeline (:mod:`outrider_triton.jit.ring`).
 
-So many tokens are as many bytes as the weight's tile, and each program reads all of their columns, out of the second-level
-cache. So a program has as many rows of the weight at a time as its sums leave room for, and reads tokens once for them: 64
-pairs of a gate's row and up's row for each group of four warps. A group has the sums of both rows of a pair alike in its
-registers, and makes the activation of them there.
+This many tokens have as many bytes as the weight's tile, and each program reads all of their columns from the second-level
+cache. So a program multiplies as many weight rows at a time as its accumulators allow, and reads the tokens once for them:
+64 pairs of a gate row and an up row per warpgroup. A warpgroup has the sums of both rows of a pair in the same register
+layout, and computes the activation in registers.
 
-What is asked for of the tokens comes behind all that others ask memory for, so tokens have a ring of their own, with as many
-places as there is room for. What comes out is written 16 bytes a thread.
+Token loads queue after all other memory requests, so tokens have a pipeline of their own with as many stages as fit. Results
+are stored 16 bytes per thread.
 """
 
 from __future__ import annotations
@@ -20,172 +20,176 @@ from outrider_triton.jit.matmul import gated
 from outrider_triton.jit.ring import expect_boxes, keep_pace
 
 GROUP = gl.constexpr(64)
-"""Pairs of rows of a group of four warps: as many gates' rows as the matrix unit takes, and as many of up's."""
+"""Pairs of rows per warpgroup: 64 gate rows, the matrix unit's height, and 64 up rows."""
 UNIT = gl.constexpr(8)
-"""Shares of programs, and rows of a gate, are multiples of it."""
+"""Shares of programs, and gate rows, are multiples of this."""
 _REGISTERS = gl.constexpr(168)
-"""Of a thread that multiplies: 128 sums, and what they're made from."""
+"""Registers per multiplying thread: 128 sums, and their operands."""
 
 
 @gluon.jit
-def _make_rings(
+def _make_pipelines(
     x,
     w,
     GROUPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-    DEEP: gl.constexpr,
+    TOKEN_STAGES: gl.constexpr,
 ):
-    """That of the weight, STAGES tiles with gates' rows first, and that of the tokens, DEEP tiles: each with barriers that
-    say of a place whether it's full, and whether all groups are done with it.
+    """Allocate the pipelines of the weight, STAGES tiles with gate rows first, and of the tokens, DEEP tiles.
+
+    Each stage has a barrier for its arrival, and one for its release by all warpgroups.
     """
-    wide = gl.allocate_shared_memory(w.dtype, [STAGES, 2 * GROUPS * GROUP, BLOCK_K], w.layout)
-    narrow = gl.allocate_shared_memory(x.dtype, [DEEP, BLOCK_M, BLOCK_K], x.layout)
+    weights = gl.allocate_shared_memory(w.dtype, [STAGES, 2 * GROUPS * GROUP, BLOCK_K], w.layout)
+    tokens = gl.allocate_shared_memory(x.dtype, [TOKEN_STAGES, BLOCK_M, BLOCK_K], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    have = gl.allocate_shared_memory(gl.int64, [DEEP, 1], mbarrier.MBarrierLayout())
-    gone = gl.allocate_shared_memory(gl.int64, [DEEP, 1], mbarrier.MBarrierLayout())
+    arrived = gl.allocate_shared_memory(gl.int64, [TOKEN_STAGES, 1], mbarrier.MBarrierLayout())
+    released = gl.allocate_shared_memory(gl.int64, [TOKEN_STAGES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
         mbarrier.init(full.index(place), count=1)
         mbarrier.init(empty.index(place), count=GROUPS)
-    for place in gl.static_range(DEEP):
-        mbarrier.init(have.index(place), count=1)
-        mbarrier.init(gone.index(place), count=GROUPS)
-    return (wide, full, empty), (narrow, have, gone)
+    for place in gl.static_range(TOKEN_STAGES):
+        mbarrier.init(arrived.index(place), count=1)
+        mbarrier.init(released.index(place), count=GROUPS)
+    return (weights, full, empty), (tokens, arrived, released)
 
 
-# -- what comes ----------------------------------------------------------------------------------------------------
+# -- loads ----------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _weights_of(w, ring, unit, each, n, STEPS: gl.constexpr):
-    """Unit u is columns u % STEPS of tile u // STEPS."""
-    wide, full, _ = ring
-    STAGES: gl.constexpr = wide.shape[0]
-    TALL: gl.constexpr = wide.shape[1] // 2
-    BLOCK_K: gl.constexpr = wide.shape[2]
+def _load_unit(w, pipeline, unit, pairs_per_program, n, STEPS: gl.constexpr):
+    """Load unit u: columns u % STEPS of tile u // STEPS."""
+    weights, full, _ = pipeline
+    STAGES: gl.constexpr = weights.shape[0]
+    TILE_PAIRS: gl.constexpr = weights.shape[1] // 2
+    BLOCK_K: gl.constexpr = weights.shape[2]
     BOX: gl.constexpr = w.block_type.shape[0]
-    come = full.index(unit % STAGES)
-    tile = wide.index(unit % STAGES)
-    before = unit // STEPS * TALL
+    arrived = full.index(unit % STAGES)
+    tile = weights.index(unit % STAGES)
+    first_pair = unit // STEPS * TILE_PAIRS
     column = unit % STEPS * BLOCK_K
-    left = each - before
-    expect_boxes(come, left, BOX, TALL // BOX, 2 * BOX * BLOCK_K * w.dtype.primitive_bitwidth // 8)
-    for box in gl.static_range(TALL // BOX):
-        row = gl.program_id(0) * each + before + box * BOX
-        there = left > box * BOX
-        tma.async_copy_global_to_shared(w, [row, column], come, tile.slice(box * BOX, BOX, 0), pred=there)
-        tma.async_copy_global_to_shared(w, [n + row, column], come, tile.slice(TALL + box * BOX, BOX, 0), pred=there)
+    remaining = pairs_per_program - first_pair
+    expect_boxes(arrived, remaining, BOX, TILE_PAIRS // BOX, 2 * BOX * BLOCK_K * w.dtype.primitive_bitwidth // 8)
+    for box in gl.static_range(TILE_PAIRS // BOX):
+        row = gl.program_id(0) * pairs_per_program + first_pair + box * BOX
+        is_needed = remaining > box * BOX
+        tma.async_copy_global_to_shared(w, [row, column], arrived, tile.slice(box * BOX, BOX, 0), pred=is_needed)
+        tma.async_copy_global_to_shared(
+            w, [n + row, column], arrived, tile.slice(TILE_PAIRS + box * BOX, BOX, 0), pred=is_needed
+        )
 
 
 @gluon.jit
-def _bring_weights(w, ring, each, n, STEPS: gl.constexpr):
-    """The warp that brings the weight, which no kernel writes."""
-    wide, full, empty = ring
-    STAGES: gl.constexpr = wide.shape[0]
-    TALL: gl.constexpr = wide.shape[1] // 2
-    units = gl.cdiv(each, TALL) * STEPS
+def _load_weights(w, pipeline, pairs_per_program, n, STEPS: gl.constexpr):
+    """Run the warp that loads the weight, which no kernel writes."""
+    weights, full, empty = pipeline
+    STAGES: gl.constexpr = weights.shape[0]
+    TILE_PAIRS: gl.constexpr = weights.shape[1] // 2
+    units = gl.cdiv(pairs_per_program, TILE_PAIRS) * STEPS
     for unit in range(gl.minimum(units, STAGES)):
-        keep_pace(full, unit, 2 * TALL * wide.shape[2] * w.dtype.primitive_bitwidth // 8)
-        _weights_of(w, ring, unit, each, n, STEPS)
+        keep_pace(full, unit, 2 * TILE_PAIRS * weights.shape[2] * w.dtype.primitive_bitwidth // 8)
+        _load_unit(w, pipeline, unit, pairs_per_program, n, STEPS)
     for unit in range(STAGES, units):
         mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES - 1) & 1)
-        _weights_of(w, ring, unit, each, n, STEPS)
+        _load_unit(w, pipeline, unit, pairs_per_program, n, STEPS)
 
 
 @gluon.jit
-def _bring_tokens(x, ring, tiles, STEPS: gl.constexpr, PDL: gl.constexpr):
-    """The warp that brings tokens, once for each tile; :func:`outrider_triton.jit.dependent.begin_late` says why so late."""
-    narrow, have, gone = ring
-    DEEP: gl.constexpr = narrow.shape[0]
-    BLOCK_M: gl.constexpr = narrow.shape[1]
-    BLOCK_K: gl.constexpr = narrow.shape[2]
+def _load_tokens(x, pipeline, tiles, STEPS: gl.constexpr, PDL: gl.constexpr):
+    """Run the warp that loads tokens, once per tile; it begins late (:func:`outrider_triton.jit.dependent.begin_late`)."""
+    tokens, arrived, released = pipeline
+    TOKEN_STAGES: gl.constexpr = tokens.shape[0]
+    BLOCK_M: gl.constexpr = tokens.shape[1]
+    BLOCK_K: gl.constexpr = tokens.shape[2]
     wait_for_last(PDL)
     let_next_start(PDL)
     for unit in range(tiles * STEPS):
-        mbarrier.wait(gone.index(unit % DEEP), (unit // DEEP + 1) & 1, pred=unit >= DEEP)
-        come = have.index(unit % DEEP)
-        mbarrier.expect(come, BLOCK_M * BLOCK_K * x.dtype.primitive_bitwidth // 8)
+        mbarrier.wait(released.index(unit % TOKEN_STAGES), (unit // TOKEN_STAGES + 1) & 1, pred=unit >= TOKEN_STAGES)
+        barrier = arrived.index(unit % TOKEN_STAGES)
+        mbarrier.expect(barrier, BLOCK_M * BLOCK_K * x.dtype.primitive_bitwidth // 8)
         token = gl.program_id(1) * BLOCK_M
-        tma.async_copy_global_to_shared(x, [token, unit % STEPS * BLOCK_K], come, narrow.index(unit % DEEP))
+        tma.async_copy_global_to_shared(x, [token, unit % STEPS * BLOCK_K], barrier, tokens.index(unit % TOKEN_STAGES))
 
 
-# -- what is made of it --------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _give_back(rings, unit, pred):
-    """The group is done with both places of ``unit``."""
-    wide, _, empty = rings[0]
-    narrow, _, gone = rings[1]
-    mbarrier.arrive(empty.index(unit % wide.shape[0]), count=1, pred=pred)
-    mbarrier.arrive(gone.index(unit % narrow.shape[0]), count=1, pred=pred)
+# -- products -------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _sums(rings, tile, WHICH: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr):
-    """Gates and ups of group WHICH in the program's ``tile``, [GROUP, tokens] each in float32. The products of one place are
-    under way while the next ones begin.
+def _release(pipelines, unit, pred):
+    """Release both stages of ``unit`` for this warpgroup."""
+    weights, _, empty = pipelines[0]
+    tokens, _, released = pipelines[1]
+    mbarrier.arrive(empty.index(unit % weights.shape[0]), count=1, pred=pred)
+    mbarrier.arrive(released.index(unit % tokens.shape[0]), count=1, pred=pred)
+
+
+@gluon.jit
+def _sums(pipelines, tile, WHICH: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr):
+    """Multiply gate and up rows of warpgroup WHICH in the program's ``tile``; return [GROUP, tokens] each in float32.
+
+    Products of one stage run while those of the next begin.
     """
-    wide, full, _ = rings[0]
-    narrow, have, _ = rings[1]
-    STAGES: gl.constexpr = wide.shape[0]
-    TALL: gl.constexpr = wide.shape[1] // 2
-    DEEP: gl.constexpr = narrow.shape[0]
-    BLOCK_M: gl.constexpr = narrow.shape[1]
+    weights, full, _ = pipelines[0]
+    tokens_buffer, tokens_arrived, _ = pipelines[1]
+    STAGES: gl.constexpr = weights.shape[0]
+    TILE_PAIRS: gl.constexpr = weights.shape[1] // 2
+    TOKEN_STAGES: gl.constexpr = tokens_buffer.shape[0]
+    BLOCK_M: gl.constexpr = tokens_buffer.shape[1]
     gate = gl.zeros([GROUP, BLOCK_M], gl.float32, layout)
     up = gl.zeros([GROUP, BLOCK_M], gl.float32, layout)
     begins = tile * STEPS
     for unit in range(begins, begins + STEPS):
-        mbarrier.wait(have.index(unit % DEEP), unit // DEEP & 1)
+        mbarrier.wait(tokens_arrived.index(unit % TOKEN_STAGES), unit // TOKEN_STAGES & 1)
         mbarrier.wait(full.index(unit % STAGES), unit // STAGES & 1)
-        rows = wide.index(unit % STAGES)
-        tokens = narrow.index(unit % DEEP).permute((1, 0))
+        rows = weights.index(unit % STAGES)
+        tokens = tokens_buffer.index(unit % TOKEN_STAGES).permute((1, 0))
         gate = warpgroup_mma(rows.slice(WHICH * GROUP, GROUP, 0), tokens, gate, is_async=True)
-        up = warpgroup_mma(rows.slice(TALL + WHICH * GROUP, GROUP, 0), tokens, up, is_async=True)
+        up = warpgroup_mma(rows.slice(TILE_PAIRS + WHICH * GROUP, GROUP, 0), tokens, up, is_async=True)
         gate, up = warpgroup_mma_wait(2, deps=[gate, up])
-        _give_back(rings, gl.maximum(unit - 1, 0), unit > begins)
+        _release(pipelines, gl.maximum(unit - 1, 0), unit > begins)
     gate, up = warpgroup_mma_wait(0, deps=[gate, up])
-    _give_back(rings, begins + STEPS - 1, True)
+    _release(pipelines, begins + STEPS - 1, True)
     return gate, up
 
 
 @gluon.jit
-def _with_bias(sums, bias, first, left, HAS_BIAS: gl.constexpr, layout: gl.constexpr):
-    """``sums`` of rows from ``first`` on, of which ``left`` are there."""
+def _with_bias(sums, bias, first, remaining, HAS_BIAS: gl.constexpr, layout: gl.constexpr):
+    """Add the bias to ``sums`` of the ``remaining`` rows from ``first`` on."""
     if HAS_BIAS:
         lane = gl.arange(0, GROUP, gl.SliceLayout(1, layout))
-        sums += gl.load(bias + first + lane, mask=lane < left, other=0.0).to(gl.float32)[:, None]
+        sums += gl.load(bias + first + lane, mask=lane < remaining, other=0.0).to(gl.float32)[:, None]
     return sums
 
 
 @gluon.jit
-def _read_here(number):
-    """``number``, a whole one, in a way that what is computed of it isn't kept in registers while others are multiplied."""
+def _opaque(number):
+    """Return integer ``number`` opaquely, so that values derived from it don't occupy registers during the products."""
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _store(made, out, first, left, n, m):
-    """What was ``made`` [GROUP, tokens] of rows from ``first`` on, of which ``left`` are there."""
-    BLOCK_M: gl.constexpr = made.shape[1]
-    stored: gl.constexpr = gl.BlockedLayout([UNIT, 1], [GROUP // UNIT, 32 * UNIT // GROUP], [1, 4], [0, 1])
-    made = gl.convert_layout(made, stored)
-    n = _read_here(n // UNIT) * UNIT
-    m = _read_here(m)
-    lane = gl.arange(0, GROUP, gl.SliceLayout(1, stored))
-    token = gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))
+def _store(activations, out, first, remaining, n, m):
+    """Store activations ``activations`` [GROUP, tokens] of the ``remaining`` rows from ``first`` on."""
+    BLOCK_M: gl.constexpr = activations.shape[1]
+    store_layout: gl.constexpr = gl.BlockedLayout([UNIT, 1], [GROUP // UNIT, 32 * UNIT // GROUP], [1, 4], [0, 1])
+    activations = gl.convert_layout(activations, store_layout)
+    n = _opaque(n // UNIT) * UNIT
+    m = _opaque(m)
+    lane = gl.arange(0, GROUP, gl.SliceLayout(1, store_layout))
+    token = gl.arange(0, BLOCK_M, gl.SliceLayout(0, store_layout))
     begins = gl.program_id(1) * BLOCK_M
-    real = (begins + token < m)[None, :] & (lane // UNIT * UNIT < left)[:, None]
-    own = out + begins.to(gl.int64) * n + first
-    gl.store(own + (token[None, :] * n + lane[:, None]), made, mask=real)
+    mask = (begins + token < m)[None, :] & (lane // UNIT * UNIT < remaining)[:, None]
+    destination = out + begins.to(gl.int64) * n + first
+    gl.store(destination + (token[None, :] * n + lane[:, None]), activations, mask=mask)
 
 
 @gluon.jit
 def _gate(
-    own,
-    rings,
+    operands,
+    pipelines,
     WHICH: gl.constexpr,
     GROUPS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -193,20 +197,22 @@ def _gate(
     layout: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Group WHICH of four warps."""
-    bias, out, m, n, each = own
+    """Run warpgroup WHICH: multiply, add the bias, apply SwiGLU and store."""
+    bias, out, m, n, pairs_per_program = operands
     wait_for_last(PDL)
-    for tile in range(gl.cdiv(each, GROUPS * GROUP)):
-        before = (tile * GROUPS + WHICH) * (GROUP // UNIT)
-        first = (gl.program_id(0) * (each // UNIT) + before) * UNIT  # in a way that shows that it's a multiple
-        left = gl.minimum(each - before * UNIT, n - first)
-        gate, up = _sums(rings, tile, WHICH, STEPS, layout)
-        gate = _with_bias(gate, bias, first, left, HAS_BIAS, layout)
-        up = _with_bias(up, bias, n + first, left, HAS_BIAS, layout)
-        _store(gated(gate, up, out.dtype.element_ty), out, first, left, n, m)
+    for tile in range(gl.cdiv(pairs_per_program, GROUPS * GROUP)):
+        units_before = (tile * GROUPS + WHICH) * (GROUP // UNIT)
+        first = (
+            gl.program_id(0) * (pairs_per_program // UNIT) + units_before
+        ) * UNIT  # written so that the compiler sees a multiple of UNIT
+        remaining = gl.minimum(pairs_per_program - units_before * UNIT, n - first)
+        gate, up = _sums(pipelines, tile, WHICH, STEPS, layout)
+        gate = _with_bias(gate, bias, first, remaining, HAS_BIAS, layout)
+        up = _with_bias(up, bias, n + first, remaining, HAS_BIAS, layout)
+        _store(gated(gate, up, out.dtype.element_ty), out, first, remaining, n, m)
 
 
-@gluon.jit(do_not_specialize=["m", "each"])
+@gluon.jit(do_not_specialize=["m", "pairs_per_program"])
 def tall_silu_mul(
     x,
     w,
@@ -214,27 +220,27 @@ def tall_silu_mul(
     out,
     m,
     n,
-    each,
+    pairs_per_program,
     HAS_BIAS: gl.constexpr,
     GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-    DEEP: gl.constexpr,
+    TOKEN_STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """:func:`outrider_triton.jit.matmul.linear_silu_mul`, by one or two GROUPS of four warps."""
+    """Run :func:`outrider_triton.jit.matmul.linear_silu_mul` with one or two warpgroups (GROUPS)."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    rings = _make_rings(x, w, GROUPS, BLOCK_M, BLOCK_K, STAGES, DEEP)
-    own = bias, out, m, n, each
-    tiles = gl.cdiv(each, GROUPS * GROUP)
+    pipelines = _make_pipelines(x, w, GROUPS, BLOCK_M, BLOCK_K, STAGES, TOKEN_STAGES)
+    operands = bias, out, m, n, pairs_per_program
+    tiles = gl.cdiv(pairs_per_program, GROUPS * GROUP)
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate, (own, rings, 0, GROUPS, HAS_BIAS, STEPS, layout, PDL)),
-                (_bring_weights, (w, rings[0], each, n, STEPS)),
-                (_bring_tokens, (x, rings[1], tiles, STEPS, PDL)),
+                (_gate, (operands, pipelines, 0, GROUPS, HAS_BIAS, STEPS, layout, PDL)),
+                (_load_weights, (w, pipelines[0], pairs_per_program, n, STEPS)),
+                (_load_tokens, (x, pipelines[1], tiles, STEPS, PDL)),
             ],
             [1, 1],
             [40, 40],
@@ -242,10 +248,10 @@ def tall_silu_mul(
     else:
         gl.warp_specialize(
             [
-                (_gate, (own, rings, 0, GROUPS, HAS_BIAS, STEPS, layout, PDL)),
-                (_gate, (own, rings, 1, GROUPS, HAS_BIAS, STEPS, layout, PDL)),
-                (_bring_weights, (w, rings[0], each, n, STEPS)),
-                (_bring_tokens, (x, rings[1], tiles, STEPS, PDL)),
+                (_gate, (operands, pipelines, 0, GROUPS, HAS_BIAS, STEPS, layout, PDL)),
+                (_gate, (operands, pipelines, 1, GROUPS, HAS_BIAS, STEPS, layout, PDL)),
+                (_load_weights, (w, pipelines[0], pairs_per_program, n, STEPS)),
+                (_load_tokens, (x, pipelines[1], tiles, STEPS, PDL)),
             ],
             [4, 1, 1],
             [_REGISTERS, 40, 40],
