@@ -14,7 +14,7 @@ from outrider_triton import variants
 from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs, reads_early
 from outrider_triton.ends import TritonEnds
 from outrider_triton.facts import DeviceFacts
-from outrider_triton.jit.planes import UNIT
+from outrider_triton.jit.nibble_planes import UNIT
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.planes_ops import laying
 from outrider_triton.prompts import PromptAttention, Prompts

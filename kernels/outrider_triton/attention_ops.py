@@ -1,5 +1,5 @@
 """Operators of attention over the paged cache (:mod:`outrider_triton.jit.attention` and
-:mod:`outrider_triton.jit.attention_ring`).
+:mod:`outrider_triton.jit.attention_streamed`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
-from outrider_triton.jit import attention, attention_ring
+from outrider_triton.jit import attention, attention_streamed
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.planes_ops import room, stride_of
 from outrider_triton.streamed import descriptor
@@ -84,7 +84,7 @@ def _attend(
         )
         descriptors = (descriptor(cache.view(-1, kv_heads * size), min(page, block_kv), size) for cache in (k_cache, v_cache))
         launch(
-            attention_ring.paged_attention_ring,
+            attention_streamed.paged_attention_ring,
             grid,
             *(q, *descriptors, *addressing, *sizes),
             **constants,

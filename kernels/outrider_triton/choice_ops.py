@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
-from outrider_triton.jit import choose
+from outrider_triton.jit import token_choice
 from outrider_triton.launch import launch, power_of_two
 
 _VOCABULARY_BLOCK = 1024
@@ -43,7 +43,7 @@ def _best(
     index = torch.empty((count, shares), dtype=torch.int32, device=logits.device)
     firsts = torch.empty_like(index) if find else None
     launch(
-        choose.partial_argmax,
+        token_choice.partial_argmax,
         (count, shares),
         *(flat, temperature, seeds, positions, parents, best, index, firsts, nodes, vocabulary, flat.stride(0)),
         SAMPLING=sampling,
@@ -64,7 +64,7 @@ def _sample(
     operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous())
     best, index, _ = _best(logits, *operands, sampling=True, lane=lane, shares=shares, pdl=pdl)
     tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    launch(choose.reduce_argmax, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
+    launch(token_choice.reduce_argmax, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
     return tokens
 
 
@@ -106,7 +106,7 @@ def _verify_chain(
     picked, picked_at, residual_mass = empty(2), empty(2, dtype=torch.int32), empty()
     sizes = (num_draft_tokens, vocabulary, logits.stride(0), logits.stride(1))
     launch(
-        choose.partial_softmax,
+        token_choice.partial_softmax,
         (count, shares),
         *(logits, temperature, best, index, sums, *sizes),
         BLOCK=_VOCABULARY_BLOCK,
@@ -115,7 +115,7 @@ def _verify_chain(
         warps=4,
     )
     launch(
-        choose.partial_residual,
+        token_choice.partial_residual,
         (count, shares),
         *(logits, probs, temperature, seeds, positions, best, sums, picked, picked_at, residual_mass, *sizes),
         LANE=residual,
@@ -125,7 +125,7 @@ def _verify_chain(
         warps=4,
     )
     launch(
-        choose.accept_sampling,
+        token_choice.accept_sampling,
         (batch,),
         *(logits, drafts, probs, temperature, seeds, positions, best, index, sums, picked, picked_at, residual_mass),
         *(tokens, accepted, count, *sizes),
@@ -146,7 +146,7 @@ def _accept_greedy(
     tokens, accepted = _empty_chain(draft_tokens)
     best, index, firsts = _best(logits, shares=shares, pdl=pdl, find=find)
     launch(
-        choose.accept_greedy,
+        token_choice.accept_greedy,
         (batch,),
         *(best, index, firsts, draft_tokens.contiguous() if num_draft_tokens else tokens, tokens, accepted, found),
         *(num_draft_tokens, vocabulary, 0 if found is None else found.stride(0)),
@@ -201,7 +201,7 @@ def _verify_tree(
     )
     batch, nodes = tokens.shape
     launch(
-        choose.walk_tree,
+        token_choice.walk_tree,
         (batch,),
         *(best, index, tokens.contiguous(), parents, chosen, path, accepted, nodes),
         SHARES=shares,
@@ -238,7 +238,7 @@ def _apply_token_bitmask(logits: Tensor, bitmask: Tensor, pdl: bool) -> Tensor:
     source = logits if logits.stride(-1) == 1 else logits.contiguous()
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     launch(
-        choose.apply_token_bitmask,
+        token_choice.apply_token_bitmask,
         (batch * nodes, triton.cdiv(vocabulary, _VOCABULARY_BLOCK)),
         *(source, bitmask.contiguous(), out, nodes, vocabulary, words, source.stride(0), source.stride(1)),
         BLOCK=_VOCABULARY_BLOCK,

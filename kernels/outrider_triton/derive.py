@@ -39,12 +39,14 @@ OPERATORS = ("linear", "linear_parts", "linear_silu_mul", "linear_add", "linear_
 
 _GATED = ("linear_silu_mul", "scaled_silu_mul")
 _ADDED = ("linear_add", "linear_add_scaled")
-_PAIRS = 32  # pairs of rows per streamed tile; equals outrider_triton.jit.ring.PAIRS
+_PAIRS = 32  # pairs of rows per streamed tile; equals outrider_triton.jit.tma_pipeline.PAIRS
 _MIN_STREAMED_TOKENS = 4  # tokens that fill the matrix unit's minimum width, at two int8 components per token
-_PAIRED = 8  # low or high rows next to each other in a tile of pairs; equals PAIRED in outrider_triton.jit.planes_ring
+_PAIRED = (
+    8  # low or high rows next to each other in a tile of pairs; equals PAIRED in outrider_triton.jit.nibble_planes_streamed
+)
 _MAX_STREAMED_NIBBLE_TOKENS = 16
 """Maximum number of tokens for which four-bit weights are streamed."""
-_LARGE_M_PAIRS = 64  # pairs of rows per warpgroup in a tile for large M; equals outrider_triton.jit.tall.GROUP
+_LARGE_M_PAIRS = 64  # pairs of rows per warpgroup in a tile for large M; equals outrider_triton.jit.large_m_gates.GROUP
 _MIN_STREAMED_COLUMNS = 64  # minimum columns of a streamed tile: 128 bytes, one row of swizzled shared memory
 _LARGE_M_TOKEN_BYTES = 80 << 10  # bytes of tokens in flight; of 128 tokens, 48 KB is 9 % slower and 32 KB 37 % slower
 _LARGE_M_SCRATCH_BYTES = 4608  # shared memory of layout conversions and barriers
@@ -233,7 +235,9 @@ def _streamed(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: i
 
 
 def _streamed_large_m(facts: DeviceFacts, m: int, n: int, k: int) -> Iterator[MatmulConfig]:
-    """Yield configurations of :mod:`outrider_triton.jit.tall`: one program per multiprocessor, with one or two warpgroups."""
+    """Yield configurations of :mod:`outrider_triton.jit.large_m_gates`: one program per multiprocessor, with one or two
+    warpgroups.
+    """
     pairs, row = n // 2, _MIN_STREAMED_COLUMNS * 2
     if k % _MIN_STREAMED_COLUMNS or pairs % 8:
         return
@@ -249,8 +253,8 @@ def _streamed_large_m(facts: DeviceFacts, m: int, n: int, k: int) -> Iterator[Ma
 def _plane_rings(
     facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int, stored: Stored
 ) -> Iterator[MatmulConfig]:
-    """Yield configurations of :mod:`outrider_triton.jit.planes_ring`: 1 to 3 programs per multiprocessor, 1 or 2 warpgroups
-    each.
+    """Yield configurations of :mod:`outrider_triton.jit.nibble_planes_streamed`: 1 to 3 programs per multiprocessor, 1 or 2
+    warpgroups each.
     """
     if operator in _GATED or (operator == "linear_rope" and half % _PAIRED):
         return

@@ -80,7 +80,7 @@ def attention_bytes(facts: DeviceFacts, heads: Heads, rows: int, block_kv: int) 
 
 
 def ring_bytes(heads: Heads, rows: int, block_kv: int, stages: int) -> int:
-    """Return an upper bound of shared memory in bytes of one program of :mod:`outrider_triton.jit.attention_ring`."""
+    """Return an upper bound of shared memory in bytes of one program of :mod:`outrider_triton.jit.attention_streamed`."""
     tiles = stages * (2 * block_kv * heads.size * heads.bytes + 24)
     return tiles + rows * heads.size * heads.bytes + block_kv * rows * heads.bytes + 1536
 

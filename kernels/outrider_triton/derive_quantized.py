@@ -23,7 +23,7 @@ OURS = 64
 Up to twice as many tokens, unquantised products win occasionally, by 5 %. Quantised products win nearly everywhere, by far
 where the library needs the weight in 16 bits.
 """
-PLANE_ROWS = 64  # rows of a tile of nibbles; equals outrider_triton.jit.planes_ring.ROWS
+PLANE_ROWS = 64  # rows of a tile of nibbles; equals outrider_triton.jit.nibble_planes_streamed.ROWS
 # Seconds on an H200.
 _FIRST_TILE_S = 0.65e-6  # until a program's first tile arrives
 _TILE_GAP_S = 0.1e-6  # between two tiles

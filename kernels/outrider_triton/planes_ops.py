@@ -1,4 +1,4 @@
-"""Operators of products with nibble weights in nibble planes (:mod:`outrider_triton.jit.planes`)."""
+"""Operators of products with nibble weights in nibble planes (:mod:`outrider_triton.jit.nibble_planes`)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from outrider.device.kernels.checks import expect
 from outrider_triton import streamed
 from outrider_triton.define import define
-from outrider_triton.jit import planes, planes_gated
+from outrider_triton.jit import nibble_planes, nibble_planes_gated
 from outrider_triton.launch import launch
 from outrider_triton.table import STREAMED, MatmulConfig
 
 PLAIN, DIGITS = 1, 2
-"""Layouts of token rows: 16-bit values in nibble planes for :mod:`outrider_triton.jit.planes`, or two int8 components for
-:mod:`outrider_triton.jit.planes_ring`.
+"""Layouts of token rows: 16-bit values in nibble planes for :mod:`outrider_triton.jit.nibble_planes`, or two int8 components
+for :mod:`outrider_triton.jit.nibble_planes_streamed`.
 """
 
 
@@ -32,8 +32,8 @@ def activates(config: MatmulConfig, m: int) -> bool:
 
     With one token this is faster than a separate kernel, with more it is slower (docs/evidence/README.md#2026-11-27-pieces).
     """
-    columns, groups = planes_gated.COLUMNS.value, config.warps // 4
-    fits_registers = config.block_k <= groups * planes_gated.STEPS_AT_MOST.value * columns
+    columns, groups = nibble_planes_gated.COLUMNS.value, config.warps // 4
+    fits_registers = config.block_k <= groups * nibble_planes_gated.STEPS_AT_MOST.value * columns
     return m == 1 and laying(config) == DIGITS and config.ahead == columns and fits_registers
 
 
@@ -41,7 +41,7 @@ def _width(k: int, how: int) -> int:
     """Return elements per row. A component is followed by room for one float32 per unit; both begin at multiples of 16
     bytes.
     """
-    return 2 * (k + 16 * triton.cdiv(k, 4 * planes.UNIT.value)) if how == DIGITS else k
+    return 2 * (k + 16 * triton.cdiv(k, 4 * nibble_planes.UNIT.value)) if how == DIGITS else k
 
 
 def room(like: Tensor, shape: Sequence[int], how: int) -> tuple[Tensor, Tensor | None]:
@@ -70,7 +70,7 @@ def in_planes(x: Tensor, pdl: bool, how: int = PLAIN) -> Tensor:
     m, k = x.shape
     out, grains = room(x, x.shape, how)
     launch(
-        planes.lay_in_planes,
+        nibble_planes.lay_in_planes,
         (m, triton.cdiv(k, 1024)),
         *(x, out, grains, k, x.stride(0), stride_of(out, grains)),
         BLOCK=1024,
@@ -108,7 +108,7 @@ def _linear_planes(
     flat, n = x.reshape(-1, x.shape[-1]), data.shape[0]
     m, k, how, rows_per_program = flat.shape[0], 2 * data.shape[1], laying(MatmulConfig(*config)), rows_per_program or block_n
     expect(
-        flat.shape[1] == (_width(k, how) if laid is not None else k) and k % planes.UNIT.value == 0,
+        flat.shape[1] == (_width(k, how) if laid is not None else k) and k % nibble_planes.UNIT.value == 0,
         lambda: (
             f"product of {tuple(x.shape)}{'' if laid is None else ' in planes'} with a weight of {n} x {k}: expected rows of "
             f"{_width(k, how) if laid is not None else k} and units of 128 columns"
@@ -120,7 +120,7 @@ def _linear_planes(
     product = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else laid or x.dtype, device=x.device)
     if descriptor == STREAMED:
         expect(
-            zero_points is None and (mode, columns, block[0]) == ("block", planes.UNIT.value, 1) and asm,
+            zero_points is None and (mode, columns, block[0]) == ("block", nibble_planes.UNIT.value, 1) and asm,
             lambda: (
                 f"a product through a ring with scales of {tuple(block)}: expected rows of groups of 128, without zero points"
             ),
@@ -130,7 +130,7 @@ def _linear_planes(
         streamed.multiply_planes(*operands, product, MatmulConfig(*config), pdl)
         return product if split > 1 else product.view(*x.shape[:-1], n)
     launch(
-        planes.linear_planes,
+        nibble_planes.linear_planes,
         (triton.cdiv(n, rows_per_program), triton.cdiv(m, block_m), split),
         *(flat, data.view(torch.int16), scales, zero_points, bias if split == 1 else None, product, m, n, k),
         *(flat.stride(0), scales.shape[1], rows_per_program, prefetch_columns),

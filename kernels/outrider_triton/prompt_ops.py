@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
-from outrider_triton.jit import prompt_attention as jit
+from outrider_triton.jit import prefill_attention as jit
 from outrider_triton.launch import launch, power_of_two
 
 SPACE: int = jit.SPACE.value

@@ -21,7 +21,7 @@ from outrider_triton.derive_quantized import OURS
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
 from outrider_triton.planes_ops import DIGITS, activates, laying, room
-from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
+from outrider_triton.quantized_ops import LONGEST, Plan, kept_dtype, plan, sum_parts
 from outrider_triton.rotary import rotates
 from outrider_triton.table import BUCKETS, MatmulConfig
 
@@ -145,7 +145,7 @@ class TritonQuantized(KernelSet):
             product = _TRITON.linear_quantized.triton_gated_planes(
                 x, weight.data, weight.scales, bias, config.as_list(), self.pdl
             )
-            return product if parts or config.split == 1 else added(product, bias, x, x.dtype, self.pdl)
+            return product if parts or config.split == 1 else sum_parts(product, bias, x, x.dtype, self.pdl)
         if product_plan.planes:
             operands = x, weight.data, weight.scales, weight.zero_points, bias, list(weight.block)
             kind = dtype or x.dtype
@@ -160,7 +160,7 @@ class TritonQuantized(KernelSet):
             )
             product = _TRITON.linear_quantized.triton_planes(*operands, *options)
             whole = parts or config.split == 1
-            return product if whole else added(product, bias, x, kind, self.pdl)
+            return product if whole else sum_parts(product, bias, x, kind, self.pdl)
         launch_options = (
             scales,
             dtype or x.dtype,

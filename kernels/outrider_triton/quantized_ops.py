@@ -17,7 +17,7 @@ from outrider_triton.derive_quantized import Stored
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
-from outrider_triton.jit.planes import UNIT
+from outrider_triton.jit.nibble_planes import UNIT
 from outrider_triton.launch import launch, power_of_two, warps_for
 from outrider_triton.streamed import multiply_quantized
 from outrider_triton.table import STREAMED, MatmulConfig
@@ -42,9 +42,9 @@ class Plan:
     at_once: int
     """Maximum columns per multiplication; 0: a whole tile."""
     planes: bool = False
-    """Multiply in nibble planes, by :func:`outrider_triton.jit.planes.linear_planes`."""
+    """Multiply in nibble planes, by :func:`outrider_triton.jit.nibble_planes.linear_planes`."""
     ring: bool = False
-    """A streamed kernel exists: :func:`outrider_triton.jit.planes_ring.streamed_planes` with ``planes``, else
+    """A streamed kernel exists: :func:`outrider_triton.jit.nibble_planes_streamed.streamed_planes` with ``planes``, else
     :func:`outrider_triton.jit.streamed.streamed_linear`.
     """
 
@@ -248,7 +248,7 @@ def _linear_quantized(
     )
     if split == 1:
         return product.view(*x.shape[:-1], n)
-    return product if parts else added(product, bias, x, dtype, pdl)
+    return product if parts else sum_parts(product, bias, x, dtype, pdl)
 
 
 def kept_dtype(data: Tensor, native: bool) -> torch.dtype:
@@ -256,7 +256,7 @@ def kept_dtype(data: Tensor, native: bool) -> torch.dtype:
     return data.dtype if native else torch.float16
 
 
-def added(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, pdl: bool) -> Tensor:
+def sum_parts(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, pdl: bool) -> Tensor:
     """Add ``parts`` [split, T, N] and ``bias``, shaped like a product of ``x``."""
     split, _, n = parts.shape
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device=x.device)

@@ -11,8 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.derive import brings, whole_boxes
-from outrider_triton.jit import planes_gated, planes_ring, streamed, tall
-from outrider_triton.jit.ring import PAIRS, PIECE
+from outrider_triton.jit import large_m_gates, nibble_planes_gated, nibble_planes_streamed, streamed
+from outrider_triton.jit.tma_pipeline import PAIRS, PIECE
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.table import MatmulConfig
 
@@ -102,18 +102,19 @@ def silu_mul(
 
 
 def silu_mul_tall(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
-    """Run :func:`silu_mul` for normalised rows with tiles for large M (:mod:`outrider_triton.jit.tall`)."""
+    """Run :func:`silu_mul` for normalised rows with tiles for large M (:mod:`outrider_triton.jit.large_m_gates`)."""
     (m, k), n, box, groups = x.shape, weight.shape[0] // 2, config.block_n, config.warps // 4
     expect(
         brings("linear_silu_mul", config, n=2 * n, k=k),
         lambda: (
             f"gates of {tuple(weight.shape)} can't be cut up as {config}: expected columns in multiples of {config.block_k}, "
-            f"64 or more, boxes of {tall.UNIT.value} rows or more that divide {n}, {tall.GROUP.value} and {config.each}, "
+            f"64 or more, boxes of {large_m_gates.UNIT.value} rows or more that divide {n}, {large_m_gates.GROUP.value} and "
+            f"{config.each}, "
             "8 to 128 tokens, 4 or 8 warps, no parts, and two stages or more of both operands"
         ),
     )
     launch(
-        tall.tall_silu_mul,
+        large_m_gates.tall_silu_mul,
         (-(-n // config.each), -(-m // config.block_m)),
         *(_of_tokens(x, config.block_m, config.block_k), descriptor(weight, box, config.block_k)),
         *(bias, out, m, n, config.each),
@@ -173,7 +174,7 @@ def multiply_planes(
 ) -> None:
     """Multiply int8 components ``x`` [2 m, k] by nibbles ``data [n, k / 2]`` into ``out [m, n]`` or parts ``[split, m, n]``.
 
-    ``grains [m, k / 128]`` are the tokens' scales in float32 (:func:`outrider_triton.jit.planes.keep_in_planes`).
+    ``grains [m, k / 128]`` are the tokens' scales in float32 (:func:`outrider_triton.jit.nibble_planes.store_in_planes`).
     """
     _launch_planes(x, grains, data, scales, bias, out, (None,) * 5 + (0,) * 5, config, pdl)
 
@@ -182,7 +183,7 @@ def multiply_gated_planes(
     both: Tensor, data: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool
 ) -> None:
     """Apply SwiGLU to one token's gate and up, ``both`` [1, 2 k], inside the product of :func:`multiply_planes`."""
-    k, columns = 2 * data.shape[1], planes_gated.COLUMNS.value
+    k, columns = 2 * data.shape[1], nibble_planes_gated.COLUMNS.value
     contiguous = both.shape == (1, 2 * k) and both.is_contiguous() and both.data_ptr() % 16 == 0
     expect(
         contiguous and config.ahead == columns,
@@ -207,12 +208,12 @@ def rope_write_cache_planes(
 ) -> None:
     """Run :func:`multiply_planes`, rotate, and store like :func:`rope_write_cache`."""
     cos, _, k_cache, _, _ = rotary
-    kv_heads, size = k_cache.shape[2:]
+    (kv_heads, size), paired = k_cache.shape[2:], nibble_planes_streamed.PAIRED.value
     expect(
-        (size // 2 % planes_ring.PAIRED.value, config.block_n, config.split) == (0, planes_ring.PAIRED.value, 1),
+        (size // 2 % paired, config.block_n, config.split) == (0, paired, 1),
         lambda: (
             f"queries and keys of heads of {size} in planes can't be cut up as {config}: expected boxes of "
-            f"{planes_ring.PAIRED.value} rows that divide half a head, and no parts"
+            f"{paired} rows that divide half a head, and no parts"
         ),
     )
     arguments = *rotary, q.shape[1], kv_heads, cos.stride(0), k_cache.stride(1), k_cache.stride(2)
@@ -233,7 +234,7 @@ def _launch_planes(
     half: int = 0,
 ) -> None:
     (n, k), box = (data.shape[0], 2 * data.shape[1]), config.block_n
-    height = planes_ring.ROWS.value // (2 if half else 1)  # height of a tile in the unit of ``each``
+    height = nibble_planes_streamed.ROWS.value // (2 if half else 1)  # height of a tile in the unit of ``each``
     columns, groups = config.ahead, config.warps // 4
     m, steps = 1 if grains is None else x.shape[0] // 2, config.block_k // max(columns, 1)
     expect(
@@ -254,7 +255,7 @@ def _launch_planes(
     )
     wide = groups > 1 and columns > 256
     launch(
-        planes_ring.streamed_planes,
+        nibble_planes_streamed.streamed_planes,
         (-(-n // (config.each * (2 if half else 1))), config.split),
         *(
             x if grains is None else descriptor(x, 2 * config.block_m, columns),

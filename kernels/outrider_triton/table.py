@@ -54,8 +54,8 @@ class MatmulConfig:
     """Tile configuration of a skinny matrix product. Operators and JSON tables carry it as a list in field order.
 
     A streamed product (``descriptor`` :data:`STREAMED`) uses :mod:`outrider_triton.jit.streamed`, with four-bit weights
-    :mod:`outrider_triton.jit.planes_ring`. Gates for large M (:data:`TALL`) use :mod:`outrider_triton.jit.tall`. These
-    kernels reinterpret some fields.
+    :mod:`outrider_triton.jit.nibble_planes_streamed`. Gates for large M (:data:`TALL`) use
+    :mod:`outrider_triton.jit.large_m_gates`. These kernels reinterpret some fields.
     """
 
     block_m: int

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from outrider.device.kernels.quantized_reference import INT8_LARGEST
 from outrider_triton.jit.dependent import begin
-from outrider_triton.jit.matmul import gated
+from outrider_triton.jit.matmul import swiglu
 from outrider_triton.jit.rows import add_row, nearest_e4m3, norm
 
 _INT8_LARGEST = tl.constexpr(INT8_LARGEST)
@@ -180,7 +180,7 @@ def silu_mul_quantize(
     mask = lane < size
     gate = tl.load(gate_up + row * 2 * size + lane, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + lane, mask=mask, other=0.0).to(tl.float32)
-    activation = gated(gate, up, gate_up.dtype.element_ty)
+    activation = swiglu(gate, up, gate_up.dtype.element_ty)
     _quantize_row(activation.to(tl.float32), row, out, scales, size, FORMAT, GROUP, BLOCK)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import begin, let_next_start, wait_for_last
-from outrider_triton.jit.planes import keep_in_planes
+from outrider_triton.jit.dependent import allow_next_kernel, begin, wait_for_previous_kernel
+from outrider_triton.jit.nibble_planes import store_in_planes
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def paged_attention(
     begun). A program then reads its first block while the preceding kernel, which computes the queries, still runs.
     """
     if SETTLED:
-        let_next_start(PDL)
+        allow_next_kernel(PDL)
     else:
         begin(PDL)
     kv_heads = heads // GROUP
@@ -141,7 +141,7 @@ def paged_attention(
         new, inside, slot = _cache_positions(table, low, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
         is_old = inside & (new < 0)
         old_keys, old_values = _keys_and_values(k_cache, v_cache, slot, lane, size, is_old, q.dtype.element_ty)
-        wait_for_last(PDL)
+        wait_for_previous_kernel(PDL)
 
     if (sequence == batch - 1) & (tl.program_id(0) == 0):
         # Padding tokens after the last sequence get zeros, so that no later kernel reads uninitialised memory.
@@ -218,7 +218,7 @@ def join_splits(
     """Join the splits of a token and head: sum the parts, weighted by their maxima. Padding rows are not written.
 
     PLANES: round to the dtype of ``like``, concatenate the heads of a token, and store them like
-    :func:`outrider_triton.jit.planes.keep_in_planes`, with or without ``grains``; padding rows get zeros.
+    :func:`outrider_triton.jit.nibble_planes.store_in_planes`, with or without ``grains``; padding rows get zeros.
 
     The part of a split with a maximum of -inf is uninitialised. Up to 8 parts are loaded together with the maxima, in one
     memory round trip. With more, only the required parts are loaded, in a second round trip.
@@ -245,6 +245,6 @@ def join_splits(
     acc = tl.sum(acc * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
     if PLANES:
         acc = acc.to(like.dtype.element_ty)
-        keep_in_planes(out, grains, token, tl.program_id(1) * size, acc, heads * size, stride, BLOCK_SIZE)
+        store_in_planes(out, grains, token, tl.program_id(1) * size, acc, heads * size, stride, BLOCK_SIZE)
     else:
         tl.store(out + place * size + lane, acc.to(out.dtype.element_ty), mask=(lane < size) & is_token)

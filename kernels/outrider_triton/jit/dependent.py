@@ -7,14 +7,14 @@ import triton.language as tl
 
 
 @triton.jit
-def let_next_start(PDL: tl.constexpr):
+def allow_next_kernel(PDL: tl.constexpr):
     """Let the next kernel start once every program has called this. It sees this kernel's results only after its own wait."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_last(PDL: tl.constexpr):
+def wait_for_previous_kernel(PDL: tl.constexpr):
     """Wait until the preceding kernel has ended and its results are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -23,8 +23,8 @@ def wait_for_last(PDL: tl.constexpr):
 @triton.jit
 def begin(PDL: tl.constexpr):
     """Let the next kernel start, and wait for the preceding one."""
-    let_next_start(PDL)
-    wait_for_last(PDL)
+    allow_next_kernel(PDL)
+    wait_for_previous_kernel(PDL)
 
 
 @triton.jit
@@ -35,8 +35,8 @@ def begin_late(PDL: tl.constexpr):
     have started while a much earlier kernel still runs. One kernel per layer that begins late bounds this. A long kernel
     doesn't become slower by it.
     """
-    wait_for_last(PDL)
-    let_next_start(PDL)
+    wait_for_previous_kernel(PDL)
+    allow_next_kernel(PDL)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _prefetch(address, size):
 
 
 @triton.jit
-def ask_for_rows(pointers, columns):
+def prefetch_rows(pointers, columns):
     """Prefetch the first ``columns`` (a multiple of 8) 16-bit elements at each of ``pointers``."""
     if columns > 0:
         address = pointers.to(tl.int64, bitcast=True)
@@ -61,7 +61,7 @@ def ask_for_rows(pointers, columns):
 
 
 @triton.jit
-def fetch(pointers):
+def prefetch_lines(pointers):
     """Prefetch the lines at ``pointers`` into L2. It may precede the wait, since a later write by another kernel goes to L2,
     too.
     """

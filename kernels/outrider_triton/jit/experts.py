@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from outrider_triton.jit.dependent import begin, begin_late
-from outrider_triton.jit.matmul import gated
+from outrider_triton.jit.matmul import swiglu
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def expert_gates(
             gate = tl.dot(g, t, gate)
             up = tl.dot(u, t, up)
         address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + rows[:, None]
-        tl.store(address, gated(gate, up, out.dtype.element_ty), mask=column_mask & row_mask[:, None])
+        tl.store(address, swiglu(gate, up, out.dtype.element_ty), mask=column_mask & row_mask[:, None])
 
 
 @triton.jit(do_not_specialize=["m"])

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
-from outrider_triton.jit.matmul import ask_for_gates, gated, rows_and_tokens
+from outrider_triton.jit.dependent import begin, begin_late, prefetch_rows
+from outrider_triton.jit.matmul import prefetch_gates, rows_and_tokens, swiglu
 from outrider_triton.jit.rows import as_cached
 
 
@@ -61,7 +61,7 @@ def linear_add(
     """
     rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
     if PDL:
-        ask_for_rows(weight + tl.minimum(rows, n - 1).to(tl.int64) * k, prefetch_columns)
+        prefetch_rows(weight + tl.minimum(rows, n - 1).to(tl.int64) * k, prefetch_columns)
     # Bias and norm weights are far away, so their loads come first.
     bias_values = tl.zeros([BLOCK_N], dtype=tl.float32)
     if HAS_BIAS:
@@ -162,7 +162,7 @@ def scaled_silu_mul(
     """Compute ``silu(y @ gate.T) * (y @ up.T)``; y is ``x [m, k]`` divided by the root mean square from ``squares``."""
     rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
     if PDL:
-        ask_for_gates(weight, rows, n, k, prefetch_columns)
+        prefetch_gates(weight, rows, n, k, prefetch_columns)
     begin_late(PDL)
 
     parts = _load_squares(squares, tokens, shares, m, SHARES)
@@ -176,13 +176,13 @@ def scaled_silu_mul(
     if HAS_BIAS:
         gate += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + n + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
-    activation = gated(gate, up, out.dtype.element_ty)
+    activation = swiglu(gate, up, out.dtype.element_ty)
     address = out + tokens.to(tl.int64)[None, :] * n + rows[:, None]
     tl.store(address, activation, mask=(tokens[None, :] < m) & row_mask[:, None])
 
 
 @triton.jit
-def angles_of(cos, sin, tokens, lane, rotates, angles_token, HALF: tl.constexpr):
+def load_angles(cos, sin, tokens, lane, rotates, angles_token, HALF: tl.constexpr):
     """Load cosines and sines of the low and high elements of pairs, [pairs, tokens]; 1 and 0 where ``rotates`` is False."""
     angle = tokens.to(tl.int64)[None, :] * angles_token + lane[:, None]
     cos_low = tl.load(cos + angle, mask=rotates, other=1.0)
@@ -285,7 +285,7 @@ def linear_rope_write_cache(
     tile = weight + rows.to(tl.int64) * k
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     if PDL:
-        ask_for_rows(tile, prefetch_columns)
+        prefetch_rows(tile, prefetch_columns)
     bias_values = tl.zeros([BLOCK_N], dtype=tl.float32)
     if HAS_BIAS:
         bias_values = tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
@@ -300,7 +300,7 @@ def linear_rope_write_cache(
     mask = token_mask[None, :] & ((pair < pairs_per_program) & (pairs < count))[:, None]
     slot = tl.load(slots + tokens, mask=token_mask, other=0)
     rotates = mask & (head < heads + kv_heads)[:, None]
-    cos_low, sin_low, cos_high, sin_high = angles_of(cos, sin, tokens, lane, rotates, angles_token, HALF)
+    cos_low, sin_low, cos_high, sin_high = load_angles(cos, sin, tokens, lane, rotates, angles_token, HALF)
     if SCALED:
         parts = _load_squares(squares, tokens, shares, m, SHARES)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
+from outrider_triton.jit.dependent import begin, begin_late, prefetch_rows
 
 
 @triton.jit
@@ -24,11 +24,11 @@ def rows_and_tokens(rows_per_program, n, TOKENS_AXIS: tl.constexpr, BLOCK_N: tl.
 
 
 @triton.jit
-def ask_for_gates(weight, rows, n, k, prefetch_columns):
+def prefetch_gates(weight, rows, n, k, prefetch_columns):
     """Prefetch rows of the gate, and of up, which are ``n`` rows later."""
     first = weight + tl.minimum(rows, n - 1).to(tl.int64) * k
-    ask_for_rows(first, prefetch_columns)
-    ask_for_rows(first + tl.cast(n, tl.int64) * k, prefetch_columns)  # an n of 1 is a Python integer here
+    prefetch_rows(first, prefetch_columns)
+    prefetch_rows(first + tl.cast(n, tl.int64) * k, prefetch_columns)  # an n of 1 is a Python integer here
 
 
 @triton.jit(do_not_specialize=["m", "rows_per_program", "prefetch_columns"])
@@ -65,7 +65,7 @@ def linear(
     end = tl.minimum(start + span, k)
     if PDL:
         # Rows of other programs prefetch the last row again: harmless.
-        ask_for_rows(weight + tl.minimum(rows, n - 1).to(tl.int64) * k + start, tl.minimum(prefetch_columns, end - start))
+        prefetch_rows(weight + tl.minimum(rows, n - 1).to(tl.int64) * k + start, tl.minimum(prefetch_columns, end - start))
     begin(PDL)
 
     lane = tl.arange(0, BLOCK_K)
@@ -96,7 +96,7 @@ def linear(
 
 
 @triton.jit
-def gated(gate, up, out_type: tl.constexpr):
+def swiglu(gate, up, out_type: tl.constexpr):
     """Compute ``silu(gate) * up``, rounded where the reference rounds: after each product and after the activation."""
     gate = gate.to(out_type).to(tl.float32)
     gate = (gate / (1.0 + tl.exp(-gate))).to(out_type).to(tl.float32)
@@ -125,7 +125,7 @@ def linear_silu_mul(
     """Compute ``silu(x @ gate.T) * (x @ up.T)``; the weight's first n rows are the gate's, the next n are those of up."""
     rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
     if PDL:
-        ask_for_gates(weight, rows, n, k, prefetch_columns)
+        prefetch_gates(weight, rows, n, k, prefetch_columns)
     begin_late(PDL)
 
     # This repeats fused._pair_of_products, whose addressing costs 10 % more instructions with AMD's compiler.
@@ -149,6 +149,6 @@ def linear_silu_mul(
     if HAS_BIAS:
         gate += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + n + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
-    activation = gated(gate, up, out.dtype.element_ty)
+    activation = swiglu(gate, up, out.dtype.element_ty)
     address = out + tokens.to(tl.int64)[None, :] * n + rows[:, None]
     tl.store(address, activation, mask=(tokens[None, :] < m) & row_mask[:, None])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
+from outrider_triton.jit.dependent import begin, begin_late, prefetch_rows
 from outrider_triton.jit.matmul import rows_and_tokens
 
 # -- element conversion ----------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def linear_quantized(
     ends = tl.minimum(begins + span, k)
     if PDL:
         first = weight + tl.minimum(rows, n - 1).to(tl.int64) * row_bytes + begins // WIDE
-        ask_for_rows(first, tl.minimum(prefetch_columns, (ends - begins) // (2 * WIDE)))
+        prefetch_rows(first, tl.minimum(prefetch_columns, (ends - begins) // (2 * WIDE)))
     first_scale = (rows // ROWS) * scale_columns
     if MODE == "row":  # a weight, so its load may precede the wait
         factor = tl.load(scales + first_scale, mask=row_mask, other=0.0).to(tl.float32)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import begin, fetch
-from outrider_triton.jit.planes import keep_in_planes
+from outrider_triton.jit.dependent import begin, prefetch_lines
+from outrider_triton.jit.nibble_planes import store_in_planes
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def add_row(
     mask = lane < size
     if PDL and BLOCK >= 16:
         # Weights have evicted the residual since the last product used it. One of 16 elements addresses each memory sector.
-        fetch(residual + row * size + tl.minimum(tl.arange(0, BLOCK // 16) * 16, size - 1))
+        prefetch_lines(residual + row * size + tl.minimum(tl.arange(0, BLOCK // 16) * 16, size - 1))
     begin(PDL)
     total = tl.load(x + row * size + lane, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
@@ -82,7 +82,7 @@ def add_rms_norm(
 ):
     """Compute ``residual += sum of x's parts (+ bias)``, then its norm. Parts are those of a split matrix product.
 
-    PLANES: store the norm like :func:`outrider_triton.jit.planes.keep_in_planes`, with or without ``grains``.
+    PLANES: store the norm like :func:`outrider_triton.jit.nibble_planes.store_in_planes`, with or without ``grains``.
     """
     lane = tl.arange(0, BLOCK)
     mask = lane < size
@@ -91,7 +91,7 @@ def add_rms_norm(
     updated = add_row(x, bias, residual, row, size, part_stride, PARTS, HAS_BIAS, BLOCK, PDL)
     normed = norm(updated.to(tl.float32), scale, residual.dtype.element_ty, size, eps)
     if PLANES:
-        keep_in_planes(out, grains, row, 0, normed, size, stride, BLOCK)
+        store_in_planes(out, grains, row, 0, normed, size, stride, BLOCK)
     else:
         tl.store(out + row * stride + lane, normed, mask=mask)
 
@@ -109,7 +109,7 @@ def silu_mul(gate_up, out, grains, size, stride, PLANES: tl.constexpr, BLOCK: tl
     gate = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32)
     gated = (gate * up.to(tl.float32)).to(up.dtype)
     if PLANES:
-        keep_in_planes(out, grains, row, begins, gated, size, stride, BLOCK)
+        store_in_planes(out, grains, row, begins, gated, size, stride, BLOCK)
     else:
         tl.store(out + row * stride + lane, gated, mask=inside)
 

@@ -1,5 +1,5 @@
 """Skinny matrix products with neighbouring kernels, with operands loaded by a TMA pipeline
-(:mod:`outrider_triton.jit.ring`).
+(:mod:`outrider_triton.jit.tma_pipeline`).
 
 They correspond to the kernels of :mod:`outrider_triton.jit.matmul` and :mod:`outrider_triton.jit.fused`: weights are the
 wide operand, and the speed of loading them decides.
@@ -10,16 +10,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from outrider_triton.jit.dependent import fetch, wait_for_last
-from outrider_triton.jit.fused import angles_of, write_rotated
-from outrider_triton.jit.matmul import gated
-from outrider_triton.jit.ring import (
+from outrider_triton.jit.dependent import prefetch_lines, wait_for_previous_kernel
+from outrider_triton.jit.fused import load_angles, write_rotated
+from outrider_triton.jit.matmul import swiglu
+from outrider_triton.jit.tma_pipeline import (
     PAIRS,
-    halves_of,
     load_tokens,
     load_weights,
     make_buffer,
     make_pipeline,
+    multiply_halves,
     scale_of,
     squares_of,
 )
@@ -52,7 +52,7 @@ def _store(
     lane, token = _pairs_and_tokens(BLOCK_M)
     token_mask = (token < m)[None, :]
     destination = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
-    wait_for_last(PDL)
+    wait_for_previous_kernel(PDL)
     if ROWS:
         divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
     for tile in range(gl.cdiv(pairs_per_program, PAIRS)):
@@ -63,7 +63,7 @@ def _store(
             factor = gl.load(scales + row // ROWS, mask=row_mask, other=0.0).to(gl.float32)
         if ADD:
             previous = gl.load(destination + row[:, None], mask=token_mask & row_mask[:, None], other=0.0).to(gl.float32)
-        low, high = halves_of(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT)
+        low, high = multiply_halves(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT)
         if FOLD:
             total = low + high
             if ROWS:
@@ -153,10 +153,10 @@ def _add(
     factor = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, _LAYOUT))
     if NORM:
         factor = gl.load(norm + row, mask=row_mask, other=0.0).to(gl.float32)
-    fetch(residual + gl.where(mask, offset, 0))
-    wait_for_last(PDL)
+    prefetch_lines(residual + gl.where(mask, offset, 0))
+    wait_for_previous_kernel(PDL)
     residual_values = gl.load(residual + offset, mask=mask, other=0.0)
-    low, high = halves_of(pipeline, 0, buffer, True, STEPS, _LAYOUT)
+    low, high = multiply_halves(pipeline, 0, buffer, True, STEPS, _LAYOUT)
     updated = (low + high + bias_values[:, None] + residual_values.to(gl.float32)).to(residual.dtype.element_ty)
     gl.store(residual + offset, updated, mask=mask)
     if NORM:
@@ -215,7 +215,7 @@ def _gate(
     squares, bias, out, eps, m, n, k, shares, pairs_per_program, x_scales, scales, maxima = operands
     BLOCK_M: gl.constexpr = buffer.shape[1]
     lane, token = _pairs_and_tokens(BLOCK_M)
-    wait_for_last(PDL)
+    wait_for_previous_kernel(PDL)
     if SCALED:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
     if ROWS:
@@ -228,7 +228,7 @@ def _gate(
         if ROWS:  # loads that overlap with the product
             gate_factor = gl.load(scales + row // ROWS, mask=row_mask, other=0.0).to(gl.float32)
             up_factor = gl.load(scales + (n + row) // ROWS, mask=row_mask, other=0.0).to(gl.float32)
-        gate, up = halves_of(pipeline, tile, buffer, False, STEPS, _LAYOUT)
+        gate, up = multiply_halves(pipeline, tile, buffer, False, STEPS, _LAYOUT)
         if ROWS:
             gate *= gate_factor[:, None] * divisor[None, :]
             up *= up_factor[:, None] * divisor[None, :]
@@ -241,7 +241,7 @@ def _gate(
             up += gl.load(bias + n + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
         address = out + token.to(gl.int64)[None, :] * n + row[:, None]
         mask = (token < m)[None, :] & row_mask[:, None]
-        activation = gated(gate, up, out.dtype.element_ty)
+        activation = swiglu(gate, up, out.dtype.element_ty)
         gl.store(address, activation, mask=mask)
         if ROWS:
             magnitude = gl.abs(activation.to(gl.float32))
@@ -316,7 +316,7 @@ def _rotate(
     BLOCK_M: gl.constexpr = buffer.shape[1]
     token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, _LAYOUT))
     token_mask = token < m
-    wait_for_last(PDL)
+    wait_for_previous_kernel(PDL)
     if SCALED:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
     if ROWS:
@@ -331,12 +331,12 @@ def _rotate(
         mask = token_mask[None, :] & pair_mask[:, None]
         # Loads that the epilogue needs overlap with the product.
         rotates = mask & (head < heads + kv_heads)[:, None]
-        cos_low, sin_low, cos_high, sin_high = angles_of(cos, sin, token, lane, rotates, angles_token, HALF)
+        cos_low, sin_low, cos_high, sin_high = load_angles(cos, sin, token, lane, rotates, angles_token, HALF)
         row = head * (2 * HALF) + lane
         if ROWS:
             low_factor = gl.load(scales + row // ROWS, mask=pair_mask, other=0.0).to(gl.float32)
             high_factor = gl.load(scales + (row + HALF) // ROWS, mask=pair_mask, other=0.0).to(gl.float32)
-        first, second = halves_of(pipeline, tile, buffer, False, STEPS, _LAYOUT)
+        first, second = multiply_halves(pipeline, tile, buffer, False, STEPS, _LAYOUT)
         if ROWS:
             first *= low_factor[:, None] * divisor[None, :]
             second *= high_factor[:, None] * divisor[None, :]

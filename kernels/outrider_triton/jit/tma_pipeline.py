@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from outrider_triton.jit.dependent import let_next_start, wait_for_last
+from outrider_triton.jit.dependent import allow_next_kernel, wait_for_previous_kernel
 
 PAIRS = gl.constexpr(32)
 """Pairs of rows per tile."""
@@ -46,7 +46,7 @@ def expect_boxes(barrier, remaining, BOX: gl.constexpr, BOXES: gl.constexpr, BYT
 
 
 @gluon.jit
-def keep_pace(full, unit, BYTES: gl.constexpr):
+def limit_in_flight(full, unit, BYTES: gl.constexpr):
     """Before ``unit`` of BYTES is requested in the first filling, wait until at most AT_ONCE bytes, or two units, are in
     flight.
     """
@@ -141,7 +141,7 @@ def load_weights(w, pipeline, pairs_per_program, half, FOLD: gl.constexpr, STEPS
     BYTES: gl.constexpr = 2 * PAIRS * (weights.shape[0] // STAGES * weights.shape[2]) * w.dtype.primitive_bitwidth // 8
     units = gl.cdiv(pairs_per_program, PAIRS) * STEPS
     for unit in range(gl.minimum(units, STAGES)):
-        keep_pace(full, unit, BYTES)
+        limit_in_flight(full, unit, BYTES)
         _load_weight_unit(w, weights, full, unit, pairs_per_program, half, FOLD, STEPS)
     for unit in range(STAGES, units):
         mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES - 1) & 1)
@@ -157,10 +157,10 @@ def load_tokens(
     STAGES: gl.constexpr = tokens_arrived.shape[0]
     units = gl.cdiv(pairs_per_program, PAIRS) * STEPS
     if not LATE:
-        let_next_start(PDL)
-    wait_for_last(PDL)
+        allow_next_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     if LATE:
-        let_next_start(PDL)
+        allow_next_kernel(PDL)
     for unit in range(units):
         mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES + 1) & 1, pred=unit >= STAGES)
         _load_token_unit(x, tokens, tokens_arrived, unit, FOLD, STEPS)
@@ -247,7 +247,7 @@ def _product(pipeline, tile, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def halves_of(pipeline, tile, buffer, FOLD: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr):
+def multiply_halves(pipeline, tile, buffer, FOLD: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr):
     """Multiply the program's ``tile``; return low and high rows, [PAIRS, BLOCK_M] each. FOLD: only the valid half of each."""
     buffer.store(_product(pipeline, tile, STEPS))
     low = buffer.slice(0, PAIRS, 0)

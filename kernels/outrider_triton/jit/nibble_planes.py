@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
+from outrider_triton.jit.dependent import begin, begin_late, prefetch_rows
 from outrider_triton.jit.matmul import rows_and_tokens
 
 UNIT = tl.constexpr(128)
@@ -54,14 +54,14 @@ def nearest_whole(number):
 
 
 @triton.jit
-def keep_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.constexpr):
+def store_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.constexpr):
     """Store ``value``, BLOCK columns of a row from ``begins`` on, in nibble-plane layout; columns from k on aren't stored.
 
-    With ``grains``, elements are stored as two int8 components for :mod:`outrider_triton.jit.planes_ring`, even columns of a
-    unit before odd ones. Elements of a unit are rounded to multiples of its grain, a power of two such that all of them are
-    below 2**14 grains. ``out``, int8 [rows, 2, stride], receives the signed low bytes, then the high bytes. ``grains``,
-    float32 with a row stride of ``stride / 2``, receives a 16th of the grain, since dequantised weights are 16 times too
-    large. If a unit has an element that isn't finite, its grain is NaN.
+    With ``grains``, elements are stored as two int8 components for :mod:`outrider_triton.jit.nibble_planes_streamed`, even
+    columns of a unit before odd ones. Elements of a unit are rounded to multiples of its grain, a power of two such that all
+    of them are below 2**14 grains. ``out``, int8 [rows, 2, stride], receives the signed low bytes, then the high bytes.
+    ``grains``, float32 with a row stride of ``stride / 2``, receives a 16th of the grain, since dequantised weights are 16
+    times too large. If a unit has an element that isn't finite, its grain is NaN.
     """
     column = begins + tl.arange(0, BLOCK)
     if grains is None:
@@ -91,13 +91,13 @@ def keep_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.constex
 
 @triton.jit(do_not_specialize=["x_stride"])
 def lay_in_planes(x, out, grains, k, x_stride, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Store each row of ``x`` to ``out [m, k]`` like :func:`keep_in_planes`; program (row, chunk)."""
+    """Store each row of ``x`` to ``out [m, k]`` like :func:`store_in_planes`; program (row, chunk)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     begins = tl.program_id(1) * BLOCK
     column = begins + tl.arange(0, BLOCK)
     value = tl.load(x + row * x_stride + column, mask=column < k, other=0.0)
-    keep_in_planes(out, grains, row, begins, value, k, stride, BLOCK)
+    store_in_planes(out, grains, row, begins, value, k, stride, BLOCK)
 
 
 def _halves(shift: int, leading: str, behind: str) -> tl.constexpr:
@@ -199,7 +199,7 @@ def linear_planes(
     ends = tl.minimum(begins + span, k)
     if PDL:
         first = weight + tl.minimum(rows, n - 1).to(tl.int64) * (k // 4) + begins // 4
-        ask_for_rows(first, tl.minimum(prefetch_columns, (ends - begins) // 4))
+        prefetch_rows(first, tl.minimum(prefetch_columns, (ends - begins) // 4))
     first_scale = (rows // ROWS) * scale_columns
     scale_index = tl.minimum(begins, ends - 1) // COLUMNS  # only weights are read before the wait
     factor = tl.load(scales + first_scale + scale_index, mask=row_mask, other=0.0).to(tl.float32)

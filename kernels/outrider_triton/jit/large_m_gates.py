@@ -1,4 +1,4 @@
-"""Gates of about 100 tokens, with tiles for large M loaded by a TMA pipeline (:mod:`outrider_triton.jit.ring`).
+"""Gates of about 100 tokens, with tiles for large M loaded by a TMA pipeline (:mod:`outrider_triton.jit.tma_pipeline`).
 
 This many tokens have as many bytes as the weight's tile, and each program reads all of their columns from the second-level
 cache. So a program multiplies as many weight rows at a time as its accumulators allow, and reads the tokens once for them:
@@ -15,9 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from outrider_triton.jit.dependent import let_next_start, wait_for_last
-from outrider_triton.jit.matmul import gated
-from outrider_triton.jit.ring import expect_boxes, keep_pace
+from outrider_triton.jit.dependent import allow_next_kernel, wait_for_previous_kernel
+from outrider_triton.jit.matmul import swiglu
+from outrider_triton.jit.tma_pipeline import expect_boxes, limit_in_flight
 
 GROUP = gl.constexpr(64)
 """Pairs of rows per warpgroup: 64 gate rows, the matrix unit's height, and 64 up rows."""
@@ -90,7 +90,7 @@ def _load_weights(w, pipeline, pairs_per_program, n, STEPS: gl.constexpr):
     TILE_PAIRS: gl.constexpr = weights.shape[1] // 2
     units = gl.cdiv(pairs_per_program, TILE_PAIRS) * STEPS
     for unit in range(gl.minimum(units, STAGES)):
-        keep_pace(full, unit, 2 * TILE_PAIRS * weights.shape[2] * w.dtype.primitive_bitwidth // 8)
+        limit_in_flight(full, unit, 2 * TILE_PAIRS * weights.shape[2] * w.dtype.primitive_bitwidth // 8)
         _load_unit(w, pipeline, unit, pairs_per_program, n, STEPS)
     for unit in range(STAGES, units):
         mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES - 1) & 1)
@@ -104,8 +104,8 @@ def _load_tokens(x, pipeline, tiles, STEPS: gl.constexpr, PDL: gl.constexpr):
     TOKEN_STAGES: gl.constexpr = tokens.shape[0]
     BLOCK_M: gl.constexpr = tokens.shape[1]
     BLOCK_K: gl.constexpr = tokens.shape[2]
-    wait_for_last(PDL)
-    let_next_start(PDL)
+    wait_for_previous_kernel(PDL)
+    allow_next_kernel(PDL)
     for unit in range(tiles * STEPS):
         mbarrier.wait(released.index(unit % TOKEN_STAGES), (unit // TOKEN_STAGES + 1) & 1, pred=unit >= TOKEN_STAGES)
         barrier = arrived.index(unit % TOKEN_STAGES)
@@ -199,7 +199,7 @@ def _gate(
 ):
     """Run warpgroup WHICH: multiply, add the bias, apply SwiGLU and store."""
     bias, out, m, n, pairs_per_program = operands
-    wait_for_last(PDL)
+    wait_for_previous_kernel(PDL)
     for tile in range(gl.cdiv(pairs_per_program, GROUPS * GROUP)):
         units_before = (tile * GROUPS + WHICH) * (GROUP // UNIT)
         first = (
@@ -209,7 +209,7 @@ def _gate(
         gate, up = _sums(pipelines, tile, WHICH, STEPS, layout)
         gate = _with_bias(gate, bias, first, remaining, HAS_BIAS, layout)
         up = _with_bias(up, bias, n + first, remaining, HAS_BIAS, layout)
-        _store(gated(gate, up, out.dtype.element_ty), out, first, remaining, n, m)
+        _store(swiglu(gate, up, out.dtype.element_ty), out, first, remaining, n, m)
 
 
 @gluon.jit(do_not_specialize=["m", "pairs_per_program"])

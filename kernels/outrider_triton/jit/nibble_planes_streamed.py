@@ -1,4 +1,4 @@
-"""Products with nibble weights in nibble planes (:mod:`outrider_triton.jit.planes`), loaded by a multi-stage TMA pipeline.
+"""Products with nibble weights in nibble planes (:mod:`outrider_triton.jit.nibble_planes`), loaded by a TMA pipeline.
 
 A loading warp has the copy engine fill the pipeline with tiles of the weight before the wait for the preceding kernel. It
 limits the tiles in flight, since that kernel's reads would queue after them. The multiplying warps load the tokens after the
@@ -10,7 +10,7 @@ multiplied, the next one is dequantised.
 The matrix unit takes 64 rows and 32 bytes of columns at a time, however few tokens there are. With 16-bit elements it is
 slower than memory. So a weight element is one byte, 16 times its value, and three instructions convert eight of them. A
 token element is an integer multiple of a grain, in two int8 components, which are two tokens to the matrix unit
-(:func:`outrider_triton.jit.planes.keep_in_planes`). Sums of 128 products are exact.
+(:func:`outrider_triton.jit.nibble_planes.store_in_planes`). Sums of 128 products are exact.
 
 Scales are also read before the wait, and stored to shared memory with the rows of a column next to each other.
 
@@ -30,11 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from outrider_triton.jit.dependent import let_next_start, wait_for_last
-from outrider_triton.jit.fused import angles_of, write_rotated
-from outrider_triton.jit.planes import bytes_of_half
-from outrider_triton.jit.planes_gated import lay_gated
-from outrider_triton.jit.ring import expect_boxes, keep_pace
+from outrider_triton.jit.dependent import allow_next_kernel, wait_for_previous_kernel
+from outrider_triton.jit.fused import load_angles, write_rotated
+from outrider_triton.jit.nibble_planes import bytes_of_half
+from outrider_triton.jit.nibble_planes_gated import lay_gated
+from outrider_triton.jit.tma_pipeline import expect_boxes, limit_in_flight
 
 ROWS = gl.constexpr(64)
 """Rows per tile, the matrix unit's height."""
@@ -81,7 +81,7 @@ def _load_weights(w, pipeline, each, steps, TILES: gl.constexpr, HALF: gl.conste
     STAGES: gl.constexpr = weights.shape[0]
     units = TILES * steps
     for unit in range(gl.minimum(units, STAGES)):
-        keep_pace(full, unit, ROWS * w.block_type.shape[1])
+        limit_in_flight(full, unit, ROWS * w.block_type.shape[1])
         _load_unit(w, weights, full, unit, each, steps, HALF)
     for unit in range(STAGES, units):
         mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES - 1) & 1)
@@ -267,8 +267,8 @@ def _store(
     _read_scales(scales, factors, n, groups, rows_per_program, GROUPS_PER_PROGRAM, TILES, HALF)
     if GROUPS > 1:
         second_sums, sums_ready, sums_taken = second_group
-    wait_for_last(PDL)
-    let_next_start(PDL)
+    wait_for_previous_kernel(PDL)
+    allow_next_kernel(PDL)
     if GATED:
         lay_gated(x, pipeline[1], held_grains, pipeline[4], 0, GROUPS, STEPS)
     else:
@@ -298,7 +298,7 @@ def _store(
             is_own_pair = (inside < rows_per_program) & (head < heads + 2 * kv_heads)
             pair_mask = (pair_token < m)[None, :] & is_own_pair[:, None]
             rotates = pair_mask & (head < heads + kv_heads)[:, None]
-            cos_low, sin_low, cos_high, sin_high = angles_of(cos, sin, pair_token, lane, rotates, angles_token, HALF)
+            cos_low, sin_low, cos_high, sin_high = load_angles(cos, sin, pair_token, lane, rotates, angles_token, HALF)
         total = _product(pipeline, factors, held_grains, tile, 0, GROUPS, STEPS, TILES, GATED)
         row, is_own = _row_of(place, tile, rows_per_program, HALF)
         is_own = is_own & (row < n)
@@ -351,7 +351,7 @@ def _run_second_group(
     pipeline, factors, held_grains, grains_ready, second_group = shared
     second_sums, sums_ready, sums_taken = second_group
     if GATED:
-        wait_for_last(PDL)
+        wait_for_previous_kernel(PDL)
         lay_gated(x, pipeline[1], held_grains, pipeline[4], 1, GROUPS, STEPS)
     else:
         mbarrier.wait(grains_ready, 0)
@@ -397,8 +397,8 @@ def streamed_planes(
     MAX_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run :func:`outrider_triton.jit.planes.linear_planes` for scales of 128 columns without zero points and up to BLOCK_M
-    tokens.
+    """Run :func:`outrider_triton.jit.nibble_planes.linear_planes` for scales of 128 columns without zero points and up to
+    BLOCK_M tokens.
 
     Program (share of rows, part of the columns). A program has ``rows_per_program`` rows in TILES tiles, and STEPS units of
     columns. ``w``: int8 [n, k / 2], in boxes of rows. ``x``: int8 [2 m, k], tokens in two components. ``grains``: theirs, in
@@ -409,7 +409,7 @@ def streamed_planes(
     :func:`outrider_triton.jit.fused.linear_rope_write_cache`.
 
     GATED: ``x`` is one token's gate and up, [2 k] in 16 bits, and each program computes SwiGLU of its columns
-    (:mod:`outrider_triton.jit.planes_gated`); ``grains`` is None.
+    (:mod:`outrider_triton.jit.nibble_planes_gated`); ``grains`` is None.
     """
     COLUMNS: gl.constexpr = 2 * w.block_type.shape[1]
     component_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BLOCK_M, COLUMNS], gl.int8)

@@ -1,4 +1,4 @@
-"""SwiGLU of one token inside the following product of :mod:`outrider_triton.jit.planes_ring`.
+"""SwiGLU of one token inside the following product of :mod:`outrider_triton.jit.nibble_planes_streamed`.
 
 With one token, a separate SwiGLU kernel reads 57 KB and computes little: its launch dominates its time. Here each program
 computes SwiGLU for the columns that it multiplies, in the warps that multiply them. The results are bit-identical to
@@ -14,8 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from outrider_triton.jit.matmul import gated
-from outrider_triton.jit.planes import grain_and_times, nearest_whole
+from outrider_triton.jit.matmul import swiglu
+from outrider_triton.jit.nibble_planes import grain_and_times, nearest_whole
 
 COLUMNS = gl.constexpr(512)
 """Columns per step: four units, one for each warp of a warpgroup."""
@@ -36,9 +36,9 @@ def _number(words, high, TYPE: gl.constexpr):
 def _components_of(gate, up, TYPE: gl.constexpr, layout: gl.constexpr):
     """Compute SwiGLU of a step [COLUMNS]; return low and high components, int32, and its units' grains, float32 [4].
 
-    The format is that of :func:`outrider_triton.jit.planes.keep_in_planes`.
+    The format is that of :func:`outrider_triton.jit.nibble_planes.store_in_planes`.
     """
-    units = gated(gate, up, TYPE).to(gl.float32).reshape((COLUMNS // _UNIT, _UNIT))
+    units = swiglu(gate, up, TYPE).to(gl.float32).reshape((COLUMNS // _UNIT, _UNIT))
     grain, times = grain_and_times(gl.max(units.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1))
     integers = nearest_whole(units * times.expand_dims(1)).reshape((COLUMNS,))
     integers = gl.convert_layout(integers, layout, assert_trivial=True)

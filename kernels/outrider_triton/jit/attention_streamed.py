@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from outrider_triton.jit.dependent import let_next_start, wait_for_last
-from outrider_triton.jit.ring import expect_boxes
+from outrider_triton.jit.dependent import allow_next_kernel, wait_for_previous_kernel
+from outrider_triton.jit.tma_pipeline import expect_boxes
 
 
 @gluon.jit
@@ -104,7 +104,7 @@ def _load_blocks(
     STAGES: gl.constexpr = keys.shape[0]
     BLOCK_KV: gl.constexpr = keys.shape[1]
     if not SETTLED:
-        wait_for_last(PDL)
+        wait_for_previous_kernel(PDL)
     _, _, context, low, high = _share(query_start, seq_lens, kv_heads, TREE, WINDOW, SPLITS, QUERIES, BLOCK_KV)
     table = block_table + (gl.program_id(1) // kv_heads).to(gl.int64) * table_width
     column = gl.program_id(1) % kv_heads * size
@@ -115,7 +115,7 @@ def _load_blocks(
         settled = gl.minimum(gl.maximum(gl.minimum(high, context) - low, 0) // BLOCK_KV, gl.minimum(blocks, STAGES))
         for block in range(settled):
             _load_block(k_cache, v_cache, table, low + block * BLOCK_KV, high, column, block, pipeline, PAGE)
-        wait_for_last(PDL)
+        wait_for_previous_kernel(PDL)
     for block in range(settled, blocks):
         stage = block % STAGES
         mbarrier.wait(empty.index(stage), (block // STAGES + 1) & 1, pred=block >= STAGES)
@@ -152,12 +152,12 @@ def _attend(
     sequence = gl.program_id(1) // kv_heads
     kv_head = gl.program_id(1) % kv_heads
     split = gl.program_id(2)
-    let_next_start(PDL)
+    allow_next_kernel(PDL)
     if not SETTLED:
-        wait_for_last(PDL)
+        wait_for_previous_kernel(PDL)
     first, count, context, low, high = _share(query_start, seq_lens, kv_heads, TREE, WINDOW, SPLITS, QUERIES, BLOCK_KV)
     if SETTLED:
-        wait_for_last(PDL)
+        wait_for_previous_kernel(PDL)
 
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // SIZE, SIZE // 8], [4, 1], [1, 0])
     lane = gl.arange(0, SIZE, gl.SliceLayout(0, flat))
