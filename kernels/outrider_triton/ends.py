@@ -71,16 +71,10 @@ class TritonEnds(TritonQuantized):
 
     def _launch_add(self, rows: Rows, added: QuantizedProduct, residual: Tensor, config: MatmulConfig) -> None:
         weight = added.weight
-        weight_operands = (
-            weight.data,
-            weight.scales,
-            weight.input_scale,
-            added.bias,
-            weight.block[0],
-            weight.activations or "",
-        )
+        tensors = weight.data, weight.scales, weight.input_scale, added.bias
         x = rows.x if rows.x.stride(-1) == 1 else rows.x.contiguous()
-        _TRITON.linear_quantized.triton_add(x, *weight_operands, rows.scales, residual, config.as_list(), self.pdl)
+        options = weight.block[0], weight.activations or "", rows.scales
+        _TRITON.linear_quantized.triton_add(x, *tensors, *options, residual, config.as_list(), self.pdl)
 
     def linear_quantized_add_rms_norm(self, added: QuantizedProduct, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """Multiply; the norm kernel adds the product's parts to the residual."""

@@ -10,6 +10,7 @@ from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.jit import experts as jit
 from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.table import MatmulConfig
 
 _MAX_COMPARED_PAIRS = 64
 """Maximum number of token-expert pairs for which each program finds the distinct experts itself.
@@ -111,6 +112,7 @@ def blocks_of(
     m, count = chosen.shape
     constants: dict[str, object] = {"SORTED": bool(size), "PAIRS": 0, "COUNT": power_of_two(count)}
     if size:
+        constants["BLOCK_M"] = size
         order, expert_of = laid_out_pairs(chosen, experts, size, pdl)
         return order, expert_of, expert_of.shape[0], constants
     expect(m <= most, lambda: f"{m} tokens in a block of {most}")
@@ -160,20 +162,14 @@ def _experts(
         (jit.expert_gates, gates, (x, chosen, order, expert_of, gate_up, activations), inner, hidden),
         (jit.expert_outputs, outputs, (activations, weights, chosen, order, expert_of, down, parts), hidden, inner),
     ):
-        block_m, block_n, block_k, _, warps, stages, *_rest = config
+        tiling = MatmulConfig(*config)
         strides = (x.stride(0),) if kernel is jit.expert_gates else ()
         launch(
             kernel,
-            (triton.cdiv(n, block_n), blocks),
+            (triton.cdiv(n, tiling.block_n), blocks),
             *(*operands, m, count, n, k, *strides),
-            **constants,
-            BLOCK_M=size or block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            EVEN=k % block_k == 0,
-            num_stages=stages,
+            **(tiling.launch_constants(k) | constants),
             pdl=pdl,
-            warps=warps,
         )
     return added(parts, x, count, pdl)
 

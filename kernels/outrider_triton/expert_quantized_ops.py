@@ -13,6 +13,7 @@ from outrider_triton.expert_ops import added, blocks_of
 from outrider_triton.jit import expert_quantized as jit
 from outrider_triton.launch import launch
 from outrider_triton.quantized_ops import kept_dtype, quantized_rows
+from outrider_triton.table import MatmulConfig
 
 
 def _experts_quantized(
@@ -73,10 +74,10 @@ def _experts_quantized(
         if activations:
             rows, x_scales = quantized_rows(rows, activations, group, input_scale, kept_dtype(stack, native[place]), pdl)
             groups = x_scales.shape[1]
-        block_m, block_n, block_k, _, warps, stages, *_rest = config
+        tiling = MatmulConfig(*config)
         launch(
             jit.expert_quantized,
-            (triton.cdiv(n, block_n), blocks),
+            (triton.cdiv(n, tiling.block_n), blocks),
             *(rows, x_scales, stack.view(torch.int8) if format == "fp8" and not native[place] else stack, scales, zeros),
             *(weights, chosen, order, expert_of, out, chosen.shape[0], count, n, k, rows.stride(0), groups, scales.shape[1]),
             BY_PAIR=bool(place),
@@ -90,15 +91,9 @@ def _experts_quantized(
             ACTIVE=bool(activations),
             FP8=fp8,
             ASM=asm,
-            **constants,
-            BLOCK_M=size or block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            SUB=min(at_once[place], block_k) if at_once[place] else block_k,
-            EVEN=k % block_k == 0,
-            num_stages=stages,
+            SUB=min(at_once[place], tiling.block_k) if at_once[place] else tiling.block_k,
+            **(tiling.launch_constants(k) | constants),
             pdl=pdl,
-            warps=warps,
         )
 
     multiply(x, gate_and_up, gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block, gates, 0)

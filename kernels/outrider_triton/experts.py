@@ -115,20 +115,8 @@ class TritonExperts(KernelSet):
         ]
         asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
         return _TRITON.experts_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
-            *(
-                x,
-                weights,
-                chosen,
-                *weight_operands,
-                *options,
-                size,
-                *lists,
-                self.facts.fp8,
-                asm,
-                gates.as_list(),
-                outputs.as_list(),
-            ),
-            self.pdl,
+            *(x, weights, chosen, *weight_operands, *options, size, *lists),
+            *(self.facts.fp8, asm, gates.as_list(), outputs.as_list(), self.pdl),
         )
 
     @staticmethod

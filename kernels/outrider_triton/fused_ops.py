@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import fused
 from outrider_triton.launch import launch, power_of_two
-from outrider_triton.ops import expect_blocks, flat_product
+from outrider_triton.ops import expect_blocks, flat_product, tile_descriptor
 from outrider_triton.planes_ops import digits_of
 from outrider_triton.rotary import expect_laid_out
 from outrider_triton.table import STREAMED, MatmulConfig
@@ -26,8 +25,8 @@ def _program_count(weight: Tensor, config: list[int]) -> int:
 def _add(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor | None, config: list[int], pdl: bool
 ) -> tuple[Tensor, Tensor]:
-    block_m, block_n, block_k, split, warps, stages, prefetch_columns, descriptor, rows_per_program = config
-    expect(split == 1, lambda: "a product that is added to a residual isn't split")
+    tiling = MatmulConfig(*config)
+    expect(tiling.split == 1, lambda: "a product that is added to a residual isn't split")
     flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0]
     expect(
@@ -38,36 +37,20 @@ def _add(
     scaled, squares = residual, residual
     if norm is not None:
         scaled, squares = _empty_scaled(residual, weight, config)
-    if descriptor == STREAMED:
-        streamed.add(flat, weight, bias, residual, norm, (scaled, squares), MatmulConfig(*config), pdl)
+    if tiling.descriptor == STREAMED:
+        streamed.add(flat, weight, bias, residual, norm, (scaled, squares), tiling, pdl)
         return scaled, squares
     expect_blocks(config)
     launch(
         fused.linear_add,
-        (programs, triton.cdiv(m, block_m)),
-        *(flat, weight, TensorDescriptor.from_tensor(weight, [block_n, block_k]) if descriptor else None, bias),
-        *(
-            residual,
-            norm,
-            scaled,
-            squares,
-            m,
-            n,
-            k,
-            flat.stride(0),
-            rows_per_program or block_n,
-            prefetch_columns if k % 8 == 0 else 0,
-        ),
+        (programs, triton.cdiv(m, tiling.block_m)),
+        *(flat, weight, tile_descriptor(weight, tiling), bias, residual, norm, scaled, squares, m, n, k, flat.stride(0)),
+        *(tiling.each or tiling.block_n, tiling.ahead if k % 8 == 0 else 0),
         HAS_BIAS=bias is not None,
         NORM=norm is not None,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        EVEN=k % block_k == 0,
-        DESCRIPTOR=bool(descriptor),
-        num_stages=stages,
+        DESCRIPTOR=bool(tiling.descriptor),
+        **tiling.launch_constants(k),
         pdl=pdl,
-        warps=warps,
     )
     return scaled, squares
 
@@ -98,28 +81,23 @@ def _scaled_silu_mul(
     x: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, config: list[int], pdl: bool
 ) -> Tensor:
     """Multiply and apply SwiGLU; ``x`` and ``squares`` are the results of ``linear_add_scaled``."""
-    block_m, block_n, block_k, _, warps, stages, prefetch_columns, descriptor, rows_per_program = config
+    tiling = MatmulConfig(*config)
     flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0] // 2
     out = x.new_empty((*x.shape[:-1], n))
-    if descriptor == STREAMED:
-        streamed.silu_mul(flat, squares, weight, bias, out, eps, MatmulConfig(*config), pdl)
+    if tiling.descriptor == STREAMED:
+        streamed.silu_mul(flat, squares, weight, bias, out, eps, tiling, pdl)
         return out
     expect_blocks(config)
     launch(
         fused.scaled_silu_mul,
-        (triton.cdiv(n, rows_per_program or block_n), triton.cdiv(m, block_m)),
-        *(flat, squares, weight, bias, out, eps, m, n, k, flat.stride(0), squares.shape[0], rows_per_program or block_n),
-        prefetch_columns if k % 8 == 0 else 0,
+        (triton.cdiv(n, tiling.each or tiling.block_n), triton.cdiv(m, tiling.block_m)),
+        *(flat, squares, weight, bias, out, eps, m, n, k, flat.stride(0), squares.shape[0], tiling.each or tiling.block_n),
+        tiling.ahead if k % 8 == 0 else 0,
         HAS_BIAS=bias is not None,
         SHARES=power_of_two(squares.shape[0]),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        EVEN=k % block_k == 0,
-        num_stages=stages,
+        **tiling.launch_constants(k),
         pdl=pdl,
-        warps=warps,
     )
     return out
 
@@ -151,38 +129,33 @@ def _linear_rope_write_cache(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    block_m, block_n, block_k, _, warps, stages, prefetch_columns, descriptor, pairs_per_program = (
-        config  # a block holds both rows of its pairs
-    )
+    # A block holds both rows of its pairs.
+    tiling = MatmulConfig(*config)
     flat = flat_product(x, weight)
     expect_laid_out(cos, sin, k_cache, v_cache)
     expect(cos.stride(1) == 1, lambda: "rope_write_cache: numbers of cos and sin must lie side by side")
     (m, k), (kv_heads, size) = flat.shape, k_cache.shape[2:]
     q = _queries(flat, weight, k_cache)
-    if descriptor == STREAMED:
+    if tiling.descriptor == STREAMED:
         rotary = cos, sin, k_cache, v_cache, slots
-        streamed.rope_write_cache(flat, squares, weight, bias, eps, rotary, q, MatmulConfig(*config), pdl)
+        streamed.rope_write_cache(flat, squares, weight, bias, eps, rotary, q, tiling, pdl)
         return q
     expect_blocks(config)
-    expect(2 * pairs_per_program <= block_n, lambda: f"{pairs_per_program} pairs of rows don't fit into a block of {block_n}")
+    block_n = tiling.block_n
+    expect(2 * tiling.each <= block_n, lambda: f"{tiling.each} pairs of rows don't fit into a block of {block_n}")
     shares = 1 if squares is None else squares.shape[0]
     launch(
         fused.linear_rope_write_cache,
-        (triton.cdiv(weight.shape[0] // 2, pairs_per_program or block_n // 2), triton.cdiv(m, block_m)),
+        (triton.cdiv(weight.shape[0] // 2, tiling.each or block_n // 2), triton.cdiv(m, tiling.block_m)),
         *(flat, squares, weight, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, flat.stride(0), shares),
         *(q.shape[1], kv_heads, cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
-        *(pairs_per_program or block_n // 2, prefetch_columns if k % 8 == 0 else 0),
+        *(tiling.each or block_n // 2, tiling.ahead if k % 8 == 0 else 0),
         HAS_BIAS=bias is not None,
         SCALED=squares is not None,
         SHARES=power_of_two(shares),
         HALF=size // 2,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        EVEN=k % block_k == 0,
-        num_stages=stages,
+        **tiling.launch_constants(k),
         pdl=pdl,
-        warps=warps,
     )
     return q
 

@@ -1,11 +1,14 @@
-"""Kernel launches: block sizes for shapes, and the attribute of programmatic dependent launch."""
+"""Kernel launches: block sizes for shapes, the attribute of programmatic dependent launch, and the compiler's hash."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Thread
 from typing import Any
+
+from triton.runtime import cache
 
 _ahead = ContextVar("outrider_triton_ahead", default=False)
 
@@ -45,3 +48,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps
     if pdl:
         settings["launch_pdl"] = True
     kernel.run(*arguments, grid=grid, warmup=_ahead.get(), PDL=pdl, num_warps=warps, **settings)
+
+
+def hash_compiler() -> None:
+    """Hash the compiler's source files in a background thread, once per process.
+
+    The hash is part of each compiled kernel's cache key, takes half a second, and is cached by Triton. Releases without
+    ``triton_key`` compute it with the first kernel.
+    """
+    key = getattr(cache, "triton_key", None)
+    if key is not None:
+        # The thread only reads files, so the process can exit without waiting for it.
+        Thread(target=key, name="outrider-triton-key", daemon=True).start()

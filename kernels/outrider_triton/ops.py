@@ -311,31 +311,31 @@ def expect_blocks(config: list[int]) -> None:
     )
 
 
+def tile_descriptor(weight: Tensor, tiling: MatmulConfig) -> TensorDescriptor | None:
+    """Return the copy engine's descriptor of a weight's tiles, or None if threads load them."""
+    return TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]) if tiling.descriptor else None
+
+
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: list[int], pdl: bool) -> None:
-    block_m, block_n, block_k, split, warps, stages, prefetch_columns, descriptor, rows_per_program = config
+    tiling = MatmulConfig(*config)
     flat = flat_product(x, weight)
-    if descriptor == STREAMED:
-        streamed.multiply(flat, weight, bias, out, MatmulConfig(*config), pdl)
+    if tiling.descriptor == STREAMED:
+        streamed.multiply(flat, weight, bias, out, tiling, pdl)
         return
     expect_blocks(config)
     (m, k), n = flat.shape, weight.shape[0]
-    rows_per_program = rows_per_program or block_n
-    grid = triton.cdiv(n, rows_per_program), split, triton.cdiv(m, block_m)
+    rows_per_program = tiling.each or tiling.block_n
+    grid = triton.cdiv(n, rows_per_program), tiling.split, triton.cdiv(m, tiling.block_m)
     launch(
         matmul.linear,
         grid,
-        *(flat, weight, TensorDescriptor.from_tensor(weight, [block_n, block_k]) if descriptor else None, bias, out),
-        *(m, n, k, flat.stride(0), rows_per_program, prefetch_columns if k % 8 == 0 else 0),
+        *(flat, weight, tile_descriptor(weight, tiling), bias, out),
+        *(m, n, k, flat.stride(0), rows_per_program, tiling.ahead if k % 8 == 0 else 0),
         HAS_BIAS=bias is not None,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        SPLIT=split,
-        EVEN=k % (split * block_k) == 0,
-        DESCRIPTOR=bool(descriptor),
-        num_stages=stages,
+        SPLIT=tiling.split,
+        DESCRIPTOR=bool(tiling.descriptor),
+        **tiling.launch_constants(k),
         pdl=pdl,
-        warps=warps,
     )
 
 
@@ -371,32 +371,27 @@ define(
 
 
 def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
-    block_m, block_n, block_k, split, warps, stages, prefetch_columns, descriptor, rows_per_program = config
-    expect(split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
+    tiling = MatmulConfig(*config)
+    expect(tiling.split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
     flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0] // 2
     out = x.new_empty((*x.shape[:-1], n))
-    if descriptor == STREAMED:
-        streamed.silu_mul(flat, None, weight, bias, out, 0.0, MatmulConfig(*config), pdl)
+    if tiling.descriptor == STREAMED:
+        streamed.silu_mul(flat, None, weight, bias, out, 0.0, tiling, pdl)
         return out
-    if descriptor == TALL:
-        streamed.silu_mul_tall(flat, weight, bias, out, MatmulConfig(*config), pdl)
+    if tiling.descriptor == TALL:
+        streamed.silu_mul_tall(flat, weight, bias, out, tiling, pdl)
         return out
     expect_blocks(config)
-    rows_per_program = rows_per_program or block_n
-    grid = triton.cdiv(n, rows_per_program), triton.cdiv(m, block_m)
+    rows_per_program = tiling.each or tiling.block_n
+    grid = triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m)
     launch(
         matmul.linear_silu_mul,
         grid,
-        *(flat, weight, bias, out, m, n, k, flat.stride(0), rows_per_program, prefetch_columns if k % 8 == 0 else 0),
+        *(flat, weight, bias, out, m, n, k, flat.stride(0), rows_per_program, tiling.ahead if k % 8 == 0 else 0),
         HAS_BIAS=bias is not None,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        EVEN=k % block_k == 0,
-        num_stages=stages,
+        **tiling.launch_constants(k),
         pdl=pdl,
-        warps=warps,
     )
     return out
 

@@ -103,10 +103,10 @@ def _linear_planes(
     ``laid`` is the product's dtype if the rows of ``x`` already have the layout of :func:`laying`, else None. A split
     product is returned in parts, float32 [split, T, N], without the bias.
     """
-    block_m, block_n, block_k, split, warps, stages, prefetch_columns, descriptor, rows_per_program = config
-    expect(descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be cut up as {config}")
+    tiling = MatmulConfig(*config)
+    expect(tiling.descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be cut up as {config}")
     flat, n = x.reshape(-1, x.shape[-1]), data.shape[0]
-    m, k, how, rows_per_program = flat.shape[0], 2 * data.shape[1], laying(MatmulConfig(*config)), rows_per_program or block_n
+    m, k, how, rows_per_program = flat.shape[0], 2 * data.shape[1], laying(tiling), tiling.each or tiling.block_n
     expect(
         flat.shape[1] == (_width(k, how) if laid is not None else k) and k % nibble_planes.UNIT.value == 0,
         lambda: (
@@ -117,8 +117,8 @@ def _linear_planes(
     flat = flat if flat.stride(-1) == 1 else flat.contiguous()
     if laid is None:
         flat = in_planes(flat, pdl, how)
-    product = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else laid or x.dtype, device=x.device)
-    if descriptor == STREAMED:
+    product = torch.empty((tiling.split, m, n), dtype=torch.float32 if tiling.split > 1 else laid or x.dtype, device=x.device)
+    if tiling.descriptor == STREAMED:
         expect(
             zero_points is None and (mode, columns, block[0]) == ("block", nibble_planes.UNIT.value, 1) and asm,
             lambda: (
@@ -126,31 +126,26 @@ def _linear_planes(
             ),
         )
         components, grains = digits_of(flat.contiguous(), k)
-        operands = components, grains, data, scales, bias if split == 1 else None
-        streamed.multiply_planes(*operands, product, MatmulConfig(*config), pdl)
-        return product if split > 1 else product.view(*x.shape[:-1], n)
+        operands = components, grains, data, scales, bias if tiling.split == 1 else None
+        streamed.multiply_planes(*operands, product, tiling, pdl)
+        return product if tiling.split > 1 else product.view(*x.shape[:-1], n)
     launch(
         nibble_planes.linear_planes,
-        (triton.cdiv(n, rows_per_program), triton.cdiv(m, block_m), split),
-        *(flat, data.view(torch.int16), scales, zero_points, bias if split == 1 else None, product, m, n, k),
-        *(flat.stride(0), scales.shape[1], rows_per_program, prefetch_columns),
+        (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m), tiling.split),
+        *(flat, data.view(torch.int16), scales, zero_points, bias if tiling.split == 1 else None, product, m, n, k),
+        *(flat.stride(0), scales.shape[1], rows_per_program, tiling.ahead),
         MODE=mode,
         ROWS=block[0],
         COLUMNS=columns,
         ZEROS=zero_points is not None,
-        HAS_BIAS=bias is not None and split == 1,
+        HAS_BIAS=bias is not None and tiling.split == 1,
         ASM=asm,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        SUB=min(at_once, block_k) if at_once else block_k,
-        SPLIT=split,
-        EVEN=k % (split * block_k) == 0,
-        num_stages=stages,
+        SUB=min(at_once, tiling.block_k) if at_once else tiling.block_k,
+        SPLIT=tiling.split,
+        **tiling.launch_constants(k),
         pdl=pdl,
-        warps=warps,
     )
-    return product if split > 1 else product.view(*x.shape[:-1], n)
+    return product if tiling.split > 1 else product.view(*x.shape[:-1], n)
 
 
 def _gated_planes(

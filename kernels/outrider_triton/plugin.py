@@ -58,9 +58,9 @@ def _kernels(backend: Backend, *, everywhere: bool, measured: bool = True) -> Ke
         )
     import torch
 
-    from outrider_triton.beforehand import hash_compiler
     from outrider_triton.facts import facts_of
     from outrider_triton.kernelset import TritonKernels
+    from outrider_triton.launch import hash_compiler
     from outrider_triton.table import load
 
     hash_compiler()

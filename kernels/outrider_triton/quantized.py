@@ -141,6 +141,7 @@ class TritonQuantized(KernelSet):
         ``laid``: ``x`` has a nibble-plane layout. ``gated``: ``x`` is gate and up of one token.
         """
         asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
+        columns = product_plan.mode, product_plan.columns, product_plan.at_once
         if gated:
             product = _TRITON.linear_quantized.triton_gated_planes(
                 x, weight.data, weight.scales, bias, config.as_list(), self.pdl
@@ -149,31 +150,13 @@ class TritonQuantized(KernelSet):
         if product_plan.planes:
             operands = x, weight.data, weight.scales, weight.zero_points, bias, list(weight.block)
             kind = dtype or x.dtype
-            options = (
-                kind if laid else None,
-                product_plan.mode,
-                product_plan.columns,
-                product_plan.at_once,
-                asm,
-                config.as_list(),
-                self.pdl,
-            )
-            product = _TRITON.linear_quantized.triton_planes(*operands, *options)
+            layout = kind if laid else None
+            product = _TRITON.linear_quantized.triton_planes(*operands, layout, *columns, asm, config.as_list(), self.pdl)
             whole = parts or config.split == 1
             return product if whole else sum_parts(product, bias, x, kind, self.pdl)
-        launch_options = (
-            scales,
-            dtype or x.dtype,
-            parts,
-            product_plan.mode,
-            product_plan.columns,
-            product_plan.at_once,
-            product_plan.native,
-            self.facts.fp8,
-            asm,
-        )
+        options = scales, dtype or x.dtype, parts, *columns, product_plan.native, self.facts.fp8, asm
         return _TRITON.linear_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
-            x, *_operands(weight, bias), *launch_options, config.as_list(), self.pdl
+            x, *_operands(weight, bias), *options, config.as_list(), self.pdl
         )
 
     def norm_linear_quantized(

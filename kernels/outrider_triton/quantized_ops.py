@@ -198,13 +198,13 @@ def _linear_quantized(
     ``parts``: return a split product in parts, float32 [split, T, N], without the bias.
     """
     weight = record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
-    block_m, block_n, block_k, split, warps, stages, prefetch_columns, descriptor, rows_per_program = config
-    is_streamed = descriptor == STREAMED and native and format == "fp8" and mode == "row"
-    expect(is_streamed or not descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
+    tiling = MatmulConfig(*config)
+    is_streamed = tiling.descriptor == STREAMED and native and format == "fp8" and mode == "row"
+    expect(is_streamed or not tiling.descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
     flat = flat_rows(x, weight)
     (m, k), n = flat.shape, shape[0]
     # Without a split this is the whole product: programs always store to one tensor.
-    product = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else dtype, device=x.device)
+    product = torch.empty((tiling.split, m, n), dtype=torch.float32 if tiling.split > 1 else dtype, device=x.device)
     group, groups = 0, 1
     if activations:
         group = activation_group if activation_group < k else 0
@@ -212,19 +212,19 @@ def _linear_quantized(
             flat, x_scales = quantized_rows(flat, activations, group, input_scale, kept_dtype(data, native), pdl)
         groups = x_scales.shape[1]
     if is_streamed and x_scales is not None:
-        multiply_quantized(flat, data, bias, product[0], (x_scales, scales, block[0]), MatmulConfig(*config), pdl)
+        multiply_quantized(flat, data, bias, product[0], (x_scales, scales, block[0]), tiling, pdl)
         return product.view(*x.shape[:-1], n)
     packed = format == "int4"
     if packed and (flat.data_ptr() % 4 or flat.stride(0) % 2):
         flat = flat.clone(memory_format=torch.contiguous_format)
     row_bytes = k // 2 if packed else k
-    rows_per_program = rows_per_program or block_n
+    rows_per_program = tiling.each or tiling.block_n
     launch(
         quantized.linear_quantized,
-        (triton.cdiv(n, rows_per_program), triton.cdiv(m, block_m), split),
+        (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m), tiling.split),
         *(flat, x_scales, data.view(torch.int8) if format == "fp8" and not native else data),
-        *(scales, zero_points, bias if split == 1 else None, product, m, n, k, flat.stride(0), groups, scales.shape[1]),
-        *(rows_per_program, prefetch_columns if row_bytes % 16 == 0 else 0),
+        *(scales, zero_points, bias if tiling.split == 1 else None, product, m, n, k, flat.stride(0), groups),
+        *(scales.shape[1], rows_per_program, tiling.ahead if row_bytes % 16 == 0 else 0),
         FORMAT=format,
         NATIVE=native,
         MODE=mode,
@@ -233,20 +233,15 @@ def _linear_quantized(
         GROUP=group,
         ZEROS=zero_points is not None,
         ACTIVE=bool(activations),
-        HAS_BIAS=bias is not None and split == 1,
+        HAS_BIAS=bias is not None and tiling.split == 1,
         FP8=fp8,
         ASM=asm,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        SUB=min(at_once, block_k) if at_once else block_k,
-        SPLIT=split,
-        EVEN=k % (split * block_k) == 0,
-        num_stages=stages,
+        SUB=min(at_once, tiling.block_k) if at_once else tiling.block_k,
+        SPLIT=tiling.split,
+        **tiling.launch_constants(k),
         pdl=pdl,
-        warps=warps,
     )
-    if split == 1:
+    if tiling.split == 1:
         return product.view(*x.shape[:-1], n)
     return product if parts else sum_parts(product, bias, x, dtype, pdl)
 

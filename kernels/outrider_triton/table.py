@@ -84,6 +84,17 @@ class MatmulConfig:
         """Return the fields in the order that operators and tables use."""
         return list(astuple(self))
 
+    def launch_constants(self, k: int) -> dict[str, Any]:
+        """Return the constants of a launch over ``k`` columns by name; EVEN: each program has whole blocks of columns."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "EVEN": k % (self.split * self.block_k) == 0,
+            "num_stages": self.stages,
+            "warps": self.warps,
+        }
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:

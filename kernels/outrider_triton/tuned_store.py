@@ -108,9 +108,8 @@ class TunedStore:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: write next to it, then rename. A concurrent reader finds the old or the new contents."""
-    temporary = path.with_name(
-        f"{path.name}.{os.getpid()}-{threading.get_ident()}.new"
-    )  # each engine may have its own thread
+    # Each engine may have its own thread.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)

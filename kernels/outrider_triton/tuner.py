@@ -22,15 +22,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
 from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSet, TuningProgress, TuningResult
-from outrider_triton.chain import Chain, with_choice
 from outrider_triton.compiling import AttentionJob, Compilers, Job, ProductJob
 from outrider_triton.derive import choose, rank
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import ANY, TALL, AttentionConfig, AttentionEntry, Key, MatmulConfig, Table, layer_of
+from outrider_triton.table import (
+    ANY,
+    TALL,
+    AttentionConfig,
+    AttentionEntry,
+    Entry,
+    Key,
+    MatmulConfig,
+    Table,
+    by_layer,
+    layer_of,
+)
 from outrider_triton.tuned_store import Row, TunedStore, merged
-from outrider_tune.chain import normal
+from outrider_tune.chain import LayerChain, normal
 from outrider_tune.timing import microseconds
 
 SIZES = {8: (1, 4), 32: (8, 4), 128: (32, 4), 16: (4, 4), 64: (16, 4)}
@@ -47,6 +58,31 @@ _FUSED_PRODUCTS = ("linear_silu_mul", "linear_parts", "linear_rope")
 _ATTENTION = ((64, 4, 3), (128, 8, 1), (128, 8, 2), (32, 4, 2), (64, 8, 2))
 _STREAMED_ATTENTION = ((64, 4, 3), (64, 4, 2), (128, 4, 2))
 """Cached tokens per block, warps, stages."""
+
+
+class Chain(LayerChain):
+    """Layers whose kernels read their configurations from a table."""
+
+    def __init__(
+        self, shape: DecoderShape, kernels: TritonKernels, device: torch.device, *, most_bytes: int | None = None
+    ) -> None:
+        super().__init__(shape, kernels, device, most_bytes=most_bytes)
+        self.kernels: TritonKernels = kernels.for_shape(shape)
+
+    def attempt(self, table: Table) -> float:
+        """Install ``table`` and return microseconds per layer; infinite if one of its kernels can't be compiled."""
+        self.kernels.table = table
+        try:
+            return self.layer_us()
+        except TritonError:
+            return float("inf")
+
+
+def with_choice(table: Table, product: Key, m: int, config: MatmulConfig | None, *, layer: str) -> Table:
+    """Return ``table`` with another configuration for ``m`` tokens in ``layer``; None: the library's kernel."""
+    old = [(name, entry) for name, found in table.entries.get(product, {}).items() for entry in found]
+    entry = Entry(m=m, config=config, us=0.0, torch_us=0.0)
+    return replace(table, entries={**table.entries, product: by_layer([*old, (layer, entry)])})
 
 
 class _DeadlinePassed(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -12,25 +13,6 @@ from triton.runtime.errors import OutOfResources
 
 from outrider_triton.derive import MOST, every
 from outrider_triton.facts import DeviceFacts
-from outrider_triton.jit import (
-    activations,
-    attention,
-    attention_streamed,
-    bookkeeping,
-    expert_quantized,
-    experts,
-    fused,
-    large_m_gates,
-    matmul,
-    nibble_planes,
-    nibble_planes_streamed,
-    peers,
-    prefill_attention,
-    quantized,
-    rows,
-    streamed,
-    token_choice,
-)
 from outrider_triton.launch import power_of_two, shares
 from outrider_triton.table import ANY, BUCKETS, MatmulConfig, Table
 
@@ -143,25 +125,7 @@ def _powers(limit: int) -> tuple[int, ...]:
 def compiled() -> Mapping[str, int]:
     """Return the number of variants that this process compiled or loaded, by kernel; none in the interpreter."""
     found = {}
-    modules = (
-        activations,
-        attention,
-        attention_streamed,
-        bookkeeping,
-        token_choice,
-        expert_quantized,
-        experts,
-        fused,
-        matmul,
-        peers,
-        nibble_planes,
-        nibble_planes_streamed,
-        prefill_attention,
-        quantized,
-        rows,
-        streamed,
-        large_m_gates,
-    )
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("outrider_triton.jit.")]
     for module in modules:
         for name, kernel in vars(module).items():
             # Triton stores, for each device, a tuple that begins with the compiled variants.

@@ -15,9 +15,9 @@ from kernels.test_numerics import close
 from outrider.device import KernelSet, Product, RotaryArgs
 from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton import streamed
-from outrider_triton.chain import Chain
 from outrider_triton.kernelset import TritonKernels, _cuts_heads
 from outrider_triton.table import STREAMED, TALL, MatmulConfig, load
+from outrider_triton.tuner import Chain
 
 REFERENCE = KernelSet()
 HALF = torch.bfloat16
