@@ -64,29 +64,20 @@ def _attend(
     mask = out if tree_mask is None else tree_mask.view(torch.uint8)
     grid = triton.cdiv(max_query, block_rows // group), batch * kv_heads, split
     addressing = query_start, seq_lens, block_table, mask, out, parts, stats
-    sizes = (
-        tokens if padding else 0,
-        batch,
-        heads,
-        scale,
-        size,
-        q.stride(0),
-        q.stride(1),
-        block_table.stride(0),
-        mask.stride(0),
-    )
+    sizes = tokens if padding else 0, batch, heads, scale, size
+    strides = q.stride(0), q.stride(1), block_table.stride(0), mask.stride(0)
     constants = {"PAGE": page, "GROUP": group, "WINDOW": window, "TREE": tree_mask is not None, "SETTLED": settled}
     constants |= {"SPLITS": split, "BLOCK_ROWS": block_rows, "BLOCK_KV": block_kv}
     if is_streamed:
         expect(
             k_cache.dtype is q.dtype and v_cache.dtype is q.dtype and power_of_two(size) == size,
-            lambda: f"attention through a ring over a cache in {k_cache.dtype}, heads of {size}: expected queries' {q.dtype}",
+            lambda: f"streamed attention over a cache in {k_cache.dtype}, heads of {size}: expected queries' {q.dtype}",
         )
         descriptors = (descriptor(cache.view(-1, kv_heads * size), min(page, block_kv), size) for cache in (k_cache, v_cache))
         launch(
             attention_streamed.paged_attention_ring,
             grid,
-            *(q, *descriptors, *addressing, *sizes),
+            *(q, *descriptors, *addressing, *sizes, *strides),
             **constants,
             STAGES=stages,
             maxnreg=128,
@@ -97,7 +88,7 @@ def _attend(
     launch(
         attention.paged_attention,
         grid,
-        *(q, k_cache, v_cache, *addressing, *sizes, k_cache.stride(1), k_cache.stride(2)),
+        *(q, k_cache, v_cache, *addressing, *sizes, *strides, k_cache.stride(1), k_cache.stride(2)),
         **constants,
         BLOCK_SIZE=max(power_of_two(size), 16),
         num_stages=stages,

@@ -58,23 +58,19 @@ def _experts_quantized(
     gate_and_up = x.new_empty((pairs, 2 * inner))
     parts = x.new_empty((pairs, hidden))
 
-    def multiply(
-        rows: Tensor,
-        out: Tensor,
-        stack: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        input_scale: Tensor | None,
-        block: Sequence[int],
-        config: list[int],
-        place: int,
-    ) -> None:
+    stacks = (
+        (gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block),
+        (down, down_scales, down_zeros, down_input, down_block),
+    )
+
+    def multiply(rows: Tensor, out: Tensor, place: int) -> None:
+        stack, scales, zeros, input_scale, block = stacks[place]
         (n, k), x_scales, groups = (out.shape[1], rows.shape[1]), None, 1
         group = activation_group if activation_group < k else 0
         if activations:
             rows, x_scales = quantized_rows(rows, activations, group, input_scale, kept_dtype(stack, native[place]), pdl)
             groups = x_scales.shape[1]
-        tiling = MatmulConfig(*config)
+        tiling = MatmulConfig(*(gates, outputs)[place])
         launch(
             jit.expert_quantized,
             (triton.cdiv(n, tiling.block_n), blocks),
@@ -96,9 +92,9 @@ def _experts_quantized(
             pdl=pdl,
         )
 
-    multiply(x, gate_and_up, gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block, gates, 0)
+    multiply(x, gate_and_up, 0)
     gated_rows = torch.ops.outrider.silu_mul.triton(gate_and_up, pdl)
-    multiply(gated_rows, parts, down, down_scales, down_zeros, down_input, down_block, outputs, 1)
+    multiply(gated_rows, parts, 1)
     return added(parts, x, count, pdl)
 
 

@@ -104,7 +104,7 @@ def _linear_planes(
     product is returned in parts, float32 [split, T, N], without the bias.
     """
     tiling = MatmulConfig(*config)
-    expect(tiling.descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be cut up as {config}")
+    expect(tiling.descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be tiled as {config}")
     flat, n = x.reshape(-1, x.shape[-1]), data.shape[0]
     m, k, how, rows_per_program = flat.shape[0], 2 * data.shape[1], laying(tiling), tiling.each or tiling.block_n
     expect(
@@ -121,9 +121,7 @@ def _linear_planes(
     if tiling.descriptor == STREAMED:
         expect(
             zero_points is None and (mode, columns, block[0]) == ("block", nibble_planes.UNIT.value, 1) and asm,
-            lambda: (
-                f"a product through a ring with scales of {tuple(block)}: expected rows of groups of 128, without zero points"
-            ),
+            lambda: f"a streamed product with scales of {tuple(block)}: expected rows of groups of 128, without zero points",
         )
         components, grains = digits_of(flat.contiguous(), k)
         operands = components, grains, data, scales, bias if tiling.split == 1 else None

@@ -200,7 +200,7 @@ def _linear_quantized(
     weight = record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     tiling = MatmulConfig(*config)
     is_streamed = tiling.descriptor == STREAMED and native and format == "fp8" and mode == "row"
-    expect(is_streamed or not tiling.descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
+    expect(is_streamed or not tiling.descriptor, lambda: f"a product with a quantised weight can't be tiled as {config}")
     flat = flat_rows(x, weight)
     (m, k), n = flat.shape, shape[0]
     # Without a split this is the whole product: programs always store to one tensor.

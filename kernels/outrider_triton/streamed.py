@@ -45,7 +45,7 @@ def multiply_quantized(
 
     ``quantized`` holds the scales of x, float32 [m], the scales of the weight, and the number of rows per scale.
     """
-    expect(config.split == 1, lambda: f"a product of quantised operands through a ring has no parts: {config}")
+    expect(config.split == 1, lambda: f"a streamed product of quantised operands has no parts: {config}")
     x_scales, scales, rows = quantized
     operands = bias, x_scales, scales, out, x.shape[0], weight.shape[0], config.each
     flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "FOLD": True, "ADD": add}
@@ -107,7 +107,7 @@ def silu_mul_tall(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, c
     expect(
         brings("linear_silu_mul", config, n=2 * n, k=k),
         lambda: (
-            f"gates of {tuple(weight.shape)} can't be cut up as {config}: expected columns in multiples of {config.block_k}, "
+            f"gates of {tuple(weight.shape)} can't be tiled as {config}: expected columns in multiples of {config.block_k}, "
             f"64 or more, boxes of {large_m_gates.UNIT.value} rows or more that divide {n}, {large_m_gates.GROUP.value} and "
             f"{config.each}, "
             "8 to 128 tokens, 4 or 8 warps, no parts, and two stages or more of both operands"
@@ -188,7 +188,7 @@ def multiply_gated_planes(
     expect(
         contiguous and config.ahead == columns,
         lambda: (
-            f"gate and up {tuple(both.shape)} for a product with {tuple(data.shape)} bytes cut up as {config}: expected one "
+            f"gate and up {tuple(both.shape)} for a product with {tuple(data.shape)} bytes tiled as {config}: expected one "
             f"row of {2 * k} that begins at a multiple of 16 bytes, and tiles of {columns} columns"
         ),
     )
@@ -212,7 +212,7 @@ def rope_write_cache_planes(
     expect(
         (size // 2 % paired, config.block_n, config.split) == (0, paired, 1),
         lambda: (
-            f"queries and keys of heads of {size} in planes can't be cut up as {config}: expected boxes of "
+            f"queries and keys of heads of {size} in planes can't be tiled as {config}: expected boxes of "
             f"{paired} rows that divide half a head, and no parts"
         ),
     )
@@ -248,7 +248,7 @@ def _launch_planes(
         and (steps % groups == 0 or config.each <= height)
         and config.stages > 1,
         lambda: (
-            f"a product of {m} tokens and a weight of {n} x {k} in planes can't be cut up as {config}: expected all columns, "
+            f"a product of {m} tokens and a weight of {n} x {k} in planes can't be tiled as {config}: expected all columns, "
             f"in multiples of {columns}, boxes of rows that divide {height} and {config.each}, no more tokens, and stages ("
             f"and units of several tiles) in multiples of {groups}"
         ),
@@ -336,7 +336,7 @@ def _launch(
     expect(
         whole_boxes(config, k=k, folded=2 if fold else 1, inside=half) and config.block_k in (columns, 2 * columns),
         lambda: (
-            f"a streamed product of {tuple(weight.shape)} can't be cut up as {config}: expected columns in multiples of "
+            f"a streamed product of {tuple(weight.shape)} can't be tiled as {config}: expected columns in multiples of "
             f"{span}, boxes of rows that divide {half}, {_PAIRS} and {config.each}, two stages or more, and of 8 bits one or "
             f"two pieces of {PIECE.value} columns"
         ),

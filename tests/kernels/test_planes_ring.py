@@ -136,7 +136,7 @@ def test_what_a_product_gates_itself_has_the_bits_of_two_kernels(dtype, n, confi
 )
 def test_a_cut_that_cannot_be_is_refused(config):
     weight, x = weight_of(64, 1024, torch.device("cpu")), torch.zeros(10, 1024, dtype=torch.int8)
-    with pytest.raises(RuntimeError, match="can't be cut up"):
+    with pytest.raises(RuntimeError, match="can't be tiled"):
         streamed.multiply_planes(x, x, weight.data, weight.scales, None, x, MatmulConfig(*config), True)
 
 
@@ -182,7 +182,7 @@ def test_a_cut_that_cannot_turn_is_refused(config, size):
     _, rotary, q = turned_operands(4, 2, size, 3, torch.device("cpu"), torch.bfloat16)
     rows, _ = room(q, (3, 1024), DIGITS)
     weight = weight_of(8 * size, 1024, torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="can't be cut up"):
+    with pytest.raises(RuntimeError, match="can't be tiled"):
         streamed.rope_write_cache_planes(
             *digits_of(rows, 1024), weight.data, weight.scales, None, rotary, q, MatmulConfig(*config), True
         )

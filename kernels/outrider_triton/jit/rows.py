@@ -225,10 +225,9 @@ def add_parts_rope_write_cache(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Run :func:`rope_write_cache` on the sum of ``parts [PARTS, m, (heads + 2 kv_heads) 2 half]`` (+ bias).
-
-    The sum is rounded to q's dtype before the rotation. Queries go to ``q [m, heads, 2 half]``. Program (token, head).
-    NORMED: queries and keys are normalised per head before the rotation, with ``q_norm`` and ``k_norm [2 half]``.
+    """Run :func:`rope_write_cache` on the sum of ``parts [PARTS, m, (heads + 2 kv_heads) 2 half]`` (+ bias), rounded to
+    q's dtype; queries go to ``q [m, heads, 2 half]``. Program (token, head). NORMED: queries and keys are normalised per
+    head before the rotation, with ``q_norm`` and ``k_norm [2 half]``.
     """
     head = tl.program_id(1)
     lane = tl.arange(0, BLOCK_HALF)
