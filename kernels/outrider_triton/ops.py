@@ -307,7 +307,9 @@ def expect_blocks(config: list[int]) -> None:
     """Raise unless each program's rows fit its block and the configuration is unstreamed: else rows would be left out."""
     expect(
         config[8] <= config[1] and config[7] in (0, 1),
-        lambda: f"a product can't be tiled as {config}: expected no more rows of a program than a block has, unstreamed",
+        lambda: (
+            f"a product can't be tiled as {config}: expected no more rows of a program than a block has, and an unstreamed descriptor"
+        ),
     )
 
 
