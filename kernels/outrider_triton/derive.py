@@ -41,9 +41,8 @@ _GATED = ("linear_silu_mul", "scaled_silu_mul")
 _ADDED = ("linear_add", "linear_add_scaled")
 _PAIRS = 32  # pairs of rows per streamed tile; equals outrider_triton.jit.tma_pipeline.PAIRS
 _MIN_STREAMED_TOKENS = 4  # tokens that fill the matrix unit's minimum width, at two int8 components per token
-_PAIRED = (
-    8  # low or high rows next to each other in a tile of pairs; equals PAIRED in outrider_triton.jit.nibble_planes_streamed
-)
+# Low or high rows next to each other in a tile of pairs; equals PAIRED in outrider_triton.jit.nibble_planes_streamed.
+_PAIRED = 8
 _MAX_STREAMED_NIBBLE_TOKENS = 16
 """Maximum number of tokens for which four-bit weights are streamed."""
 _LARGE_M_PAIRS = 64  # pairs of rows per warpgroup in a tile for large M; equals outrider_triton.jit.large_m_gates.GROUP
@@ -56,9 +55,8 @@ _LARGE_M_EPILOGUE_S = 3e-6  # seconds after the last bytes arrive: last products
 _LARGE_M_FLOPS_FRACTION = 0.9  # achieved fraction of the matrix units' rate with tiles for large M
 _LIBRARY_BYTES_FACTOR = 1.12  # measured factor on the weight's bytes when the library multiplies gates of 65 to 128 tokens
 _LIBRARY_EXTRA_S = 8e-6
-_MAX_WIDE_TOKENS = (
-    32  # tokens up to which 8-bit units have 256 columns: above, the time between two units exceeds their products
-)
+# Tokens up to which 8-bit units have 256 columns: above, the time between two units exceeds their products.
+_MAX_WIDE_TOKENS = 32
 _MAX_THREADS_PER_PROCESSOR = 1536
 _PIPELINE_BYTES = ((184 << 10, 208 << 10, 128 << 10), (208 << 10, 160 << 10, 112 << 10))
 """Shared memory of a multi-stage pipeline in bytes, the likeliest first.
@@ -107,10 +105,8 @@ def _wins(facts: DeviceFacts, operator: str, best: MatmulConfig, *, m: int, n: i
         return False  # long rows, and many of them, are faster in parts that the norm adds up
     if m <= OURS or stored != PLAIN:
         return True
-    return (
-        _estimate_large_m(facts, best, n=n, k=k)
-        < _LIBRARY_BYTES_FACTOR * 2 * n * k / facts.bytes_per_second + _LIBRARY_EXTRA_S
-    )
+    library = _LIBRARY_BYTES_FACTOR * 2 * n * k / facts.bytes_per_second + _LIBRARY_EXTRA_S
+    return _estimate_large_m(facts, best, n=n, k=k) < library
 
 
 # -- candidates ----------------------------------------------------------------------------------------------------
@@ -226,9 +222,8 @@ def _streamed(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: i
         columns = 256 if m <= _MAX_WIDE_TOKENS and k % (256 * split * fold) == 0 else 128
         for budget, block_k in itertools.product(budgets, (128, 256) if is_unquantized else (columns,)):
             width = fold * max(8, m)
-            stage = (2 * _PAIRS + width) * block_k * stored.token_bytes + (
-                0 if is_unquantized else 24
-            )  # plus the stage's barriers
+            barriers = 0 if is_unquantized else 24
+            stage = (2 * _PAIRS + width) * block_k * stored.token_bytes + barriers
             stages = (min(budget, facts.shared_bytes) - 8 * _PAIRS * width - 1024) // stage
             if stages > 1 and k % (split * block_k * fold) == 0:
                 yield MatmulConfig(max(8, m), box, block_k, split, 4, stages, 0, STREAMED, each)
@@ -405,13 +400,8 @@ def estimate(
     program_bytes = each * row_factor * columns * width
     loaded_rows = (config.block_n if not streamed else 2 * _PAIRS) * (2 if operator in _GATED and not streamed else 1)
     # A full pipeline is in flight. Without one, one tile is being multiplied and the next one is half waited for.
-    bytes_in_flight = (
-        min(resident, rounds)
-        * (config.stages - (0 if streamed else 1.5))
-        * min(loaded_rows, 2 * each)
-        * config.block_k
-        * width
-    )
+    tiles_in_flight = min(resident, rounds) * (config.stages - (0 if streamed else 1.5))
+    bytes_in_flight = tiles_in_flight * min(loaded_rows, 2 * each) * config.block_k * width
     latency_hiding = min(1.0, bytes_in_flight / (1.4 * LATENCY * share))
     memory = max(programs * program_bytes / facts.bytes_per_second, rounds * program_bytes / (ALONE * share)) / latency_hiding
     if stored != PLAIN:  # small kernels run before this one, and its pipeline fills meanwhile
@@ -444,9 +434,8 @@ def _estimate_large_m(facts: DeviceFacts, config: MatmulConfig, *, n: int, k: in
     rounds = -(-programs // facts.processors)
     matmul = 4.0 * tile_pairs * config.block_m * k * facts.processors / (_LARGE_M_FLOPS_FRACTION * facts.flops)
     pair_time = 4.0 * k * min(programs, facts.processors) / facts.bytes_per_second  # one pair of rows of every program
-    tile_time = config.each // tile_pairs * max(tile_pairs * pair_time, matmul) + (
-        max(rest * pair_time, matmul) if rest else 0.0
-    )
+    last_tile = max(rest * pair_time, matmul) if rest else 0.0
+    tile_time = config.each // tile_pairs * max(tile_pairs * pair_time, matmul) + last_tile
     return _LARGE_M_FACTOR * rounds * tile_time + _LARGE_M_EPILOGUE_S + LAUNCH
 
 

@@ -29,9 +29,8 @@ _FIRST_TILE_S = 0.65e-6  # until a program's first tile arrives
 _TILE_GAP_S = 0.1e-6  # between two tiles
 _BARRIER_S_PER_WARP = 0.13e-6  # per warp: all warps of a program synchronise between two tiles
 _TILE_LATENCY_S = 4.5e-6  # from the request of a tile to its arrival, with all multiprocessors loading
-_COPY_BYTES_PER_S = (
-    50e9  # bytes per second that a multiprocessor's threads load of both operands, with as many tokens as rows
-)
+# Bytes per second that a multiprocessor's threads load of both operands, with as many tokens as rows.
+_COPY_BYTES_PER_S = 50e9
 _CONVERT_S = 1.6e-10  # per warp: for each conversion instruction of each weight element
 _ISSUE_S_PER_ELEMENT = 7e-12  # per multiprocessor: for each weight element that any warp multiplies
 _ISSUE_S_PER_COLUMN = 0.6e-9  # per multiprocessor and 64 streamed rows: about one instruction in each of four warps, counted

@@ -308,7 +308,8 @@ def expect_blocks(config: list[int]) -> None:
     expect(
         config[8] <= config[1] and config[7] in (0, 1),
         lambda: (
-            f"a product can't be tiled as {config}: expected no more rows of a program than a block has, and an unstreamed descriptor"
+            f"a product can't be tiled as {config}: expected no more rows of a program than a block has, "
+            "and an unstreamed descriptor"
         ),
     )
 

@@ -52,7 +52,7 @@ def test_each_operand_goes_where_the_kernel_has_it(config, said):
     streamed.multiply_planes(rows.view(2 * m, -1)[:, :1024], grains, weight.data, weight.scales, None, out, made, True)
     assert set(said) - {"grid", "warps"} == set(nibble_planes_streamed.streamed_planes.arg_names)
     assert (said["grid"], said["warps"]) == ((-(-1000 // made.each), made.split), 4)
-    assert (said["m"], said["n"], said["groups"], said["each"]) == (m, 1000, 8, made.each)
+    assert (said["m"], said["n"], said["groups"], said["rows_per_program"]) == (m, 1000, 8, made.each)
     assert said["steps"] == said["STEPS"] == 1024 // made.split // made.ahead
     assert (said["TILES"], said["GROUPS"]) == (-(-made.each // 64), made.warps // 4)
     assert (said["x"].block_shape, said["w"].block_shape) == ([2 * made.block_m, made.ahead], [made.block_n, made.ahead // 2])
