@@ -10,10 +10,8 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, QuantizedProduct, QuantizedWeight
 from outrider_triton import attention_ops as _attention_ops  # noqa: F401  (registers the operators)
-from outrider_triton import variants
 from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs, reads_early
 from outrider_triton.ends import TritonEnds
-from outrider_triton.facts import DeviceFacts
 from outrider_triton.jit.nibble_planes import UNIT
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.planes_ops import laying
@@ -28,10 +26,7 @@ _TRITON = torch.ops.outrider
 class TritonAttention(TritonEnds):
     """Attention over the cache, alone or fused with the output projection and the norm that follow."""
 
-    facts: DeviceFacts
-    pdl: bool
     table: Table | None
-    _scope: variants.Scope
     _prompts: PromptAttention
     _layer: str
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, KernelSet
+from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
 from outrider_triton import choice_ops as _choice_ops  # noqa: F401  (registers the operators)
 from outrider_triton import variants
 from outrider_triton.launch import ahead, shares
@@ -19,16 +18,8 @@ if TYPE_CHECKING:
 _TRITON = torch.ops.outrider
 
 
-class TritonChoices(KernelSet):
-    """Kernels that read logits over a vocabulary. ``processors`` and ``pdl`` are those of the whole kernel set."""
-
-    processors: int
-    pdl: bool
-    _scope: variants.Scope
-
-    @abstractmethod
-    def _uses(self, kernel: str, *operands: Tensor) -> bool:
-        """Return True if Triton implements ``kernel`` for these operands."""
+class TritonChoices(variants.WarmedKernels):
+    """Kernels that read logits over a vocabulary."""
 
     def _shares(self, shape: Sequence[int]) -> Iterator[int]:
         """Yield the number of programs that share one row of logits.

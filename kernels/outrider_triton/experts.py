@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from math import ceil, sqrt
 
 import torch
 import triton
 from torch import Tensor
 
-from outrider.device import KernelSet, QuantizedWeight
+from outrider.device import QuantizedWeight
 from outrider_triton import expert_ops as _expert_ops  # noqa: F401  (these register the operators)
 from outrider_triton import expert_quantized_ops as _expert_quantized_ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.derive import rank
 from outrider_triton.derive_quantized import PLAIN, Stored
-from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.quantized_ops import Plan, plan
 from outrider_triton.table import BUCKETS, MatmulConfig, bucket
@@ -36,20 +34,13 @@ def _sorted_block_tokens(tokens: int, chosen: int, experts: int) -> int:
     return bucket(ceil(mean + 3 * sqrt(mean)))
 
 
-class TritonExperts(KernelSet):
+class TritonExperts(variants.WarmedKernels):
     """Routing, and the products of the chosen experts.
 
     Tile configurations are derived as for one product with the weights of all experts that have a token.
     """
 
-    facts: DeviceFacts
-    pdl: bool
-    _scope: variants.Scope
     _derived_experts: dict[tuple[object, ...], tuple[int, MatmulConfig, MatmulConfig]]
-
-    @abstractmethod
-    def _uses(self, kernel: str, *operands: Tensor) -> bool:
-        """Return True if Triton implements ``kernel`` for these operands."""
 
     def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
         """Route each token to its experts, one program per token; at most 1024 experts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,14 +10,13 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight, RotaryArgs
+from outrider.device import QuantizedProduct, QuantizedWeight, RotaryArgs
 from outrider_triton import activated_ops as _activated_ops  # noqa: F401  (these register the operators)
 from outrider_triton import library_ops as _library_ops  # noqa: F401
 from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.derive import MOST, choose, every, size_of
 from outrider_triton.derive_quantized import OURS
-from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
 from outrider_triton.planes_ops import DIGITS, activates, laying, room
 from outrider_triton.quantized_ops import LONGEST, Plan, kept_dtype, plan, sum_parts
@@ -53,20 +51,13 @@ class Normed(NamedTuple):
     """Tile configuration of the following product."""
 
 
-class TritonQuantized(KernelSet):
+class TritonQuantized(variants.WarmedKernels):
     """Products with quantised weights: one kernel for few tokens, else the library.
 
     The estimated time for the stored bytes decides (:mod:`outrider_triton.derive`); tables have no measurements of them.
     """
 
-    facts: DeviceFacts
-    pdl: bool
-    _scope: variants.Scope
     _derived_quantized: dict[tuple[object, ...], MatmulConfig | None]
-
-    @abstractmethod
-    def _uses(self, kernel: str, *operands: Tensor) -> bool:
-        """Return True if Triton implements ``kernel`` for these operands."""
 
     def quantized_config(
         self, x: Tensor, weight: QuantizedWeight, product_plan: Plan, *, parts: bool = True

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
+from torch import Tensor
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
 
+from outrider.device import KernelSet
 from outrider_triton.derive import MOST, every
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import power_of_two, shares
@@ -60,6 +63,19 @@ class Scope:
             if not self.depth:
                 self._compiled_keys.clear()
                 self._configs.clear()
+
+
+class WarmedKernels(KernelSet):
+    """The base of the kernel set's parts whose warm-up compiles variants."""
+
+    facts: DeviceFacts
+    processors: int
+    pdl: bool
+    _scope: Scope
+
+    @abstractmethod
+    def _uses(self, kernel: str, *operands: Tensor) -> bool:
+        """Return True if Triton implements ``kernel`` for these operands."""
 
 
 @contextmanager
