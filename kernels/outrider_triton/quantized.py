@@ -67,11 +67,9 @@ class TritonQuantized(variants.WarmedKernels):
         ``parts``: see :meth:`_derive`.
         """
         m = x.numel() // x.shape[-1]
-        return (
-            None
-            if m > OURS and _prefers_library(x, weight, product_plan)
-            else self._derive(m, weight, product_plan, parts=parts)
-        )
+        if m > OURS and _prefers_library(x, weight, product_plan):
+            return None
+        return self._derive(m, weight, product_plan, parts=parts)
 
     def _derive(
         self, m: int, weight: QuantizedWeight, product_plan: Plan, *, half: int = 0, gated: bool = False, parts: bool = True
