@@ -331,7 +331,7 @@ def test_rows_of_a_wider_tensor_are_normed_without_a_copy(kernels, device, monke
 
 
 def test_a_table_decides(device):
-    from outrider_triton.derive import token_choice
+    from outrider_triton.derive import choose
     from outrider_triton.kernelset import TritonKernels
     from outrider_triton.table import parse
 
@@ -354,8 +354,8 @@ def test_a_table_decides(device):
     assert config_for(1) == config_for(4) == MatmulConfig(*config)
     assert config_for(9) is config_for(16) is None  # torch's own was faster there
     assert config_for(5) == config_for(8) == MatmulConfig(*config)  # its tile has room for 16
-    assert config_for(17) == token_choice(SMALL, "linear", m=17, n=48, k=64)  # not measured, so derived
-    assert config_for(4, weight[:40]) == token_choice(SMALL, "linear", m=4, n=40, k=64)
+    assert config_for(17) == choose(SMALL, "linear", m=17, n=48, k=64)  # not measured, so derived
+    assert config_for(4, weight[:40]) == choose(SMALL, "linear", m=4, n=40, k=64)
     assert config_for(129) is None
     assert config_for(4, weight.double()) is None
 
