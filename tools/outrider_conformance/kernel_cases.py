@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, HeadNorms, KernelSet, Product, RotaryArgs
 from outrider_conformance.bookkeeping_cases import BOOKKEEPING
-from outrider_conformance.case import Call, Case, Operands
+from outrider_conformance.case import Call, Case, Operands, call_kernel
 
 
 def _draw(seed: int) -> torch.Generator:
@@ -57,11 +58,6 @@ def _gated(dtype: torch.dtype) -> dict[str, Tensor]:
     return {**made, "residual": _normal(5, 24, dtype=dtype, seed=3), "norm": _normal(24, dtype=dtype, seed=4)}
 
 
-def _added_product(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    normed = kernels.linear_add_rms_norm(o["x"], o["weight"], o["bias"], o["residual"], o["norm"], 1e-5)
-    return normed, o["residual"]
-
-
 def _state(dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         "state": _normal(6, 2, 8, dtype=dtype),
@@ -79,18 +75,9 @@ def _copied(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
     return (o["wide"],)
 
 
-def _scattered(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    kernels.scatter_rows(o["state"], o["rows"], o["values"])
-    return (o["state"],)
-
-
 def _added(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
     normed = kernels.add_rms_norm(o["x"].flatten(0, 1), o["residual"].flatten(0, 1), o["weight"], 1e-5)
     return normed, o["residual"]
-
-
-def _added_alone(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    return kernels.linear_add(o["x"], o["weight"], o["bias"], o["residual"]), o["residual"]
 
 
 def _pair(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -161,19 +148,6 @@ def _rope(dtype: torch.dtype) -> dict[str, Tensor]:
         "v_cache": _normal(5, 4, 2, 8, dtype=dtype, seed=5),
         "slots": torch.tensor([7, 18, 4, 11]),
     }
-
-
-_ROPE = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
-
-
-def _written(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    kernels.rope_write_cache(*(o[name] for name in _ROPE))
-    return o["q"], o["k"], o["k_cache"], o["v_cache"]
-
-
-def _moved(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    kernels.move_cache(o["k_cache"], o["v_cache"], o["sources"], o["destinations"])
-    return o["k_cache"], o["v_cache"]
 
 
 def _moves(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -305,15 +279,6 @@ def _tree(dtype: torch.dtype) -> dict[str, Tensor]:
     return {**made, "tokens": tokens, "parents": torch.tensor([[-1, 0, 0, 1]] * _BATCH)}
 
 
-def _walked(*, sampling: bool) -> Call:
-    def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-        return kernels.verify_tree(
-            o["logits"], o["tokens"], o["parents"], o["temperature"], o["seeds"], o["positions"], depth=2, sampling=sampling
-        )
-
-    return call
-
-
 # -- logits --------------------------------------------------------------------------------------------------------
 
 
@@ -341,56 +306,52 @@ def _shaping(dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _masked(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    return (kernels.apply_token_bitmask(o["logits"], o["bitmask"]),)
+_Make = Callable[[torch.dtype], dict[str, Tensor]]
 
 
-def _biased(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    arguments = (o["node_positions"], o["entries"], o["biased"], o["values"], o["until"])
-    return (kernels.bias_logits(o["logits"], *arguments),)
+def _case(
+    name: str,
+    make: _Make,
+    *arguments: str | float | None,
+    changed: tuple[str, ...] = (),
+    exact: bool = False,
+    **options: Any,
+) -> Case:
+    """Return a case of the kernel that ``name`` begins with. Its arguments are names of operands, or other values."""
+    method = name.replace(",", " ").split()[0]
+
+    def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+        return (*call_kernel(kernels, method, arguments, o, **options), *(o[each] for each in changed))
+
+    return Case(name, make, call, exact=exact, changed=changed)
 
 
-def _penalized(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    return (kernels.penalize_logits(o["logits"], o["tokens"], None, o["rows"], o["counts"], o["penalties"]),)
-
-
-def _counted(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    kernels.count_tokens(o["counts"], o["count_rows"], o["new_tokens"])
-    return (o["counts"],)
-
-
-def _truncated(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    return (kernels.truncate_logits(o["logits"], o["temperature"], o["top_k"], o["top_p"], o["min_p"]),)
-
-
-def _logprobs(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    return kernels.logprobs(o["logits"], o["tokens"], 4)
-
-
+_ROPE = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
+_NODE_OPERANDS = ("logits", "tokens", "parents", "temperature", "seeds", "positions")
 _DECODE, _RAGGED = (1, 1, 1), (3, 1, 5)
 _CONTEXT = (7, 3, 10)
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         case.name: case
         for case in (
-            Case("linear", _linear, lambda k, o: (k.linear(o["x"], o["weight"]),)),
-            Case("linear with bias", _linear, lambda k, o: (k.linear(o["x"], o["weight"], o["bias"]),)),
-            Case("linear_silu_mul", _linear, lambda k, o: (k.linear_silu_mul(o["x"], o["weight"], o["bias"]),)),
-            Case("linear_add_rms_norm", _gated, _added_product, changed=("residual",)),
-            Case("linear_add", _gated, _added_alone, changed=("residual",)),
+            _case("linear", _linear, "x", "weight"),
+            _case("linear with bias", _linear, "x", "weight", "bias"),
+            _case("linear_silu_mul", _linear, "x", "weight", "bias"),
+            _case("linear_add_rms_norm", _gated, "x", "weight", "bias", "residual", "norm", 1e-5, changed=("residual",)),
+            _case("linear_add", _gated, "x", "weight", "bias", "residual", changed=("residual",)),
             Case("linear_rope_write_cache", _pair, _queries, changed=("k_cache", "v_cache")),
             Case("norm_linear_silu_mul", _pair, _normed_gates, changed=("residual",)),
             Case("norm_linear_rope_write_cache", _pair, _normed_queries, changed=("residual", "k_cache", "v_cache")),
             Case("head_norm_rope_write_cache", _heads, _normed_heads, changed=("k_cache", "v_cache")),
-            Case("gather_rows", _state, lambda k, o: (k.gather_rows(o["state"], o["rows"]),)),
+            _case("gather_rows", _state, "state", "rows"),
             Case("copy_rows", _wide, _copied, changed=("wide",)),
-            Case("scatter_rows", _state, _scattered, changed=("state",)),
-            Case("embedding", _embedding, lambda k, o: (k.embedding(o["tokens"], o["weight"]),)),
-            Case("rms_norm", _norm, lambda k, o: (k.rms_norm(o["x"], o["weight"], 1e-5),)),
+            _case("scatter_rows", _state, "state", "rows", "values", changed=("state",)),
+            _case("embedding", _embedding, "tokens", "weight"),
+            _case("rms_norm", _norm, "x", "weight", 1e-5),
             Case("add_rms_norm", _norm, _added, changed=("residual",)),
-            Case("silu_mul", _gates, lambda k, o: (k.silu_mul(o["gate_up"]),)),
-            Case("rope_write_cache", _rope, _written, changed=("q", "k", "k_cache", "v_cache")),
-            Case("move_cache", _moves, _moved, changed=("k_cache", "v_cache")),
+            _case("silu_mul", _gates, "gate_up"),
+            _case("rope_write_cache", _rope, *_ROPE, changed=("q", "k", "k_cache", "v_cache")),
+            _case("move_cache", _moves, "k_cache", "v_cache", "sources", "destinations", changed=("k_cache", "v_cache")),
             Case("paged_attention of decoding", _attention(_DECODE, _CONTEXT), _attend(_DECODE)),
             Case("paged_attention of a ragged batch", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED)),
             Case("paged_attention in a window", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED, window=4)),
@@ -416,14 +377,14 @@ CASES: Mapping[str, Case] = MappingProxyType(
                 )
                 for drafts in (_NODES - 1, 0)
             ),
-            Case("verify_tree, greedy", _tree, _walked(sampling=False), exact=True),
-            Case("verify_tree, sampling", _tree, _walked(sampling=True), exact=True),
-            Case("apply_token_bitmask", _shaping, _masked, exact=True),
-            Case("bias_logits", _shaping, _biased),
-            Case("penalize_logits", _shaping, _penalized),
-            Case("count_tokens", _shaping, _counted, exact=True, changed=("counts",)),
-            Case("truncate_logits", _shaping, _truncated),
-            Case("logprobs", _shaping, _logprobs),
+            _case("verify_tree, greedy", _tree, *_NODE_OPERANDS, depth=2, sampling=False, exact=True),
+            _case("verify_tree, sampling", _tree, *_NODE_OPERANDS, depth=2, sampling=True, exact=True),
+            _case("apply_token_bitmask", _shaping, "logits", "bitmask", exact=True),
+            _case("bias_logits", _shaping, "logits", "node_positions", "entries", "biased", "values", "until"),
+            _case("penalize_logits", _shaping, "logits", "tokens", None, "rows", "counts", "penalties"),
+            _case("count_tokens", _shaping, "counts", "count_rows", "new_tokens", exact=True, changed=("counts",)),
+            _case("truncate_logits", _shaping, "logits", "temperature", "top_k", "top_p", "min_p"),
+            _case("logprobs", _shaping, "logits", "tokens", 4),
             *BOOKKEEPING,
         )
     }

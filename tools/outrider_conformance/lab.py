@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -253,8 +254,62 @@ class Lab:
         return event
 
     def streams(self, *names: str) -> Sequence[Stream]:
-        """New streams."""
+        """Create streams with these names, in this order."""
         return [self.backend.create_stream(name) for name in names]
+
+    def one_stream(self) -> tuple[Stream, Tensor]:
+        """Create stream ``a`` and a tensor of zeros on it."""
+        (a,) = self.streams("a")
+        return a, self.full(a, 0)
+
+    def two_streams(self) -> tuple[Stream, Stream, Tensor, Tensor]:
+        """Create the streams ``a`` and ``b``, and a tensor of zeros on each."""
+        a, b = self.streams("a", "b")
+        return a, b, self.full(a, 0), self.full(b, 0)
+
+    def expect_read(self, stream: Stream, copy: Tensor, source: Tensor, wanted: object, what: str) -> None:
+        """Copy ``source`` to ``copy`` on ``stream``, wait for the stream, and fail unless the copy holds ``wanted``."""
+        self.copy(stream, copy, source)
+        expect(self.read(stream, copy), wanted, what)
+
+
+def in_every_order(*, schedules: int = SCHEDULES) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test as a program of :meth:`Lab.always`: its checks must hold in every order that the waits allow."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def check(lab: Lab, **fixtures: Any) -> None:
+            lab.always(lambda _: test(lab, **fixtures), schedules=schedules)
+
+        return check
+
+    return decorate
+
+
+def in_some_order(otherwise: str) -> Callable[[Callable[..., bool]], Callable[..., None]]:
+    """Run the decorated test as a program of :meth:`Lab.sometimes`: the test must return True in at least one order.
+
+    ``otherwise`` is the message of the failure.
+    """
+
+    def decorate(test: Callable[..., bool]) -> Callable[..., None]:
+        @wraps(test)
+        def check(lab: Lab, **fixtures: Any) -> None:
+            lab.sometimes(observing(lambda: test(lab, **fixtures)), otherwise)
+
+        return check
+
+    return decorate
+
+
+def observing(look: Callable[[], bool]) -> Program:
+    """Return a program that raises :class:`Seen` where ``look`` returns True."""
+
+    def program(_: Backend) -> None:
+        if look():
+            raise Seen
+
+    return program
 
 
 def expect(found: object, wanted: object, what: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, Product, RotaryArgs
 from outrider_conformance.drawn import bounds
 from outrider_conformance.drawn.dense import EPS, TOKENS, normed, taken
-from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, kernel_call
 
 HEADS = ((1, 1), (4, 4), (8, 2), (7, 1), (12, 4), (16, 1))
 SIZES = (64, 96, 128, 256)
@@ -264,12 +264,8 @@ def _rope(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None
     wanted["v_cache"] = _written(operands["v_cache"].tensor, slots, bounds.exact(v), real)
     operands |= {"q": Operand(q, "wide"), "k": Operand(k, "wide"), "v": Operand(v, "wide")}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        names = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
-        kernels.rope_write_cache(*(o[name] for name in names))
-        return {}
-
-    return Problem(operands, call, wanted)
+    names = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
+    return Problem(operands, kernel_call("rope_write_cache", *names), wanted)
 
 
 def turned_queries(
@@ -382,11 +378,7 @@ def _move(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None
     operands = {"k_cache": Operand(caches[0]), "v_cache": Operand(caches[1])}
     operands |= {"sources": Operand(sources), "destinations": Operand(destinations)}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        kernels.move_cache(o["k_cache"], o["v_cache"], o["sources"], o["destinations"])
-        return {}
-
-    return Problem(operands, call, wanted)
+    return Problem(operands, kernel_call("move_cache", *operands), wanted)
 
 
 _HEAD, _SIZE, _PAGE = st.integers(0, len(HEADS) - 1), st.integers(0, len(SIZES) - 1), st.integers(0, len(_PAGES) - 1)

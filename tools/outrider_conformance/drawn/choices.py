@@ -12,9 +12,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.device import KernelSet
 from outrider_conformance.drawn import noise
-from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, kernel_call
 
 _UNIT = 2.0**-24
 _LAYOUTS = ("rows", "wide")
@@ -85,9 +84,7 @@ def _sample(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     }
     right = allowed(*scores(logits, temperature, seeds, positions, noise.DRAFT if draft else noise.SAMPLE))
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        return {"tokens": kernels.sample(o["logits"], o["temperature"], o["seeds"], o["positions"], draft=draft)}
-
+    call = kernel_call("sample", *operands, results=("tokens",), draft=draft)
     return Problem(operands, call, {}, lambda made: _check(right, made["tokens"], "sample"))
 
 
@@ -117,14 +114,11 @@ def _chain(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     if sampling:
         operands["draft_probs"] = Operand(probs)
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        rest = (o["temperature"], o["seeds"], o["positions"])
-        tokens, accepted = kernels.verify_chain(o["logits"], o["draft_tokens"], o.get("draft_probs"), *rest)
-        return {"tokens": tokens, "accepted": accepted}
-
     def judge(made: Mapped) -> None:
         _judge_chain(made, logits, drafts, probs if sampling else None, temperature, seeds, positions)
 
+    names = ("logits", "draft_tokens", "draft_probs", "temperature", "seeds", "positions")
+    call = kernel_call("verify_chain", *names, results=("tokens", "accepted"))
     return Problem(operands, call, {}, judge)
 
 
@@ -152,11 +146,6 @@ def _checked(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         "found": Operand(torch.zeros(batch, 2, dtype=torch.int64), "wide"),
     }
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        names = ("logits", "draft_tokens", "temperature", "seeds", "positions", "found")
-        tokens, accepted = kernels.verify_checked(*(o[name] for name in names))
-        return {"tokens": tokens, "accepted": accepted}
-
     def judge(made: Mapped) -> None:
         tokens = made["tokens"]
         assert ((tokens >= -1) & (tokens < vocabulary)).all(), f"a token outside of the vocabulary: {tokens.tolist()}"
@@ -164,6 +153,7 @@ def _checked(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         given = (x[clean] for x in (temperature, seeds, positions))
         _judge_chain(sound, logits[clean], drafts[clean], None, *given)
 
+    call = kernel_call("verify_checked", *operands, results=("tokens", "accepted"))
     return Problem(operands, call, {"found": torch.stack((first, torch.full_like(first, -1)), dim=1)}, judge)
 
 
@@ -261,16 +251,13 @@ def _tree(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         "positions": Operand(positions),
     }
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        names = ("logits", "tokens", "parents", "temperature", "seeds", "positions")
-        found = kernels.verify_tree(*(o[name] for name in names), depth=depth, sampling=sampling)
-        return dict(zip(("tokens", "path", "accepted"), found, strict=True))
-
     def judge(made: Mapped) -> None:
         for row in range(batch):
             found = {name: tensor[row].tolist() for name, tensor in made.items()}
             _walk(found, right[row], tokens[row].tolist(), parents[row].tolist(), depth, f"row {row}")
 
+    results = ("tokens", "path", "accepted")
+    call = kernel_call("verify_tree", *operands, results=results, depth=depth, sampling=sampling)
     return Problem(operands, call, {}, judge)
 
 

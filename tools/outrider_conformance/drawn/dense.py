@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.device import KernelSet, Product
 from outrider_conformance.drawn import bounds
-from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, kernel_call
 
 TOKENS = st.one_of(st.integers(1, 40), st.sampled_from((63, 64, 65, 127, 128, 129, 255, 257, 300)))
 _INNER = st.sampled_from((8, 40, 96, 256, 520, 1032))
@@ -52,7 +52,7 @@ def _linear(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
 def _linear_silu_mul(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     operands, both = _product(shape, dtype, dice, 2 * shape["outer"])
     wanted = bounds.silu_mul(*halves(both), dtype)
-    return Problem(operands, lambda k, o: {"out": k.linear_silu_mul(o["x"], o["weight"], o.get("bias"))}, {"out": wanted})
+    return Problem(operands, kernel_call("linear_silu_mul", "x", "weight", "bias"), {"out": wanted})
 
 
 def halves(x: bounds.Number) -> tuple[bounds.Number, bounds.Number]:
@@ -70,10 +70,7 @@ def _added(shape: Shape, dtype: torch.dtype, dice: Dice) -> tuple[dict[str, Oper
 def _linear_add(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     operands, grown = _added(shape, dtype, dice)
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        return {"out": kernels.linear_add(o["x"], o["weight"], o.get("bias"), o["residual"])}
-
-    return Problem(operands, call, {"out": grown, "residual": grown})
+    return Problem(operands, kernel_call("linear_add", "x", "weight", "bias", "residual"), {"out": grown, "residual": grown})
 
 
 def normed(shape: Shape, dtype: torch.dtype, dice: Dice) -> tuple[dict[str, Operand], bounds.Number, bounds.Number]:
@@ -87,9 +84,7 @@ def normed(shape: Shape, dtype: torch.dtype, dice: Dice) -> tuple[dict[str, Oper
 def _linear_add_rms_norm(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     operands, grown, wanted = normed(shape, dtype, dice)
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        return {"out": kernels.linear_add_rms_norm(o["x"], o["weight"], o.get("bias"), o["residual"], o["norm"], EPS)}
-
+    call = kernel_call("linear_add_rms_norm", "x", "weight", "bias", "residual", "norm", EPS)
     return Problem(operands, call, {"out": wanted, "residual": grown})
 
 
@@ -118,9 +113,7 @@ def _norm_linear_silu_mul(shape: Shape, dtype: torch.dtype, dice: Dice) -> Probl
 def _embedding(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     tokens, weight = _tokens(shape, dice), dice.normal(shape["vocabulary"], shape["inner"], dtype=dtype)
     operands = {"tokens": Operand(tokens), "weight": Operand(weight)}
-    return Problem(
-        operands, lambda k, o: {"out": k.embedding(o["tokens"], o["weight"])}, {"out": bounds.exact(weight[tokens])}
-    )
+    return Problem(operands, kernel_call("embedding", *operands), {"out": bounds.exact(weight[tokens])})
 
 
 def _tokens(shape: Shape, dice: Dice) -> Tensor:
@@ -134,7 +127,7 @@ def _embed_beside(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     hidden = dice.normal(shape["tokens"], shape["outer"], dtype=dtype)
     operands = {"tokens": Operand(tokens), "weight": Operand(weight), "hidden": Operand(hidden, _LAYOUTS[shape["layout"]])}
     wanted = bounds.exact(torch.cat((weight[tokens], hidden), dim=-1))
-    return Problem(operands, lambda k, o: {"out": k.embed_beside(o["tokens"], o["weight"], o["hidden"])}, {"out": wanted})
+    return Problem(operands, kernel_call("embed_beside", *operands), {"out": wanted})
 
 
 def _row_scales(x: Tensor, dice: Dice) -> Tensor:
@@ -153,7 +146,7 @@ def _rms_norm(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     eps = 1e-2 if shape["layout"] == 1 else EPS
     wanted = bounds.rms_norm(bounds.exact(x), weight, eps, dtype)
     operands = {"x": Operand(x, _LAYOUTS[shape["layout"]]), "weight": Operand(weight)}
-    return Problem(operands, lambda k, o: {"out": k.rms_norm(o["x"], o["weight"], eps)}, {"out": wanted})
+    return Problem(operands, kernel_call("rms_norm", "x", "weight", eps), {"out": wanted})
 
 
 def _add_rms_norm(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -163,14 +156,14 @@ def _add_rms_norm(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     grown = bounds.add(bounds.exact(x), bounds.exact(residual), dtype)
     operands = {"x": Operand(x, _LAYOUTS[shape["layout"]]), "residual": Operand(residual), "weight": Operand(weight)}
     wanted = {"out": bounds.rms_norm(grown, weight, EPS, dtype), "residual": grown}
-    return Problem(operands, lambda k, o: {"out": k.add_rms_norm(o["x"], o["residual"], o["weight"], EPS)}, wanted)
+    return Problem(operands, kernel_call("add_rms_norm", "x", "residual", "weight", EPS), wanted)
 
 
 def _silu_mul(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     gate_up = dice.normal(shape["tokens"], 2 * shape["outer"], dtype=dtype, scale=4.0)
     wanted = bounds.silu_mul(*halves(bounds.exact(gate_up)), dtype)
     operands = {"gate_up": Operand(gate_up, _LAYOUTS[shape["layout"]])}
-    return Problem(operands, lambda k, o: {"out": k.silu_mul(o["gate_up"])}, {"out": wanted})
+    return Problem(operands, kernel_call("silu_mul", "gate_up"), {"out": wanted})
 
 
 _FEW, _MANY = {"tokens": 3, "inner": 40, "outer": 24}, {"tokens": 257, "inner": 520, "outer": 129}

@@ -8,9 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.device import KernelSet
 from outrider_conformance.drawn import bounds
-from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, kernel_call
 
 _LAYOUTS = ("rows", "wide")
 Mapped = Mapping[str, Tensor]
@@ -53,7 +52,7 @@ def _bias(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         "values": Operand(values),
         "until": Operand(until),
     }
-    return Problem(operands, lambda k, o: {"out": k.bias_logits(*(o[name] for name in operands))}, {"out": wanted})
+    return Problem(operands, kernel_call("bias_logits", *operands), {"out": wanted})
 
 
 def _bitmask(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -68,7 +67,7 @@ def _bitmask(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     bitmask = (bits.view(batch, nodes, words, 32) << torch.arange(32)).sum(-1).to(torch.int32)
     operands = {"logits": Operand(logits, _LAYOUTS[shape["layout"]]), "bitmask": Operand(bitmask)}
     wanted = logits.masked_fill(~allowed, -torch.inf)
-    return Problem(operands, lambda k, o: {"out": k.apply_token_bitmask(o["logits"], o["bitmask"])}, {"out": wanted})
+    return Problem(operands, kernel_call("apply_token_bitmask", *operands), {"out": wanted})
 
 
 def _penalties(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -119,7 +118,7 @@ def _penalties(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         del operands["tree_mask"]
     names = ("logits", "tokens", "tree_mask", "rows", "counts", "penalties")
     wanted = {"out": bounds.Number(value, error)}
-    return Problem(operands, lambda k, o: {"out": k.penalize_logits(*(o.get(name) for name in names))}, wanted)  # type: ignore[arg-type]
+    return Problem(operands, kernel_call("penalize_logits", *names), wanted)
 
 
 def _count(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -140,11 +139,7 @@ def _count(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
                 after[row, token] += 2
     operands = {"counts": Operand(counts), "rows": Operand(rows), "tokens": Operand(tokens)}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        kernels.count_tokens(o["counts"], o["rows"], o["tokens"])
-        return {}
-
-    return Problem(operands, call, {"counts": after})
+    return Problem(operands, kernel_call("count_tokens", *operands), {"counts": after})
 
 
 # -- truncation ------------------------------------------------------------------------------------------------------
@@ -178,7 +173,7 @@ def _truncate(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
             for node in range(logits.shape[1]):
                 judge_truncated(out[row, node], logits[row, node], *limits, f"row {row}, node {node}, {limits}")
 
-    return Problem(operands, lambda k, o: {"out": k.truncate_logits(*(o[name] for name in operands))}, {}, judge)
+    return Problem(operands, kernel_call("truncate_logits", *operands), {}, judge)
 
 
 def judge_truncated(
@@ -231,10 +226,6 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     error = error + bounds.growth(vocabulary, unit)
     operands = {"logits": Operand(logits, _LAYOUTS[shape["layout"]]), "tokens": Operand(tokens)}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        values, ids = kernels.logprobs(o["logits"], o["tokens"], count)
-        return {"values": values, "ids": ids}
-
     def judge(made: Mapped) -> None:
         values, ids = made["values"], made["ids"]
         shapes = (tuple(values.shape), tuple(ids.shape))
@@ -253,6 +244,7 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         bounds.compare(values[..., 1:], bounds.Number(best, error.amax(-1, keepdim=True).expand_as(best)), "the likeliest")
         assert (values[..., 1:-1] >= values[..., 2:]).all(), "the likeliest tokens aren't in order"
 
+    call = kernel_call("logprobs", "logits", "tokens", count, results=("values", "ids"))
     return Problem(operands, call, {}, judge)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from outrider.device import KernelSet
+from outrider_conformance.case import call_kernel
 from outrider_conformance.drawn.bounds import Number
 
 Shape = Mapping[str, int]
@@ -46,6 +48,21 @@ class Problem:
     def changed(self) -> frozenset[str]:
         """Operands that the kernel may write."""
         return frozenset(self.operands) & frozenset(self.wanted)
+
+
+def kernel_call(
+    method: str, *arguments: str | float | None, results: tuple[str, ...] = ("out",), **options: Any
+) -> Callable[[KernelSet, Mapping[str, Tensor]], Mapping[str, Tensor]]:
+    """Return the call of a problem: kernel ``method`` with operands by name, or with other values.
+
+    ``results`` names what the kernel returns. A kernel that only writes its operands has no results.
+    """
+
+    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        made = call_kernel(kernels, method, arguments, o, **options)
+        return dict(zip(results[: len(made)], made, strict=True))
+
+    return call
 
 
 Make = Callable[[Shape, torch.dtype, "Dice"], Problem]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -24,7 +25,8 @@ from outrider_conformance.drawn.attention import (
     turned_queries,
     with_padding,
 )
-from outrider_conformance.drawn.dense import EPS
+from outrider_conformance.drawn.dense import EPS, halves
+from outrider_conformance.drawn.experts import weighted_sum
 from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
 
 _BLOCKS = ("channel", "group", "block", "wide group")
@@ -92,7 +94,8 @@ def _activations(shape: Shape, format: str, dtype: torch.dtype, dice: Dice) -> t
 
 def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     active = {"fp8": "fp8", "int8": "int8", "int4": "int8"}[format] if shape["active"] else None
-    operands, weight = _weight(shape, format, dice)
+    parts, weight = _weight(shape, format, dice)
+    operands = {f"own {name}": each for name, each in parts.items()}
     if active is None:
         x = dice.factors(shape["tokens"], shape["inner"], dtype=dtype)
         more, number = {"x": Operand(x)}, bounds.exact(x)
@@ -104,21 +107,14 @@ def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice)
         operands["bias"] = Operand(bias)
     # The weight may be rounded to the dtype before the product.
     once = _once_more(number, dtype)
-    size, block = (shape["outer"], shape["inner"]), _block(shape)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        zeros = o.get("zeros")
-        made = QuantizedWeight(
-            format=format,
-            data=o["data"].view(QUANTIZED_FORMATS[format]),
-            scales=o["scales"],
-            block=block,
-            shape=size,
-            zero_points=None if zeros is None else zeros.to(torch.int8),
-            activations=active,
-            activation_group=16 if shape["active"] == 2 else 0,
-            input_scale=o.get("input_scale"),
-        )
+        quantized = {
+            "activations": active,
+            "activation_group": 16 if shape["active"] == 2 else 0,
+            "input_scale": o.get("input_scale"),
+        }
+        made = _record(format, shape, o, "own", (shape["outer"], shape["inner"]), **quantized)
         return {"out": kernels.linear_quantized(o["x"], made, o.get("bias"))}
 
     return Problem(operands, call, {"out": bounds.product(once, weight, bias, dtype)})
@@ -157,8 +153,7 @@ def _norm_linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: 
     operands |= {name: Operand(bias) for name, bias in given.items()}
     number = bounds.exact(x)
     if shape["active"]:
-        gate, up = (bounds.exact(part) for part in x.chunk(2, -1))
-        number = bounds.silu_mul(gate, up, dtype)
+        number = bounds.silu_mul(*halves(number), dtype)
     made = bounds.product(_once_more(number, dtype), into, given.get("first bias"), dtype)
     grown = bounds.add(bounds.exact(residual), made, dtype)
     wanted = _behind(grown, norm, out_of, given.get("second bias"), dtype)
@@ -301,7 +296,7 @@ def _attention_norm_linear_quantized(
         grown.append(bounds.add(bounds.exact(rows), made, dtype))
         outs.append(_behind(grown[-1], norm, exact["second"], given.get("second"), dtype))
         if activated:
-            outs[-1] = _activated(outs[-1], dtype)
+            outs[-1] = bounds.silu_mul(*halves(outs[-1]), dtype)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         output, weight, *down = (_record(format, shape, o, name, size) for name, size in sizes.items())
@@ -317,13 +312,6 @@ def _attention_norm_linear_quantized(
 
     wanted = {"out": with_padding(outs, batch.padding), "residual": with_padding(grown, batch.padding)}
     return Problem(operands, call, wanted)
-
-
-def _activated(both: bounds.Number, dtype: torch.dtype) -> bounds.Number:
-    """Gate and up as one, [n, 2 I] → [n, I]."""
-    halves = zip(both.value.chunk(2, -1), both.error.chunk(2, -1), strict=True)
-    gate, up = (bounds.Number(part, off) for part, off in halves)
-    return bounds.silu_mul(gate, up, dtype)
 
 
 def _taken(made: QuantizedProduct, down: QuantizedWeight, bias: Tensor | None, *, real: int) -> Tensor:
@@ -357,19 +345,13 @@ def _experts_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice
     chosen = torch.stack([dice.order(count)[:chosen_each] for _ in range(tokens)])
     weights = dice.positive(tokens, chosen_each, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
     operands |= {"x": Operand(x), "weights": Operand(weights), "chosen": Operand(chosen)}
-    value, error, magnitude = (torch.zeros(tokens, hidden, dtype=torch.float64) for _ in range(3))
-    for expert in range(count):
-        rows, slots = (chosen == expert).nonzero(as_tuple=True)
-        if not len(rows):
-            continue
+
+    def one(expert: int, rows: Tensor) -> bounds.Number:
         both = bounds.product(_once_more(bounds.exact(x[rows]), dtype), exact["gates"][expert], None, dtype)
-        made = bounds.product(_once_more(_activated(both, dtype), dtype), exact["down"][expert], None, dtype)
-        share = weights[rows, slots].double().unsqueeze(-1)
-        part = bounds.rounded(bounds.Number(made.value * share, made.error * share), dtype, 2.0)
-        value.index_add_(0, rows, part.value)
-        error.index_add_(0, rows, part.error)
-        magnitude.index_add_(0, rows, part.value.abs())
-    wanted = bounds.rounded(bounds.Number(value, error + chosen_each * bounds.UNIT[dtype] * magnitude), dtype)
+        activated = bounds.silu_mul(*halves(both), dtype)
+        return bounds.product(_once_more(activated, dtype), exact["down"][expert], None, dtype)
+
+    wanted = weighted_sum(one, weights, chosen, hidden, dtype)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         first, second = (_record(format, form, o, name, size) for name, size in sizes.items())
@@ -378,7 +360,10 @@ def _experts_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice
     return Problem(operands, call, {"out": wanted})
 
 
-def _record(format: str, shape: Shape, o: Mapping[str, Tensor], name: str, size: tuple[int, int]) -> QuantizedWeight:
+def _record(
+    format: str, shape: Shape, o: Mapping[str, Tensor], name: str, size: tuple[int, int], **quantized: Any
+) -> QuantizedWeight:
+    """Return the weight whose operands are called ``name``, with the ``quantized`` activations that its layer declares."""
     zeros = o.get(f"{name} zeros")
     return QuantizedWeight(
         format=format,
@@ -387,6 +372,7 @@ def _record(format: str, shape: Shape, o: Mapping[str, Tensor], name: str, size:
         block=_block({**shape, "inner": size[1]}),
         shape=size,
         zero_points=None if zeros is None else zeros.to(torch.int8),
+        **quantized,
     )
 
 

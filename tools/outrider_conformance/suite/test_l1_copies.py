@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from outrider.device import Backend
-from outrider_conformance.lab import WIDTH, Lab, Seen, expect
+from outrider_conformance.lab import WIDTH, Lab, expect, in_every_order, observing
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.verdict import not_applicable
 
@@ -60,65 +60,58 @@ def test_bytes_arrive(lab: Lab, dtype: torch.dtype) -> None:
 
 
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+@in_every_order()
 def test_a_copy_to_the_host_reads_in_stream_order(lab: Lab) -> None:
     """A late write before the copy is in it, an early one after it isn't."""
-
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x = lab.full(a, 0)
-        down = backend.empty_pinned("down", (WIDTH,), torch.float32)
-        down.tensor.fill_(-1)
-        lab.later(a, x, 1)
-        b.wait(lab.record(a, "written"))
-        backend.copy_async(down.tensor, x, stream=b)
-        copied = lab.record(b, "copied")
-        a.wait(copied)
-        lab.fill(a, x, 2)
-        copied.synchronize()
-        expect(lab.peek(down.tensor), 1.0, "the copy between two writes")
-
-    lab.always(program)
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    x = lab.full(a, 0)
+    down = backend.empty_pinned("down", (WIDTH,), torch.float32)
+    down.tensor.fill_(-1)
+    lab.later(a, x, 1)
+    b.wait(lab.record(a, "written"))
+    backend.copy_async(down.tensor, x, stream=b)
+    copied = lab.record(b, "copied")
+    a.wait(copied)
+    lab.fill(a, x, 2)
+    copied.synchronize()
+    expect(lab.peek(down.tensor), 1.0, "the copy between two writes")
 
 
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+@in_every_order()
 def test_a_copy_to_the_device_writes_in_stream_order(lab: Lab) -> None:
     """A late write before the copy is overwritten, and what follows reads the copy."""
-
-    def program(backend: Backend) -> None:
-        (a,) = lab.streams("a")
-        x, y = lab.full(a, 0), lab.full(a, 0)
-        up = backend.empty_pinned("up", (WIDTH,), torch.float32)
-        up.tensor.fill_(5)
-        lab.later(a, x, 1)
-        backend.copy_async(x, up.tensor, stream=a)
-        lab.copy(a, y, x)
-        expect(lab.read(a, y), 5.0, "what the copy wrote over a late write")
-
-    lab.always(program)
+    backend = lab.backend
+    (a,) = lab.streams("a")
+    x, y = lab.full(a, 0), lab.full(a, 0)
+    up = backend.empty_pinned("up", (WIDTH,), torch.float32)
+    up.tensor.fill_(5)
+    lab.later(a, x, 1)
+    backend.copy_async(x, up.tensor, stream=a)
+    lab.expect_read(a, y, x, 5.0, "what the copy wrote over a late write")
 
 
 @promise("Backend.copy_async", "Copy on ``stream`` without blocking the host")
+@in_every_order()
 def test_a_copy_goes_to_its_stream_and_leaves_the_scope(lab: Lab) -> None:
     """In the scope of one stream a copy on another is that other's; the scope is as before."""
-
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(b, 0)
-        down = backend.empty_pinned("down", (WIDTH,), torch.float32)
-        down.tensor.fill_(-1)
-        lab.slow(a)
-        lab.slow(b)
-        with backend.on(a):
-            x.fill_(1)
-        with backend.on(b):
-            y.fill_(3)
-            backend.copy_async(down.tensor, x, stream=a)
-            z.copy_(y)
-        a.synchronize()
-        expect(lab.peek(down.tensor), 1.0, "a copy behind work of its own stream")
-        expect(lab.read(b, z), 3.0, "work in the scope, after a copy on another stream")
-
-    lab.always(program)
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(b, 0)
+    down = backend.empty_pinned("down", (WIDTH,), torch.float32)
+    down.tensor.fill_(-1)
+    lab.slow(a)
+    lab.slow(b)
+    with backend.on(a):
+        x.fill_(1)
+    with backend.on(b):
+        y.fill_(3)
+        backend.copy_async(down.tensor, x, stream=a)
+        z.copy_(y)
+    a.synchronize()
+    expect(lab.peek(down.tensor), 1.0, "a copy behind work of its own stream")
+    expect(lab.read(b, z), 3.0, "work in the scope, after a copy on another stream")
 
 
 @needs("asynchronous")
@@ -127,24 +120,20 @@ def test_a_copy_goes_to_its_stream_and_leaves_the_scope(lab: Lab) -> None:
 def test_a_copy_does_not_block_the_host(lab: Lab, direction: str) -> None:
     """Behind a long job the copy's call returns while the job runs, be it short, long, or of nothing."""
 
-    def program(width: int) -> Callable[[Backend], None]:
-        def copying(backend: Backend) -> None:
-            (a,) = lab.streams("a")
-            x, y = lab.full(a, 0, width=width), lab.full(a, 0, width=width)
-            pinned = backend.empty_pinned("pinned", (width,), torch.float32)
-            pinned.tensor.fill_(1)
-            lab.slow(a)
-            busy = lab.record(a, "busy")
-            pair = {"to the host": (pinned.tensor, x), "to the device": (x, pinned.tensor), "on the device": (y, x)}
-            backend.copy_async(*pair[direction], stream=a)
-            if not busy.query():
-                raise Seen
-
-        return copying
+    def is_pending(width: int) -> bool:
+        (a,) = lab.streams("a")
+        x, y = lab.full(a, 0, width=width), lab.full(a, 0, width=width)
+        pinned = lab.backend.empty_pinned("pinned", (width,), torch.float32)
+        pinned.tensor.fill_(1)
+        lab.slow(a)
+        busy = lab.record(a, "busy")
+        pair = {"to the host": (pinned.tensor, x), "to the device": (x, pinned.tensor), "on the device": (y, x)}
+        lab.backend.copy_async(*pair[direction], stream=a)
+        return not busy.query()
 
     for width in (WIDTH, _LONG, *([0] if direction == "on the device" else [])):
         words = f"what came before was always done after a copy of {width} numbers {direction}: the copy is synchronous"
-        lab.sometimes(program(width), words)
+        lab.sometimes(observing(partial(is_pending, width)), words)
 
 
 @promise("PinnedBuffer", "``tensor`` is the host tensor; slices of it stay pinned.")

@@ -35,8 +35,7 @@ def _median_us(run: Callable[[], object], times: int = _TIMES) -> float:
 def test_launch_cost(lab: Lab, figure: Figure) -> None:
     """Host time of one small operation, in a scope that is open, and of opening the scope."""
     backend = lab.backend
-    (stream,) = lab.streams("s")
-    x = lab.full(stream, 0)
+    stream, x = lab.one_stream()
     with backend.on(stream):
         figure("launch of one operation", _median_us(lambda: x.add_(1)), "µs")
     stream.synchronize()
@@ -102,8 +101,7 @@ def test_copy_bandwidth(lab: Lab, figure: Figure, direction: str) -> None:
 def test_graph_launch(lab: Lab, figure: Figure) -> None:
     """Sixteen small operations, one by one and as a graph; the host's part of it."""
     backend = lab.backend
-    (stream,) = lab.streams("s")
-    x = lab.full(stream, 0)
+    stream, x = lab.one_stream()
 
     def work() -> None:
         for _ in range(_CHAIN):
