@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import KernelSet
+from outrider.device import AttentionMetadata, KernelSet
 
 Operands = Mapping[str, Tensor]
 Call = Callable[[KernelSet, Operands], tuple[Tensor, ...]]
@@ -28,6 +28,28 @@ class Case:
     """The results are tokens or lengths, compared for equality. Logits stay in float32, where two devices draw the same."""
     changed: tuple[str, ...] = ()
     """Operands that the kernel writes in place. Each run gets its own copy of them."""
+
+
+def attention_metadata(o: Operands, *, max_query: int, max_kv: int, **more: Any) -> AttentionMetadata:
+    """Return the metadata of a batch whose starts, lengths and page table are operands of ``o``."""
+    return AttentionMetadata(
+        query_start=o["query_start"],
+        seq_lens=o["seq_lens"],
+        block_table=o["block_table"],
+        max_query=max_query,
+        max_kv=max_kv,
+        **more,
+    )
+
+
+def in_float64(operands: Operands) -> dict[str, Tensor]:
+    """Return the operands of the reference: floating tensors in float64, the others unchanged."""
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in operands.items()}
+
+
+def largest_error(found: Tensor, wanted: Tensor) -> float:
+    """Return the largest absolute difference; infinity where either tensor holds NaN."""
+    return float((found.cpu().double() - wanted).abs().nan_to_num(nan=float("inf")).max())
 
 
 def call_kernel(kernels: KernelSet, method: str, arguments: tuple[Any, ...], o: Operands, **options: Any) -> tuple[Any, ...]:

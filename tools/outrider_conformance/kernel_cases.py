@@ -1,6 +1,6 @@
-"""One case for each thing a kernel must do: operands, the call, and which operands it changes.
+"""Fixed cases of every kernel: host operands, the call, and the operands that the kernel writes.
 
-The reference is the interface's own KernelSet on the host, on the same operands in float64 where the result is a number.
+The reference is the interface's KernelSet on the host. It computes floating results from the same operands in float64.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, HeadNorms, KernelSet, Product, RotaryArgs
+from outrider.device import HeadNorms, KernelSet, Product, RotaryArgs
 from outrider_conformance.bookkeeping_cases import BOOKKEEPING
-from outrider_conformance.case import Call, Case, Operands, call_kernel
+from outrider_conformance.case import Call, Case, Operands, attention_metadata, call_kernel
 
 
 def _draw(seed: int) -> torch.Generator:
@@ -151,7 +151,7 @@ def _rope(dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _moves(dtype: torch.dtype) -> dict[str, Tensor]:
-    # A chain of moves that overlap: each source is another's destination.
+    # Overlapping moves: each source is the destination of another move.
     return {
         "k_cache": _normal(4, 4, 2, 8, dtype=dtype),
         "v_cache": _normal(4, 4, 2, 8, dtype=dtype, seed=1),
@@ -166,21 +166,21 @@ _PAGE = 4
 
 
 def _attention(
-    new: tuple[int, ...], context: tuple[int, ...], *, tree: bool = False, padding: int = 0, spoilt: bool = False
+    new: tuple[int, ...], context: tuple[int, ...], *, tree: bool = False, padding: int = 0, poisoned: bool = False
 ) -> Callable[..., dict]:  # type: ignore[type-arg]
     def make(dtype: torch.dtype) -> dict[str, Tensor]:
         tokens, batch, width = sum(new) + padding, len(new), 4
         pages = 1 + batch * width
         starts = [sum(new[:index]) for index in range(batch + 1)]
         mask = torch.ones(tokens, max(new), dtype=torch.bool).tril()
-        if tree:  # two branches: an even node doesn't see odd ones, and everything sees itself
+        if tree:  # two branches: even nodes don't see odd ones, and each node sees itself
             lane = torch.arange(max(new))
             mask = (lane[:, None] >= lane) & (((lane[:, None] - lane) % 2 == 0) | (lane == 0))
             mask = mask.repeat(batch, 1)[:tokens]
         lens = torch.tensor([n + c for n, c in zip(new, context, strict=True)], dtype=torch.int32)
         table = (torch.randperm(pages - 1, generator=_draw(6)) + 1).view(batch, width).to(torch.int32)
         caches = [_normal(pages, _PAGE, 2, 8, dtype=dtype, seed=seed) for seed in (1, 2)]
-        if spoilt:  # nobody's entries of the tables lead to page 0, and all that is behind a sequence is NaN
+        if poisoned:  # unused table entries lead to page 0; page 0 and all slots after a sequence hold NaN
             table = torch.where(torch.arange(width) * _PAGE < lens.unsqueeze(1), table, 0)
             used = (torch.arange(width * _PAGE) < lens.unsqueeze(1)).view(batch, width, _PAGE)
             kept = torch.zeros(pages, _PAGE, dtype=torch.bool)
@@ -201,20 +201,12 @@ def _attention(
     return make
 
 
-def _attend(new: tuple[int, ...], *, tree: bool = False, window: int = 0, padding: int = 0) -> Call:
+def _attend(new: tuple[int, ...], *, tree: bool = False, window: int = 0) -> Call:
     def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-        metadata = AttentionMetadata(
-            query_start=o["query_start"],
-            seq_lens=o["seq_lens"],
-            block_table=o["block_table"],
-            max_query=max(new),
-            max_kv=4 * _PAGE,
-            tree_mask=o["tree_mask"] if tree else None,
-        )
+        metadata = attention_metadata(o, max_query=max(new), max_kv=4 * _PAGE, tree_mask=o["tree_mask"] if tree else None)
         out = kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], metadata, scale=0.3, window=window)
-        return (out[: sum(new)],)  # what padding gives is anything finite
+        return (out[: sum(new)],)  # rows of padding hold any finite numbers
 
-    del padding
     return call
 
 
@@ -224,7 +216,7 @@ _BATCH, _NODES, _VOCABULARY = 4, 4, 37
 
 
 def _logits(dtype: torch.dtype) -> dict[str, Tensor]:
-    del dtype  # draws are compared exactly: both sides work on the same float32
+    del dtype  # tokens are compared exactly: both sides sample from the same float32
     return {
         "logits": _normal(_BATCH, _NODES, _VOCABULARY, dtype=torch.float32) * 3,
         "temperature": torch.tensor([0.0, 0.7, 1.0, 1.5]),
@@ -257,7 +249,7 @@ def _verified(*, sampling: bool) -> Call:
     return call
 
 
-def _spoilt_chains(dtype: torch.dtype) -> dict[str, Tensor]:
+def _poisoned_chains(dtype: torch.dtype) -> dict[str, Tensor]:
     made = _chains(dtype)
     made["logits"][2, 1, [5, 30]] = made["logits"][2, 3, 0] = float("nan")
     made["logits"][0, 0, 3] = float("inf")
@@ -268,7 +260,7 @@ def _verified_checked(kernels: KernelSet, o: Operands, drafts: int) -> tuple[Ten
     heat, found = torch.zeros_like(o["temperature"]), o["found"][:, 1:3]
     logits, tokens = o["logits"][:, : drafts + 1], o["draft_tokens"][:, :drafts]
     tokens, accepted = kernels.verify_checked(logits, tokens, heat, o["seeds"], o["positions"], found)
-    clean = [0, 1, 3] if drafts else [0, 1, 2, 3]  # what is chosen among NaN may be anything
+    clean = [0, 1, 3] if drafts else [0, 1, 2, 3]  # a row with NaN may choose any token
     return tokens[clean], accepted[clean], o["found"]
 
 
@@ -356,10 +348,10 @@ CASES: Mapping[str, Case] = MappingProxyType(
             Case("paged_attention of a ragged batch", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED)),
             Case("paged_attention in a window", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED, window=4)),
             Case("paged_attention over a tree", _attention((5, 5), (7, 2), tree=True), _attend((5, 5), tree=True)),
-            Case("paged_attention beside NaN", _attention(_RAGGED, _CONTEXT, spoilt=True), _attend(_RAGGED)),
+            Case("paged_attention beside NaN", _attention(_RAGGED, _CONTEXT, poisoned=True), _attend(_RAGGED)),
             Case(
                 "paged_attention over a tree beside NaN",
-                _attention((5, 5), (7, 2), tree=True, spoilt=True),
+                _attention((5, 5), (7, 2), tree=True, poisoned=True),
                 _attend((5, 5), tree=True),
             ),
             Case("paged_attention with padding", _attention(_RAGGED, _CONTEXT, padding=3), _attend(_RAGGED)),
@@ -370,7 +362,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
             *(
                 Case(
                     f"verify_checked, {drafts} drafts",
-                    _spoilt_chains,
+                    _poisoned_chains,
                     partial(_verified_checked, drafts=drafts),
                     exact=True,
                     changed=("found",),

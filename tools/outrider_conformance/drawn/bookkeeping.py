@@ -1,4 +1,4 @@
-"""Drawn bookkeeping of an iteration: copies of rows, places of tokens, accepted tokens, and what a probe finds."""
+"""Random bookkeeping of an iteration: row copies, token positions, accepted tokens, and findings of probes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Mapped = Mapping[str, Tensor]
 
 
 def _rows(dice: Dice, batch: int, requests: int) -> Tensor:
-    """Distinct rows of requests; where there are several, some padding (row 0)."""
+    """Return distinct request rows, with padding (row 0) in larger batches."""
     rows = dice.order(requests - 1)[:batch] + 1
     if batch > 2:
         rows[1] = 0
@@ -90,7 +90,7 @@ def _requests(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
 
 
 def _spoil(numbers: Tensor, dice: Dice) -> Tensor:
-    """NaN in some rows, more than one of them, at the very ends too; infinity, which is none."""
+    """Write NaN to some rows, also at both ends and several per row, and infinity, which is no finding."""
     flat = numbers.view(numbers.shape[0], -1)
     size = flat.shape[1]
     flat[0, -1] = torch.nan
@@ -124,13 +124,13 @@ def _find(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
 
 
 def _checked(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    """Numbers, looked at for NaN."""
+    """Return a copy of floating rows that are checked for NaN."""
     source = _spoil(dice.normal(shape["batch"] + 3, 2, shape["width"], dtype=dtype), dice)
     return _looked(source, None, shape, dice)
 
 
 def _checked_tokens(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    """Whole numbers within bounds, or out of them by one or by far."""
+    """Return a copy of integers within the bounds, outside them by one, or far outside."""
     low, high = int(dice.whole(-3, 3, 1)), int(dice.whole(5, 2000, 1))
     source = dice.whole(low, high, shape["batch"] + 3, shape["width"] % 30 + 1)
     for row in range(source.shape[0]):
@@ -195,7 +195,7 @@ def _place(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
 
 
 def _decided(dice: Dice, batch: int, count: int) -> tuple[Tensor, Tensor]:
-    """Tokens [B, E], -1 behind the decided one, and how many were accepted, none and all among them."""
+    """Return tokens [B, E] with -1 after the decided token, and the accepted counts, which include none and all."""
     accepted = dice.whole(0, count, batch)
     accepted[0] = count - 1
     tokens = dice.whole(0, 1 << 20, batch, count)

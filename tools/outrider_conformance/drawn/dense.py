@@ -1,4 +1,4 @@
-"""Drawn products, norms and activations."""
+"""Random products, norms and activations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _weights(dice: Dice, out: int, into: int, dtype: torch.dtype) -> Tensor:
 
 
 def _product(shape: Shape, dtype: torch.dtype, dice: Dice, out: int) -> tuple[dict[str, Operand], bounds.Number]:
-    """Operands x, weight and bias, and what the product is."""
+    """Return the operands x, weight and bias, and the right product."""
     x = dice.factors(shape["tokens"], shape["inner"], dtype=dtype)
     weight, bias = _weights(dice, out, shape["inner"], dtype), dice.normal(out, dtype=dtype)
     operands = {"x": Operand(x, _LAYOUTS[shape["layout"]]), "weight": Operand(weight)}
@@ -56,7 +56,7 @@ def _linear_silu_mul(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
 
 
 def halves(x: bounds.Number) -> tuple[bounds.Number, bounds.Number]:
-    """The two halves of the last dimension."""
+    """Return the two halves of the last dimension."""
     size = x.value.shape[-1] // 2
     return bounds.Number(x.value[..., :size], x.error[..., :size]), bounds.Number(x.value[..., size:], x.error[..., size:])
 
@@ -74,7 +74,7 @@ def _linear_add(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
 
 
 def normed(shape: Shape, dtype: torch.dtype, dice: Dice) -> tuple[dict[str, Operand], bounds.Number, bounds.Number]:
-    """Operands of a product, a residual that it's added to and a norm; the grown residual; its norm."""
+    """Return the operands of a product, a residual and a norm; the sum of product and residual; and its norm."""
     operands, grown = _added(shape, dtype, dice)
     norm = dice.normal(shape["outer"], dtype=dtype)
     # The sum may stay unrounded on its way to the norm: its error covers both.
@@ -89,7 +89,9 @@ def _linear_add_rms_norm(shape: Shape, dtype: torch.dtype, dice: Dice) -> Proble
 
 
 def taken(x: bounds.Number, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bounds.Number:
-    """The product of a norm. Its factor may come behind the product, so that a row is rounded before it's divided."""
+    """Return the product of a norm. A kernel may apply the norm's factor after the product, so that it rounds the row
+    first.
+    """
     once_more = bounds.rounded(x, dtype, 2.0)
     return bounds.rounded(bounds.product(once_more, weight, bias, dtype), dtype)
 
@@ -131,12 +133,12 @@ def _embed_beside(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
 
 
 def _row_scales(x: Tensor, dice: Dice) -> Tensor:
-    """Rows of different size: a mean over the wrong row or the whole batch is far off."""
+    """Scale rows differently, so that a mean over a wrong row or the whole batch is far off."""
     return (x.double() * (2.0 ** dice.whole(-3, 4, x.shape[0], *[1] * (x.dim() - 1)).double())).to(x.dtype)
 
 
 def _rms_norm(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    """Rows of a matrix, or heads of tokens as a norm of queries has them."""
+    """Return rows of a matrix, or heads of tokens as in the norm of queries."""
     heads, hidden = shape["heads"], shape["hidden"]
     many = (shape["tokens"], heads, hidden) if heads else (shape["tokens"], hidden)
     if heads and hidden > 256:

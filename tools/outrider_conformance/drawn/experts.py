@@ -1,4 +1,4 @@
-"""Drawn mixtures of experts: routing, and what the experts of a token compute."""
+"""Random mixtures of experts: routing, and the sum of the outputs of a token's experts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from outrider_conformance.drawn import bounds
 from outrider_conformance.drawn.dense import halves
 from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, kernel_call
 
-_APART = 0.25
-"""Router logits of a token differ by so much at least, so that one choice alone is right."""
+_MIN_LOGIT_GAP = 0.25
+"""Smallest gap between router logits of a token, so that only one choice of experts is right."""
 _EXPERTS = st.sampled_from((1, 2, 5, 8, 60, 128))
 _CHOSEN = st.integers(1, 8)
 _TOKENS = st.one_of(st.integers(1, 12), st.sampled_from((33, 64, 129)))
@@ -21,10 +21,10 @@ _SIZES = st.sampled_from((8, 24, 40, 136))
 
 
 def _distinct(shape: Shape, dtype: torch.dtype, dice: Dice) -> Tensor:
-    """Logits [T, E] in an order of their own in each row, one far from the next, also after rounding to ``dtype``."""
+    """Return logits [T, E] in a random order per row, with gaps that survive the rounding to ``dtype``."""
     tokens, count = shape["tokens"], shape["experts"]
     order = torch.stack([dice.order(count) for _ in range(tokens)])
-    apart = max(_APART, 8.0 * count * bounds.UNIT[dtype])
+    apart = max(_MIN_LOGIT_GAP, 8.0 * count * bounds.UNIT[dtype])
     shift = dice.whole(-3, 4, tokens, 1).double()
     return ((order.double() - count) * apart + shift).to(dtype)
 

@@ -1,4 +1,4 @@
-"""Drawn logits before a draw: biases, penalties, truncation, counts and reported log-probabilities."""
+"""Random logits before sampling: biases, penalties, truncation, counts and reported log-probabilities."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def _bitmask(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     batch, nodes, vocabulary = logits.shape
     allowed = dice.uniform(batch, nodes, vocabulary) < 0.5
     allowed[..., -1] = True
-    allowed[0, 0] = True  # everything: bit for bit as it is
+    allowed[0, 0] = True  # all tokens allowed: the row stays unchanged, bit for bit
     words = -(-vocabulary // 32)
-    bits = torch.ones(batch, nodes, 32 * words, dtype=torch.int64)  # what lies behind the vocabulary means nothing
+    bits = torch.ones(batch, nodes, 32 * words, dtype=torch.int64)  # bits beyond the vocabulary are ignored
     bits[..., :vocabulary] = allowed
     bitmask = (bits.view(batch, nodes, words, 32) << torch.arange(32)).sum(-1).to(torch.int32)
     operands = {"logits": Operand(logits, _LAYOUTS[shape["layout"]]), "bitmask": Operand(bitmask)}
@@ -179,7 +179,7 @@ def _truncate(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
 def judge_truncated(
     found: Tensor, logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, what: str
 ) -> None:
-    """Hold one row against the docstring in float64; a token on an edge, within rounding, may stay or go."""
+    """Check one row against the docstring in float64. A token at a limit, within rounding, may stay or be dropped."""
     kept = found == logits
     assert (kept | (found == -torch.inf)).all(), f"{what}: a logit is neither what it was nor -inf"
     if temperature == 0:
@@ -193,7 +193,7 @@ def judge_truncated(
     edge = ranked[min(top_k if top_k > 0 else vocabulary, vocabulary) - 1]
     must, may = ranked > edge + slack, ranked >= edge - slack
     must = must | (ranked == edge)
-    # Mass of what is likelier: at least that of what must stay, at most that of all that may.
+    # Probability of likelier tokens: at least that of tokens that must stay, at most that of all that may stay.
     off = 16 * unit * (float(ranked[0].abs()) + 8) + bounds.growth(vocabulary, unit)
     weight = torch.exp(ranked - ranked[0])
     if top_p < 1:

@@ -1,6 +1,6 @@
-"""L1: what fails on the device is raised by whoever waits for it, once, typed, and the device goes on.
+"""L1: the first host wait that covers a failed operation raises its error, typed and once, and the device continues.
 
-About devices whose plugin can make an operation fail on purpose (``Backend.provoke_fault``).
+These tests need a plugin that can make an operation fail on purpose (``Backend.provoke_fault``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider_conformance.promises import promise
 @promise("Backend.provoke_fault", "by the first wait of the host that covers the operation")
 @pytest.mark.parametrize("way", WAITS)
 def test_every_way_to_wait_raises_what_failed(lab: Lab, way: str) -> None:
-    """Typed, and once: waited for again there is nothing, and what is enqueued after it works."""
+    """Each kind of host wait raises the error once. A second wait raises nothing, and later work runs."""
     fallible(lab)
 
     def program(backend: Backend) -> None:
@@ -41,7 +41,7 @@ def test_every_way_to_wait_raises_what_failed(lab: Lab, way: str) -> None:
 @promise("Backend.provoke_fault", "also by way of other streams that waited for it.")
 @pytest.mark.parametrize("way", WAITS)
 def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, way: str) -> None:
-    """The host waits for the stream that read what failed, and for nothing else: it's told."""
+    """A host wait for a stream raises the error of work on another stream for which that stream waited."""
     fallible(lab)
 
     def program(backend: Backend) -> None:
@@ -59,7 +59,7 @@ def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, way: str) -> 
 
 @promise("DeviceFault", "One operation failed. The device still works; the results of that operation are undefined.")
 def test_work_around_a_fault_is_done(lab: Lab) -> None:
-    """What is queued before and behind it on its stream, and on another, has its results."""
+    """Work before and after the failed operation on its stream, and work on another stream, has its results."""
     fallible(lab)
 
     def program(backend: Backend) -> None:
@@ -72,7 +72,7 @@ def test_work_around_a_fault_is_done(lab: Lab) -> None:
         with pytest.raises(DeviceFault):
             a.synchronize()
         b.synchronize()
-        expect([lab.peek(t) for t in (x, y, z)], [1.0, 2.0, 3.0], "what was enqueued before, behind and beside it")
+        expect([lab.peek(t) for t in (x, y, z)], [1.0, 2.0, 3.0], "work before it, after it and on another stream")
 
     lab.always(program, schedules=6)
 
@@ -80,7 +80,7 @@ def test_work_around_a_fault_is_done(lab: Lab) -> None:
 @promise("Stream", "dropping the object neither cancels nor waits for its work.")
 @pytest.mark.parametrize("way", WAITS)
 def test_a_fault_outlives_its_stream(lab: Lab, way: str) -> None:
-    """The stream is dropped with the operation pending; who waits for what another stream did behind it is told."""
+    """The error of a dropped stream reaches a host that waits for dependent work of another stream."""
     fallible(lab)
 
     def program(backend: Backend) -> None:

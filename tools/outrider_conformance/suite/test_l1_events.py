@@ -1,4 +1,4 @@
-"""L1: events order streams by generations."""
+"""L1: events order streams and the host by generations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider_conformance.promises import needs, promise
 @promise("Stream.wait", "Run what is enqueued on this stream from now on after the event's generation that is visible now.")
 @in_every_order()
 def test_a_wait_orders_two_streams(lab: Lab) -> None:
-    """What one stream wrote late, the other reads."""
+    """A stream that waits for an event reads the late write of the recording stream."""
     a, b, x, y = lab.two_streams()
     lab.later(a, x, 1)
     b.wait(lab.record(a))
@@ -25,47 +25,47 @@ def test_a_wait_orders_two_streams(lab: Lab) -> None:
 @promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
 @in_every_order()
 def test_a_wait_takes_the_newest_record(lab: Lab) -> None:
-    """The first record is long over; the wait is for the second."""
+    """A wait after the second record of an event orders after the second record."""
     a, b, x, y = lab.two_streams()
     event = lab.record(a)
     a.synchronize()
     lab.later(a, x, 1)
     a.record(event)
     b.wait(event)
-    lab.expect_read(b, y, x, 1.0, "what the stream read behind the second generation")
+    lab.expect_read(b, y, x, 1.0, "what the stream read after the second generation")
 
 
 @promise("Stream.record", "An event may be recorded again at any time, on any stream")
 @in_every_order()
 def test_an_event_moves_between_streams(lab: Lab) -> None:
-    """Recorded on one stream, then on another: a wait is for the other."""
+    """A wait for an event that two streams recorded in turn orders after the second stream."""
     a, b, c = lab.streams("a", "b", "c")
     x, y = lab.full(b, 0), lab.full(c, 0)
     event = lab.record(a)
     lab.later(b, x, 1)
     b.record(event)
     c.wait(event)
-    lab.expect_read(c, y, x, 1.0, "what was read behind the record of the second stream")
+    lab.expect_read(c, y, x, 1.0, "what was read after the record of the second stream")
 
 
 @promise("Stream.record", "waits that were enqueued before keep the generation that they took.")
 @in_every_order()
 def test_a_wait_keeps_the_generation_that_it_took(lab: Lab) -> None:
-    """The event is recorded again on a stream that runs on at once; the wait is still for the late one."""
+    """A later record on an idle stream does not replace the generation of a queued wait."""
     a, b, c = lab.streams("a", "b", "c")
     x, y = lab.full(a, 0), lab.full(b, 0)
     lab.later(a, x, 1)
     event = lab.record(a)
     b.wait(event)
     c.record(event)
-    lab.expect_read(b, y, x, 1.0, "what was read behind the generation that was visible at the wait")
+    lab.expect_read(b, y, x, 1.0, "what was read after the generation that was visible at the wait")
 
 
 @needs("asynchronous", "concurrent_streams")
 @promise("Stream.wait", "A record after this call doesn't change what is waited for.")
-@in_some_order("work behind the first generation always waited for the second, recorded after the wait")
+@in_some_order("work after the first generation always waited for the second, recorded after the wait")
 def test_a_later_record_holds_nobody_up(lab: Lab) -> bool:
-    """A wait for a generation that is over isn't moved to a later one that isn't."""
+    """A wait for a completed generation does not wait for a later record."""
     a, b, x, y = lab.two_streams()
     event = lab.record(a)
     b.wait(event)
@@ -74,7 +74,7 @@ def test_a_later_record_holds_nobody_up(lab: Lab) -> bool:
     lab.fill(b, y, 2)
     b.synchronize()
     pending = not a.query()
-    expect(lab.peek(y), 2.0, "work behind the first generation")
+    expect(lab.peek(y), 2.0, "work after the first generation")
     return pending
 
 
@@ -82,7 +82,7 @@ def test_a_later_record_holds_nobody_up(lab: Lab) -> bool:
 @promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
 @in_some_order("a wait always held the stream until work was over that came after the record")
 def test_a_wait_covers_no_more_than_the_record(lab: Lab) -> bool:
-    """Work that the producer got between record and wait holds nobody up."""
+    """A wait does not cover work that the producer enqueued between the record and the wait."""
     a, b, x, y = lab.two_streams()
     event = lab.record(a)
     lab.later(a, x, 1)
@@ -96,7 +96,7 @@ def test_a_wait_covers_no_more_than_the_record(lab: Lab) -> bool:
 @promise("Stream", "Nothing orders two streams but a record on one and a wait on the other.")
 @in_some_order("a stream that recorded an event was always held until the other stream was empty")
 def test_a_record_waits_for_no_other_stream(lab: Lab) -> bool:
-    """A stream records, and goes on while another is busy."""
+    """A stream records an event and continues while another stream is busy."""
     a, b, x, y = lab.two_streams()
     lab.later(a, x, 1)
     lab.record(b).synchronize()
@@ -108,7 +108,7 @@ def test_a_record_waits_for_no_other_stream(lab: Lab) -> bool:
 @promise("Event", "Each record is a *generation*: 0 before the first, then counted up.")
 @in_every_order()
 def test_one_event_fences_a_long_exchange(lab: Lab) -> None:
-    """Two streams take turns at one value through two events, recorded again and again."""
+    """Two streams update one value in turn, ordered by two events that they record repeatedly."""
     backend = lab.backend
     a, b = lab.streams("a", "b")
     x = lab.full(a, 1)
@@ -134,7 +134,7 @@ def test_one_event_fences_a_long_exchange(lab: Lab) -> None:
 @promise("Event", "A wait that is enqueued stays valid when the Python object is dropped.")
 @in_every_order()
 def test_a_wait_outlives_the_event_object(lab: Lab) -> None:
-    """Dropped and its memory taken by other events, recorded elsewhere: the wait holds."""
+    """A queued wait holds after its event object is dropped and further events are created."""
     a, b, c = lab.streams("a", "b", "c")
     x, y = lab.full(a, 0), lab.full(b, 0)
     lab.later(a, x, 1)
@@ -142,47 +142,49 @@ def test_a_wait_outlives_the_event_object(lab: Lab) -> None:
     b.wait(event)
     del event
     others = [lab.record(c, f"other {number}") for number in range(4)]
-    lab.expect_read(b, y, x, 1.0, "what was read behind an event whose object is gone")
+    lab.expect_read(b, y, x, 1.0, "what was read after an event whose object is gone")
     del others
 
 
 @promise("Event.synchronize", "Block the calling thread until the latest generation has completed.")
 @in_every_order()
 def test_synchronize_waits_for_the_latest_generation(lab: Lab) -> None:
-    """The host reads behind the second record of an event whose first is over."""
+    """The host waits for the second record of an event whose first record has completed."""
     a, x = lab.one_stream()
     event = lab.record(a)
     event.synchronize()
     lab.later(a, x, 1)
     a.record(event)
     event.synchronize()
-    expect(lab.peek(x), 1.0, "what the host read behind the second generation")
+    expect(lab.peek(x), 1.0, "what the host read after the second generation")
     assert event.query(), "query is False right after synchronize"
 
 
 @promise("Event.synchronize_within", "True once the generation has completed")
 @in_every_order()
 def test_synchronize_within_waits_like_synchronize(lab: Lab) -> None:
-    """With a limit that is far away it orders the host as synchronize does, behind each of several long pieces of work."""
+    """With a distant limit, the wait orders the host after several long operations."""
     a, x = lab.one_stream()
     for piece in (1, 2, 3):
         lab.later(a, x, piece)
     event = lab.record(a)
     assert event.synchronize_within(60.0), "a minute wasn't enough"
-    expect(lab.peek(x), 3.0, "what the host read behind the generation")
+    expect(lab.peek(x), 3.0, "what the host read after the generation")
 
 
 @needs("asynchronous")
 @promise("Event.synchronize_within", "False when it hasn't by then")
 def test_synchronize_within_gives_up(lab: Lab) -> None:
-    """The work takes longer than the host waits. A device without a clock of its own waits for it all the same."""
+    """The wait returns False for work that takes longer than the limit. A device without a clock may complete the work
+    instead.
+    """
     a, x = lab.one_stream()
     lab.later(a, x, 1)
     event = lab.record(a)
     came = event.synchronize_within(0.0)
     assert came or lab.backend.control is None, "a device without a clock gave up"
     if came:
-        expect(lab.peek(x), 1.0, "what the host read behind the generation")
+        expect(lab.peek(x), 1.0, "what the host read after the generation")
     a.synchronize()
     assert event.synchronize_within(0.0), "False for a generation that is over"
 
@@ -190,7 +192,7 @@ def test_synchronize_within_gives_up(lab: Lab) -> None:
 @promise("Event.query", "Whether the latest generation has completed. Never blocks.")
 @in_every_order()
 def test_query_speaks_of_the_latest_generation(lab: Lab) -> None:
-    """The first generation is over; True must mean the second."""
+    """A query that returns True after the second record means the second generation."""
     a, x = lab.one_stream()
     event = lab.record(a)
     event.synchronize()
@@ -207,7 +209,7 @@ def test_query_speaks_of_the_latest_generation(lab: Lab) -> None:
 @promise("Event.synchronize", "Orders this thread, and only this one, after what the record covers.")
 @in_some_order("synchronising with an event always waits for what was enqueued after its record too")
 def test_synchronize_waits_for_what_the_record_covers(lab: Lab) -> bool:
-    """Work that was enqueued after the record isn't waited for."""
+    """The host does not wait for work that was enqueued after the record."""
     a, x = lab.one_stream()
     event = lab.record(a)
     lab.later(a, x, 1)
@@ -219,7 +221,7 @@ def test_synchronize_waits_for_what_the_record_covers(lab: Lab) -> bool:
 @promise("Stream.wait", "Never blocks the host.")
 @in_some_order("the producing stream was always empty after a record and a wait: one of them blocks the host")
 def test_records_and_waits_do_not_block_the_host(lab: Lab) -> bool:
-    """After a record and a wait the producer is still busy."""
+    """The producing stream is still busy after the calls of a record and a wait."""
     a, b = lab.streams("a", "b")
     x = lab.full(a, 0)
     lab.later(a, x, 1)
@@ -232,7 +234,7 @@ def test_records_and_waits_do_not_block_the_host(lab: Lab) -> bool:
 @promise("Event.query", "Whether the latest generation has completed. Never blocks.")
 @in_some_order("query was never False while the stream was busy: it blocks, or speaks of an older generation")
 def test_query_is_false_while_the_work_runs(lab: Lab) -> bool:
-    """An event behind a long job is seen pending, also when an older generation is over."""
+    """The query of an event after slow work returns False, also if an older generation has completed."""
     a, x = lab.one_stream()
     event = lab.record(a)
     a.synchronize()
@@ -245,11 +247,11 @@ def test_query_is_false_while_the_work_runs(lab: Lab) -> bool:
 @promise("Event.elapsed_ms", "Device milliseconds between the latest generations of this event and of ``end``")
 @in_every_order(schedules=4)
 def test_time_is_measured(lab: Lab) -> None:
-    """Times add up, and are the host's milliseconds."""
+    """Measured times add up, and their unit is the host's millisecond."""
     backend = lab.backend
     (a,) = lab.streams("a")
     events = [backend.create_event(f"t{number}", timing=True) for number in range(4)]
-    lab.slow(a)  # so that the events below aren't behind an idle device
+    lab.slow(a)  # so that the events below aren't reached by an idle device
     began = time.perf_counter()
     a.record(events[0])
     a.record(events[1])
@@ -275,7 +277,7 @@ def test_time_is_measured(lab: Lab) -> None:
 @promise("Event.elapsed_ms", "Device milliseconds between the latest generations of this event and of ``end``")
 @in_some_order("a delay never measured longer than nothing, and three delays longer than one")
 def test_longer_work_measures_longer(lab: Lab) -> bool:
-    """Nothing, a delay, three delays: in this order, unless the host is so busy that its pauses are longer than all of it."""
+    """No work, one delay and three delays take increasing times in at least one run."""
     (a,) = lab.streams("a")
     events = [lab.backend.create_event(f"t{number}", timing=True) for number in range(4)]
     lab.slow(a)
@@ -294,7 +296,7 @@ def test_longer_work_measures_longer(lab: Lab) -> bool:
 @promise("Fence", "a ``wait`` takes the generation that is visible when it is enqueued.")
 @in_every_order()
 def test_the_policys_fences_order_streams_and_the_host(lab: Lab) -> None:
-    """Signalled again and again, waited for by a stream and by the host."""
+    """Fences of the policy order two streams and the host over three rounds."""
     backend = lab.backend
     a, b, x, y = lab.two_streams()
     ready = backend.speculative_sync.create_fence("ready")
@@ -316,7 +318,9 @@ def test_the_policys_fences_order_streams_and_the_host(lab: Lab) -> None:
 
 @promise("Fence", "a ``wait`` takes the generation that is visible when it is enqueued.")
 def test_fences_serve_every_thread_behind_much_work(lab: Lab) -> None:
-    """Signalled and waited for behind thirty operations, by this thread and, where the device runs by itself, by others."""
+    """Fences order after thirty queued operations, with calls from this thread and, without a controlled schedule, other
+    threads.
+    """
 
     def here(call: Callable[[], None]) -> None:
         call()
@@ -346,7 +350,7 @@ def test_fences_serve_every_thread_behind_much_work(lab: Lab) -> None:
 @promise("SpeculativeSync.create_fence", "The mechanism of the fence ``name``; called once per fence and engine.")
 @in_every_order()
 def test_two_fences_are_two(lab: Lab) -> None:
-    """One is signalled late, the other at once and after it: a wait for the first is for the late one."""
+    """A wait for a fence with a late signal does not pass when another fence is signalled."""
     a, b, c = lab.streams("a", "b", "c")
     x, y = lab.full(a, 0), lab.full(c, 0)
     late, early = (lab.backend.speculative_sync.create_fence(name) for name in ("late", "early"))
@@ -354,14 +358,14 @@ def test_two_fences_are_two(lab: Lab) -> None:
     late.signal(a)
     early.signal(b)
     late.wait(c)
-    lab.expect_read(c, y, x, 1.0, "what was read behind one fence while another was open")
+    lab.expect_read(c, y, x, 1.0, "what was read after one fence while another was open")
 
 
 @needs("asynchronous")
 @promise("Fence.done", "Whether the visible generation has completed. Never blocks.")
 @in_some_order("a fence was never pending while its stream was busy")
 def test_a_fence_is_pending_while_the_work_runs(lab: Lab) -> bool:
-    """Signal and done don't block."""
+    """A fence after slow work is pending: neither its signal nor its query blocks."""
     a, x = lab.one_stream()
     fence = lab.backend.speculative_sync.create_fence("fence")
     fence.signal(a)
@@ -378,7 +382,7 @@ def test_a_fence_is_pending_while_the_work_runs(lab: Lab) -> bool:
 @promise("Stream.wait", "Run what is enqueued on this stream from now on after the event's generation that is visible now.")
 @in_every_order()
 def test_a_wait_holds_whoever_has_asked_before(lab: Lab) -> None:
-    """The host has asked whether the generation is over, and was told no; then a stream waits for it."""
+    """A stream waits for a generation that the host has queried before."""
     a, b, x, y = lab.two_streams()
     lab.later(a, x, 1)
     event = lab.record(a)
@@ -386,4 +390,4 @@ def test_a_wait_holds_whoever_has_asked_before(lab: Lab) -> None:
         event.query()
         a.query()
     b.wait(event)
-    lab.expect_read(b, y, x, 1.0, "what was read behind a wait for an event that the host had asked about")
+    lab.expect_read(b, y, x, 1.0, "what was read after a wait for an event that the host had asked about")

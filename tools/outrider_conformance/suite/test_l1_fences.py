@@ -1,4 +1,4 @@
-"""L1: a fence of the policy tells the host what is over, and waits for as long as it's told."""
+"""L1: a fence of the policy reports completion to the host, and waits up to the given limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ASKED = 4
 )
 @in_every_order()
 def test_the_host_waits_for_a_fence_within_a_limit(lab: Lab) -> None:
-    """With a limit that is far away it comes; with none, a yes is as good."""
+    """A wait with a distant limit returns True, and True with limit 0 means completion."""
     a, x = lab.one_stream()
     fence = lab.backend.speculative_sync.create_fence("fence")
     for turn in (1.0, 2.0):
@@ -23,13 +23,13 @@ def test_the_host_waits_for_a_fence_within_a_limit(lab: Lab) -> None:
         if fence.wait_host_within(0.0):
             expect(lab.peek(x), turn, "what the host read when a fence came at once")
         assert fence.wait_host_within(60.0), "a minute wasn't enough"
-        expect(lab.peek(x), turn, "what the host read behind the fence")
+        expect(lab.peek(x), turn, "what the host read after the fence")
 
 
 @promise("Fence.done", "Whether the visible generation has completed.")
 @in_every_order()
 def test_a_fence_that_is_done_is_done(lab: Lab) -> None:
-    """Asked again and again, it says yes when the work has run, and not before."""
+    """Repeated queries of a fence return True only after the work has run."""
     a, x = lab.one_stream()
     fence = lab.backend.speculative_sync.create_fence("fence")
     for turn in (1.0, 2.0):
@@ -45,7 +45,7 @@ def test_a_fence_that_is_done_is_done(lab: Lab) -> None:
 @promise("SpeculativeSync.create_fence", "The mechanism of the fence ``name``; called once per fence and engine.")
 @in_every_order()
 def test_fences_of_two_engines_are_two(lab: Lab) -> None:
-    """They have one name. One is signalled late, the other at once and after it: a wait for the first is for the late one."""
+    """A wait for one engine's late fence does not pass when another engine signals a fence of the same name."""
     a, b, c = lab.streams("a", "b", "c")
     x, y = lab.full(a, 0), lab.full(c, 0)
     late, early = (lab.backend.speculative_sync.create_fence("fence") for _ in range(2))
@@ -53,4 +53,4 @@ def test_fences_of_two_engines_are_two(lab: Lab) -> None:
     late.signal(a)
     early.signal(b)
     late.wait(c)
-    lab.expect_read(c, y, x, 1.0, "what was read behind one engine's fence while the other's was open")
+    lab.expect_read(c, y, x, 1.0, "what was read after one engine's fence while the other's was open")

@@ -1,4 +1,4 @@
-"""L1: a stream keeps its order, work goes to the stream that is named, and calls wait for no more than they promise."""
+"""L1: a stream keeps its order, work runs on the named stream, and calls wait for no more than they promise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONG = 8  # so many round trips take a while, too
 @promise("Stream", "Work on one stream runs in order.")
 @in_every_order()
 def test_one_stream_keeps_its_order(lab: Lab) -> None:
-    """Steps that don't commute, on one stream, give what their order gives."""
+    """Steps that do not commute give the result of their order on one stream."""
     (stream,) = lab.streams("s")
     x, y = lab.full(stream, 1), lab.full(stream, 0)
     lab.slow(stream)
@@ -39,7 +39,7 @@ def test_one_stream_keeps_its_order(lab: Lab) -> None:
 @promise("Stream.synchronize", "Block the calling thread until everything enqueued on this stream so far has run.")
 @in_every_order()
 def test_synchronize_waits_for_the_stream(lab: Lab) -> None:
-    """What was enqueued last is there when the call returns."""
+    """The last enqueued write is complete when the call returns."""
     stream, x = lab.one_stream()
     lab.later(stream, x, 1)
     stream.synchronize()
@@ -50,7 +50,7 @@ def test_synchronize_waits_for_the_stream(lab: Lab) -> None:
 @promise("Backend.synchronize", "Block the calling thread until every stream is empty.")
 @in_every_order()
 def test_the_device_synchronizes_every_stream(lab: Lab) -> None:
-    """Three streams, each with something late."""
+    """The late writes of three streams are complete when the call returns."""
     streams = lab.streams("a", "b", "c")
     tensors = [lab.full(stream, 0) for stream in streams]
     for number, (stream, tensor) in enumerate(zip(streams, tensors, strict=True), 1):
@@ -63,7 +63,7 @@ def test_the_device_synchronizes_every_stream(lab: Lab) -> None:
 @promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
 @in_every_order()
 def test_query_is_true_only_when_the_work_is_done(lab: Lab) -> None:
-    """A host that polls until True may read."""
+    """A host that polls a stream until True may read its results."""
     stream, x = lab.one_stream()
     lab.later(stream, x, 1)
     if stream.query():
@@ -76,7 +76,7 @@ def test_query_is_true_only_when_the_work_is_done(lab: Lab) -> None:
 @promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
 @in_some_order("query was always True while a long operation ran: it asks whether the queue is empty")
 def test_query_is_false_while_the_last_operation_runs(lab: Lab) -> bool:
-    """The queue is empty, and its last operation still runs."""
+    """A query returns False while the last operation runs and the queue is empty."""
     (stream,) = lab.streams("s")
     lab.slow(stream)
     if lab.backend.control is None:
@@ -88,7 +88,7 @@ def test_query_is_false_while_the_last_operation_runs(lab: Lab) -> bool:
 @promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
 @in_some_order("every operation had run when its call returned: the device is declared asynchronous and isn't")
 def test_work_returns_before_it_has_run(lab: Lab) -> bool:
-    """Something is seen pending after its call."""
+    """The call of an operation returns while the operation is pending."""
     stream, x = lab.one_stream()
     lab.later(stream, x, 1)
     if not stream.query():
@@ -101,7 +101,7 @@ def test_work_returns_before_it_has_run(lab: Lab) -> bool:
 @promise("Capabilities.concurrent_streams", "Two streams may run at the same time, in any order that the waits allow.")
 @in_some_order("the second stream never finished before the first: the streams secretly run one after the other")
 def test_streams_run_beside_each_other(lab: Lab) -> bool:
-    """A short job on one stream is over while a long one on another, enqueued before it, isn't."""
+    """A short job on one stream finishes before a long job that was enqueued earlier on another stream."""
     long, short = lab.streams("long", "short")
     x, y = lab.full(long, 0), lab.full(short, 0)
     lab.later(long, x, 1)
@@ -116,7 +116,7 @@ def test_streams_run_beside_each_other(lab: Lab) -> bool:
 @promise("Backend.create_stream", "A new stream.")
 @in_some_order("one of many streams always waited for the first: streams are handed out twice")
 def test_many_streams_are_all_their_own(lab: Lab) -> bool:
-    """Thirty-four streams, or as many as the backend can make before it says so: while one is busy, none of the others is."""
+    """While one of 34 streams is busy, no other stream is busy. A backend may refuse further streams earlier."""
     streams: list[Stream] = []
     while len(streams) < _MANY:
         try:
@@ -138,7 +138,7 @@ def test_many_streams_are_all_their_own(lab: Lab) -> bool:
 @promise("Stream.synchronize", "Orders this thread, and only this one, after that work.")
 @in_some_order("synchronising with an empty stream always waits for the other one")
 def test_synchronize_waits_for_nothing_else(lab: Lab) -> bool:
-    """Synchronising with an empty stream returns while another is busy."""
+    """Synchronising with an empty stream returns while another stream is busy."""
     busy, idle = lab.streams("busy", "idle")
     x = lab.full(busy, 0)
     lab.later(busy, x, 1)
@@ -149,7 +149,7 @@ def test_synchronize_waits_for_nothing_else(lab: Lab) -> bool:
 @promise("Backend.on", "Scopes nest; leaving one restores the one around it, also after an exception.")
 @in_every_order()
 def test_scopes_nest_and_are_restored(lab: Lab) -> None:
-    """Work after an inner scope, left normally or by an exception, is on the outer stream again."""
+    """Work after an inner scope runs on the outer stream again, also if an exception left the inner scope."""
     backend = lab.backend
     outer, inner = lab.streams("outer", "inner")
     x, y, z, other = lab.full(outer, 0), lab.full(outer, 0), lab.full(outer, 0), lab.full(inner, 0)
@@ -173,7 +173,7 @@ def test_scopes_nest_and_are_restored(lab: Lab) -> None:
 @promise("Backend.on", "A tensor made, cast or filled inside a scope belongs to that scope's stream.")
 @in_every_order()
 def test_work_is_placed_on_the_scopes_stream(lab: Lab) -> None:
-    """Reading, casting, making and filling in a scope wait as its stream does, and record with it."""
+    """Reads, casts, new tensors and fills inside a scope run in the order of the scope's stream."""
     backend = lab.backend
     producer, stream, consumer = lab.streams("producer", "stream", "consumer")
     x, out = lab.full(producer, 0), lab.full(consumer, 0)
@@ -194,7 +194,7 @@ def test_work_is_placed_on_the_scopes_stream(lab: Lab) -> None:
 
 @promise("Backend", "``on`` scopes and captures belong to the thread that opened")
 def test_scopes_belong_to_their_thread(lab: Lab) -> None:
-    """A scope that another thread has open doesn't move this thread's work."""
+    """An open scope of another thread does not move the work of this thread."""
     backend = lab.backend
     ours, theirs = lab.streams("ours", "theirs")
     x, y, z = lab.full(ours, 0), lab.full(ours, 0), lab.full(theirs, 0)
@@ -233,7 +233,7 @@ def test_scopes_belong_to_their_thread(lab: Lab) -> None:
 )
 @in_every_order()
 def test_priorities_change_urgency_alone(lab: Lab) -> None:
-    """An urgent stream obeys waits like any other."""
+    """An urgent stream obeys waits like any other stream."""
     backend = lab.backend
     urgent, usual = backend.create_stream("urgent", priority=-1), backend.create_stream("usual")
     expect(urgent.priority, -1, "the priority of an urgent stream")
@@ -247,7 +247,7 @@ def test_priorities_change_urgency_alone(lab: Lab) -> None:
 @promise("Backend.delay", "Keep ``stream`` busy for about ``cycles`` device clocks.")
 @in_some_order("a delayed stream is idle: delay does nothing, or blocks the host")
 def test_a_delay_keeps_the_stream_busy(lab: Lab) -> bool:
-    """The stream is busy afterwards, what follows on it is late, and the host isn't held up."""
+    """A delayed stream is busy when the call of the delay has returned."""
     (stream,) = lab.streams("s")
     lab.slow(stream)
     return not stream.query()
@@ -256,7 +256,7 @@ def test_a_delay_keeps_the_stream_busy(lab: Lab) -> bool:
 @promise("Backend.on", "Scopes nest; leaving one restores the one around it, also after an exception.")
 @in_every_order()
 def test_four_scopes_are_restored(lab: Lab) -> None:
-    """Work after each of four nested scopes goes to the one around it."""
+    """Work after each of four nested scopes runs on the stream of the enclosing scope."""
     streams = lab.streams("a", "b", "c", "d")
     for late in streams:  # its work alone comes late, so that elsewhere it would come too early
         source, found = lab.full(late, 0), lab.full(late, 0)
@@ -275,7 +275,7 @@ def test_four_scopes_are_restored(lab: Lab) -> None:
 @needs("asynchronous")
 @promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
 def test_any_thread_may_query(lab: Lab) -> None:
-    """A thread that enqueued nothing sees a busy stream busy, and a finished one finished."""
+    """A thread that enqueued nothing sees a busy stream busy, and a finished stream finished."""
     if lab.backend.control is not None:
         not_applicable("threads of the host are taken in turn by the tool that decides the schedule")
     stream, x = lab.one_stream()
@@ -298,7 +298,7 @@ def test_any_thread_may_query(lab: Lab) -> None:
 @pytest.mark.parametrize("way", ["stream.synchronize", "event.synchronize", "backend.synchronize", "synchronize_within"])
 @in_every_order()
 def test_the_host_waits_alike_in_every_scope(lab: Lab, way: str) -> None:
-    """Inside the scope of each of four streams it waits for what is named, whatever stream the scope is of."""
+    """A host wait inside the scope of any stream waits for the named stream or event."""
     backend = lab.backend
     streams = lab.streams("a", "b", "c", "d")
     x = lab.full(streams[0], 0)
@@ -312,7 +312,7 @@ def test_the_host_waits_alike_in_every_scope(lab: Lab, way: str) -> None:
 
 @promise("Backend.synchronize", "Block the calling thread until every stream is empty.")
 def test_the_device_synchronizes_streams_of_other_threads(lab: Lab) -> None:
-    """Made by one thread, used and waited for by another."""
+    """A device wait covers the work of a stream that another thread created."""
     made: list[Stream] = []
     elsewhere(lambda: made.extend(lab.streams("made elsewhere")))
     x = lab.full(made[0], 0)
@@ -324,7 +324,7 @@ def test_the_device_synchronizes_streams_of_other_threads(lab: Lab) -> None:
 @promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
 @in_every_order(schedules=8)
 def test_a_record_covers_waits_behind_the_last_record(lab: Lab) -> None:
-    """A stream that does nothing but record, wait and record hands on the order: its second record isn't its first."""
+    """The second record of a stream covers a wait that the stream enqueued after its first record."""
     a, between, c = lab.streams("a", "between", "c")
     x, y = lab.full(a, 0), lab.full(c, 0)
     for value in (1.0, 2.0):
@@ -333,7 +333,7 @@ def test_a_record_covers_waits_behind_the_last_record(lab: Lab) -> None:
         between.wait(lab.record(a))
         second = lab.record(between)
         c.wait(second)
-        lab.expect_read(c, y, x, value, "what came through a stream that only waited")
+        lab.expect_read(c, y, x, value, "the value passed on by a stream that only waited")
         second.synchronize()
         first.synchronize()
         last = lab.record(between)

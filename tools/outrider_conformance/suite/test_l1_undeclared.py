@@ -1,4 +1,4 @@
-"""L1: what works without being declared. Each ability is tried as if it were declared; if it holds, declare it."""
+"""L1: undeclared abilities do not work. Each ability is tried as if declared; one that works must be declared."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _row_exact_accesses(lab: Lab) -> bool:
     ids=lambda value: value if isinstance(value, str) and value else "",
 )
 def test_what_works_is_declared(lab: Lab, ability: str, base: str | None, works: Callable[[Lab], bool]) -> None:
-    """Stream priorities are left out: taking a number and honouring it can't be told apart from outside."""
+    """An undeclared ability does not work. Stream priorities are left out, since their effect cannot be observed."""
     declared = lab.backend.capabilities
     if getattr(declared, ability):
         not_applicable(f"{ability} is declared")
@@ -199,7 +199,7 @@ def test_what_works_is_declared(lab: Lab, ability: str, base: str | None, works:
 
 @promise("Capabilities.dtypes", "Floating dtypes in which every kernel of the backend's KernelSet works.")
 def test_dtypes_compute(lab: Lab) -> None:
-    """Every declared dtype can at least be made, added and read back."""
+    """A tensor of each declared dtype can be made, added and read back."""
     (stream,) = lab.streams("s")
     for dtype in sorted(lab.backend.capabilities.dtypes, key=str):
         x = lab.full(stream, 2, dtype=dtype)

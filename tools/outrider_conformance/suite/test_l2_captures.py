@@ -1,4 +1,4 @@
-"""L2: what a capture refuses, and that one that fails leaves everything as it was."""
+"""L2: a capture refuses unsuitable calls, and a failed capture leaves streams, scopes, events and pools usable."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _UNCHANGED = "A :class:`DeviceError` passes through unchanged."
 
 
 class _MistakeError(Exception):
-    """Raised inside a callable."""
+    """An error that a captured callable raises on purpose."""
 
 
 def _still_works(lab: Lab, backend: Backend, *, pool_name: str = "after") -> None:
-    """Streams, scopes, events, graphs and pools, used as if nothing had happened."""
+    """Check that streams, scopes, events, graphs and pools work after a failure."""
     a, b = lab.streams("after a", "after b")
     x, y = lab.full(a, 0), lab.full(b, 0)
     lab.later(a, x, 1)
@@ -47,7 +47,7 @@ def _still_works(lab: Lab, backend: Backend, *, pool_name: str = "after") -> Non
 @pytest.mark.parametrize("after", [0, 2], ids=["at once", "after some work"])
 @in_every_order(schedules=8)
 def test_a_failing_callable_leaves_no_trace(lab: Lab, after: int) -> None:
-    """The error has its cause; the stream, its scope, its events and the pool work on."""
+    """The error of a failing callable has its cause; the stream, its scope, its events and the pool remain usable."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     x, y = lab.full(stream, 1), lab.full(stream, -1)
@@ -79,7 +79,7 @@ def test_a_failing_callable_leaves_no_trace(lab: Lab, after: int) -> None:
 @pytest.mark.parametrize("fails", [False, True], ids=["captured", "failed"])
 @in_every_order(schedules=8)
 def test_the_scope_around_a_capture_is_restored(lab: Lab, fails: bool) -> None:
-    """In the scope of one stream, a capture on another, and then work: it belongs to the scope."""
+    """Work after a capture on another stream runs on the stream of the surrounding scope."""
     backend = lab.backend
     scope, stream = lab.streams("scope", "stream")
     x, y, z = lab.full(scope, 0), lab.full(scope, 0), lab.full(stream, 0)
@@ -103,7 +103,7 @@ def test_the_scope_around_a_capture_is_restored(lab: Lab, fails: bool) -> None:
 @needs("captures_graphs")
 @promise("Backend.capture", _UNCHANGED)
 def test_a_device_error_passes_unchanged(lab: Lab) -> None:
-    """A typed error from inside a capture isn't turned into a capture error."""
+    """A typed device error from inside a capture is not turned into a capture error."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     y = lab.full(stream, 0)
@@ -137,7 +137,7 @@ def test_a_device_error_passes_unchanged(lab: Lab) -> None:
     ],
 )
 def test_what_needs_results_is_refused_while_capturing(lab: Lab, use: Callable[..., object]) -> None:
-    """Nothing runs during a capture, so nothing can be waited for; the device still works."""
+    """A wait or query inside a capture raises an error, and the device works afterwards."""
     backend = lab.backend
     stream, other = lab.streams("s", "other")
     y = lab.full(stream, 0)
@@ -164,7 +164,7 @@ def test_what_needs_results_is_refused_while_capturing(lab: Lab, use: Callable[.
 @needs("captures_graphs")
 @promise("Stream.record", "such an event can't be used outside that capture.")
 def test_edges_of_a_graph_stay_inside(lab: Lab) -> None:
-    """An event recorded in a capture has no generation, and can't be waited for outside."""
+    """An event that was recorded in a capture has no generation, and raises an error outside the capture."""
     backend = lab.backend
     stream, other = lab.streams("s", "other")
     y = lab.full(stream, 0)
@@ -185,7 +185,7 @@ def test_edges_of_a_graph_stay_inside(lab: Lab) -> None:
 @needs("captures_graphs")
 @promise("Stream.wait", "outside it unless the backend declares ``waits_inside_graphs``.")
 def test_a_wait_for_the_outside_is_refused_where_it_is_not_declared(lab: Lab) -> None:
-    """Otherwise the graph would silently forget it."""
+    """A captured wait for an outside event raises an error, since the graph would drop it silently."""
     from outrider_conformance.verdict import not_applicable
 
     backend = lab.backend
@@ -209,7 +209,7 @@ def test_a_wait_for_the_outside_is_refused_where_it_is_not_declared(lab: Lab) ->
 @needs("captures_graphs")
 @promise("Backend.on", "In a capture, a scope of another stream than the captured one needs ``forks_in_capture``.")
 def test_a_fork_is_refused_where_it_is_not_declared(lab: Lab) -> None:
-    """Otherwise the other stream's work would run once, outside the graph."""
+    """A captured scope of another stream raises an error, since its work would run once, outside the graph."""
     from outrider_conformance.verdict import not_applicable
 
     backend = lab.backend
@@ -233,7 +233,7 @@ def test_a_fork_is_refused_where_it_is_not_declared(lab: Lab) -> None:
 @promise("Backend.capture", "``inputs`` and ``outputs`` are static device tensors")
 @pytest.mark.parametrize("side", ["input", "output"])
 def test_static_buffers_must_be_on_the_device(lab: Lab, side: str) -> None:
-    """A buffer elsewhere is refused before anything is captured."""
+    """A static buffer on another device is refused before the capture begins."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     buffers = {"input": lab.full(stream, 0), "output": lab.full(stream, 0)}
@@ -247,7 +247,7 @@ def test_static_buffers_must_be_on_the_device(lab: Lab, side: str) -> None:
 @needs("captures_graphs")
 @promise("Backend.capture", "capture is thread-local, and a query by another thread doesn't break it.")
 def test_another_thread_may_query_during_a_capture(lab: Lab) -> None:
-    """A watchdog polls and another thread works on its stream while this one captures."""
+    """Another thread queries and enqueues work on its own stream while this thread captures."""
     backend = lab.backend
     stream, other = lab.streams("s", "other")
     x, y, z = lab.full(stream, 1), lab.full(stream, 0), lab.full(other, 0)
@@ -280,7 +280,7 @@ def test_another_thread_may_query_during_a_capture(lab: Lab) -> None:
 @promise("Backend.capture", "What is unreachable isn't collected until the capture is over.")
 @in_every_order(schedules=1)
 def test_garbage_isnt_collected_in_a_capture(lab: Lab) -> None:
-    """A graph that nobody can reach any more, whose end a driver may take for a fault of the capture that is open."""
+    """An unreachable graph is not collected during a capture, since a driver may fail the open capture."""
     (stream,) = lab.streams("s")
     x, y = lab.full(stream, 2), lab.full(stream, -1)
     unreachable = [triple(lab, stream, "unreachable")]

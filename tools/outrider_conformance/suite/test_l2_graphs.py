@@ -1,4 +1,4 @@
-"""L2: a replay does the captured work again, in order, on the storage that was named; with real graphs and without."""
+"""L2: a replay repeats the captured work in order on the named storage, with and without real graphs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from outrider_conformance.promises import needs, promise
 
 
 def triple(lab: Lab, stream: Stream, name: str = "triple", pool: GraphPool | None = None, *, slow: bool = False) -> Graph:
-    """A graph of ``y = 3 * x + 1``, through an intermediate of its own; x is 0 and y is -1 at first. ``slow``: it takes a
-    while before the intermediate is read.
+    """Capture a graph of ``y = 3 * x + 1`` with its own intermediate; x is 0 and y is -1 at first.
+
+    ``slow`` delays the stream before the intermediate is read.
     """
     x, y = lab.full(stream, 0), lab.full(stream, -1)
     if slow:
@@ -33,7 +34,7 @@ def triple(lab: Lab, stream: Stream, name: str = "triple", pool: GraphPool | Non
 )
 @in_every_order()
 def test_a_replay_does_the_work_again(lab: Lab) -> None:
-    """Each replay reads the inputs as they are then."""
+    """Each replay reads the current inputs, and increases the generation by one."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     graph = triple(lab, stream)
@@ -50,7 +51,7 @@ def test_a_replay_does_the_work_again(lab: Lab) -> None:
 @promise("Graph", "``replay`` enqueues the whole graph on a stream like one operation.")
 @in_every_order()
 def test_a_replay_keeps_the_order_of_its_stream(lab: Lab) -> None:
-    """Behind a late write, before the read that follows; three replays in a row without the host waiting."""
+    """Three replays in a row run after the late writes before them and before the reads that follow."""
     (stream,) = lab.streams("s")
     graph = triple(lab, stream)
     kept = [lab.full(stream, 0) for _ in range(3)]
@@ -66,7 +67,7 @@ def test_a_replay_keeps_the_order_of_its_stream(lab: Lab) -> None:
 @promise("Graph", "``replay`` enqueues the whole graph on a stream like one operation.")
 @in_every_order()
 def test_a_replay_reads_what_the_host_sent_before(lab: Lab) -> None:
-    """A copy from pinned memory on the stream, then the replay, twice: nothing between the two waits."""
+    """A replay reads inputs that were copied from pinned memory on the same stream."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     graph = triple(lab, stream)
@@ -80,7 +81,7 @@ def test_a_replay_reads_what_the_host_sent_before(lab: Lab) -> None:
         graph.replay(stream)
         lab.copy(stream, keep, graph.outputs["y"])
         stream.synchronize()
-    expect([lab.peek(keep) for keep in kept], [4.0, 7.0], "outputs of replays behind copies from the host")
+    expect([lab.peek(keep) for keep in kept], [4.0, 7.0], "outputs of replays after copies from the host")
 
 
 def _scale(context: CaptureContext) -> None:
@@ -90,7 +91,7 @@ def _scale(context: CaptureContext) -> None:
 @promise("Graph.replay", "Enqueue the captured work on ``stream``")
 @in_every_order()
 def test_a_replay_goes_to_the_stream_that_is_named(lab: Lab) -> None:
-    """Captured on one stream, replayed on another: the other's waits hold for it, and its records cover it."""
+    """A replay on another stream than the captured one obeys that stream's waits, and its records cover the replay."""
     captured, producer, stream, consumer = lab.streams("captured", "producer", "stream", "consumer")
     graph = triple(lab, captured)
     captured.synchronize()
@@ -99,14 +100,14 @@ def test_a_replay_goes_to_the_stream_that_is_named(lab: Lab) -> None:
     stream.wait(lab.record(producer, "written"))
     graph.replay(stream)
     consumer.wait(lab.record(stream, "replayed"))
-    lab.expect_read(consumer, z, graph.outputs["y"], 7.0, "the output, read behind a record of the stream that replayed")
+    lab.expect_read(consumer, z, graph.outputs["y"], 7.0, "the output, read after a record of the stream that replayed")
 
 
 @needs("asynchronous")
 @promise("Graph.replay", "Enqueue the captured work on ``stream``")
 @in_some_order("the stream was always empty after a replay: the replay synchronises")
 def test_a_replay_does_not_block_the_host(lab: Lab) -> bool:
-    """Behind a long job the call returns while the job runs."""
+    """The call of a replay after slow work returns while that work runs."""
     (stream,) = lab.streams("s")
     graph = triple(lab, stream)
     stream.synchronize()
@@ -118,7 +119,7 @@ def test_a_replay_does_not_block_the_host(lab: Lab) -> bool:
 @needs("captures_graphs")
 @promise("Capabilities.captures_graphs", "``replay`` launches it without running the callable again.")
 def test_a_replay_does_not_run_the_callable(lab: Lab) -> None:
-    """After the capture the callable is never called, and the replays still do its work."""
+    """Replays do the captured work without calling the callable again."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     y = lab.full(stream, 0)
@@ -140,7 +141,7 @@ def test_a_replay_does_not_run_the_callable(lab: Lab) -> None:
 @promise("Graph", "Captured work, bound to the addresses of its inputs and outputs.")
 @in_every_order()
 def test_outputs_keep_their_storage(lab: Lab) -> None:
-    """The result lands in the very tensor that was given, by whichever view it's looked at."""
+    """The result is written to the given tensor, visible through every view of its storage."""
     (stream,) = lab.streams("s")
     whole = lab.full(stream, 0, width=2 * WIDTH)
     x, y = lab.full(stream, 2), whole[WIDTH:]
@@ -158,12 +159,12 @@ def test_outputs_keep_their_storage(lab: Lab) -> None:
     graph.replay(stream)
     stream.synchronize()
     expect(lab.peek(whole[WIDTH:]), 8.0, "the output, seen through the tensor that it's a slice of")
-    expect(lab.peek(whole[:WIDTH]), -1.0, "what lies beside the output")
+    expect(lab.peek(whole[:WIDTH]), -1.0, "the memory next to the output")
 
 
 @promise("CaptureContext", "``scalars`` are frozen.")
 def test_scalars_are_frozen(lab: Lab) -> None:
-    """The caller's dictionary may change afterwards."""
+    """Changes of the caller's dictionaries after the capture have no effect."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     x, y = lab.full(stream, 2), lab.full(stream, 0)
@@ -179,21 +180,21 @@ def test_scalars_are_frozen(lab: Lab) -> None:
 @promise("Graph", "The graph keeps its inputs and outputs alive.")
 @in_every_order()
 def test_a_graph_keeps_its_buffers(lab: Lab) -> None:
-    """Nobody else holds them, and much of their size is allocated meanwhile."""
+    """A graph keeps its buffers alive while tensors of the same size are allocated."""
     (stream,) = lab.streams("s")
     graph = triple(lab, stream)
     others = [lab.full(stream, 9) for _ in range(8)]
     lab.later(stream, graph.inputs["x"], 2)
     graph.replay(stream)
     more = [lab.full(stream, 8) for _ in range(8)]
-    expect(lab.read(stream, graph.outputs["y"]), 7.0, "the output of a graph whose buffers nobody else holds")
+    expect(lab.read(stream, graph.outputs["y"]), 7.0, "the output of a graph whose buffers only the graph holds")
     expect([lab.peek(tensor) for tensor in others + more], [9.0] * 8 + [8.0] * 8, "tensors made meanwhile")
 
 
 @promise("Backend.create_graph_pool", "Memory for graphs that never run at the same time.")
 @in_every_order()
 def test_graphs_of_one_pool_take_turns(lab: Lab) -> None:
-    """Two graphs share a pool; in turn, each gives its own result."""
+    """Two graphs of one pool, replayed in turn, give their own results."""
     (stream,) = lab.streams("s")
     pool = lab.backend.create_graph_pool("shared")
     expect(pool.name, "shared", "the pool's name")
@@ -213,7 +214,7 @@ def test_graphs_of_one_pool_take_turns(lab: Lab) -> None:
 @promise("GraphPool", "Memory shared by graphs that never run at the same time.")
 @in_every_order()
 def test_graphs_of_different_pools_do_not_touch(lab: Lab) -> None:
-    """Captured on one stream and replayed beside each other on two, their intermediates stay apart."""
+    """Graphs of different pools, replayed concurrently on two streams, do not share intermediates."""
     backend = lab.backend
     *streams, captured = lab.streams("a", "b", "captured")
     graphs = [
@@ -236,19 +237,19 @@ def test_graphs_of_different_pools_do_not_touch(lab: Lab) -> None:
 @promise("Backend.capture", "Other streams of the device may be busy")
 @in_every_order()
 def test_other_streams_may_be_busy_during_a_capture(lab: Lab) -> None:
-    """A long job beside the capture is neither waited for by its replay, nor captured, nor lost."""
+    """A long job on another stream is neither captured, nor lost, nor repeated by a replay."""
     stream, busy = lab.streams("s", "busy")
     z = lab.full(busy, 0)
     lab.later(busy, z, 5)
     graph = triple(lab, stream)
     lab.fill(stream, graph.inputs["x"], 1)
     graph.replay(stream)
-    expect(lab.read(stream, graph.outputs["y"]), 4.0, "the output of a graph captured beside a busy stream")
-    expect(lab.read(busy, z), 5.0, "the job that ran beside the capture")
+    expect(lab.read(stream, graph.outputs["y"]), 4.0, "the output of a graph captured while another stream was busy")
+    expect(lab.read(busy, z), 5.0, "the job that ran during the capture")
     lab.fill(busy, z, 6)
     graph.replay(stream)
     lab.backend.synchronize()
-    expect(lab.peek(z), 6.0, "what a replay must not do again: the job beside the capture")
+    expect(lab.peek(z), 6.0, "what a replay must not repeat: the job that ran during the capture")
 
 
 @needs("captures_graphs", "forks_in_capture")
@@ -258,7 +259,7 @@ def test_other_streams_may_be_busy_during_a_capture(lab: Lab) -> None:
 )
 @in_every_order()
 def test_a_capture_may_fork(lab: Lab) -> None:
-    """Two branches and a join give the same at every replay, and order what follows."""
+    """Two branches and a join give the same result at every replay, and order following work."""
     backend = lab.backend
     a, b = lab.streams("a", "b")
     x, y = lab.full(a, 0), lab.full(a, 0)
@@ -292,7 +293,7 @@ def test_a_capture_may_fork(lab: Lab) -> None:
 @promise("Capabilities.waits_inside_graphs", "A captured graph may wait for, or record, an event that lives outside it.")
 @in_every_order()
 def test_a_graph_may_wait_for_an_event_outside(lab: Lab) -> None:
-    """Each replay waits for the generation that is visible when it's enqueued."""
+    """Each replay waits for the generation that is visible when the replay is enqueued."""
     a, b = lab.streams("a", "b")
     x, y = lab.full(b, 1), lab.full(a, 0)
     event = lab.record(b)
@@ -306,13 +307,13 @@ def test_a_graph_may_wait_for_an_event_outside(lab: Lab) -> None:
         lab.later(b, x, turn)
         b.record(event)
         graph.replay(a)
-        expect(lab.read(a, y), turn, "what the graph read behind its wait")
+        expect(lab.read(a, y), turn, "what the graph read after its wait")
 
 
 @promise("GraphPool", "Memory shared by graphs that never run at the same time.")
 @in_every_order()
 def test_intermediates_of_graphs_stay_apart_for_long(lab: Lab) -> None:
-    """Two graphs with pools of their own, of which each takes long between making an intermediate and using it."""
+    """Two slow graphs with separate pools, replayed concurrently, keep their intermediates."""
     backend = lab.backend
     streams = lab.streams("a", "b")
     pools = [backend.create_graph_pool(f"pool {stream.name}") for stream in streams]

@@ -1,4 +1,4 @@
-"""L3: resettable flags."""
+"""L3: resettable flags that order streams."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _SEVERAL = 7
 @promise("Capabilities.flags", "resettable flags, for which a wait may be enqueued before its set.")
 @in_every_order()
 def test_a_wait_may_precede_its_set(lab: Lab) -> None:
-    """The waiting stream is held until the flag is raised, and the host isn't."""
+    """A wait that is enqueued before the set holds its stream, and not the host."""
     a, b, x, y = lab.two_streams()
     flag = lab.backend.create_flag("f")
     flag.wait(b)
     lab.copy(b, y, x)
-    assert not b.query(), "work behind a wait for a flag that nobody has set is said to have run"
+    assert not b.query(), "work after a wait for a flag that has not been set is said to have run"
     lab.later(a, x, 1)
     flag.set(a)
-    expect(lab.read(b, y), 1.0, "what was read behind the wait")
+    expect(lab.read(b, y), 1.0, "what was read after the wait")
 
 
 @needs("flags")
 @promise("Flag.set", "Raise the flag after everything enqueued on ``stream`` so far; lost if it's up by then.")
 @in_every_order()
 def test_a_wait_after_the_set_passes(lab: Lab) -> None:
-    """The flag stays up: two streams that wait for it pass, and one that comes when they have passed."""
+    """Several waits pass one set, also a wait after the others have passed."""
     a, b, c = lab.streams("a", "b", "c")
     x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(c, 0)
     last = lab.full(a, 0)
@@ -42,16 +42,16 @@ def test_a_wait_after_the_set_passes(lab: Lab) -> None:
     for stream, tensor in ((b, y), (c, z)):
         flag.wait(stream)
         lab.copy(stream, tensor, x)
-    expect([lab.read(b, y), lab.read(c, z)], [1.0, 1.0], "what two streams read behind one set")
+    expect([lab.read(b, y), lab.read(c, z)], [1.0, 1.0], "what two streams read after one set")
     flag.wait(b)
-    lab.expect_read(b, last, x, 1.0, "what was read behind a wait that others had passed")
+    lab.expect_read(b, last, x, 1.0, "what was read after a wait that others had passed")
 
 
 @needs("flags")
 @promise("Flag.reset", "Lower the flag, in the order of ``stream``.")
 @in_every_order()
 def test_a_reset_makes_the_next_wait_wait_again(lab: Lab) -> None:
-    """Three rounds of set, wait and reset, each reset ordered after the wait of its round."""
+    """Three rounds of set, wait and reset transfer the value of each round."""
     backend = lab.backend
     a, b, x, y = lab.two_streams()
     flag, done = backend.create_flag("f"), backend.create_event("done")
@@ -70,7 +70,7 @@ def test_a_reset_makes_the_next_wait_wait_again(lab: Lab) -> None:
 @promise("Flag", "A set of a flag that is already up is lost.")
 @in_every_order()
 def test_a_second_set_is_lost(lab: Lab) -> None:
-    """Set twice and reset once, the flag is down."""
+    """A flag that was set twice and reset once is down."""
     a, b, x, y = lab.two_streams()
     flag = lab.backend.create_flag("f")
     flag.set(a)
@@ -82,14 +82,14 @@ def test_a_second_set_is_lost(lab: Lab) -> None:
     assert not b.query(), "a wait passed a flag that was set twice and reset once"
     lab.later(a, x, 1)
     flag.set(a)
-    expect(lab.read(b, y), 1.0, "what was read behind the set that came after the reset")
+    expect(lab.read(b, y), 1.0, "what was read after the set that came after the reset")
 
 
 @needs("flags")
 @promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
 @in_every_order()
 def test_two_flags_are_two(lab: Lab) -> None:
-    """Raising one doesn't let the other's waiter pass."""
+    """Setting one flag does not release the waiter of another flag."""
     backend = lab.backend
     a, b, x, y = lab.two_streams()
     first, second = backend.create_flag("first"), backend.create_flag("second")
@@ -100,14 +100,14 @@ def test_two_flags_are_two(lab: Lab) -> None:
     assert not b.query(), "a wait for one flag passed on another's set"
     lab.later(a, x, 1)
     second.set(a)
-    expect(lab.read(b, y), 1.0, "what was read behind the right flag")
+    expect(lab.read(b, y), 1.0, "what was read after the right flag")
 
 
 @needs("flags")
 @promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
 @in_every_order()
 def test_each_of_several_flags_is_its_own(lab: Lab) -> None:
-    """Seven streams wait, each for a flag; the flags are raised in turn, each behind a write of its own."""
+    """Seven streams wait for one flag each; each set, after its own write, releases one stream."""
     backend = lab.backend
     setter, *waiters = lab.streams("setter", *(f"waiter {n}" for n in range(_SEVERAL)))
     x, passed = lab.full(setter, -1), backend.create_event("passed")
@@ -129,7 +129,7 @@ def test_each_of_several_flags_is_its_own(lab: Lab) -> None:
 @promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
 @in_every_order(schedules=8)
 def test_flags_work_behind_much_that_is_pending(lab: Lab) -> None:
-    """Each of the three with dozens of operations before it that haven't run."""
+    """Wait, set and reset work after dozens of pending operations."""
     a, b, x, y = lab.two_streams()
     flag = lab.backend.create_flag("f")
 
@@ -145,17 +145,17 @@ def test_flags_work_behind_much_that_is_pending(lab: Lab) -> None:
         lab.slow(a)
     lab.later(a, x, 1)
     flag.set(a)
-    expect(lab.read(b, y), 1.0, "what was read behind a wait that came behind much")
+    expect(lab.read(b, y), 1.0, "what was read after a wait that came after many operations")
     pile(b, y)
     flag.reset(b)
     a.wait(lab.record(b, "lowered"))
     flag.wait(b)
     lab.copy(b, y, x)
-    assert not b.query(), "a wait passed a flag whose reset came behind much"
+    assert not b.query(), "a wait passed a flag whose reset came after many operations"
     pile(a, x)
     lab.fill(a, x, 2)
     flag.set(a)
-    expect(lab.read(b, y), 2.0, "what was read behind a set that came behind much")
+    expect(lab.read(b, y), 2.0, "what was read after a set that came after many operations")
 
 
 @needs("flags")
@@ -163,7 +163,7 @@ def test_flags_work_behind_much_that_is_pending(lab: Lab) -> None:
 @pytest.mark.parametrize("verb", ["wait", "set", "reset"])
 @in_every_order(schedules=8)
 def test_flags_work_from_another_thread(lab: Lab, verb: str) -> None:
-    """One of the three is called by a thread that does nothing else."""
+    """Wait, set or reset works when another thread calls it."""
     backend = lab.backend
     a, b, x, y = lab.two_streams()
     flag, done = backend.create_flag("f"), backend.create_event("done")
@@ -189,13 +189,13 @@ def test_flags_work_from_another_thread(lab: Lab, verb: str) -> None:
 @promise("Flag", "All three may be captured where the backend declares ``flags`` and ``captures_graphs``.")
 @in_every_order()
 def test_flags_work_inside_a_graph(lab: Lab) -> None:
-    """A graph that waits for a flag and lowers it; each replay is released by a set of its own."""
+    """A graph waits for a flag and resets it, and each replay is released by its own set."""
     backend = lab.backend
     a, b, x, y = lab.two_streams()
     flag = backend.create_flag("f")
 
     def fn(context: CaptureContext) -> None:
-        if backend.active_capture is not None:  # a warm-up would wait for ever
+        if backend.active_capture is not None:  # a warm-up would wait forever
             flag.wait(b)
             flag.reset(b)
         context.outputs["y"].copy_(context.inputs["x"])
@@ -206,4 +206,4 @@ def test_flags_work_inside_a_graph(lab: Lab) -> None:
         assert not b.query(), "a graph that waits for a flag ran before the flag was set"
         lab.later(a, x, turn)
         flag.set(a)
-        expect(lab.read(b, y), turn, "what the graph read behind the flag")
+        expect(lab.read(b, y), turn, "what the graph read after the flag")
