@@ -182,14 +182,15 @@ def _edge(late: Node, early: Node) -> str:
 
 def script(program: lang.Program, backend: str) -> str:
     """Return the source of a script that runs the program by itself."""
-    names = sorted({*_names(program.steps), "Memory", "Program", "Span"})
+    parts = (lang.Memory, lang.Program, lang.Span)
+    names = sorted({*_names(program.steps), *(part.__name__ for part in parts)})
     steps = "".join(f"        {step!r},\n" for step in program.steps)
     imports = "".join(f"    {name},\n" for name in names)
     return (
         f'"""Run it: python failing.py --backend {backend}"""\n\n'
         f"from outrider_conformance.programs.alone import main\n"
         f"from outrider_conformance.programs.language import (\n{imports})\n\n"
-        f"program = Program(\n    streams={program.streams},\n"
+        f"program = {lang.Program.__name__}(\n    streams={program.streams},\n"
         f"    buffers={program.buffers!r},\n    slots={program.slots!r},\n"
         f"    events={program.events},\n    flags={program.flags},\n"
         f"    steps=(\n{steps}    ),\n)\n\n"

@@ -7,9 +7,11 @@ host thread executes the steps in order unless a step says otherwise. Device wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import get_args, get_type_hints
 
 import torch
 
@@ -374,6 +376,20 @@ def walk(steps: tuple[Step, ...], path: Path = ()) -> Iterator[tuple[Path, Step]
         yield here, step
         for number, within in enumerate(inner(step)):
             yield from walk(within, (*here, number))
+
+
+def handlers(owner: type) -> dict[type, Callable[..., None]]:
+    """Return the private methods ``(self, step, path)`` of a class, by the types of steps that they declare."""
+    found: dict[type, Callable[..., None]] = {}
+    for name, method in vars(owner).items():
+        if (
+            name.startswith("_")
+            and inspect.isfunction(method)
+            and list(inspect.signature(method).parameters)[1:] == ["step", "path"]
+        ):
+            declared = get_type_hints(method)["step"]
+            found |= dict.fromkeys(get_args(declared) or (declared,), method)
+    return found
 
 
 WAIT_VERBS = {

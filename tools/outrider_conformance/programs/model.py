@@ -164,7 +164,7 @@ class Model:
         """
         before = self.state.copy()
         try:
-            getattr(self, "_" + type(step).__name__.lower())(step, path)
+            _HANDLERS[type(step)](self, step, path)
         except (Unordered, Senseless):
             self.state = before
             raise
@@ -422,6 +422,9 @@ class Model:
     def _dropgraph(self, step: lang.DropGraph, path: Path) -> None:
         self._graph(step.graph)
         del self.state.graphs[step.graph]
+
+
+_HANDLERS = lang.handlers(Model)
 
 
 def judge(program: Program) -> Model:

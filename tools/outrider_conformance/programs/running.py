@@ -133,8 +133,7 @@ class Run:
 
     def step(self, step: Step, path: Path) -> None:
         """Run one step on the calling thread."""
-        verb = getattr(self, "_" + type(step).__name__.lower())
-        self._attempt(path, step, lambda: verb(step, path))
+        self._attempt(path, step, lambda: _HANDLERS[type(step)](self, step, path))
 
     def _attempt(self, path: Path, step: Step, act: Callable[[], object]) -> None:
         try:
@@ -432,6 +431,9 @@ class Run:
 
     def _dropgraph(self, step: lang.DropGraph, path: Path) -> None:
         del self.graphs[step.graph]
+
+
+_HANDLERS = lang.handlers(Run)
 
 
 def _drop(_: Any) -> None:
