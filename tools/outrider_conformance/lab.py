@@ -339,16 +339,24 @@ def expect(found: object, wanted: object, what: str) -> None:
 
 def elsewhere(act: Callable[[], object]) -> None:
     """Call ``act`` on a new thread, wait for it, and raise its exception here."""
+    failed = run_concurrently(act)
+    if failed:
+        raise failed[0]
+
+
+def run_concurrently(*bodies: Callable[[], object]) -> list[BaseException]:
+    """Call each body on a thread of its own, wait for all of them, and return their exceptions in the order of arrival."""
     failed: list[BaseException] = []
 
-    def run() -> None:
+    def run(body: Callable[[], object]) -> None:
         try:
-            act()
+            body()
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, name="elsewhere")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
+    threads = [threading.Thread(target=run, args=(body,), name=f"body {n}", daemon=True) for n, body in enumerate(bodies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failed

@@ -8,7 +8,6 @@ the program in several schedules.
 from __future__ import annotations
 
 import importlib
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import Backend, CollectiveError, ControllableDevice, Group, Stream
-from outrider_conformance.lab import Lab, Pace, raise_failed_schedule
+from outrider_conformance.lab import Lab, Pace, raise_failed_schedule, run_concurrently
 from outrider_conformance.rank_processes import Place, RankProcesses, RanksFailed
 
 if TYPE_CHECKING:
@@ -161,21 +160,13 @@ class RankRunner:
 
         store = HashStore()
         results: list[Any] = [None] * size
-        errors: list[BaseException] = []
 
         def one(index: int) -> None:
-            try:
-                backend = first if index == 0 else self._kit.open()
-                rank = Rank(index=index, size=size, backend=backend, store=store, timeout_s=timeout_s, pace=self._kit.pace)
-                results[index] = program(rank, *args)
-            except BaseException as error:  # raised on the caller's thread
-                errors.append(error)
+            backend = first if index == 0 else self._kit.open()
+            rank = Rank(index=index, size=size, backend=backend, store=store, timeout_s=timeout_s, pace=self._kit.pace)
+            results[index] = program(rank, *args)
 
-        threads = [threading.Thread(target=one, args=(index,), name=f"rank {index}", daemon=True) for index in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        errors = run_concurrently(*(partial(one, index) for index in range(size)))
         if errors:
             raise next((error for error in errors if not isinstance(error, CollectiveError)), errors[0])
         return results

@@ -33,6 +33,10 @@ def _rows(dice: Dice, batch: int, *, sampling: bool) -> tuple[Tensor, Tensor, Te
     return temperature, seeds, positions
 
 
+def _row_operands(temperature: Tensor, seeds: Tensor, positions: Tensor) -> dict[str, Operand]:
+    return {"temperature": Operand(temperature), "seeds": Operand(seeds), "positions": Operand(positions)}
+
+
 def _logits(dice: Dice, *shape: int) -> Tensor:
     """Return logits with equal maxima in some rows, excluded tokens in others, and a likely last token."""
     logits = dice.normal(*shape, dtype=torch.float32, scale=3.0)
@@ -80,9 +84,7 @@ def _sample(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     temperature, seeds, positions = _rows(dice, batch, sampling=True)
     operands = {
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
-        "temperature": Operand(temperature),
-        "seeds": Operand(seeds),
-        "positions": Operand(positions),
+        **_row_operands(temperature, seeds, positions),
     }
     right = allowed(*scores(logits, temperature, seeds, positions, noise.DRAFT if draft else noise.SAMPLE))
 
@@ -109,9 +111,7 @@ def _chain(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     operands = {
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
         "draft_tokens": Operand(drafts, "columns"),
-        "temperature": Operand(temperature),
-        "seeds": Operand(seeds),
-        "positions": Operand(positions),
+        **_row_operands(temperature, seeds, positions),
     }
     if sampling:
         operands["draft_probs"] = Operand(probs)
@@ -142,9 +142,7 @@ def _checked(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     operands = {
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
         "draft_tokens": Operand(drafts, "columns" if count else "rows"),
-        "temperature": Operand(temperature),
-        "seeds": Operand(seeds),
-        "positions": Operand(positions),
+        **_row_operands(temperature, seeds, positions),
         "found": Operand(torch.zeros(batch, 2, dtype=torch.int64), "wide"),
     }
 
@@ -248,9 +246,7 @@ def _tree(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
         "tokens": Operand(tokens),
         "parents": Operand(parents),
-        "temperature": Operand(temperature),
-        "seeds": Operand(seeds),
-        "positions": Operand(positions),
+        **_row_operands(temperature, seeds, positions),
     }
 
     def judge(made: Mapped) -> None:

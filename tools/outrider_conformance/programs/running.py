@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.device import Backend, CaptureContext, Event, Flag, Graph, PinnedBuffer, Stream
-from outrider_conformance.lab import Lab
+from outrider_conformance.lab import Lab, run_concurrently
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import Path, Program, Span, Step
 from outrider_conformance.programs.model import Model
@@ -351,21 +352,13 @@ class Run:
         if control is not None:
             control.run_threads(*bodies)
             return
-        failed: list[BaseException] = []
         ready = threading.Barrier(len(bodies))
 
-        def run(body: Callable[[], None]) -> None:
-            try:
-                ready.wait()
-                body()
-            except BaseException as error:
-                failed.append(error)
+        def begin_together(body: Callable[[], None]) -> None:
+            ready.wait()
+            body()
 
-        threads = [threading.Thread(target=run, args=(body,), daemon=True) for body in bodies]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        failed = run_concurrently(*(partial(begin_together, body) for body in bodies))
         if failed:
             raise failed[0]
 
