@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 4.0
 """Default time limit of a group, shorter than the kit's limit for a test."""
 SCHEDULES = 8
-_SERVE = "outrider_conformance.ranks:serve"
+_SERVE = f"{__name__}:serve"
 _MAX_TASK_S = 60.0
 
 Program = Callable[..., Any]

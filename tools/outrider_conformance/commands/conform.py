@@ -92,19 +92,23 @@ def conform(
         candidates = registry.candidates()
         place = rerun.directory_of(next(each.entry_point for each in candidates if each.name == spec.name))
         rerun.watch(conformed, place, lambda line: print(f"outrider: {line}", flush=True))
-    data = conformed(())
+    return _result(conformed(()), chosen, wanted, f"with {only!r}" if only else "that were requested" if test else "", report)
+
+
+def _result(data: Mapping[str, Any], backend: str, level: str, selection: str, directory: Path | None) -> Report:
+    """Return the outcome of a run. ``selection`` describes the tests of --only or --test, whose run passes no level."""
+    from outrider_conformance.run import failed, passed
 
     def render(console: Console) -> None:
-        if only or test:
-            which = f"with {only!r}" if only else "that were requested"
-            console.print(f"{chosen}: {'a test failed' if run.failed(data) else 'no test failed'} of those {which}")
+        if selection:
+            console.print(f"{backend}: {'a test failed' if failed(data) else 'no test failed'} of those {selection}")
             return
         reached = f"passes up to {data['reached']}" if data["reached"] else "passes no level"
-        console.print(f"{chosen} {reached} ({wanted} was requested)")
-        if report is not None:
-            console.print(f"report: {report / 'report.html'}")
+        console.print(f"{backend} {reached} ({level} was requested)")
+        if directory is not None:
+            console.print(f"report: {directory / 'report.html'}")
 
-    good = not run.failed(data) if only or test else run.passed(data)
+    good = not failed(data) if selection else passed(data)
     return Report(data=data, render=render, exit_code=0 if good else 1)
 
 
