@@ -56,10 +56,10 @@ def reduces(rank: Rank, dtype: str, shapes: list[list[int]], reduction: str) -> 
     kind = getattr(torch, dtype)
     with closing(rank.group()) as group:
         stream = rank.stream()
-        for way in group.ways:
-            group.take(way)
+        for implementation in group.ways:
+            group.take(implementation)
             for shape in shapes:
-                where = f"{dtype} {shape} by {way}"
+                where = f"{dtype} {shape} by {implementation}"
                 parts = [values(index, tuple(shape), kind) for index in range(rank.size)]
                 tensor = placed(rank, stream, parts[rank.index])
                 group.all_reduce(tensor, stream=stream, reduction=Reduction(reduction))
@@ -77,10 +77,10 @@ def moves(rank: Rank, dtype: str, shapes: list[list[int]]) -> None:
     kind = getattr(torch, dtype)
     with closing(rank.group()) as group:
         stream = rank.stream()
-        for way in group.ways:
-            group.take(way)
+        for implementation in group.ways:
+            group.take(implementation)
             for shape in shapes:
-                where = f"{dtype} {shape} by {way}"
+                where = f"{dtype} {shape} by {implementation}"
                 parts = [values(index, tuple(shape), kind) for index in range(rank.size)]
                 tensor = placed(rank, stream, parts[rank.index])
                 output = placed(rank, stream, torch.zeros((rank.size, *shape), dtype=kind))
@@ -116,8 +116,8 @@ def bits(rank: Rank, dtype: str) -> list[float]:
     with closing(rank.group()) as group:
         stream = rank.stream()
         found: list[float] = []
-        for way in group.ways:
-            group.take(way)
+        for implementation in group.ways:
+            group.take(implementation)
             for width in (5, 1030):
                 made = torch.randn(3, width, generator=torch.Generator().manual_seed(rank.index)).to(kind)
                 tensor = placed(rank, stream, made)
@@ -191,8 +191,8 @@ def in_order(rank: Rank, slow: int, kind: str) -> None:
     """
     lab = rank.lab
     with closing(rank.group()) as group:
-        for way in group.ways:
-            group.take(way)
+        for implementation in group.ways:
+            group.take(implementation)
             stream, other = rank.stream(), rank.stream("other")
             with rank.backend.on(stream):
                 x = torch.zeros(64, device=rank.backend.device)
@@ -236,7 +236,11 @@ def in_order(rank: Rank, slow: int, kind: str) -> None:
             other.synchronize()
             found = [row[0] if len(set(row)) == 1 else row for row in seen.cpu().tolist()]
             expected = wanted * (rank.size if len(wanted) == 1 else 1)
-            expect(found, expected, f"{kind} by {way} between two kernels, on rank {rank.index}, with rank {slow} late")
+            expect(
+                found,
+                expected,
+                f"{kind} by {implementation} between two kernels, on rank {rank.index}, with rank {slow} late",
+            )
             stream.synchronize()
 
 
@@ -244,9 +248,9 @@ def many_in_order(rank: Rank) -> None:
     """Check a long exchange on one stream: each sum uses the previous one, and operands are reused at once."""
     lab = rank.lab
     with closing(rank.group()) as group, closing(rank.group("second")) as second:
-        for way in group.ways:
-            group.take(way)
-            second.take(way)
+        for implementation in group.ways:
+            group.take(implementation)
+            second.take(implementation)
             stream = rank.stream()
             x, every = lab.full(stream, 1), placed(rank, stream, torch.zeros(rank.size, 64))
             for turn in range(12):
@@ -261,7 +265,7 @@ def many_in_order(rank: Rank) -> None:
             value = 1.0
             for _ in range(12):
                 value = value % 5.0 + (2 * value) % 5.0
-            expect(lab.read(stream, x), value, f"a sum of sums by {way} on rank {rank.index}")
+            expect(lab.read(stream, x), value, f"a sum of sums by {implementation} on rank {rank.index}")
 
 
 def returns_at_once(rank: Rank) -> None:
@@ -270,8 +274,8 @@ def returns_at_once(rank: Rank) -> None:
     with closing(rank.group()) as group:
         stream = rank.stream()
         x = lab.full(stream, rank.index + 1)
-        for way in group.ways:  # the first call of each implementation may initialise a library
-            group.take(way)
+        for implementation in group.ways:  # the first call of each implementation may initialise a library
+            group.take(implementation)
             group.all_reduce(x, stream=stream)
         stream.synchronize()
         group.take(*group.ways)
@@ -308,8 +312,8 @@ def captured(rank: Rank) -> None:
     """
     lab = rank.lab
     with closing(rank.group()) as group:
-        for way in group.ways:
-            group.take(way)
+        for implementation in group.ways:
+            group.take(implementation)
             stream = rank.stream()
             x, total = lab.full(stream, 0), lab.full(stream, 0)
             every, swapped = (placed(rank, stream, torch.zeros(rank.size, 64)) for _ in range(2))
@@ -343,7 +347,7 @@ def captured(rank: Rank) -> None:
                     group.all_reduce(eager, stream=stream)
                 graph.replay(stream)
                 added = 20.0 * turn + 1
-                where = f"by {way} in replay {turn} on rank {rank.index}"
+                where = f"by {implementation} in replay {turn} on rank {rank.index}"
                 expect(lab.read(stream, message), 10.0 * turn, f"the message {where}")
                 expect(lab.peek(swapped), added, f"all_to_all {where}")
                 expect(lab.peek(total), 2 * (added + 1), f"what was reduced, scattered and broadcast {where}")

@@ -14,8 +14,8 @@ from outrider_conformance.promises import promise
 
 
 @promise("Backend.provoke_fault", "by the first wait of the host that covers the operation")
-@pytest.mark.parametrize("way", WAITS)
-def test_every_way_to_wait_raises_what_failed(lab: Lab, way: str) -> None:
+@pytest.mark.parametrize("wait", WAITS)
+def test_every_way_to_wait_raises_what_failed(lab: Lab, wait: str) -> None:
     """Each kind of host wait raises the error once. A second wait raises nothing, and later work runs."""
     fallible(lab)
 
@@ -26,8 +26,8 @@ def test_every_way_to_wait_raises_what_failed(lab: Lab, way: str) -> None:
         backend.provoke_fault(a)
         event = lab.record(a)
         with pytest.raises(DeviceError) as caught:
-            WAITS[way](backend, a, event)
-        assert not caught.value.device_lost, f"a provoked fault is survived, and {way} says that the device is lost"
+            WAITS[wait](backend, a, event)
+        assert not caught.value.device_lost, f"a provoked fault is survived, and {wait} says that the device is lost"
         for again in WAITS.values():
             again(backend, a, event)
         lab.fill(a, x, 1)
@@ -39,8 +39,8 @@ def test_every_way_to_wait_raises_what_failed(lab: Lab, way: str) -> None:
 
 
 @promise("Backend.provoke_fault", "also by way of other streams that waited for it.")
-@pytest.mark.parametrize("way", WAITS)
-def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, way: str) -> None:
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, wait: str) -> None:
     """A host wait for a stream raises the error of work on another stream for which that stream waited."""
     fallible(lab)
 
@@ -51,7 +51,7 @@ def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, way: str) -> 
         b.wait(lab.record(a, "made"))
         event = lab.record(b, "used")
         with pytest.raises(DeviceFault):
-            WAITS[way](backend, b, event)
+            WAITS[wait](backend, b, event)
         backend.synchronize()
 
     lab.always(program, schedules=6)
@@ -78,8 +78,8 @@ def test_work_around_a_fault_is_done(lab: Lab) -> None:
 
 
 @promise("Stream", "dropping the object neither cancels nor waits for its work.")
-@pytest.mark.parametrize("way", WAITS)
-def test_a_fault_outlives_its_stream(lab: Lab, way: str) -> None:
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_fault_outlives_its_stream(lab: Lab, wait: str) -> None:
     """The error of a dropped stream reaches a host that waits for dependent work of another stream."""
     fallible(lab)
 
@@ -92,7 +92,7 @@ def test_a_fault_outlives_its_stream(lab: Lab, way: str) -> None:
         del a
         event = lab.record(b, "used")
         with pytest.raises(DeviceFault):
-            WAITS[way](backend, b, event)
+            WAITS[wait](backend, b, event)
         backend.synchronize()
 
     lab.always(program, schedules=3)

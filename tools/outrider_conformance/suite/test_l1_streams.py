@@ -295,9 +295,9 @@ def test_any_thread_may_query(lab: Lab) -> None:
 
 
 @promise("Backend.on", "Place the calling thread's torch work on ``stream``")
-@pytest.mark.parametrize("way", ["stream.synchronize", "event.synchronize", "backend.synchronize", "synchronize_within"])
+@pytest.mark.parametrize("wait", ["stream.synchronize", "event.synchronize", "backend.synchronize", "synchronize_within"])
 @in_every_order()
-def test_the_host_waits_alike_in_every_scope(lab: Lab, way: str) -> None:
+def test_the_host_waits_alike_in_every_scope(lab: Lab, wait: str) -> None:
     """A host wait inside the scope of any stream waits for the named stream or event."""
     backend = lab.backend
     streams = lab.streams("a", "b", "c", "d")
@@ -306,7 +306,7 @@ def test_the_host_waits_alike_in_every_scope(lab: Lab, way: str) -> None:
         lab.later(streams[0], x, turn)
         event = lab.record(streams[0])
         with backend.on(scope):
-            WAITS[way](backend, streams[0], event)
+            WAITS[wait](backend, streams[0], event)
         expect(lab.peek(x), float(turn), f"what the host read after waiting in the scope of {scope.name!r}")
 
 

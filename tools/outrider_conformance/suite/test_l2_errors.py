@@ -13,8 +13,8 @@ from outrider_conformance.promises import promise
 
 
 @promise("Backend.provoke_fault", "Captured, it fails at each replay of the graph.")
-@pytest.mark.parametrize("way", WAITS)
-def test_every_way_to_wait_raises_what_failed_in_a_graph(lab: Lab, way: str) -> None:
+@pytest.mark.parametrize("wait", WAITS)
+def test_every_way_to_wait_raises_what_failed_in_a_graph(lab: Lab, wait: str) -> None:
     """Each replay of a failing graph raises its error once; other graphs and later work run."""
     fallible(lab)
 
@@ -40,7 +40,7 @@ def test_every_way_to_wait_raises_what_failed_in_a_graph(lab: Lab, way: str) -> 
             fails = False
             event = lab.record(b)
             with pytest.raises(DeviceFault):
-                WAITS[way](backend, b, event)
+                WAITS[wait](backend, b, event)
             for again in WAITS.values():
                 again(backend, b, event)
         lab.fill(b, x, 3)
