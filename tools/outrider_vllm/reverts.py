@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outrider_sim.tensor import SimTensor
-from outrider_sim.torch_module import Event, Stream
+from outrider_sim.torch_module import SimTorchEvent, SimTorchStream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,21 +92,21 @@ def _one_buffer_of_ids(engine: Any) -> Callable[[], int]:
 
 REVERTS = (
     Revert(name="offload-store-waits", fix="vLLM #46278",
-           apply=_call(Stream, "wait_event", "simple_kv_offload/copy_backend.py", "_copy_loop")),
+           apply=_call(SimTorchStream, "wait_event", "simple_kv_offload/copy_backend.py", "_copy_loop")),
     Revert(name="blocks-are-freed-late", fix="vLLM #45357", apply=_free_at_once),
     Revert(name="ids-have-own-buffers", fix="vLLM #48085, as #48399 has it", apply=_one_buffer_of_ids),
     Revert(name="counts-are-awaited", fix="vLLM #36013",
-           apply=_call(Event, "synchronize", "worker/gpu_model_runner.py", "_prepare_inputs")),
+           apply=_call(SimTorchEvent, "synchronize", "worker/gpu_model_runner.py", "_prepare_inputs")),
     Revert(name="inputs-are-awaited", fix="vLLM #25279, of the kind of #31841",
-           apply=_call(Event, "synchronize", "worker/gpu_model_runner.py", "synchronize_input_prep")),
+           apply=_call(SimTorchEvent, "synchronize", "worker/gpu_model_runner.py", "synchronize_input_prep")),
     Revert(name="output-copy-waits", fix="planted",
-           apply=_call(Stream, "wait_stream", "worker/gpu/async_utils.py", "__init__")),
+           apply=_call(SimTorchStream, "wait_stream", "worker/gpu/async_utils.py", "__init__")),
     Revert(name="output-is-awaited", fix="planted, the kind of #36013",
-           apply=_call(Event, "synchronize", "worker/gpu/async_utils.py", "get_output")),
+           apply=_call(SimTorchEvent, "synchronize", "worker/gpu/async_utils.py", "get_output")),
     Revert(name="bitmask-is-read-first", fix="vLLM #33059",
-           apply=_call(Stream, "wait_stream", "worker/gpu/structured_outputs.py", "apply_grammar_bitmask", last=True)),
+           apply=_call(SimTorchStream, "wait_stream", "worker/gpu/structured_outputs.py", "apply_grammar_bitmask", last=True)),
     Revert(name="bitmask-is-copied", fix="planted",
-           apply=_call(Stream, "wait_stream", "worker/gpu/structured_outputs.py", "apply_grammar_bitmask")),
+           apply=_call(SimTorchStream, "wait_stream", "worker/gpu/structured_outputs.py", "apply_grammar_bitmask")),
     Revert(name="drafts-are-kept", fix="planted",
            apply=_call(SimTensor, "record_stream", "worker/gpu/spec_decode/utils.py", "set_draft_tokens")),
 )  # fmt: skip
