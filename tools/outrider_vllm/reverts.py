@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outrider_sim.tensor import SimTensor
-from outrider_sim.torch_module import Event, Stream
+from outrider_sim.torch_module import SimTorchEvent, SimTorchStream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +95,21 @@ def _share_block_id_buffer(engine: Any) -> Callable[[], int]:
 
 REVERTS = (
     Revert(name="offload-store-waits", fix="vLLM #46278",
-           apply=_skip_call(Stream, "wait_event", "simple_kv_offload/copy_backend.py", "_copy_loop")),
+           apply=_skip_call(SimTorchStream, "wait_event", "simple_kv_offload/copy_backend.py", "_copy_loop")),
     Revert(name="blocks-are-freed-late", fix="vLLM #45357", apply=_free_blocks_at_once),
     Revert(name="ids-have-own-buffers", fix="vLLM #48085, as #48399 has it", apply=_share_block_id_buffer),
     Revert(name="counts-are-awaited", fix="vLLM #36013",
-           apply=_skip_call(Event, "synchronize", "worker/gpu_model_runner.py", "_prepare_inputs")),
+           apply=_skip_call(SimTorchEvent, "synchronize", "worker/gpu_model_runner.py", "_prepare_inputs")),
     Revert(name="inputs-are-awaited", fix="vLLM #25279, of the kind of #31841",
-           apply=_skip_call(Event, "synchronize", "worker/gpu_model_runner.py", "synchronize_input_prep")),
+           apply=_skip_call(SimTorchEvent, "synchronize", "worker/gpu_model_runner.py", "synchronize_input_prep")),
     Revert(name="output-copy-waits", fix="planted",
-           apply=_skip_call(Stream, "wait_stream", "worker/gpu/async_utils.py", "__init__")),
+           apply=_skip_call(SimTorchStream, "wait_stream", "worker/gpu/async_utils.py", "__init__")),
     Revert(name="output-is-awaited", fix="planted, the kind of #36013",
-           apply=_skip_call(Event, "synchronize", "worker/gpu/async_utils.py", "get_output")),
+           apply=_skip_call(SimTorchEvent, "synchronize", "worker/gpu/async_utils.py", "get_output")),
     Revert(name="bitmask-is-read-first", fix="vLLM #33059",
-           apply=_skip_call(Stream, "wait_stream", "worker/gpu/structured_outputs.py", "apply_grammar_bitmask", last=True)),
+           apply=_skip_call(SimTorchStream, "wait_stream", "worker/gpu/structured_outputs.py", "apply_grammar_bitmask", last=True)),
     Revert(name="bitmask-is-copied", fix="planted",
-           apply=_skip_call(Stream, "wait_stream", "worker/gpu/structured_outputs.py", "apply_grammar_bitmask")),
+           apply=_skip_call(SimTorchStream, "wait_stream", "worker/gpu/structured_outputs.py", "apply_grammar_bitmask")),
     Revert(name="drafts-are-kept", fix="planted",
            apply=_skip_call(SimTensor, "record_stream", "worker/gpu/spec_decode/utils.py", "set_draft_tokens")),
 )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 
 from outrider_sim.meta import Metas
 from outrider_sim.tensor import SimTensor, wrap
-from outrider_sim.torch_module import Stream
+from outrider_sim.torch_module import SimTorchStream
 
 NAMES = (
     "Event", "Stream", "current_stream", "default_stream", "set_stream", "stream", "synchronize", "current_device",
@@ -31,8 +31,8 @@ def install_names(address: Callable[[SimTensor], int]) -> None:
         setattr(torch.cuda, name, getattr(module, name))
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # a kernel chooses a tile size by it
     cuda_stream: Any = property(lambda stream: stream.stream_id)
-    Stream.cuda_stream = cuda_stream  # type: ignore[attr-defined]
-    Stream.priority_range = staticmethod(lambda: (0, -1))  # type: ignore[attr-defined]
+    SimTorchStream.cuda_stream = cuda_stream  # type: ignore[attr-defined]
+    SimTorchStream.priority_range = staticmethod(lambda: (0, -1))  # type: ignore[attr-defined]
     accelerator: Any = torch.accelerator
     accelerator.memory_stats = stats
     accelerator.memory_allocated = module.memory_allocated
