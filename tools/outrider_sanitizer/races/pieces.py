@@ -21,6 +21,8 @@ from outrider_sanitizer.findings import Kind
 from outrider_sanitizer.races.program import Race, expect, filled
 from outrider_sanitizer.races.threads import Ends, handover
 
+RACES: list[Race] = []
+
 Waited = Iterable[Future[None]]
 
 
@@ -283,7 +285,7 @@ def _race(name: str, body: Callable[[Backend, bool], None], about: str, thread: 
     )
 
 
-RACES = (
+RACES += (
     handover("over-a-pipe", _pipe, "a pipe"),
     handover("when-futures-are-done", _done(lambda future: concurrent.futures.wait([future])), "concurrent.futures.wait"),
     handover("called-back-by-a-future", _done(lambda future: future.add_done_callback(id)), "a future's callback"),

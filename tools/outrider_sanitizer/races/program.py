@@ -1,9 +1,10 @@
-"""What a program of the corpus is."""
+"""One program of the corpus: a fault in a stream program, and the same program corrected."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,19 @@ class Race:
         self.body(backend, True)
 
 
+def race(races: list[Race], about: str, kind: Kind | None = None, **fields: Any) -> Callable[[Body], Body]:
+    """Return a decorator that appends a body to ``races`` as a :class:`Race` with the function's name, in hyphens.
+
+    ``fields`` are further fields of :class:`Race`.
+    """
+
+    def register(body: Body) -> Body:
+        races.append(Race(name=body.__name__.replace("_", "-"), about=about, body=body, kind=kind, **fields))
+        return body
+
+    return register
+
+
 def filled(backend: Backend, stream: Stream, value: float, *shape: int) -> Tensor:
     """A tensor of one value, made on ``stream``."""
     with backend.on(stream):
@@ -62,6 +76,10 @@ def order(first: Stream, *later: Stream) -> None:
 def expect(backend: Backend, tensor: Tensor, *values: float) -> None:
     """Wait for the device and compare. Raises :class:`WrongValue`."""
     backend.synchronize()
-    seen = tensor.flatten().tolist()
+    expect_values(tensor.flatten().tolist(), *values)
+
+
+def expect_values(seen: list[float], *values: float) -> None:
+    """Compare host values. Raises :class:`WrongValue` unless each of ``seen`` is one of ``values``."""
     if any(value not in values for value in seen):
         raise WrongValue(f"expected {' or '.join(map(str, values))}, found {seen}")

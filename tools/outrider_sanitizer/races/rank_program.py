@@ -53,6 +53,10 @@ class Rank:
         return values
 
 
+RankBody = Callable[[Rank, bool], None]
+"""The program of one rank: called with the rank, and True for the corrected program."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankRace:
     """One way in which ranks come apart: ``body(rank, fixed)`` is what each rank runs, with the fault or corrected.
@@ -65,7 +69,7 @@ class RankRace:
     name: str
     of: str
     about: str
-    body: Callable[[Rank, bool], None]
+    body: RankBody
     kinds: frozenset[Kind]
     decision: str = ""
     names: tuple[str, ...] = ()
@@ -97,6 +101,22 @@ class RankRace:
         rank = Rank(index=index, size=size, backend=backend, stream=stream, everyone=everyone, store=store)
         self.body(rank, fixed)
         backend.synchronize()
+
+
+def rank_race(
+    races: list[RankRace], category: str, about: str, kinds: frozenset[Kind], **fields: Any
+) -> Callable[[RankBody], RankBody]:
+    """Return a decorator that appends a body to ``races`` as a :class:`RankRace` with the function's name, in hyphens.
+
+    ``category`` is the letter of the class of divergence; ``fields`` are further fields of :class:`RankRace`.
+    """
+
+    def register(body: RankBody) -> RankBody:
+        name = body.__name__.replace("_", "-")
+        races.append(RankRace(name=name, of=category, about=about, body=body, kinds=kinds, **fields))
+        return body
+
+    return register
 
 
 def control_of(backend: Backend) -> ControllableDevice:
