@@ -75,10 +75,10 @@ class Arrival:
 class HostProgram:
     """Requests, and the sizes of the engine that serves them.
 
-    ``draft_lengths``: how many tokens iterations draft, one after the other and again; none: always as many as can be.
-    ``by_load``: as many as the load and the acceptance so far make fastest instead, by synthetic costs.
-    ``token_budget``: tokens of an iteration in which requests decode, prompts' among them; None: a whole chunk beside them.
-    ``prefill_graphs``: where decoding is replayed, so are chunks of prompts of up to so many tokens; None: every one.
+    ``draft_lengths`` are the draft lengths of consecutive iterations, repeated cyclically; empty means the maximum length.
+    ``by_load`` chooses the draft length by load and measured acceptance instead, with synthetic costs. ``token_budget`` is the
+    token limit of a mixed iteration (decode and prefill tokens); None means a whole prefill chunk in addition to decoding.
+    ``prefill_graphs`` is the largest prefill chunk, in tokens, that runs as a graph where decoding does; None: every chunk.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -120,7 +120,7 @@ class HostProgram:
             program = replace(program, arrivals=tuple(chosen))
         mixing, loading = random.Random(f"mixed {seed}"), random.Random(f"by load {seed}")
         if mixing.random() < _BUDGETED:
-            # Hardly more than what decoding takes, so that a prompt comes in pieces beside it.
+            # Hardly more tokens than decoding needs, so that a prompt is prefilled in pieces during decoding.
             most = program.max_requests * (program.draft_tokens + 1)
             program = replace(program, token_budget=mixing.randint(max(2, most // 2), most + 6))
         kind = mixing.random()
@@ -378,7 +378,7 @@ class Serving:
                 after = self._arrivals[index].abort_after
                 side, request = self._request[index]
                 if after is not None and age >= after:
-                    with suppress(RequestError):  # over by now: a hand-over beside it has read its results
+                    with suppress(RequestError):  # already finished: a concurrent hand-over has read its results
                         self._engines[side].abort(request)
                 elif self._moves[index] and age >= self._moves[index][0]:
                     self._move(index, side, request)

@@ -27,7 +27,7 @@ _CONTROLLED = "sim"
 
 
 class ProgramExit(OutriderError):
-    """A program called ``sys.exit`` with ``code``."""
+    """Raised for a program that called ``sys.exit`` with ``code``."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -163,7 +163,7 @@ def explore(
 
 
 def _ending_normally(program: Callable[[Backend], None]) -> Callable[[Backend], None]:
-    """The program, with ``sys.exit(0)`` as its end and any other exit as an error."""
+    """Wrap a program: ``sys.exit(0)`` ends it normally, any other exit code raises :class:`ProgramExit`."""
 
     def run(device: Backend) -> None:
         try:
