@@ -1,9 +1,12 @@
 """Prove prefill/decode disaggregation: random programs on a pair of servers give the tokens of one engine.
 
-Each call below starts the servers. The proof also holds where one of the servers is killed:
+Examples on the simulated device:
 
     python -m outrider_proof.apart --transport nixl --programs 200
     python -m outrider_proof.apart --kill decode --programs 40
+
+With data-parallel ranks, and on two GPUs:
+
     python -m outrider_proof.apart --data 2 --models mtp "ngram, images" --transport nixl
     python -m outrider_proof.apart --models bundled --backends cuda:0 cuda:1 --transport nixl --programs 200
 

@@ -25,7 +25,7 @@ class WrongCounts(OutriderError):
 
 @dataclass
 class Outcome:
-    """The result of a run."""
+    """The result of one run of a program under one schedule."""
 
     error: str = ""
     """Class name of the error; empty if the run passed."""

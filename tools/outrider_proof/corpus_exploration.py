@@ -30,7 +30,7 @@ _DEVICES = ("sim", "sim:like=npu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusWanted:
-    """Options of the command."""
+    """Options of ``outrider explore corpus``."""
 
     registry: Registry
     iterations: int

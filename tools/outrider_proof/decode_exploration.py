@@ -31,7 +31,7 @@ class Exploration:
     iterations: int
     seed: int
     strategy: str | None = None
-    """Strategy of the schedules. None: *mixed* on a controllable device, else *program*, where the sanitizer needs one run."""
+    """Strategy of the schedules. None: *mixed* on a controllable device, else *program*, which the sanitizer needs once."""
     drop_fence: str | None = None
     """Name of the fence to leave out, or ``every`` for each fence in turn."""
     drop: str = "wait"

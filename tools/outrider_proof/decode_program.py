@@ -76,7 +76,7 @@ class HostProgram:
     """Requests, and the sizes of the engine that serves them.
 
     ``draft_lengths`` are the draft lengths of consecutive iterations, repeated cyclically; empty means the maximum length.
-    ``by_load`` chooses the draft length by load and measured acceptance instead, with synthetic costs. ``token_budget`` is the
+    ``by_load`` chooses the draft length by load and acceptance instead, with synthetic costs. ``token_budget`` is the
     token limit of a mixed iteration (decode and prefill tokens); None means a whole prefill chunk in addition to decoding.
     ``prefill_graphs`` is the largest prefill chunk, in tokens, that runs as a graph where decoding does; None: every chunk.
     """

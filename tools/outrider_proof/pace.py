@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outrider.device import Fence, Observer, OutriderError, Stream, Waiter
+from outrider.device import Fence, Observer, OutriderError, Waiter
+from outrider_proof.fence_log import WrappedFence
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -44,7 +45,7 @@ class Pace:
     *Rows.* The engine frees a row and its pages when no iteration of their request is in flight.
     *Launch.* No launch blocks the host, except at fences where the backend's policy is a host wait, and in image prefill.
 
-    Pass :meth:`wrap` as the engines' ``wrap_fence``, call :meth:`watch` with each engine and :meth:`observe` with the backend.
+    Pass :meth:`wrap` as the engines' ``wrap_fence``, call :meth:`watch` per engine and :meth:`observe` with the backend.
     """
 
     def __init__(self) -> None:
@@ -194,37 +195,20 @@ class _Watched:
         return ticket
 
 
-class _Named(Fence):
-    """Says who waits."""
+class _Named(WrappedFence):
+    """A fence that tells the monitor its name during a host wait."""
 
     def __init__(self, inner: Fence, pace: Pace) -> None:
-        super().__init__(inner.name)
-        self._inner, self._pace = inner, pace
-
-    @property
-    def mechanism(self) -> str:
-        """That of the fence itself."""
-        return self._inner.mechanism
-
-    def signal(self, stream: Stream) -> None:
-        """That of the fence itself."""
-        self._inner.signal(stream)
-
-    def wait(self, stream: Stream) -> None:
-        """That of the fence itself."""
-        self._inner.wait(stream)
+        super().__init__(inner)
+        self._pace = pace
 
     def wait_host(self) -> None:
-        """Wait, by name."""
+        """Wait on the host under the name of the fence."""
         self._passing(self._inner.wait_host)
 
     def wait_host_within(self, seconds: float) -> bool:
-        """Wait, by name."""
+        """Wait on the host under the name of the fence, for at most ``seconds``."""
         return self._passing(lambda: self._inner.wait_host_within(seconds))
-
-    def done(self) -> bool:
-        """That of the fence itself."""
-        return self._inner.done()
 
     def _passing(self, wait: Callable[[], _R]) -> _R:
         self._pace._passing = self.name.split("[")[0]

@@ -1,8 +1,8 @@
 """``outrider explore ranks``: programs of several ranks on simulated devices, with injected divergences.
 
 Without options the command runs the engine on random host programs (:mod:`outrider_proof.rank_engine`). ``--inject NAME``
-runs the corpus program of that name or injection. ``--inject every`` runs each of them: the sanitizer must find the divergence
-and name its first different decision, and the corrected program must be silent. With a layout (``--tensor``, ``--data``) some
+runs the corpus program of that name or injection. ``--inject every`` runs each of them: the sanitizer must find the
+divergence and name its first different decision, and the corrected program must be silent. With a layout (``--tensor``, ``--data``) some
 injections go into the engine instead. ``--corrected`` runs only the corrected programs, under random schedules.
 """
 
@@ -32,7 +32,7 @@ EVERY = "every"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksWanted:
-    """Options of the command."""
+    """Options of ``outrider explore ranks``."""
 
     registry: Registry
     iterations: int
@@ -50,7 +50,7 @@ class RanksWanted:
     """Index of the schedule of each engine program."""
 
     def layout(self) -> tuple[int, int]:
-        """Return the (tensor-parallel, data-parallel) sizes. Raises :class:`ConfigError` if their product is not ``ranks``."""
+        """Return (tensor-parallel, data-parallel) sizes. Raises :class:`ConfigError` if their product is not ``ranks``."""
         tensor = self.tensor or (self.ranks // (self.data or 1) if self.data else self.ranks)
         data = self.data or self.ranks // tensor
         if tensor * data != self.ranks:

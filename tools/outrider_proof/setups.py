@@ -78,7 +78,7 @@ class Setup:
 
 
 def runs(setup: Setup) -> bool:
-    """Return True if the device supports the mode: neither a device that rebinds graph parameters nor the ROCm plugin fuses."""
+    """Return True if the device supports the mode: ``npu`` and the ROCm plugin have no fused mode."""
     if setup.like == "outrider_rocm" and setup.mode == "fused":
         return False
     return setup.family != "npu" or setup.mode != "fused"

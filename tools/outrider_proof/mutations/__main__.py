@@ -9,8 +9,8 @@ Each call writes one line per mutant:
 The parent process loads the models. It runs each program on the unchanged engine and records its tokens, costs and executed
 lines. Each mutant runs in its own child process, forked from the parent. The child runs the programs that reach the changed
 line, the cheapest first. A program detects the mutant by one of these: a wrong token, a race, a lost page or row, a different
-acceptance or cost, lost batching or overlap, an error, or a hang. If a program fails on the unchanged engine, the command ends
-at once. Mutants that no program reaches are counted and not run.
+acceptance or cost, lost batching or overlap, an error, or a hang. If a program fails on the unchanged engine, the command
+ends at once. Mutants that no program reaches are counted and not run.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def _pipe() -> Ends:
 
 
 def _done(look: Callable[[Future[None]], object]) -> Callable[[], Ends]:
-    """A future is done before somebody looks at it."""
+    """Return hand-over ends: one thread completes a future, the other thread looks at it."""
 
     def ends() -> Ends:
         future: Future[None] = Future()
@@ -99,7 +99,7 @@ def _several(wait: Callable[[Waited], Any], wait_for_one: Callable[[Waited], Any
 
         def fill() -> None:
             staging.tensor.fill_(1.0)
-            while not waited[0]._waiters:  # whoever waits isn't to find it done
+            while not waited[0]._waiters:  # the waiting thread must not find the future done
                 time.sleep(0)
             if fixed:
                 waited[0].set_result(None)

@@ -149,7 +149,7 @@ def abort_on_one_rank(rank: Rank, fixed: bool) -> None:
     inject="length",
 )
 def draft_near_the_limit(rank: Rank, fixed: bool) -> None:
-    """A rank's host is one iteration behind with its lengths, so it drafts where the other one is at the limit."""
+    """A rank's host has the lengths of the previous iteration, so it drafts although the other rank is at the limit."""
     length, limit = (14 if rank.index else 15), 16
     draft = _agreed(rank, int(length + 1 < limit), fixed)
     rank.everyone.decide("draft", draft)
@@ -202,7 +202,7 @@ def idle_rank_takes_another_bucket(rank: Rank, fixed: bool) -> None:
     inject="vote",
 )
 def vote_over_too_few(rank: Rank, fixed: bool) -> None:
-    """Ranks vote on whether anybody has work, over a group in which each of them is alone."""
+    """Ranks vote on whether any rank has work, over a group that has only one rank."""
     alone = rank.group(f"attention {rank.index}", rank.index)
     work = rank.filled(1.0 if rank.index == 0 else 0.0, 1)
     (rank.everyone if fixed else alone).all_reduce(work, reduction=Reduction.MAX, stream=rank.stream)

@@ -1,4 +1,4 @@
-"""Faults between streams."""
+"""Corpus programs with faults between streams: missing, misplaced and insufficient waits."""
 
 from __future__ import annotations
 
