@@ -5,9 +5,12 @@ Examples on the simulated device:
     python -m outrider_proof.apart --transport nixl --programs 200
     python -m outrider_proof.apart --kill decode --programs 40
 
-With data-parallel ranks, and on two GPUs:
+Several data-parallel ranks:
 
     python -m outrider_proof.apart --data 2 --models mtp "ngram, images" --transport nixl
+
+Two GPUs:
+
     python -m outrider_proof.apart --models bundled --backends cuda:0 cuda:1 --transport nixl --programs 200
 
 Every model has a prefill server and a decode server, whose engines have random sizes. A program is a batch mix of requests;

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from outrider.device.errors import ConfigError, OutriderError
@@ -23,6 +23,7 @@ from outrider_proof.pace import Pace
 from outrider_proof.subjects import Subject, bundled_text, tiny_images
 
 if TYPE_CHECKING:
+    from outrider import EngineConfig
     from outrider.device import Backend, Fence
     from outrider.engine.engine import Engine
     from outrider.engine.requests.draft_length import DraftLengthPolicy
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from outrider_sanitizer import Finding
     from outrider_sanitizer import Report as Findings
 
-_CONTEXT = 96
+CONTEXT = 96
+"""Maximum context length of the engines, in tokens."""
+
 _LONGEST = 14
 _MOVING = 0.3
 """How many of the programs hand requests over."""
@@ -134,6 +137,28 @@ class HostProgram:
         among = (0, 1, changing.randint(0, program.draft_tokens), program.draft_tokens)
         lengths = [changing.choice(among) for _ in range(changing.randint(2, 7))]
         return replace(program, draft_lengths=tuple(lengths))
+
+    def config(self, longest: int, **fields: Any) -> EngineConfig:
+        """Return a config with the sizes of the program, and pages for a request of ``longest`` tokens and the spare ones.
+
+        ``fields`` are further fields of :func:`~outrider_proof.tiny.plain_config`; overlap is on by default.
+        """
+        from outrider_proof.tiny import plain_config
+
+        sizes: dict[str, Any] = {
+            "max_requests": self.max_requests,
+            "page_size": self.page_size,
+            "num_pages": 1 + -(-longest // self.page_size) + self.spare_pages,
+            "prefill_chunk": self.prefill_chunk,
+            "max_context": CONTEXT,
+            "overlap": True,
+        }
+        return plain_config(**sizes | fields)
+
+    def longest(self, proposer: Proposer, *, images: bool) -> int:
+        """Return the tokens of the longest request with its output, its draft slots and, with ``images``, its image."""
+        longest = max(arrival.length + arrival.max_tokens for arrival in self.arrivals)
+        return longest + max(12, proposer.nodes + 2) + (16 if images else 0)
 
 
 MOVING = HostProgram(
@@ -250,17 +275,11 @@ class DecodeExplorer:
     def _engine(self, program: HostProgram) -> Engine:
         from outrider.engine.engine import Engine
         from outrider.speculative.build import DraftOptions, build
-        from outrider_proof.tiny import plain_config
 
-        config = plain_config(
+        config = program.config(
+            CONTEXT + 16 + self._subject.extra,
             dtype=self._subject.dtype,
-            max_requests=program.max_requests,
-            page_size=program.page_size,
-            num_pages=1 + -(-(_CONTEXT + 16 + self._subject.extra) // program.page_size) + program.spare_pages,
-            prefill_chunk=program.prefill_chunk,
             draft_tokens=program.draft_tokens,
-            max_context=_CONTEXT,
-            overlap=True,
             mode=self._mode,
             graphs=self._graphs,
             token_budget=program.token_budget,
@@ -468,7 +487,7 @@ def _plain(subject: Subject, arrival: Arrival) -> tuple[int, ...]:
     from outrider.engine.requests.sampling import SamplingParams
     from outrider_proof.tiny import plain_config
 
-    config = plain_config(max_requests=1, max_context=_CONTEXT, dtype=subject.dtype)
+    config = plain_config(max_requests=1, max_context=CONTEXT, dtype=subject.dtype)
     engine = Engine(model, Registry().create("cpu"), config=config, vision=vision)
     (completion,) = engine.generate([tokens], SamplingParams(max_tokens=arrival.max_tokens), media=[media])
     return completion.token_ids

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -177,12 +178,12 @@ class RankExplorer:
         """Run one program on the current schedule and return counts of its requests. Raises the first error found."""
         from outrider.engine.ranks.parallel import ParallelConfig
         from outrider.engine.ranks.ranks import Ranks
-        from outrider_proof.setups import plain, prompt_and_media
+        from outrider_proof.setups import alone, plain, prompt_and_media
         from outrider_sanitizer.races.rank_program import control_of
 
         backends = self.devices(setup, inject)
         store = control_of(backends[0]).create_store()
-        wanted = [plain(setup.reads, _alone(arrival)) for arrival in program.arrivals]
+        wanted = [plain(setup.reads, alone(arrival)) for arrival in program.arrivals]
         counts: dict[str, int] = {}
         lost: list[str] = []
 
@@ -220,8 +221,8 @@ class RankExplorer:
         from outrider.model import load_decoder, load_vision
         from outrider_proof.guides import ResidueGrammars
         from outrider_proof.proposers import decoder
-        from outrider_proof.setups import CONTEXT, vision_checkpoint
-        from outrider_proof.tiny import plain_config, target
+        from outrider_proof.setups import vision_checkpoint
+        from outrider_proof.tiny import target
 
         stream = backend.create_stream("load")
         vision: VisionTower | None = None
@@ -234,16 +235,9 @@ class RankExplorer:
                 model = decoder(target(), backend, ranks.model)
             proposer = _proposer(setup, model, backend)
         stream.synchronize()
-        longest = max(arrival.length + arrival.max_tokens for arrival in program.arrivals) + max(12, proposer.nodes + 2)
-        longest += 16 if setup.images else 0
-        config = plain_config(
-            max_requests=program.max_requests,
-            page_size=program.page_size,
-            num_pages=1 + -(-longest // program.page_size) + program.spare_pages,
-            prefill_chunk=program.prefill_chunk,
-            max_context=CONTEXT,
+        config = program.config(
+            program.longest(proposer, images=setup.images),
             dtype="float64",
-            overlap=True,
             mode="fused" if setup.mode == "fused" else "staged",
             graphs=setup.mode == "graphs",
         )
@@ -254,7 +248,7 @@ class RankExplorer:
             config=config,
             ranks=ranks,
             vision=vision,
-            wrap_fence=None if self.wrap is None else _called(self.wrap, ranks.rank),
+            wrap_fence=None if self.wrap is None else partial(self.wrap, ranks.rank),
             draft_length=draft_length_of(program, proposer),
         )
         ResidueGrammars.into(engine)
@@ -273,19 +267,6 @@ def _proposer(setup: Setup, model: Any, backend: Backend) -> Proposer:
     eagle = tiny_images().eagle if name == "eagle" else None
     options = DraftOptions(target=model, backend=backend, dtype=model.dtype, directory=eagle, draft_tokens=3, topk=1)
     return build(name, options)
-
-
-def _called(function: Callable[..., Any], rank: int) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        return function(rank, *arguments)
-
-    return call
-
-
-def _alone(arrival: Any) -> Any:
-    from outrider_proof.setups import alone
-
-    return alone(arrival)
 
 
 def _serve(

@@ -2,8 +2,10 @@
 
 Without options the command runs the engine on random host programs (:mod:`outrider_proof.rank_engine`). ``--inject NAME``
 runs the corpus program of that name or injection. ``--inject every`` runs each of them: the sanitizer must find the
-divergence and name its first different decision, and the corrected program must be silent. With a layout (``--tensor``, ``--data``) some
-injections go into the engine instead. ``--corrected`` runs only the corrected programs, under random schedules.
+divergence and name its first different decision, and the corrected program must be silent. With a layout (``--tensor``,
+``--data``) some injections go into the engine instead.
+
+``--corrected`` runs only the corrected programs, under random schedules.
 """
 
 from __future__ import annotations

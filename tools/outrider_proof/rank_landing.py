@@ -3,8 +3,8 @@
     python -m outrider_proof.rank_landing --programs 50
 
 A simulated network card connects both sides, and the sanitizer watches each run. Each run must satisfy: the tokens equal
-those of one rank, the sanitizer has no finding, and no side loses a page or row. ``--drop`` leaves a network fence out on every
-device; the sanitizer or the tokens must show it. ``pages_free`` is an exception: other edges cover it in these programs.
+those of one rank, the sanitizer has no finding, and no side loses a page or row. ``--drop`` leaves a network fence out
+on every device; the sanitizer or the tokens must show it. ``pages_free`` is an exception: other edges cover it here.
 """
 
 from __future__ import annotations

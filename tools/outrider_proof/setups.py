@@ -23,7 +23,7 @@ from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import quantised, tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
-from outrider_proof.decode_program import Arrival, HostProgram, Serving, draft_length_of, limited_prefill_graphs
+from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram, Serving, draft_length_of, limited_prefill_graphs
 from outrider_proof.guides import guide
 from outrider_proof.proposers import EXTREMES, MAKERS, decoder
 from outrider_proof.quantised import QUANTISED
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from outrider.model import Media, VisionTower
     from outrider.speculative.proposer import Proposer
 
-CONTEXT, TEXT, LONGEST = 96, 400, 14
+TEXT, LONGEST = 400, 14
 VISION = "ngram, images"
 MIXTURE = ", experts"
 """Suffix of the name of a proposer whose target is a mixture of experts."""
@@ -188,15 +188,9 @@ class Models:
     ) -> Engine:
         """Return an engine with the sizes of the program; ``wrap`` becomes its ``wrap_fence``."""
         # Pages for the longest request with its image and draft slots, and few more: other requests wait or are preempted.
-        longest = max(arrival.length + arrival.max_tokens for arrival in program.arrivals)
         proposer = self.make()
-        longest += max(12, proposer.nodes + 2) + (16 if self.vision is not None else 0)
-        config = plain_config(
-            max_requests=program.max_requests,
-            page_size=program.page_size,
-            num_pages=1 + -(-longest // program.page_size) + program.spare_pages,
-            prefill_chunk=program.prefill_chunk,
-            max_context=CONTEXT,
+        config = program.config(
+            program.longest(proposer, images=self.vision is not None),
             dtype="float64",
             overlap=overlap,
             mode="fused" if mode == "fused" else "staged",
