@@ -1,4 +1,4 @@
-"""Changes that the programs don't tell from the engine as it is, and why."""
+"""Mutants that the programs cannot tell from the unchanged engine, with the reason of each."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ guide in a draft), ``OptionTable.admit`` (``<`` → ``<=``), ``Results.__init__`
 
 
 def explained(name: str) -> str | None:
-    """Why the change of this name survives; None: nobody knows."""
+    """Return the recorded reason why the mutant of this name survives, or None if there is none."""
     return next((reason for pattern, reason in REASONS.items() if pattern in name), None)
