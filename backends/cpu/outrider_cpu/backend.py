@@ -127,7 +127,7 @@ class CpuBackend(Backend):
     def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
         """Return `OutOfDeviceMemory` for a failed host allocation, else None. Torch raises a plain RuntimeError for it."""
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
-                        reason = str(error).splitlines()[0] if str(error) else "MemoryError"
+            reason = str(error).splitlines()[0] if str(error) else "MemoryError"
             return OutOfDeviceMemory(f"{self.label} is out of memory {doing}: {reason}")
         return None
 
