@@ -1,4 +1,4 @@
-"""How many tokens a verification emits, of a block drafter and of an EAGLE head, on the greedy text behind given prompts."""
+"""Mean number of tokens per verification, for a block drafter and an EAGLE head, on greedy continuations of given prompts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from block_model import BlockHead, tapped
+from block_model import BlockHead, target_states
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -14,17 +14,17 @@ from model import EagleHead, Target
 
 
 def read_prompts(file: Path, tokenizer: Tokenizer, limit: int = 0) -> list[list[int]]:
-    """The prompts of a JSON file, as tokens: a list, or ``{"prompts": [...]}``, of ``{"text": …}``."""
-    read = json.loads(file.read_text(encoding="utf-8"))
-    texts = [each["text"] for each in (read["prompts"] if isinstance(read, dict) else read)]
+    """Return the prompts of a JSON file as tokens. The file holds a list of ``{"text": ...}``, or ``{"prompts": [...]}``."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    texts = [each["text"] for each in (content["prompts"] if isinstance(content, dict) else content)]
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts[: limit or None]]
 
 
 @torch.no_grad()
-def continued(target: Target, prompts: list[list[int]], count: int) -> tuple[Tensor, Tensor]:
-    """Prompts of any lengths, each followed by ``count`` greedy tokens [B, S], and where each prompt ends [B].
+def continue_greedily(target: Target, prompts: list[list[int]], count: int) -> tuple[Tensor, Tensor]:
+    """Return prompts of any lengths, each followed by ``count`` greedy tokens [B, S], and the end of each prompt [B].
 
-    Without a cache, in the precision of the weights; what stands behind a row's last token means nothing.
+    Runs without a cache, in the precision of the weights. Values after a row's last token are meaningless.
     """
     device = target.embed_tokens.weight.device
     ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -32,18 +32,20 @@ def continued(target: Target, prompts: list[list[int]], count: int) -> tuple[Ten
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt, device=device)
     rows = torch.arange(len(prompts), device=device)
-    for made in range(count):
-        hidden = target(tokens[:, : int(ends.max()) + made])
-        tokens[rows, ends + made] = target.logits(hidden[rows, ends + made - 1]).argmax(-1)
+    for step in range(count):
+        hidden = target(tokens[:, : int(ends.max()) + step])
+        tokens[rows, ends + step] = target.logits(hidden[rows, ends + step - 1]).argmax(-1)
     return tokens, ends
 
 
-def verifications(passed: list[list[int]], ends: list[int], count: int, depth: int) -> float:
-    """Mean tokens of a verification, bonus included. ``passed[row][a]``: tokens that hit behind position ``a``, the last
-    known one; the first such position is the first token behind the prompt. Chains are of ``depth`` tokens.
+def mean_tokens_per_verification(hits: list[list[int]], ends: list[int], count: int, depth: int) -> float:
+    """Return the mean number of tokens per verification, bonus token included, for chains of ``depth`` tokens.
+
+    ``hits[row][a]`` is the number of correct draft tokens after position ``a``, the last known token. The first such position
+    is the first token after the prompt.
     """
     total = rounds = 0
-    for row, end in zip(passed, ends, strict=True):
+    for row, end in zip(hits, ends, strict=True):
         at = end
         while at + depth < end + count:
             total += min(row[at], depth) + 1
@@ -53,13 +55,13 @@ def verifications(passed: list[list[int]], ends: list[int], count: int, depth: i
 
 
 @torch.no_grad()
-def block_passed(target: Target, head: BlockHead, tokens: Tensor, mask: int, width: int) -> list[list[int]]:
-    """Of blocks of ``width`` tokens at every position of ``tokens`` [B, S]: how many of their tokens hit, in a row."""
+def count_block_hits(target: Target, head: BlockHead, tokens: Tensor, mask: int, width: int) -> list[list[int]]:
+    """Return, for blocks of ``width`` tokens at every position of ``tokens`` [B, S], the number of leading correct tokens."""
     device, length = tokens.device, tokens.shape[1]
     anchors = torch.arange(1, length - width + 1, device=device)
     found = []
     for row in tokens:
-        taps, _ = tapped(target, row[None], head.block.taps)
+        taps, _ = target_states(target, row[None], head.block.taps)
         block = torch.full((1, len(anchors), width), mask, device=device)
         block[..., 0] = row[anchors]
         guesses = target.logits(head(taps, target.embed_tokens(block), anchors[None])[0, :, 1:]).argmax(-1)
@@ -70,15 +72,15 @@ def block_passed(target: Target, head: BlockHead, tokens: Tensor, mask: int, wid
 
 
 @torch.no_grad()
-def eagle_passed(target: Target, head: EagleHead, tokens: Tensor, depth: int) -> list[list[int]]:
-    """The same of chains of ``depth`` tokens of an EAGLE head."""
+def count_eagle_hits(target: Target, head: EagleHead, tokens: Tensor, depth: int) -> list[list[int]]:
+    """Return, for chains of ``depth`` tokens of an EAGLE head at every position, the number of leading correct tokens."""
     length = tokens.shape[1]
     found = []
     for row in tokens.split(16):
         hidden = target(row)
         outputs = head.unroll(target.embed_tokens(row[:, 1:-1]), hidden[:, :-2], depth)
-        # Output d at pair i, which joins token i + 1 and the state before it, is for token i + 2; the chain that begins at
-        # pair i has its d-th token there at pair i + d.
+        # Output d at pair i, which joins token i + 1 and the preceding state, predicts token i + 2. The d-th token of the
+        # chain that begins at pair i is therefore predicted at pair i + d.
         hits = torch.stack([target.logits(out).argmax(-1) == row[:, 2:] for out in outputs], dim=-1)
         padded = torch.nn.functional.pad(hits, (0, 0, 0, depth))
         chain = torch.stack([padded[:, d : d + hits.shape[1], d] for d in range(depth)], dim=-1)

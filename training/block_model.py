@@ -19,15 +19,16 @@ from model import Attention, Layer, RMSNorm, Rotary, Shape, Target, initialise, 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What a block drafter has beside the sizes of its target. ``taps``: layers of the target whose output it reads."""
+    """Sizes of a block drafter in addition to those of its target."""
 
     layers: int = 4
     width: int = 8
     taps: tuple[int, ...] = (0, 1, 2, 3)
+    """The target's layers whose outputs the drafter reads."""
 
 
 class BlockAttention(Attention):
-    """Queries come from a block; keys and values from the text before it and from the block itself."""
+    """Attention whose queries come from a block, and whose keys and values come from the preceding text and the block."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -35,28 +36,29 @@ class BlockAttention(Attention):
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
     def split(self, x: Tensor, heads: int) -> Tensor:
-        """[B, L, heads * D] as [B, heads, L, D]."""
+        """Reshape [B, L, heads * D] to [B, heads, L, D]."""
         return x.view(*x.shape[:2], heads, self.head_dim).transpose(1, 2)
 
     def keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(self.k_norm(self.split(self.k_proj(x), self.kv_heads)), cos, sin)
 
     def block(
-        self, text: Tensor, x: Tensor, places: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], seen: Tensor
+        self, text: Tensor, x: Tensor, text_angles: tuple[Tensor, Tensor], block_angles: tuple[Tensor, Tensor], mask: Tensor
     ) -> Tensor:
-        """Attention of ``x`` [B, L, H] at the angles ``at`` over ``text`` [B, S, H] at ``places`` and over itself."""
-        q = rotate(self.q_norm(self.split(self.q_proj(x), self.heads)), *at)
-        k = torch.cat((self.keys(text, *places), self.keys(x, *at)), dim=2)
+        """Attend from ``x`` [B, L, H] to ``text`` [B, S, H] and to ``x`` itself. Angles are pairs of cosines and sines."""
+        q = rotate(self.q_norm(self.split(self.q_proj(x), self.heads)), *block_angles)
+        k = torch.cat((self.keys(text, *text_angles), self.keys(x, *block_angles)), dim=2)
         v = torch.cat([self.split(self.v_proj(part), self.kv_heads) for part in (text, x)], dim=2)
         return self.out(
-            F.scaled_dot_product_attention(q.to(v.dtype), self.widen(k).to(v.dtype), self.widen(v), attn_mask=seen)
+            F.scaled_dot_product_attention(q.to(v.dtype), self.widen(k).to(v.dtype), self.widen(v), attn_mask=mask)
         )
 
 
 class BlockHead(nn.Module):
-    """DFlash: a block [last token, mask, mask, …] in one pass; every place sees the whole block and the text before it.
+    """DFlash: predicts a block [last token, mask, mask, ...] in one pass. Each position attends to the preceding text and the
+    whole block.
 
-    The text is what the target's inner layers made of it, joined by ``fc``; embedding and output head are the target's.
+    The text is represented by the target's intermediate states, joined by ``fc``. Embedding and output head are the target's.
     """
 
     def __init__(self, shape: Shape, block: BlockShape) -> None:
@@ -72,43 +74,44 @@ class BlockHead(nn.Module):
         initialise(self)
 
     def forward(self, taps: Tensor, embedded: Tensor, anchors: Tensor, widths: Tensor | None = None) -> Tensor:
-        """Hidden states [B, N, W, H] of blocks at ``anchors`` [B, N], from ``taps`` [B, S, taps * H] of the whole text.
+        """Return hidden states [B, N, W, H] of blocks at ``anchors`` [B, N].
 
-        ``embedded`` [B, N, W, H]: the embeddings of the blocks. The block at position a sees the text before a alone.
-        ``widths`` [B, N]: of each block only so many places are seen; the others' states mean nothing. Absent: all are.
+        ``taps`` [B, S, taps * H] are states of the whole text; the block at position a attends only to the text before a.
+        ``embedded`` [B, N, W, H] are the embeddings of the blocks. ``widths`` [B, N] limits the number of visible positions
+        per block, by default all; the states of the other positions are meaningless.
         """
         batch, count, width, size = embedded.shape
         length = taps.shape[1]
         text = self.hidden_norm(self.fc(taps))
-        places = self.rotary.cos[:length], self.rotary.sin[:length]
+        text_angles = self.rotary.cos[:length], self.rotary.sin[:length]
         offsets = torch.arange(width, device=anchors.device)
         positions = (anchors.unsqueeze(2) + offsets).flatten(1)
-        at = self.rotary.cos[positions].unsqueeze(1), self.rotary.sin[positions].unsqueeze(1)
+        block_angles = self.rotary.cos[positions].unsqueeze(1), self.rotary.sin[positions].unsqueeze(1)
         owner = torch.arange(count, device=anchors.device).repeat_interleave(width)
-        before = torch.arange(length, device=anchors.device) < anchors.repeat_interleave(width, dim=1).unsqueeze(2)
-        beside = (owner.unsqueeze(0) == owner.unsqueeze(1)).expand(batch, -1, -1)
+        preceding = torch.arange(length, device=anchors.device) < anchors.repeat_interleave(width, dim=1).unsqueeze(2)
+        same_block = (owner.unsqueeze(0) == owner.unsqueeze(1)).expand(batch, -1, -1)
         if widths is not None:
-            beside = beside & (offsets < widths.unsqueeze(2)).flatten(1).unsqueeze(1)
-        seen = torch.cat((before, beside), dim=2).unsqueeze(1)
+            same_block = same_block & (offsets < widths.unsqueeze(2)).flatten(1).unsqueeze(1)
+        mask = torch.cat((preceding, same_block), dim=2).unsqueeze(1)
         x = embedded.flatten(1, 2).float()
         for layer in self.layers:
-            x = x + layer.self_attn.block(text, layer.input_layernorm(x), places, at, seen)
+            x = x + layer.self_attn.block(text, layer.input_layernorm(x), text_angles, block_angles, mask)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x).view(batch, count, width, size)
 
 
 @torch.no_grad()
-def tapped(target: Target, tokens: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Outputs of the target's layers ``taps`` side by side [B, S, taps * H], and its final hidden states [B, S, H]."""
+def target_states(target: Target, tokens: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return outputs of the target's layers ``taps`` side by side [B, S, taps * H], and its final hidden states [B, S, H]."""
     length = tokens.shape[1]
     cos, sin = target.rotary.cos[:length], target.rotary.sin[:length]
-    x, found = target.embed_tokens(tokens), {}
+    x, outputs = target.embed_tokens(tokens), {}
     for i, layer in enumerate(target.layers):
         q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), cos, sin)
         x = x + layer.self_attn.causal(q, k, v)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-        found[i] = x
-    return torch.cat([found[i] for i in taps], dim=-1), target.norm(x)
+        outputs[i] = x
+    return torch.cat([outputs[i] for i in taps], dim=-1), target.norm(x)
 
 
 def save_block(head: BlockHead, folder: Path, mask: int, eos: int) -> None:
@@ -136,10 +139,10 @@ def save_block(head: BlockHead, folder: Path, mask: int, eos: int) -> None:
 
 
 def load_block(folder: Path, device: torch.device) -> tuple[BlockHead, int]:
-    """Read a drafter back, the stored bfloat16 upcast to float32; and its mask token."""
+    """Load a drafter, with the stored bfloat16 converted to float32, and its mask token."""
     config = json.loads((folder / "config.json").read_text())
-    own = config["dflash_config"]
-    block = BlockShape(config["num_hidden_layers"], config["block_size"], tuple(own["target_layer_ids"]))
+    dflash_config = config["dflash_config"]
+    block = BlockShape(config["num_hidden_layers"], config["block_size"], tuple(dflash_config["target_layer_ids"]))
     head = BlockHead(Shape(**{k: config[k] for k in asdict(Shape())}), block)
     head.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
-    return head.to(device).eval(), own["mask_token_id"]
+    return head.to(device).eval(), dflash_config["mask_token_id"]

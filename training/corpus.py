@@ -1,4 +1,4 @@
-"""Text: Python's standard library, split by file; a byte-level BPE tokenizer; held-out prompts."""
+"""The training text: Python's standard library, split by file; a byte-level BPE tokenizer; held-out prompts."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 HELD_OUT_SHARE = 0.04
-# Tables of characters and one huge string literal: not the text that a language model should learn from.
+# Character tables and one huge string literal, which are no useful training text.
 SKIPPED = ("encodings/", "pydoc_data/")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its path below the standard library's folder, and its text."""
+    """A source file of the training text."""
 
     path: str
+    """Path relative to the standard library's folder."""
     text: str
 
 
 def read_sources(stdlib: Path) -> list[Source]:
-    """Every readable .py file of the standard library, one per distinct content."""
+    """Return every readable .py file of the standard library, without duplicates."""
     sources: list[Source] = []
     seen: set[str] = set()
     for file in sorted(stdlib.rglob("*.py")):
@@ -50,7 +51,7 @@ def read_sources(stdlib: Path) -> list[Source]:
 
 
 def is_held_out(path: str) -> bool:
-    """A fixed choice by the hash of the relative path."""
+    """Return True for a fixed share of files, selected by the hash of their relative path."""
     return int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) / 2**32 < HELD_OUT_SHARE
 
 
@@ -59,25 +60,25 @@ def long_lines(text: str) -> set[str]:
 
 
 def split(sources: list[Source]) -> tuple[list[Source], list[Source], list[str]]:
-    """Training files, held-out files, and the training files dropped for resembling a held-out one.
+    """Return training files, held-out files, and the training files dropped because they resemble a held-out file.
 
-    A training file is dropped where it holds more than a third of a held-out file's distinct long lines,
-    or more than a third of its own long lines are in one held-out file.
+    A training file is dropped if it holds more than a third of a held-out file's distinct long lines. It is also dropped if
+    one held-out file holds more than a third of its own long lines.
     """
     held_out = [s for s in sources if is_held_out(s.path)]
-    where: dict[str, set[int]] = defaultdict(set)
+    files_with_line: dict[str, set[int]] = defaultdict(set)
     for i, source in enumerate(held_out):
         for line in long_lines(source.text):
-            where[line].add(i)
+            files_with_line[line].add(i)
     sizes = [max(1, len(long_lines(s.text))) for s in held_out]
     train: list[Source] = []
     dropped: list[str] = []
     for source in sources:
         if is_held_out(source.path):
             continue
-        own = long_lines(source.text)
-        shared = Counter(i for line in own for i in where.get(line, ()))
-        if any(n > 3 and (n > sizes[i] / 3 or n > len(own) / 3) for i, n in shared.items()):
+        own_lines = long_lines(source.text)
+        shared = Counter(i for line in own_lines for i in files_with_line.get(line, ()))
+        if any(n > 3 and (n > sizes[i] / 3 or n > len(own_lines) / 3) for i, n in shared.items()):
             dropped.append(source.path)
         else:
             train.append(source)
@@ -85,7 +86,7 @@ def split(sources: list[Source]) -> tuple[list[Source], list[Source], list[str]]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE, so that any text comes back from its tokens; the end token is 0, the pad token 1."""
+    """Train a byte-level BPE tokenizer, which round-trips any text. The end token is 0, the pad token 1."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -100,7 +101,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json as transformers writes them."""
+    """Write tokenizer.json and tokenizer_config.json in the format of transformers."""
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(
@@ -114,7 +115,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 
 def encode(tokenizer: Tokenizer, sources: list[Source]) -> np.ndarray:
-    """One stream of tokens: each file between two end tokens."""
+    """Return one stream of tokens, with each file between two end tokens."""
     end = tokenizer.token_to_id(END)
     stream = [np.array([end], dtype=np.uint16)]
     for encoding in tokenizer.encode_batch_fast([s.text for s in sources], add_special_tokens=False):
@@ -123,7 +124,7 @@ def encode(tokenizer: Tokenizer, sources: list[Source]) -> np.ndarray:
 
 
 def build(stdlib: Path, folder: Path, vocab_size: int, seed: int) -> None:
-    """Make the tokenizer, the two token streams, the list of files and the held-out prompts."""
+    """Write the tokenizer, the two token streams, the list of files and the held-out prompts to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out, dropped = split(read_sources(stdlib))
     order = list(range(len(train)))
@@ -148,7 +149,7 @@ def build(stdlib: Path, folder: Path, vocab_size: int, seed: int) -> None:
 
 
 def make_prompts(tokenizer: Tokenizer, held_out: list[Source], count: int) -> list[dict[str, object]]:
-    """Pieces of held-out files, 20 to 200 tokens, from a line's start to just before a blank character."""
+    """Return excerpts of held-out files with 20 to 200 tokens, from the start of a line to just before white space."""
     rng = random.Random(20261120)
     long_enough = [s for s in held_out if len(s.text) > 1500]
     prompts: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""Generation, chain drafting and the loop measure, written plainly to be checked against."""
+"""Reference implementations of generation and chain drafting, and the detection of loops."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from model import Cache, EagleHead, Target
 
 
 class Generator:
-    """Batched continuation of equally long prefixes; on CUDA one captured graph is replayed per token."""
+    """Batched continuation of prefixes of equal length. On CUDA one captured graph is replayed per token."""
 
     def __init__(self, target: Target, batch: int, length: int, temperature: float, dtype: torch.dtype) -> None:
         self.target, self.temperature, self.dtype = target, temperature, dtype
         self.device = target.embed_tokens.weight.device
         self.cache = Cache(target.shape, batch, length, self.device, dtype)
         self.tokens = torch.zeros(batch, length, dtype=torch.long, device=self.device)
-        self.at = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.position = torch.zeros(1, dtype=torch.long, device=self.device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def autocast(self) -> torch.autocast:
         half = self.dtype == torch.bfloat16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=False)
 
-    def choose(self, hidden: Tensor) -> Tensor:
+    def sample(self, hidden: Tensor) -> Tensor:
         logits = self.target.logits(hidden[:, -1]).float()
         if self.temperature == 0.0:
             return logits.argmax(-1)
-        chances = (logits / self.temperature).softmax(-1)
-        return (chances / torch.empty_like(chances).exponential_()).argmax(-1)
+        probabilities = (logits / self.temperature).softmax(-1)
+        return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)
 
     def advance(self) -> None:
-        """Read the token at `at`, write the one after it."""
+        """Read the token at `position` and write the following one."""
         with self.autocast():
-            token = self.tokens.index_select(1, self.at)[:, 0]
-            chosen = self.choose(self.target.decode(token, self.at, self.cache))
-        self.at += 1
-        self.tokens.index_copy_(1, self.at, chosen[:, None])
+            token = self.tokens.index_select(1, self.position)[:, 0]
+            chosen = self.sample(self.target.decode(token, self.position, self.cache))
+        self.position += 1
+        self.tokens.index_copy_(1, self.position, chosen[:, None])
 
     @torch.no_grad()
     def run(self, prefix: Tensor, count: int) -> Tensor:
@@ -59,8 +59,8 @@ class Generator:
                 self.advance()
         self.tokens[:, :size] = prefix
         with self.autocast():
-            self.tokens[:, size] = self.choose(self.target(prefix, self.cache))
-        self.at.fill_(size)
+            self.tokens[:, size] = self.sample(self.target(prefix, self.cache))
+        self.position.fill_(size)
         for _ in range(count - 1):
             if self.graph is None:
                 self.advance()
@@ -73,11 +73,11 @@ class Generator:
 # -- loops ------------------------------------------------------------------------------------------------
 
 
-def repeated(tokens: Tensor, longest: int = 128, least: int = 8, enough: int = 20) -> Tensor:
-    """Mark the tokens that go on copying a block once it has been copied whole.
+def mark_repeated(tokens: Tensor, longest: int = 128, least: int = 8, enough: int = 20) -> Tensor:
+    """Mark the tokens that continue to copy a block after it has been copied once completely.
 
-    A token is marked where, for some period d up to `longest`, the tokens up to it equal those d earlier
-    over a run of at least min(max(d, least), enough) tokens.
+    A token is marked if, for some period d up to `longest`, the tokens up to it equal those d earlier over a run of at least
+    min(max(d, least), enough) tokens.
     """
     size = tokens.shape[1]
     marked = torch.zeros_like(tokens, dtype=torch.bool)
@@ -91,11 +91,11 @@ def repeated(tokens: Tensor, longest: int = 128, least: int = 8, enough: int = 2
 
 
 def is_loop(tokens: list[int], text: str) -> bool:
-    """Whether a greedy continuation has fallen into a loop.
+    """Return True if a greedy continuation has fallen into a loop.
 
-    It has where its end is one block of at most 32 tokens three times or more over, 24 tokens or more in
-    all; or where a line of 12 characters or more, blanks at its ends aside, comes four times or more; or
-    where four lines in a row are equal and not blank.
+    Three patterns count as a loop. The end repeats one block of at most 32 tokens at least three times, over at least 24
+    tokens. A stripped line of at least 12 characters occurs at least four times. Four consecutive lines are equal and not
+    blank.
     """
     for period in range(1, 33):
         span = max(3 * period, 24)
@@ -122,47 +122,47 @@ def chain_decode(
     eos: int,
     rng: torch.Generator,
 ) -> tuple[list[int], list[int]]:
-    """Reference speculative decoding with a chain of `depth` drafts and no cache, one sequence.
+    """Decode one sequence speculatively with a chain of `depth` drafts and without a cache.
 
-    Returns the tokens after the prompt and the number that each verification emitted, bonus included.
-    Greedy at temperature 0; otherwise lossless rejection sampling at that temperature.
+    Returns the tokens after the prompt and the number of tokens per verification, bonus token included. Decoding is greedy at
+    temperature 0, otherwise lossless rejection sampling.
     """
     tokens = list(prompt)
     emitted: list[int] = []
 
-    def chances(hidden: Tensor) -> Tensor:
+    def probabilities(hidden: Tensor) -> Tensor:
         logits = target.logits(hidden).float()
         if temperature == 0.0:
             return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
         return (logits / temperature).softmax(-1)
 
-    def pick(p: Tensor) -> int:
+    def sample(p: Tensor) -> int:
         return int(torch.multinomial(p, 1, generator=rng))
 
-    # One target pass over the prompt gives the first token and the features of all its positions.
+    # One target pass over the prompt computes the first token and the hidden states of all positions.
     hidden = target(torch.tensor([tokens]))[0]
-    tokens.append(pick(chances(hidden[-1])))
+    tokens.append(sample(probabilities(hidden[-1])))
     while len(tokens) - len(prompt) < count and tokens[-1] != eos:
-        features, drafts, draft_chances = hidden, list(tokens), []
+        features, drafts, draft_probabilities = hidden, list(tokens), []
         for _ in range(depth):
             embedded = target.embed_tokens(torch.tensor(drafts[1:]))
             out = head(embedded[None], features[None])[0]
-            q = chances(out[-1])
-            draft_chances.append(q)
-            drafts.append(pick(q))
+            q = probabilities(out[-1])
+            draft_probabilities.append(q)
+            drafts.append(sample(q))
             features = torch.cat((features, out[-1:]))
         verified = target(torch.tensor([drafts]))[0]
         size = len(tokens)
         accepted = 0
         while accepted < depth:
-            p, q = chances(verified[size - 1 + accepted]), draft_chances[accepted]
+            p, q = probabilities(verified[size - 1 + accepted]), draft_probabilities[accepted]
             draft = drafts[size + accepted]
             if float(torch.rand((), generator=rng)) * float(q[draft]) >= float(p[draft]):
-                new = pick((p - q).clamp_min(0))
+                new = sample((p - q).clamp_min(0))
                 break
             accepted += 1
         else:
-            new = pick(chances(verified[size - 1 + depth]))
+            new = sample(probabilities(verified[size - 1 + depth]))
         added = [*drafts[size : size + accepted], new]
         hidden = verified[: size + accepted]
         if eos in added:
@@ -173,12 +173,14 @@ def chain_decode(
 
 
 @torch.no_grad()
-def walk(target: Target, head: EagleHead, tokens: Tensor, start: int, depth: int, temperature: float) -> float:
-    """Mean acceptance length over text that the target generated at that temperature, all drafts at once.
+def mean_acceptance_length(
+    target: Target, head: EagleHead, tokens: Tensor, start: int, depth: int, temperature: float
+) -> float:
+    """Return the mean acceptance length on text that the target generated, with all drafts computed at once.
 
-    Greedy: a chain is accepted as far as its tokens equal the text. Sampling: given that lossless rejection
-    sampling emitted x, the chance that x was the accepted draft is min(1, q(x) / p(x)). Drafts count only
-    after accepted ones, and those equal the text, so drafting along the text is exact in both cases.
+    Greedy: a chain is accepted up to its first token that differs from the text. Sampling: given that lossless rejection
+    sampling emitted x, the probability that x was the accepted draft is min(1, q(x) / p(x)). Drafts count only after accepted
+    ones, which equal the text, so drafting along the text is exact in both cases.
     """
     hidden = target(tokens)
     p = target.logits(hidden[:, 1:-1]).float()
@@ -198,7 +200,7 @@ def walk(target: Target, head: EagleHead, tokens: Tensor, start: int, depth: int
     total = rounds = 0
     last = following.shape[1] - depth - 1
     for row in range(tokens.shape[0]):
-        i = start  # the pair from which the chain's first draft comes
+        i = start  # the pair that predicts the chain's first draft
         while i < last:
             run = 0
             while run < depth and hits[run][row][i + run]:

@@ -22,7 +22,7 @@ from model import Target, load_head, load_target
 
 @torch.no_grad()
 def losses(target: Target, tokenizer: Tokenizer, stdlib: Path, length: int, device: torch.device) -> str:
-    """Nats per token and per byte over all held-out files, in consecutive pieces."""
+    """Return the held-out loss in nats per token and per byte, over consecutive pieces of all held-out files."""
     _, held_out, _ = corpus.split(corpus.read_sources(stdlib))
     stream = torch.from_numpy(corpus.encode(tokenizer, held_out).astype("int64")).to(device)
     total, tokens = 0.0, 0
@@ -43,56 +43,60 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder with target/ and eagle/")
     parser.add_argument("--prompts", type=Path, required=True, help="held-out prompts, a JSON file")
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
-    parser.add_argument("--device", default="cpu", help="for the loss and the loops; drafting is on the CPU")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens after each prompt")
-    parser.add_argument("--loop-tokens", type=int, nargs="*", default=[128], help="lengths to look for loops in")
-    parser.add_argument("--limit", type=int, default=0, help="only the first so many prompts")
+    parser.add_argument("--device", default="cpu", help="device of the loss and the loop rate; drafting runs on the CPU")
+    parser.add_argument("--tokens", type=int, default=128, help="number of tokens to generate after each prompt")
+    parser.add_argument("--loop-tokens", type=int, nargs="*", default=[128], help="lengths in which loops are counted")
+    parser.add_argument("--limit", type=int, default=0, help="maximum number of prompts; 0 for all")
     parser.add_argument("--depth", type=int, default=4, help="drafts per verification")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--samples", type=int, default=2, help="greedy texts to print")
+    parser.add_argument("--samples", type=int, default=2, help="number of greedy texts to print")
     parser.add_argument("--loss", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     cpu, device = torch.device("cpu"), torch.device(args.device)
     tokenizer = Tokenizer.from_file(str(args.model / "target" / "tokenizer.json"))
     eos = tokenizer.token_to_id(corpus.END)
-    read = json.loads(args.prompts.read_text(encoding="utf-8"))
-    texts = [p["text"] for p in (read["prompts"] if isinstance(read, dict) else read)]
+    content = json.loads(args.prompts.read_text(encoding="utf-8"))
+    texts = [p["text"] for p in (content["prompts"] if isinstance(content, dict) else content)]
     prompts = [tokenizer.encode(t, add_special_tokens=False).ids for t in texts[: args.limit or None]]
     target = load_target(args.model / "target", device)
 
     if args.loss:
         print(losses(target, tokenizer, args.stdlib, 1024, device), flush=True)
 
-    most = max(args.loop_tokens, default=0)
-    if most:
-        generator = Generator(target, 1, max(map(len, prompts)) + most, 0.0, torch.float32)
-        made = [generator.run(torch.tensor([p], device=device), most)[0, len(p) :].tolist() for p in prompts]
+    max_tokens = max(args.loop_tokens, default=0)
+    if max_tokens:
+        generator = Generator(target, 1, max(map(len, prompts)) + max_tokens, 0.0, torch.float32)
+        generated = [generator.run(torch.tensor([p], device=device), max_tokens)[0, len(p) :].tolist() for p in prompts]
         for count in args.loop_tokens:
-            cut = [row[:count] for row in made]
-            cut = [row[: row.index(eos)] if eos in row else row for row in cut]
-            looping = [i for i, row in enumerate(cut) if is_loop(row, tokenizer.decode(row))]
+            continuations = [row[:count] for row in generated]
+            continuations = [row[: row.index(eos)] if eos in row else row for row in continuations]
+            loops = [i for i, row in enumerate(continuations) if is_loop(row, tokenizer.decode(row))]
             print(
-                f"greedy loops in {count} tokens: {len(looping)} of {len(cut)} prompts "
-                f"({100 * len(looping) / len(cut):.1f} %): {looping}",
+                f"greedy loops in {count} tokens: {len(loops)} of {len(continuations)} prompts "
+                f"({100 * len(loops) / len(continuations):.1f} %): {loops}",
                 flush=True,
             )
-        for i in range(min(args.samples, len(made))):
-            print(f"--- prompt {i}\n{texts[i]}\n--- greedy\n{tokenizer.decode(made[i][: args.tokens])}\n---")
+        for i in range(min(args.samples, len(generated))):
+            print(f"--- prompt {i}\n{texts[i]}\n--- greedy\n{tokenizer.decode(generated[i][: args.tokens])}\n---")
 
     target, head = target.to(cpu), load_head(args.model / "eagle", cpu)
     for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
         rng = torch.Generator().manual_seed(args.seed)
-        began, emitted, same = time.monotonic(), [], 0
+        start, emitted, num_equal = time.monotonic(), [], 0
         for i, prompt in enumerate(prompts):
             text, rounds = chain_decode(target, head, prompt, args.tokens, args.depth, temperature, eos, rng)
             emitted += rounds
-            if temperature == 0.0 and most:
-                size = min(len(text), args.tokens, most)
-                same += text[:size] == made[i][:size]
-        note = f", {same} of {len(prompts)} texts as decoded plainly" if temperature == 0.0 and most else ""
+            if temperature == 0.0 and max_tokens:
+                size = min(len(text), args.tokens, max_tokens)
+                num_equal += text[:size] == generated[i][:size]
+        note = (
+            f", {num_equal} of {len(prompts)} texts equal to non-speculative decoding"
+            if temperature == 0.0 and max_tokens
+            else ""
+        )
         print(
             f"{name}: {sum(emitted) / len(emitted):.3f} tokens per verification, {args.depth} drafted, "
-            f"{len(emitted)} verifications{note} ({time.monotonic() - began:.0f} s)",
+            f"{len(emitted)} verifications{note} ({time.monotonic() - start:.0f} s)",
             flush=True,
         )
 

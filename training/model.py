@@ -72,7 +72,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
 
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, heads, S, D], rotated keys and values [B, kv_heads, S, D]."""
+        """Return rotated queries [B, heads, S, D], rotated keys and values [B, kv_heads, S, D]."""
         b, s, _ = x.shape
         q = self.q_proj(x).view(b, s, self.heads, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(b, s, self.kv_heads, self.head_dim).transpose(1, 2)
@@ -90,15 +90,15 @@ class Attention(nn.Module):
     def causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.out(F.scaled_dot_product_attention(q, self.widen(k), self.widen(v), is_causal=True))
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, at: Tensor) -> Tensor:
-        """One new token per sequence at position `at` (a tensor of one element), over the whole cache."""
-        cache_k.index_copy_(2, at, k.to(cache_k.dtype))
-        cache_v.index_copy_(2, at, v.to(cache_v.dtype))
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, position: Tensor) -> Tensor:
+        """Attend from one new token per sequence at `position` (a tensor of one element) to the whole cache."""
+        cache_k.index_copy_(2, position, k.to(cache_k.dtype))
+        cache_v.index_copy_(2, position, v.to(cache_v.dtype))
         b = q.shape[0]
         grouped = q.view(b, self.kv_heads, -1, self.head_dim).to(cache_k.dtype)
         scores = (grouped @ cache_k.transpose(-1, -2)).float() * self.head_dim**-0.5
-        seen = torch.arange(cache_k.shape[2], device=q.device) <= at
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(cache_v.dtype)
+        visible = torch.arange(cache_k.shape[2], device=q.device) <= position
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(cache_v.dtype)
         return self.out((weights @ cache_v).view(b, self.heads, 1, self.head_dim))
 
 
@@ -126,7 +126,7 @@ class Layer(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Tables of cosines and sines, in float32, never stored in the checkpoint."""
+    """Tables of cosines and sines in float32, which checkpoints don't store."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Rotary(nn.Module):
 
 
 class Target(nn.Module):
-    """LlamaForCausalLM with tied embeddings; `forward` gives the hidden state after the final norm."""
+    """LlamaForCausalLM with tied embeddings. `forward` returns the hidden state after the final norm."""
 
     def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Target(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Hidden states of whole sequences; a cache, where given, is filled from position 0."""
+        """Return hidden states of whole sequences. A cache, if given, is filled from position 0."""
         s = tokens.shape[1]
         cos, sin = self.rotary.cos[:s], self.rotary.sin[:s]
         x = self.drop(self.embed_tokens(tokens))
@@ -170,13 +170,13 @@ class Target(nn.Module):
             x = x + self.drop(layer.mlp(layer.post_attention_layernorm(x)))
         return self.norm(x)
 
-    def decode(self, token: Tensor, at: Tensor, cache: Cache) -> Tensor:
-        """Hidden state [B, 1, H] of one token per sequence at position `at` (a tensor of one element)."""
-        cos, sin = self.rotary.cos[at], self.rotary.sin[at]
+    def decode(self, token: Tensor, position: Tensor, cache: Cache) -> Tensor:
+        """Return the hidden state [B, 1, H] of one token per sequence at `position` (a tensor of one element)."""
+        cos, sin = self.rotary.cos[position], self.rotary.sin[position]
         x = self.embed_tokens(token)[:, None]
         for i, layer in enumerate(self.layers):
             q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), cos, sin)
-            x = x + layer.self_attn.decode(q, k, v, cache.k[i], cache.v[i], at)
+            x = x + layer.self_attn.decode(q, k, v, cache.k[i], cache.v[i], position)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 
@@ -185,10 +185,10 @@ class Target(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """Published EAGLE(-1/2) head: fc over (next token's embedding, feature), then one Llama layer.
+    """The published EAGLE-1 and -2 head: fc over (next token's embedding, hidden state), then one Llama layer.
 
-    Pair i joins the embedding of token i+1 with the target's final-norm hidden state at i, at rotary
-    position i; its output predicts the hidden state at i+1, which goes straight to the target's lm_head.
+    Pair i joins the embedding of token i+1 with the target's final-norm hidden state at i, at rotary position i. Its output
+    predicts the hidden state at i+1, which the target's lm_head reads directly.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -210,18 +210,17 @@ class EagleHead(nn.Module):
         return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
 
     def forward(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """Predicted features of all pairs, causal attention over the pairs as given."""
+        """Return the predicted hidden states of all pairs, with causal attention over the pairs."""
         s = features.shape[1]
         x = self.fc(torch.cat((embedded, features), dim=-1)).float()
         q, k, v = self.layer.self_attn.qkv(x, self.rotary.cos[:s], self.rotary.sin[:s])
         return self.finish(x, self.layer.self_attn.causal(q, k, v))
 
     def unroll(self, embedded: Tensor, features: Tensor, steps: int) -> list[Tensor]:
-        """Draft `steps` deep from every position at once, as decoding would, along the given tokens.
+        """Draft `steps` tokens from every position at once along the given tokens, equivalent to decoding.
 
-        At depth d the pair i carries the head's own output of depth d-1. It sees the pairs up to i-d as
-        depth 0 made them (true features) and pair i-d+m as depth m made it, m = 1..d. Output d at pair i
-        means something for i >= d only.
+        At depth d, pair i holds the head's own output of depth d-1. It attends to the pairs up to i-d as computed at depth 0
+        (true states), and to pair i-d+m as computed at depth m, m = 1..d. Output d at pair i is valid only for i >= d.
         """
         attention, s = self.layer.self_attn, features.shape[1]
         cos, sin = self.rotary.cos[:s], self.rotary.sin[:s]
@@ -253,12 +252,12 @@ class EagleHead(nn.Module):
 
 
 def shift(x: Tensor, by: int) -> Tensor:
-    """Move positions (the last axis but one) towards the end by `by`, zeros in front."""
+    """Move positions (the second to last axis) towards the end by `by`, with zeros in front."""
     return F.pad(x, (0, 0, by, 0))[..., : x.shape[-2], :] if by else x
 
 
 def initialise(module: nn.Module) -> None:
-    """Small normal weights; projections back into the residual stream start at zero."""
+    """Initialize with small normal weights. Projections into the residual stream start at zero."""
     for name, parameter in module.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             nn.init.zeros_(parameter)
@@ -269,7 +268,7 @@ def initialise(module: nn.Module) -> None:
 
 
 def round_to_bfloat16(module: nn.Module) -> None:
-    """Give the float32 parameters the values that a bfloat16 checkpoint holds."""
+    """Round the float32 parameters to the values of a bfloat16 checkpoint."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -279,7 +278,7 @@ def round_to_bfloat16(module: nn.Module) -> None:
 
 
 def save_target(target: Target, folder: Path, eos: int, pad: int) -> None:
-    """Write the target through transformers, as LlamaForCausalLM.save_pretrained writes it."""
+    """Write the target with transformers' LlamaForCausalLM.save_pretrained."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {k: v for k, v in asdict(target.shape).items() if k != "rope_theta"}
@@ -301,7 +300,7 @@ def save_target(target: Target, folder: Path, eos: int, pad: int) -> None:
 
 
 def load_target(folder: Path, device: torch.device) -> Target:
-    """Read a target back, the stored bfloat16 upcast to float32."""
+    """Load a target, with the stored bfloat16 converted to float32."""
     config = json.loads((folder / "config.json").read_text())
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     shape = Shape(**{k: config[k] for k in asdict(Shape()) if k != "rope_theta"}, rope_theta=theta)
@@ -335,7 +334,7 @@ def save_head(head: EagleHead, folder: Path, eos: int, pad: int) -> None:
 
 
 def load_head(folder: Path, device: torch.device) -> EagleHead:
-    """Read a head back, the stored bfloat16 upcast to float32."""
+    """Load a head, with the stored bfloat16 converted to float32."""
     config = json.loads((folder / "config.json").read_text())
     head = EagleHead(Shape(**{k: config[k] for k in asdict(Shape())}))
     head.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})

@@ -1,4 +1,4 @@
-"""Muon for the matrices of the layers, AdamW for the rest, one learning-rate factor for both."""
+"""Muon for the matrices of the layers, AdamW for the other parameters, one learning-rate factor for both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Five Newton-Schulz steps towards the nearest orthogonal matrix, for a stack of matrices."""
+    """Run five Newton-Schulz steps towards the nearest orthogonal matrix, for a stack of matrices."""
     x = grad.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -22,19 +22,19 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Optimizer:
-    """Steps a module's parameters; `step(factor)` scales the peak learning rates."""
+    """Optimizes a module's parameters. `step(factor)` scales the peak learning rates."""
 
     def __init__(self, module: nn.Module, muon_lr: float, adam_lr: float, weight_decay: float) -> None:
         groups: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
-        others: list[nn.Parameter] = []
+        adam_parameters: list[nn.Parameter] = []
         for name, parameter in module.named_parameters():
             if parameter.ndim == 2 and (".self_attn." in name or ".mlp." in name):
                 groups[parameter.shape].append(parameter)
             else:
-                others.append(parameter)
+                adam_parameters.append(parameter)
         self.groups = [(ps, torch.zeros_like(torch.stack([p.data for p in ps]))) for ps in groups.values()]
-        cuda = others[0].is_cuda
-        self.adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
+        cuda = adam_parameters[0].is_cuda
+        self.adam = torch.optim.AdamW(adam_parameters, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
         self.dtype = torch.bfloat16 if cuda else torch.float32
         self.muon_lr, self.adam_lr, self.weight_decay = muon_lr, adam_lr, weight_decay
 

@@ -2,8 +2,8 @@
 
     python train.py --out OUT --device cuda --minutes 5
 
-Stages, in order: data, target, unlikelihood, head. Each leaves its result under --out, and --stages picks
-some of them, so that a later one can be repeated alone.
+The stages are data, target, unlikelihood and head, in this order. Each stage writes its result under --out. --stages selects
+some of them, so that a later stage can be repeated alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import corpus
 import numpy as np
 import torch
 import torch.nn.functional as F
-from decoding import Generator, is_loop, repeated, walk
+from decoding import Generator, is_loop, mark_repeated, mean_acceptance_length
 from optim import Optimizer
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -29,11 +29,11 @@ from torch import Tensor
 from model import EagleHead, Shape, Target, load_target, round_to_bfloat16, save_head, save_target
 
 STAGES = ("data", "target", "unlikelihood", "head")
-SHARES = {"target": 0.4, "unlikelihood": 0.22, "head": 0.38}
+TIME_SHARES = {"target": 0.4, "unlikelihood": 0.22, "head": 0.38}
 
 
 class Run:
-    """What the stages share: the arguments, the token streams, the log."""
+    """State that the stages share: the arguments, the token streams and the log."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -46,8 +46,8 @@ class Run:
         self.train = self.stream("train")
         self.held_out = self.stream("held_out")
         self.facts = json.loads((self.out / "data" / "facts.json").read_text())
-        self.began = time.monotonic()
-        log = self.out / "log.json"  # goes on over calls that run one stage each
+        self.start_time = time.monotonic()
+        log = self.out / "log.json"  # later calls append to it
         self.log: list[dict[str, object]] = json.loads(log.read_text()) if log.exists() else []
         self.note(
             "start",
@@ -62,57 +62,57 @@ class Run:
         return torch.from_numpy(tokens).to(self.device)
 
     def note(self, event: str, **facts: object) -> None:
-        """Print a line and keep it in log.json."""
+        """Print a line and append it to log.json."""
         rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in facts.items()}
-        self.log.append({"event": event, "seconds": round(time.monotonic() - self.began, 1), **rounded})
-        shown = "  ".join(f"{k} {v}" for k, v in rounded.items())
-        print(f"[{time.monotonic() - self.began:6.1f}s] {event}: {shown}", flush=True)
+        self.log.append({"event": event, "seconds": round(time.monotonic() - self.start_time, 1), **rounded})
+        listing = "  ".join(f"{k} {v}" for k, v in rounded.items())
+        print(f"[{time.monotonic() - self.start_time:6.1f}s] {event}: {listing}", flush=True)
         (self.out / "log.json").write_text(json.dumps(self.log, indent=1) + "\n")
 
     def batch(self, rows: int, length: int, stream: Tensor | None = None) -> Tensor:
-        """Random pieces of a stream."""
+        """Return random pieces of a stream, by default the training stream."""
         stream = self.train if stream is None else stream
-        at = torch.randint(len(stream) - length, (rows, 1), device=self.device)
-        return stream[at + torch.arange(length, device=self.device)]
+        starts = torch.randint(len(stream) - length, (rows, 1), device=self.device)
+        return stream[starts + torch.arange(length, device=self.device)]
 
     def rows(self, length: int) -> int:
         return max(1, self.args.batch_tokens // length)
 
-    def fast(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """The function compiled, on CUDA."""
+    def compile_on_cuda(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return the compiled function on CUDA, and the function itself on a CPU."""
         return torch.compile(function, dynamic=False) if self.cuda and self.args.compile else function
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.cuda)
 
     def clock(self, stage: str) -> Callable[[int], float]:
-        """Progress from 0 to 1 of a stage: by steps where --steps is given, by time otherwise."""
-        limit = 60 * self.args.minutes * SHARES[stage]
-        began = time.monotonic()
+        """Return a function from a step number to a stage's progress, from 0 to 1: by steps with --steps, else by time."""
+        limit = 60 * self.args.minutes * TIME_SHARES[stage]
+        start_time = time.monotonic()
         queued: list[torch.cuda.Event] = []
 
         def progress(step: int) -> float:
             if self.args.steps:
                 return step / self.args.steps
-            if self.cuda:  # at most four steps ahead of the device
+            if self.cuda:  # launch at most four steps ahead of the device
                 queued.append(torch.cuda.Event())
                 queued[-1].record()
                 if len(queued) > 4:
                     queued.pop(0).synchronize()
-            return (time.monotonic() - began) / limit
+            return (time.monotonic() - start_time) / limit
 
         return progress
 
     @torch.no_grad()
-    def loss(self, target: Target, stream: Tensor, length: int = 1024, most: int = 512) -> float:
-        """Nats per token over consecutive pieces of a stream."""
+    def loss(self, target: Target, stream: Tensor, length: int = 1024, max_pieces: int = 512) -> float:
+        """Return the loss in nats per token over consecutive pieces of a stream."""
         length = min(length, len(stream) - 1)
-        count = min(most if self.cuda else 8, (len(stream) - 1) // length)
+        count = min(max_pieces if self.cuda else 8, (len(stream) - 1) // length)
         target.eval()
         total = 0.0
         for i in range(0, count, 64):
-            at = torch.arange(i, min(count, i + 64), device=self.device)[:, None] * length
-            piece = stream[at + torch.arange(length + 1, device=self.device)]
+            indices = torch.arange(i, min(count, i + 64), device=self.device)[:, None] * length
+            piece = stream[indices + torch.arange(length + 1, device=self.device)]
             with self.autocast():
                 logits = target.logits(target(piece[:, :-1]))
             loss = F.cross_entropy(logits.float().flatten(0, 1), piece[:, 1:].flatten(), reduction="sum")
@@ -120,16 +120,16 @@ class Run:
         return total / (count * length)
 
     def loops(self, target: Target, count: int, rows: int = 256, prefix: int = 64) -> float:
-        """Share of greedy continuations of held-out pieces that fall into a loop."""
+        """Return the share of greedy continuations of held-out pieces that fall into a loop."""
         rows = rows if self.cuda else 8
         generator = Generator(target, rows, prefix + count, 0.0, self.dtype)
-        at = torch.linspace(0, len(self.held_out) - prefix - 1, rows, device=self.device).long()[:, None]
-        made = generator.run(self.held_out[at + torch.arange(prefix, device=self.device)], count)
-        texts = [row[: row.index(self.eos)] if self.eos in row else row for row in made[:, prefix:].tolist()]
+        starts = torch.linspace(0, len(self.held_out) - prefix - 1, rows, device=self.device).long()[:, None]
+        generated = generator.run(self.held_out[starts + torch.arange(prefix, device=self.device)], count)
+        texts = [row[: row.index(self.eos)] if self.eos in row else row for row in generated[:, prefix:].tolist()]
         return sum(is_loop(row, self.tokenizer.decode(row)) for row in texts) / rows
 
     def report(self, target: Target, stage: str) -> None:
-        """Losses and loop rates of the weights as stored."""
+        """Log losses and loop rates of the weights as rounded to bfloat16."""
         stored = Target(target.shape).to(self.device).eval()
         stored.load_state_dict(target.state_dict())
         round_to_bfloat16(stored)
@@ -160,62 +160,62 @@ class Run:
         return loss_of
 
     def train_target(self) -> Target:
-        """Next-token training on pieces of --length tokens."""
+        """Train next-token prediction on pieces of --length tokens."""
         target = Target(Shape(), dropout=self.args.dropout).to(self.device).train()
         optimizer = Optimizer(target, muon_lr=0.02, adam_lr=0.004, weight_decay=0.1)
 
         length = self.args.length
-        fast = self.fast(self.likelihood(target))
-        for _ in range(2):  # compiled before the clock starts
-            fast(self.batch(self.rows(length), length + 1)).backward()
+        loss_of_batch = self.compile_on_cuda(self.likelihood(target))
+        for _ in range(2):  # compile before the clock starts
+            loss_of_batch(self.batch(self.rows(length), length + 1)).backward()
         target.zero_grad()
         self.note("compiled", parameters=sum(p.numel() for p in target.parameters()))
         progress, step = self.clock("target"), 0
         while (done := progress(step)) < 1.0:
-            # Warm up, then a cosine down to a tenth, which the unlikelihood stage takes to zero.
+            # Linear warm-up, then a cosine down to a tenth. The unlikelihood stage continues down to zero.
             factor = min(1.0, (step + 1) / 100) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
-            loss = fast(self.batch(self.rows(length), length + 1))
+            loss = loss_of_batch(self.batch(self.rows(length), length + 1))
             loss.backward()
             optimizer.step(factor)
             if step % 500 == 0:
-                seen = step * self.args.batch_tokens / len(self.train)
-                self.note("target", step=step, epochs=seen, done=done, loss=loss.item())
+                epochs = step * self.args.batch_tokens / len(self.train)
+                self.note("target", step=step, epochs=epochs, done=done, loss=loss.item())
             step += 1
         self.report(target, f"target after {step} steps")
         self.save(target)
         return target
 
     def train_unlikelihood(self, target: Target) -> Target:
-        """Likelihood on text, unlikelihood of what the target's own greedy continuations repeat.
+        """Train likelihood on text, and unlikelihood on repetitions in the target's own greedy continuations.
 
-        Sequence-level unlikelihood after Welleck et al. (2019), with the tokens that continue a block
-        already copied whole (see `repeated`) in place of repeated 4-grams, which code is full of.
+        Sequence-level unlikelihood after Welleck et al. (2019). It is applied to tokens that continue a block already copied
+        completely (see `mark_repeated`) instead of repeated 4-grams, which are frequent in code.
         """
         rows, total, longest = (self.args.greedy_rows, 608, 256) if self.cuda else (8, 80, 32)
         generator = Generator(target, rows, total, 0.0, self.dtype)
-        # Muon's step is as large as its learning rate whatever the gradient, so the start is low.
+        # The size of Muon's step is its learning rate, whatever the gradient, so the rate is low.
         optimizer = Optimizer(target, muon_lr=0.002, adam_lr=0.0004, weight_decay=0.1)
         length, parts = self.args.length, 8
         target.train()
-        fast = self.fast(self.likelihood(target))
-        fast(self.batch(self.rows(length), length + 1)).backward()
+        loss_of_batch = self.compile_on_cuda(self.likelihood(target))
+        loss_of_batch(self.batch(self.rows(length), length + 1)).backward()
         target.zero_grad()
         progress, step = self.clock("unlikelihood"), 0
         while (done := progress(step)) < 1.0:
             if step % parts == 0:
                 size = longest >> int(torch.randint(4, ()))
-                made = generator.run(self.batch(rows, size), total - size)
-                marks = repeated(made)
+                generated = generator.run(self.batch(rows, size), total - size)
+                marks = mark_repeated(generated)
                 marks[:, :size] = False
                 order = torch.randperm(rows, device=self.device)
-            pick = order[step % parts :: parts]
-            likelihood = fast(self.batch(self.rows(length), length + 1))
+            part = order[step % parts :: parts]
+            likelihood = loss_of_batch(self.batch(self.rows(length), length + 1))
             with self.autocast():
-                own = target.logits(target(made[pick, :-1]))
-            marked = marks[pick, 1:]
-            log_p = own.float().log_softmax(-1).gather(-1, made[pick, 1:, None])[..., 0]
-            unlike = -torch.log1p(-log_p.exp().clamp(max=1 - 1e-5)) * marked
-            unlikelihood = unlike.sum() / marked.sum().clamp_min(0.02 * marked.numel())
+                logits = target.logits(target(generated[part, :-1]))
+            marked = marks[part, 1:]
+            log_p = logits.float().log_softmax(-1).gather(-1, generated[part, 1:, None])[..., 0]
+            penalties = -torch.log1p(-log_p.exp().clamp(max=1 - 1e-5)) * marked
+            unlikelihood = penalties.sum() / marked.sum().clamp_min(0.02 * marked.numel())
             (likelihood + self.args.alpha * unlikelihood).backward()
             optimizer.step(min(1.0, (step + 1) / 20) * (1.0 - done))
             if step % 100 == 0:
@@ -228,31 +228,31 @@ class Run:
         return target
 
     def train_head(self, target: Target) -> EagleHead:
-        """Match the frozen target's distributions, drafting several tokens deep as decoding would."""
+        """Train the head to match the frozen target's distributions, several tokens deep as in decoding."""
         target.eval().requires_grad_(False)
         head = EagleHead(target.shape).to(self.device)
         size = target.shape.hidden_size
-        with torch.no_grad():  # start from "the feature stays", with embeddings brought to unit scale
+        with torch.no_grad():  # start with the identity of the hidden state, and embeddings scaled to unit variance
             head.fc.weight[:, size:] = torch.eye(size)
             head.fc.weight[:, :size] *= 1.0 / target.embed_tokens.weight.std()
         optimizer = Optimizer(head, muon_lr=0.02, adam_lr=0.002, weight_decay=0.05)
         prefix, count = (64, 448) if self.cuda else (16, 48)
         rows = self.args.head_rows if self.cuda else 4
-        made_rows = 1024 if self.cuda else 4
-        greedy = Generator(target, made_rows, prefix + count, 0.0, self.dtype)
-        sampled = Generator(target, made_rows, prefix + count, 1.0, self.dtype)
+        pool_rows = 1024 if self.cuda else 4
+        greedy = Generator(target, pool_rows, prefix + count, 0.0, self.dtype)
+        sampled = Generator(target, pool_rows, prefix + count, 1.0, self.dtype)
         probe = self.batch(128 if self.cuda else 4, prefix, self.held_out)
 
         def loss_of(tokens: Tensor) -> Tensor:
-            """The loss, then per depth the divergence from the target and the share of rejections."""
+            """Return the loss, then per depth the divergence from the target and the probability of a rejection."""
             with torch.no_grad(), self.autocast():
-                features = target(tokens)
-                goal = features[:, 1:-1]
-                log_p = target.logits(goal).float().log_softmax(-1)
+                hidden = target(tokens)
+                target_states = hidden[:, 1:-1]
+                log_p = target.logits(target_states).float().log_softmax(-1)
                 p = log_p.exp()
                 embedded = target.embed_tokens(tokens[:, 1:-1])
             with self.autocast():
-                outputs = head.unroll(embedded, features[:, :-2], self.args.depth)
+                outputs = head.unroll(embedded, hidden[:, :-2], self.args.depth)
             facts = []
             loss = torch.zeros((), device=self.device)
             for depth, out in enumerate(outputs):
@@ -260,40 +260,40 @@ class Run:
                     logits = target.logits(out[:, depth:])
                 log_q = logits.float().log_softmax(-1)
                 divergence = (p[:, depth:] * (log_p[:, depth:] - log_q)).sum(-1).mean()
-                # Half the absolute difference is the chance of a rejection at temperature 1.
+                # Half the absolute difference is the probability of a rejection at temperature 1.
                 rejected = 0.5 * (p[:, depth:] - log_q.exp()).abs().sum(-1).mean()
-                regression = F.smooth_l1_loss(out[:, depth:].float(), goal[:, depth:])
+                regression = F.smooth_l1_loss(out[:, depth:].float(), target_states[:, depth:])
                 loss = loss + (divergence + rejected + 0.1 * regression) * 0.9**depth
                 facts += [divergence.detach(), rejected.detach()]
             return torch.stack([loss, *facts])
 
-        fast = self.fast(loss_of)
+        compiled = self.compile_on_cuda(loss_of)
         third = max(1, rows // 3)
         for _ in range(2):
-            fast(self.batch(3 * third, prefix + count))[0].backward()
+            compiled(self.batch(3 * third, prefix + count))[0].backward()
         head.zero_grad()
         self.note("compiled", parameters=sum(p.numel() for p in head.parameters()))
         pools: list[Tensor] = []
         progress, step = self.clock("head"), 0
         while (done := progress(step)) < 1.0:
             if step % (200 if self.cuda else 10) == 0:
-                pools = [g.run(self.batch(made_rows, prefix), count) for g in (greedy, sampled)]
-            # A third each: text, greedy text of the target, sampled text of the target.
-            picks = [pool[torch.randint(made_rows, (third,), device=self.device)] for pool in pools]
-            facts = fast(torch.cat([*picks, self.batch(third, prefix + count)]))
+                pools = [g.run(self.batch(pool_rows, prefix), count) for g in (greedy, sampled)]
+            # One third each: text, greedy text of the target, sampled text of the target.
+            picks = [pool[torch.randint(pool_rows, (third,), device=self.device)] for pool in pools]
+            facts = compiled(torch.cat([*picks, self.batch(third, prefix + count)]))
             facts[0].backward()
             optimizer.step(min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))))
             if step % 250 == 0:
-                shown = [round(v, 3) for v in facts[1:].tolist()]
-                self.note("head", step=step, done=done, divergence=shown[::2], rejected=shown[1::2])
+                per_depth = [round(v, 3) for v in facts[1:].tolist()]
+                self.note("head", step=step, done=done, divergence=per_depth[::2], rejected=per_depth[1::2])
             step += 1
         round_to_bfloat16(head)
         head.eval()
         rates: dict[str, object] = {}
         for name, generator, temperature in (("greedy", greedy, 0.0), ("sampled", sampled, 1.0)):
-            prefixes = probe.repeat(made_rows // len(probe), 1)
+            prefixes = probe.repeat(pool_rows // len(probe), 1)
             tokens = generator.run(prefixes, count)[: len(probe), : prefix + 128]
-            rates[name] = walk(target, head, tokens, prefix - 1, 4, temperature)
+            rates[name] = mean_acceptance_length(target, head, tokens, prefix - 1, 4, temperature)
         self.note(f"head after {step} steps", **rates)
         save_head(head, self.out / "eagle", self.eos, self.pad)
         return head
@@ -303,18 +303,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for data, checkpoints and log")
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="text")
-    parser.add_argument("--stages", default=",".join(STAGES), help="some of them, joined by commas")
+    parser.add_argument("--stages", default=",".join(STAGES), help="stages to run, separated by commas")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, default=5.0, help="time of all training stages together")
-    parser.add_argument("--steps", type=int, default=0, help="steps of each stage, instead of --minutes")
+    parser.add_argument("--minutes", type=float, default=5.0, help="total time of the training stages")
+    parser.add_argument("--steps", type=int, default=0, help="number of steps of each stage, instead of --minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-tokens", type=int, default=65536)
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a training piece")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per training piece")
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--alpha", type=float, default=0.3, help="weight of the unlikelihood")
-    parser.add_argument("--greedy-rows", type=int, default=512, help="greedy continuations made at a time")
-    parser.add_argument("--head-rows", type=int, default=48, help="sequences of a step of the head")
-    parser.add_argument("--depth", type=int, default=4, help="drafts deep that the head is trained")
+    parser.add_argument("--alpha", type=float, default=0.3, help="weight of the unlikelihood loss")
+    parser.add_argument("--greedy-rows", type=int, default=512, help="number of concurrent greedy continuations")
+    parser.add_argument("--head-rows", type=int, default=48, help="sequences per step of the head")
+    parser.add_argument("--depth", type=int, default=4, help="draft depth in the training of the head, in tokens")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     stages = args.stages.split(",")
@@ -322,7 +322,7 @@ def main() -> None:
         parser.error(f"unknown stages {sorted(unknown)}, there are {STAGES}")
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.suppress_errors = True  # what does not compile runs uncompiled
+    torch._dynamo.config.suppress_errors = True  # functions that fail to compile run eagerly
     if "data" in stages:
         corpus.build(args.stdlib, args.out / "data", Shape().vocab_size, args.seed)
     if stages == ["data"]:

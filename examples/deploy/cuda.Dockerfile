@@ -6,7 +6,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
 WORKDIR /src
 RUN python -m venv /opt/outrider \
     && /opt/outrider/bin/pip install --no-cache-dir --upgrade pip==26.3
-# torch first, so that a change of the sources doesn't fetch it again.
+# torch has its own layer, so that a change of the sources doesn't download it again.
 COPY constraints.txt .
 RUN /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt --extra-index-url "$TORCH_INDEX" torch triton
 COPY . .
@@ -28,6 +28,6 @@ EXPOSE 8000
 # Loading a large model takes minutes; until the server is ready, a failed check doesn't count.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
-# SIGTERM drains: give it longer than --drain-seconds (docker stop --time 45).
+# SIGTERM drains the server. Allow more time than --drain-seconds (docker stop --time 45).
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["outrider", "serve", "--host", "0.0.0.0", "--port", "8000", "--backend", "cuda"]

@@ -1,1 +1,1 @@
-"""Kernels in Triton for the devices that Triton compiles for; a backend package picks them up, none owns them."""
+"""Triton kernels for every device that Triton compiles for. A backend package selects them; no backend owns them."""

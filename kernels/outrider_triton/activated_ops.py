@@ -1,5 +1,7 @@
-"""Gate and up in e4m3 (:mod:`outrider_triton.jit.streamed`), and what quantises behind them or where embeddings are read
-(:mod:`outrider_triton.jit.activations`), as operators.
+"""Operators that quantise activations inside the kernel that computes them.
+
+:mod:`outrider_triton.jit.streamed` computes gate and up in e4m3. :mod:`outrider_triton.jit.activations` quantises the gated
+rows afterwards, and quantises embeddings while it reads them.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ def _silu_mul_linear(
     config: list[int],
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Of operands in e4m3: [T, I] in ``dtype``, and the largest magnitudes of its rows, float32 [programs, T]."""
+    """Multiply e4m3 operands and apply SwiGLU.
+
+    Return the activation [T, I] in ``dtype`` and the largest magnitude per program and row, float32 [programs, T].
+    """
     out, maxima = _gated(x, weight, dtype, config)
-    cut = MatmulConfig(*config)
-    silu_mul(x, None, weight, bias, out, 0.0, cut, pdl, quantized=(x_scales, scales, rows), maxima=maxima)
+    tiling = MatmulConfig(*config)
+    silu_mul(x, None, weight, bias, out, 0.0, tiling, pdl, quantized=(x_scales, scales, rows), maxima=maxima)
     return out, maxima
 
 
@@ -50,15 +55,17 @@ define(
 
 
 def _quantize_by_maxima(x: Tensor, maxima: Tensor, format: str, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:
-    """Rows ``x`` [m, k] as :func:`quantized_rows` makes them, by the largest magnitudes that were left of them."""
-    (m, k), shares, block = x.shape, maxima.shape[0], 1024
+    """Quantise rows ``x`` [m, k] like :func:`quantized_rows`, with scales computed from the producer's ``maxima`` [programs,
+    m].
+    """
+    (m, k), programs, block = x.shape, maxima.shape[0], 1024
     out, scales = room_quantized(x, k, 0, dtype)
     launch(
         activations.quantize_by_maxima,
         (m, triton.cdiv(k, block)),
-        *(x.contiguous(), maxima.contiguous(), out, scales, k, shares),
+        *(x.contiguous(), maxima.contiguous(), out, scales, k, programs),
         FORMAT=format,
-        SHARES=power_of_two(shares),
+        SHARES=power_of_two(programs),
         BLOCK=block,
         pdl=pdl,
         warps=4,
@@ -76,15 +83,15 @@ define(
 def _embed_beside_quantize(
     tokens: Tensor, weight: Tensor, hidden: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool
 ) -> tuple[Tensor, Tensor]:
-    """What is beside each other is quantised as one row."""
+    """Concatenate each token's embedding and ``hidden`` row, and quantise the concatenation as one row."""
     expect_beside(weight, hidden)
-    size, beside = weight.shape[1], hidden.shape[1]
-    out, scales = room_quantized(hidden, size + beside, group, dtype)
-    block = power_of_two(size + beside)
+    size, hidden_size = weight.shape[1], hidden.shape[1]
+    out, scales = room_quantized(hidden, size + hidden_size, group, dtype)
+    block = power_of_two(size + hidden_size)
     launch(
         activations.embed_beside_quantize,
         (out.shape[0],),
-        *(tokens.contiguous(), weight, hidden, out, scales, size, beside, hidden.stride(0)),
+        *(tokens.contiguous(), weight, hidden, out, scales, size, hidden_size, hidden.stride(0)),
         FORMAT=format,
         GROUP=min(group, block),
         BLOCK=block,

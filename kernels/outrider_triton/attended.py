@@ -1,4 +1,4 @@
-"""The part of the kernel set that attends over the cache."""
+"""TritonAttention: attention over the paged cache, as a part of the kernel set."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, QuantizedProduct, QuantizedWeight
 from outrider_triton import attention_ops as _attention_ops  # noqa: F401  (registers the operators)
-from outrider_triton import variants
 from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs, reads_early
 from outrider_triton.ends import TritonEnds
-from outrider_triton.facts import DeviceFacts
-from outrider_triton.jit.planes import UNIT
+from outrider_triton.jit.nibble_planes import UNIT
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.planes_ops import laying
 from outrider_triton.prompts import PromptAttention, Prompts
@@ -26,17 +24,17 @@ _TRITON = torch.ops.outrider
 
 
 class TritonAttention(TritonEnds):
-    """Attention, by itself and with the product behind it."""
+    """Attention over the cache, alone or fused with the output projection and the norm that follow."""
 
-    facts: DeviceFacts
-    pdl: bool
     table: Table | None
-    _scope: variants.Scope
     _prompts: PromptAttention
     _layer: str
 
     def attention_config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
-        """See :class:`~outrider_triton.derive_attention.AttentionCut`: from what the host knows."""
+        """Return the launch of this attention as :class:`~outrider_triton.derive_attention.AttentionCut` lists it.
+
+        Only host-side sizes decide: the batch, and the largest query and cache lengths.
+        """
         return self._attention_config(q, k_cache, metadata.seq_lens.shape[0], metadata.max_query, metadata.max_kv)
 
     def _attention_config(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
@@ -51,7 +49,7 @@ class TritonAttention(TritonEnds):
     def cut_up(
         self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int, tuned: AttentionConfig | None
     ) -> AttentionCut:
-        """The launch for queries and a cache like these, with what was measured; None: derived."""
+        """Return the launch for queries and a cache of these shapes. ``tuned`` is a measured configuration, or None."""
         return cut(self.facts, _heads(q, k_cache), batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned)
 
     def paged_attention(
@@ -64,7 +62,10 @@ class TritonAttention(TritonEnds):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Online softmax over the pages; few queries split the cached tokens among programs. Prompts go their own way."""
+        """Attend with online softmax over the pages.
+
+        Few queries split the cached tokens among programs. Prefill uses the kernel that was measured to be fastest for it.
+        """
         if not self._attends(q):
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
         call = Prompts(q, k_cache, v_cache, metadata, scale, window)
@@ -93,14 +94,18 @@ class TritonAttention(TritonEnds):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """What joins the splits of attention leaves rows as a product of four bits takes them: a kernel less."""
+        """Attend, project, normalise and multiply by a quantised weight.
+
+        If the output projection is in four bits, the kernel that joins the splits stores rows in its nibble-plane layout:
+        one kernel fewer.
+        """
         call = Prompts(q, k_cache, v_cache, metadata, scale, window)
-        behind = residual, norm, eps, weight, bias
-        normed = self._attention_normed(call, output, output_bias, *behind)
+        following = residual, norm, eps, weight, bias
+        normed = self._attention_normed(call, output, output_bias, *following)
         if normed is None:
-            operands = q, k_cache, v_cache, metadata, output, output_bias, *behind
+            operands = q, k_cache, v_cache, metadata, output, output_bias, *following
             return super().attention_norm_linear_quantized(*operands, scale=scale, window=window)
-        return self._behind(normed, residual, weight, bias, parts=False)
+        return self._second_product(normed, residual, weight, bias, parts=False)
 
     def attention_norm_linear_silu_mul_quantized(
         self,
@@ -121,20 +126,24 @@ class TritonAttention(TritonEnds):
         scale: float,
         window: int = 0,
     ) -> QuantizedProduct:
-        """A product through a ring ends in the activation, and leaves the maxima of its rows: several programs a row quantise
-        them for the next product, where one had to see the whole row.
+        """Attend, project, normalise and apply gate, up and SwiGLU.
+
+        A streamed product applies SwiGLU itself and returns the maxima of its rows. Several programs per row then quantise
+        the activation, where otherwise one program must see the whole row.
         """
         call = Prompts(q, k_cache, v_cache, metadata, scale, window)
-        behind = residual, norm, eps, weight, bias
-        normed = self._attention_normed(call, output, output_bias, *behind)
+        following = residual, norm, eps, weight, bias
+        normed = self._attention_normed(call, output, output_bias, *following)
         if normed is None:
-            operands = q, k_cache, v_cache, metadata, output, output_bias, *behind, down, down_bias
+            operands = q, k_cache, v_cache, metadata, output, output_bias, *following, down, down_bias
             return super().attention_norm_linear_silu_mul_quantized(*operands, scale=scale, window=window)
         activated = self._activated(normed, residual, weight, bias)
         if activated is not None:
-            made, maxima = activated
-            return QuantizedProduct(made, down, down_bias, maxima=maxima)
-        return QuantizedProduct(self._behind(normed, residual, weight, bias, parts=False), down, down_bias, gated=True)
+            gated, maxima = activated
+            return QuantizedProduct(gated, down, down_bias, maxima=maxima)
+        return QuantizedProduct(
+            self._second_product(normed, residual, weight, bias, parts=False), down, down_bias, gated=True
+        )
 
     def _attention_normed(
         self,
@@ -147,22 +156,29 @@ class TritonAttention(TritonEnds):
         weight: QuantizedWeight,
         bias: Tensor | None,
     ) -> Normed | None:
-        """Attention, its product, and the norm behind it; None, and nothing was done: not for these."""
-        whole = residual[:, :1].expand(-1, output.shape[1])  # for its shape and dtype
+        """Run attention, its output projection and the norm. Return None, and run nothing, if a kernel is missing."""
+        projected = residual[:, :1].expand(-1, output.shape[1])  # only the shape and dtype are used
 
-        def attended(way: Plan, config: MatmulConfig) -> Rows:
-            # Of more requests it isn't split: rows lie plainly then.
-            ways = {0, *(_planes(call, way, each) for each in self._every(call.q, output, way))} if self._scope.depth else ()
-            return self._joined(call, _planes(call, way, config), ways)
+        def attention_rows(product_plan: Plan, config: MatmulConfig) -> Rows:
+            # Larger batches aren't split: their rows keep the ordinary layout.
+            layouts = (
+                {0, *(_planes(call, product_plan, other) for other in self._every(call.q, output, product_plan))}
+                if self._scope.depth
+                else ()
+            )
+            return self._joined(call, _planes(call, product_plan, config), layouts)
 
-        added = QuantizedProduct(whole, output, output_bias)
-        return self._normed(added, residual, norm, eps, weight, bias, parts=False, taken=attended)
+        added = QuantizedProduct(projected, output, output_bias)
+        return self._normed(added, residual, norm, eps, weight, bias, parts=False, taken=attention_rows)
 
-    def _joined(self, call: Prompts, planes: int, ways: Iterable[int]) -> Rows:
-        """Rows [T, Hq D] of attention, in ``planes`` where it's split. ``ways``: in which they may be for other batches."""
+    def _joined(self, call: Prompts, planes: int, layouts: Iterable[int]) -> Rows:
+        """Return attention rows [T, Hq D]: in the nibble-plane layout ``planes`` if attention is split, else row-major.
+
+        ``layouts`` are all layouts that other batches may need; the scope compiles each of them.
+        """
         if planes and self._attends(call.q):
-            for each in sorted(ways):  # in the same order each time
-                self._compile_attention(call, each)
+            for layout in sorted(layouts):  # a fixed order makes the compile order deterministic
+                self._compile_attention(call, layout)
             config = self.attention_config(call.q, call.k_cache, call.metadata)
             if config[2] > 1 and not self._prompts.serves(call.q, call.metadata):
                 return Rows(_TRITON.paged_attention.triton_planes(*self._operands(call, config), planes), None, True)
@@ -175,37 +191,39 @@ class TritonAttention(TritonEnds):
 
     def _operands(self, call: Prompts, config: list[int]) -> tuple[Any, ...]:
         metadata = call.metadata
-        held = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
-        sizes = metadata.max_query, metadata.max_kv, call.scale, call.window
-        settled = self.pdl and metadata.settled and reads_early(config)
-        return call.q, call.k_cache, call.v_cache, *held, *sizes, settled, config, self.pdl
+        addressing = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
+        limits = metadata.max_query, metadata.max_kv, call.scale, call.window
+        reads_before_wait = self.pdl and metadata.settled and reads_early(config)
+        return call.q, call.k_cache, call.v_cache, *addressing, *limits, reads_before_wait, config, self.pdl
 
     def _compile_attention(self, call: Prompts, planes: int) -> None:
-        """Every way to cut it up; once, in the scope alone."""
+        """Compile attention with every tile configuration of these heads. Does nothing outside the scope, or the second
+        time.
+        """
         q, k_cache, metadata = call.q, call.k_cache, call.metadata
-        longest = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
+        longest_decode = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
         variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, call.window, planes
         if self._scope.first(("attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._layer)):
-            for each in self._scope.attention_configs(
+            for tiling in self._scope.attention_configs(
                 (q.dtype, *q.shape[1:], k_cache.shape[2], self._layer),
                 lambda *sizes: self._attention_config(q, k_cache, *sizes),
-                max_query=min(metadata.max_query, longest),
+                max_query=min(metadata.max_query, longest_decode),
                 capacity=metadata.block_table.shape[1] * k_cache.shape[1],
             ):
                 with ahead():
                     if not planes:
-                        _TRITON.paged_attention.triton(*self._operands(call, list(each)))
-                    elif each[2] > 1:
-                        _TRITON.paged_attention.triton_planes(*self._operands(call, list(each)), planes)
+                        _TRITON.paged_attention.triton(*self._operands(call, list(tiling)))
+                    elif tiling[2] > 1:
+                        _TRITON.paged_attention.triton_planes(*self._operands(call, list(tiling)), planes)
 
 
-def _planes(call: Prompts, way: Plan, config: MatmulConfig) -> int:
-    """How rows are laid out for such a product; 0: plainly."""
+def _planes(call: Prompts, product_plan: Plan, config: MatmulConfig) -> int:
+    """Return the nibble-plane layout that a product with this plan takes (:func:`laying`); 0: row-major rows."""
     size = call.q.shape[2]
-    return laying(config) if way.planes and size % UNIT.value == 0 and power_of_two(size) == size else 0
+    return laying(config) if product_plan.planes and size % UNIT.value == 0 and power_of_two(size) == size else 0
 
 
 def _heads(q: Tensor, k_cache: Tensor) -> Heads:
     page, kv_heads = k_cache.shape[1:3]
-    own = page if k_cache.dtype is q.dtype and k_cache.data_ptr() % 16 == 0 else 0
-    return Heads(group=q.shape[1] // kv_heads, kv_heads=kv_heads, size=q.shape[2], bytes=q.dtype.itemsize, page=own)
+    aligned_page = page if k_cache.dtype is q.dtype and k_cache.data_ptr() % 16 == 0 else 0
+    return Heads(group=q.shape[1] // kv_heads, kv_heads=kv_heads, size=q.shape[2], bytes=q.dtype.itemsize, page=aligned_page)

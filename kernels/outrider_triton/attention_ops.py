@@ -1,4 +1,6 @@
-"""Attention over the cache as operators (:mod:`outrider_triton.jit.attention`, :mod:`outrider_triton.jit.attention_ring`)."""
+"""Operators of attention over the paged cache (:mod:`outrider_triton.jit.attention` and
+:mod:`outrider_triton.jit.attention_streamed`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
-from outrider_triton.jit import attention, attention_ring
+from outrider_triton.jit import attention, attention_streamed
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.planes_ops import room, stride_of
 from outrider_triton.streamed import descriptor
@@ -19,7 +21,7 @@ _ATTENTION = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, Tensor block_table, Tensor? tree_mask, "
     "int max_query, int max_kv, float scale, int window, bool settled, int[] config, bool pdl"
 )
-"""Operands of attention's operators."""
+"""Schema of the operands that every attention operator takes."""
 
 
 def _attend(
@@ -40,11 +42,13 @@ def _attend(
     *,
     padding: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What attention gives, or with splits its parts and their maxima and sums: all three. ``padding``: whether that is
-    zeros.
+    """Launch attention and return (out, parts, stats); without splits all three are ``out``.
+
+    ``parts`` are the partial results of the splits, ``stats`` their maxima and sums. ``padding``: write zeros for padding
+    tokens.
     """
-    del max_kv  # lengths are read on the device
-    block_rows, block_kv, split, warps, stages, ring = config
+    del max_kv  # the device reads the lengths itself
+    block_rows, block_kv, split, warps, stages, is_streamed = config
     tokens, heads, size = q.shape
     page, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group, batch = heads // kv_heads, seq_lens.shape[0]
@@ -59,31 +63,22 @@ def _attend(
         stats = torch.empty((tokens, heads, split, 2), dtype=torch.float32, device=q.device)
     mask = out if tree_mask is None else tree_mask.view(torch.uint8)
     grid = triton.cdiv(max_query, block_rows // group), batch * kv_heads, split
-    read = query_start, seq_lens, block_table, mask, out, parts, stats
-    sizes = (
-        tokens if padding else 0,
-        batch,
-        heads,
-        scale,
-        size,
-        q.stride(0),
-        q.stride(1),
-        block_table.stride(0),
-        mask.stride(0),
-    )
-    given = {"PAGE": page, "GROUP": group, "WINDOW": window, "TREE": tree_mask is not None, "SETTLED": settled}
-    given |= {"SPLITS": split, "BLOCK_ROWS": block_rows, "BLOCK_KV": block_kv}
-    if ring:
+    addressing = query_start, seq_lens, block_table, mask, out, parts, stats
+    sizes = tokens if padding else 0, batch, heads, scale, size
+    strides = q.stride(0), q.stride(1), block_table.stride(0), mask.stride(0)
+    constants = {"PAGE": page, "GROUP": group, "WINDOW": window, "TREE": tree_mask is not None, "SETTLED": settled}
+    constants |= {"SPLITS": split, "BLOCK_ROWS": block_rows, "BLOCK_KV": block_kv}
+    if is_streamed:
         expect(
             k_cache.dtype is q.dtype and v_cache.dtype is q.dtype and power_of_two(size) == size,
-            lambda: f"attention through a ring over a cache in {k_cache.dtype}, heads of {size}: expected queries' {q.dtype}",
+            lambda: f"streamed attention over a cache in {k_cache.dtype}, heads of {size}: expected queries' {q.dtype}",
         )
-        boxes = (descriptor(cache.view(-1, kv_heads * size), min(page, block_kv), size) for cache in (k_cache, v_cache))
+        descriptors = (descriptor(cache.view(-1, kv_heads * size), min(page, block_kv), size) for cache in (k_cache, v_cache))
         launch(
-            attention_ring.paged_attention_ring,
+            attention_streamed.paged_attention_ring,
             grid,
-            *(q, *boxes, *read, *sizes),
-            **given,
+            *(q, *descriptors, *addressing, *sizes, *strides),
+            **constants,
             STAGES=stages,
             maxnreg=128,
             pdl=pdl,
@@ -93,8 +88,8 @@ def _attend(
     launch(
         attention.paged_attention,
         grid,
-        *(q, k_cache, v_cache, *read, *sizes, k_cache.stride(1), k_cache.stride(2)),
-        **given,
+        *(q, k_cache, v_cache, *addressing, *sizes, *strides, k_cache.stride(1), k_cache.stride(2)),
+        **constants,
         BLOCK_SIZE=max(power_of_two(size), 16),
         num_stages=stages,
         pdl=pdl,
@@ -114,8 +109,9 @@ def _join(
     grains: Tensor | None = None,
     planes: int = 0,
 ) -> Tensor:
-    """``parts [T, Hq, split, D]`` to ``out``, [T, Hq, D] or rows in ``planes`` with their ``grains``; rounded as ``like``
-    is.
+    """Combine ``parts [T, Hq, split, D]`` into ``out`` and return it.
+
+    ``out`` is [T, Hq, D], or rows in nibble-plane layout with their ``grains``. Values are rounded to the dtype of ``like``.
     """
     tokens, heads, split, size = parts.shape
     block_size = max(power_of_two(size), 16)

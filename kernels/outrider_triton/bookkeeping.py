@@ -1,4 +1,4 @@
-"""The part of the kernel set that does an iteration's bookkeeping."""
+"""TritonBookkeeping: the part of the kernel set that moves integers between the passes of an iteration."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _TRITON = torch.ops.outrider
-_LONG = 1 << 14
-"""More numbers than this are too many for one program to look at."""
+_MAX_ELEMENTS_PER_PROGRAM = 1 << 14
+"""A row with more elements is too long for one program to check."""
 
 
 class TritonBookkeeping(BookkeepingKernels):
-    """Methods that move whole numbers and look at values. ``processors`` and ``pdl`` as for the whole set."""
+    """Kernels that gather, place and publish integers, and look for invalid values.
+
+    ``processors`` and ``pdl`` are those of the whole kernel set.
+    """
 
     processors: int
     pdl: bool
 
     @abstractmethod
     def _uses(self, kernel: str, *operands: Tensor) -> bool:
-        """Whether a kernel is Triton's for these operands."""
+        """Return True if Triton implements ``kernel`` for these operands."""
 
     @abstractmethod
     def _shares(self, shape: Sequence[int]) -> Iterator[int]:
-        """Among how many programs rows of so many numbers are shared out, the last one for good."""
+        """Yield the number of programs that share a row of this shape: first the variants to compile, last the one to run."""
 
     def gather_requests(
         self,
@@ -43,7 +46,7 @@ class TritonBookkeeping(BookkeepingKernels):
         *,
         lens_by_row: bool,
     ) -> None:
-        """A program a request."""
+        """Copy each request's state rows to the iteration's own tensors, one program per request."""
         if not self._uses("gather_requests"):
             super().gather_requests(rows, lens, state, own, found, lens_by_row=lens_by_row)
             return
@@ -52,10 +55,13 @@ class TritonBookkeeping(BookkeepingKernels):
     def gather_checked(
         self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
     ) -> None:
-        """A program a row; distributions over a vocabulary, which are long, in two steps."""
+        """Copy rows and report invalid values, one program per row.
+
+        Distributions over a vocabulary are long: one pass finds NaN, another copies.
+        """
         if not self._uses("gather_checked", source) or not source.is_contiguous():
             super().gather_checked(source, rows, out, found, bounds=bounds)
-        elif bounds is None and source[0].numel() > _LONG:
+        elif bounds is None and source[0].numel() > _MAX_ELEMENTS_PER_PROGRAM:
             value = source if rows is None else source.index_select(0, rows)
             self.find_nan(value.flatten(1), found)
             out.copy_(value)
@@ -66,7 +72,7 @@ class TritonBookkeeping(BookkeepingKernels):
     def place_tokens(
         self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, seq_lens: Tensor
     ) -> None:
-        """A program a request."""
+        """Compute positions, slots and lengths of the new tokens, one program per request."""
         if not self._uses("place_tokens"):
             super().place_tokens(lens, tables, page_size, last, positions, slots, seq_lens)
             return
@@ -82,7 +88,7 @@ class TritonBookkeeping(BookkeepingKernels):
         results: Tensor,
         own: tuple[Tensor, Tensor],
     ) -> None:
-        """A program a request."""
+        """Publish accepted tokens and lengths to state rows and results, one program per request."""
         if not self._uses("publish_accepted"):
             super().publish_accepted(rows, lens, decided, lengths, last_tokens, results, own)
             return
@@ -91,14 +97,14 @@ class TritonBookkeeping(BookkeepingKernels):
     def place_accepted(
         self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
     ) -> None:
-        """A program a request."""
+        """Compute the draft pass's tokens and positions from the accepted ones, one program per request."""
         if not self._uses("place_accepted"):
             super().place_accepted(lens, tokens, accepted, following, last, positions)
             return
         _TRITON.place_accepted.triton(lens, tokens, accepted, following, last, positions, self.pdl)
 
     def find_nan(self, x: Tensor, found: Tensor) -> None:
-        """A row shared out among programs."""
+        """Report the first NaN of each row; several programs share a row."""
         if not self._uses("find_nan", x) or not x.is_contiguous():
             super().find_nan(x, found)
             return

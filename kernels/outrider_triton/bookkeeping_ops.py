@@ -1,4 +1,4 @@
-"""The operators of an iteration's bookkeeping, as overloads of the backend interface's own (:mod:`outrider_triton.ops`)."""
+"""Operators of an iteration's bookkeeping, as overloads of the backend interface's operators (:mod:`outrider_triton.ops`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from outrider_triton.define import define
 from outrider_triton.jit import bookkeeping
 from outrider_triton.launch import launch, power_of_two, warps_for
 
-_WIDE = 4096
-"""The most numbers that a program looks at together."""
+_MAX_BLOCK = 4096
+"""Maximum number of elements that one program loads at once."""
 
 
-def _straight(name: str, *operands: Tensor) -> None:
+def _expect_contiguous(name: str, *operands: Tensor) -> None:
     expect(all(operand.is_contiguous() for operand in operands), lambda: f"{name}: state and results must be contiguous")
 
 
@@ -38,7 +38,7 @@ def _gather_requests(
 ) -> None:
     state = (rows, lens, last_tokens, seeds, temperature, tables)
     own = (own_rows, own_lens, own_last_tokens, own_seeds, own_temperature, own_tables)
-    _straight("gather_requests", *state, *own)
+    _expect_contiguous("gather_requests", *state, *own)
     pages = tables.shape[1]
     launch(
         bookkeeping.gather_requests,
@@ -62,9 +62,9 @@ define(
 
 
 def _gather_checked(source: Tensor, rows: Tensor | None, low: int, high: int, out: Tensor, found: Tensor, pdl: bool) -> None:
-    _straight("gather_checked", source, out)
+    _expect_contiguous("gather_checked", source, out)
     size = out[0].numel() if out.shape[0] else 0
-    block = min(power_of_two(size), _WIDE)
+    block = min(power_of_two(size), _MAX_BLOCK)
     launch(
         bookkeeping.gather_checked,
         (out.shape[0],),
@@ -92,9 +92,9 @@ def _find_nan(x: Tensor, found: Tensor, shares: int, pdl: bool) -> None:
         (rows, shares),
         *(x.contiguous(), firsts, size),
         SHARES=shares,
-        BLOCK=_WIDE,
+        BLOCK=_MAX_BLOCK,
         pdl=pdl,
-        warps=warps_for(_WIDE) // 2,
+        warps=warps_for(_MAX_BLOCK) // 2,
     )
     launch(bookkeeping.reduce_nan, (rows,), firsts, found, found.stride(0), SHARES=shares, pdl=pdl, warps=1)
 
@@ -116,7 +116,7 @@ def _place_tokens(
     seq_lens: Tensor,
     pdl: bool,
 ) -> None:
-    _straight("place_tokens", lens, tables)
+    _expect_contiguous("place_tokens", lens, tables)
     count, ends = positions.shape[1], seq_lens.shape[1]
     launch(
         bookkeeping.place_tokens,
@@ -149,7 +149,7 @@ def _publish_accepted(
     own_accepted: Tensor,
     pdl: bool,
 ) -> None:
-    _straight("publish_accepted", rows, lens, lengths, last_tokens, own_tokens, own_accepted)
+    _expect_contiguous("publish_accepted", rows, lens, lengths, last_tokens, own_tokens, own_accepted)
     batch, path = tokens.shape
     tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
     launch(
@@ -174,7 +174,7 @@ define(
 def _place_accepted(
     lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor, pdl: bool
 ) -> None:
-    _straight("place_accepted", lens, tokens, accepted, following, last, positions)
+    _expect_contiguous("place_accepted", lens, tokens, accepted, following, last, positions)
     batch, path = tokens.shape
     launch(
         bookkeeping.place_accepted,
@@ -194,12 +194,14 @@ define(
 )
 
 
-def _beside(tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
+def _empty_concatenation(tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
     return hidden.new_empty((tokens.shape[0], weight.shape[1] + hidden.shape[1]))
 
 
 def expect_beside(weight: Tensor, hidden: Tensor) -> None:
-    """Raise where rows of ``weight`` can't be read beside those of ``hidden``."""
+    """Raise unless rows of ``weight`` and ``hidden`` have one dtype and contiguous columns, so that a kernel can concatenate
+    them.
+    """
     expect(
         weight.is_contiguous() and hidden.stride(-1) == 1 and weight.dtype is hidden.dtype,
         lambda: "embed_beside: embeddings and features must be of one dtype, and their columns contiguous",
@@ -208,7 +210,7 @@ def expect_beside(weight: Tensor, hidden: Tensor) -> None:
 
 def _embed_beside(tokens: Tensor, weight: Tensor, hidden: Tensor, pdl: bool) -> Tensor:
     expect_beside(weight, hidden)
-    out = _beside(tokens, weight, hidden)
+    out = _empty_concatenation(tokens, weight, hidden)
     block = 1024
     launch(
         bookkeeping.embed_beside,
@@ -224,5 +226,5 @@ def _embed_beside(tokens: Tensor, weight: Tensor, hidden: Tensor, pdl: bool) -> 
 define(
     "embed_beside.triton(Tensor tokens, Tensor weight, Tensor hidden, bool pdl) -> Tensor",
     _embed_beside,
-    lambda tokens, weight, hidden, pdl: _beside(tokens, weight, hidden),
+    lambda tokens, weight, hidden, pdl: _empty_concatenation(tokens, weight, hidden),
 )

@@ -1,4 +1,4 @@
-"""The operators that choose tokens: sampling and acceptance, as overloads of the interface's (:mod:`outrider_triton.ops`)."""
+"""Operators that sample and verify tokens, as overloads of the backend interface's operators (:mod:`outrider_triton.ops`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
-from outrider_triton.jit import choose
+from outrider_triton.jit import token_choice
 from outrider_triton.launch import launch, power_of_two
 
 _VOCABULARY_BLOCK = 1024
 _GREEDY_BLOCK = 2048
-"""Where nothing is drawn a program keeps little besides what it reads, so that it can have more under way."""
+"""Greedy selection keeps little state per program, so that a program can have more loads in flight."""
 
 
 def _best(
@@ -30,8 +30,9 @@ def _best(
     pdl: bool,
     find: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The best of each share [rows, shares] of ``logits`` [B, V] or [B, N, V], and its index; to ``find`` also its first
-    NaN.
+    """Return the largest logit of each share and its index, both [rows, shares], for ``logits`` [B, V] or [B, N, V].
+
+    ``find``: also return the index of each share's first NaN.
     """
     nodes, vocabulary = (1 if logits.dim() == 2 else logits.shape[1]), logits.shape[-1]
     flat = logits.reshape(-1, vocabulary)
@@ -42,7 +43,7 @@ def _best(
     index = torch.empty((count, shares), dtype=torch.int32, device=logits.device)
     firsts = torch.empty_like(index) if find else None
     launch(
-        choose.partial_argmax,
+        token_choice.partial_argmax,
         (count, shares),
         *(flat, temperature, seeds, positions, parents, best, index, firsts, nodes, vocabulary, flat.stride(0)),
         SAMPLING=sampling,
@@ -63,7 +64,7 @@ def _sample(
     operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous())
     best, index, _ = _best(logits, *operands, sampling=True, lane=lane, shares=shares, pdl=pdl)
     tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    launch(choose.reduce_argmax, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
+    launch(token_choice.reduce_argmax, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
     return tokens
 
 
@@ -98,14 +99,14 @@ def _verify_chain(
     probs = draft_probs.contiguous()
     count = batch * (num_draft_tokens + 1)
 
-    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((*shape, count, shares), dtype=dtype, device=logits.device)
 
-    best, index, sums = made(), made(dtype=torch.int32), made()
-    picked, picked_at, left = made(2), made(2, dtype=torch.int32), made()
+    best, index, sums = empty(), empty(dtype=torch.int32), empty()
+    picked, picked_at, residual_mass = empty(2), empty(2, dtype=torch.int32), empty()
     sizes = (num_draft_tokens, vocabulary, logits.stride(0), logits.stride(1))
     launch(
-        choose.partial_softmax,
+        token_choice.partial_softmax,
         (count, shares),
         *(logits, temperature, best, index, sums, *sizes),
         BLOCK=_VOCABULARY_BLOCK,
@@ -114,9 +115,9 @@ def _verify_chain(
         warps=4,
     )
     launch(
-        choose.partial_residual,
+        token_choice.partial_residual,
         (count, shares),
-        *(logits, probs, temperature, seeds, positions, best, sums, picked, picked_at, left, *sizes),
+        *(logits, probs, temperature, seeds, positions, best, sums, picked, picked_at, residual_mass, *sizes),
         LANE=residual,
         BLOCK=_VOCABULARY_BLOCK,
         SHARES=shares,
@@ -124,9 +125,9 @@ def _verify_chain(
         warps=4,
     )
     launch(
-        choose.accept_sampling,
+        token_choice.accept_sampling,
         (batch,),
-        *(logits, drafts, probs, temperature, seeds, positions, best, index, sums, picked, picked_at, left),
+        *(logits, drafts, probs, temperature, seeds, positions, best, index, sums, picked, picked_at, residual_mass),
         *(tokens, accepted, count, *sizes),
         LANE=accept,
         NUM_DRAFT_TOKENS=num_draft_tokens,
@@ -140,12 +141,12 @@ def _verify_chain(
 def _accept_greedy(
     logits: Tensor, draft_tokens: Tensor, found: Tensor | None, shares: int, pdl: bool
 ) -> tuple[Tensor, Tensor]:
-    """Where no row samples; ``found``: also where logits have NaN, which costs no more than choosing among them."""
+    """Verify drafts where no row samples. ``found``: also report NaN among the logits, at no extra read."""
     (batch, num_draft_tokens), vocabulary, find = draft_tokens.shape, logits.shape[-1], found is not None
     tokens, accepted = _empty_chain(draft_tokens)
     best, index, firsts = _best(logits, shares=shares, pdl=pdl, find=find)
     launch(
-        choose.accept_greedy,
+        token_choice.accept_greedy,
         (batch,),
         *(best, index, firsts, draft_tokens.contiguous() if num_draft_tokens else tokens, tokens, accepted, found),
         *(num_draft_tokens, vocabulary, 0 if found is None else found.stride(0)),
@@ -200,7 +201,7 @@ def _verify_tree(
     )
     batch, nodes = tokens.shape
     launch(
-        choose.walk_tree,
+        token_choice.walk_tree,
         (batch,),
         *(best, index, tokens.contiguous(), parents, chosen, path, accepted, nodes),
         SHARES=shares,
@@ -234,12 +235,12 @@ def _apply_token_bitmask(logits: Tensor, bitmask: Tensor, pdl: bool) -> Tensor:
         bitmask.dtype == torch.int32 and bitmask.shape == (batch, nodes, words),
         lambda: f"a bitmask {tuple(bitmask.shape)} of {bitmask.dtype} for logits {tuple(logits.shape)}",
     )
-    given = logits if logits.stride(-1) == 1 else logits.contiguous()
+    source = logits if logits.stride(-1) == 1 else logits.contiguous()
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     launch(
-        choose.apply_token_bitmask,
+        token_choice.apply_token_bitmask,
         (batch * nodes, triton.cdiv(vocabulary, _VOCABULARY_BLOCK)),
-        *(given, bitmask.contiguous(), out, nodes, vocabulary, words, given.stride(0), given.stride(1)),
+        *(source, bitmask.contiguous(), out, nodes, vocabulary, words, source.stride(0), source.stride(1)),
         BLOCK=_VOCABULARY_BLOCK,
         pdl=pdl,
         warps=4,

@@ -1,14 +1,13 @@
-"""The part of the kernel set that chooses tokens: sampling, and verification of drafts."""
+"""TritonChoices: the part of the kernel set that samples tokens and verifies drafts."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, KernelSet
+from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
 from outrider_triton import choice_ops as _choice_ops  # noqa: F401  (registers the operators)
 from outrider_triton import variants
 from outrider_triton.launch import ahead, shares
@@ -19,36 +18,31 @@ if TYPE_CHECKING:
 _TRITON = torch.ops.outrider
 
 
-class TritonChoices(KernelSet):
-    """Methods that go over a vocabulary. ``processors`` and ``pdl`` as for the whole set."""
-
-    processors: int
-    pdl: bool
-    _scope: variants.Scope
-
-    @abstractmethod
-    def _uses(self, kernel: str, *operands: Tensor) -> bool:
-        """Whether a kernel is Triton's for these operands."""
+class TritonChoices(variants.WarmedKernels):
+    """Kernels that read logits over a vocabulary."""
 
     def _shares(self, shape: Sequence[int]) -> Iterator[int]:
-        """Among how many programs these logits are shared out; in the scope, all others before."""
+        """Yield the number of programs that share one row of logits.
+
+        Inside the scope, first yield every count that another batch may need, each to be compiled and not run.
+        """
         rows = 1
         for size in shape[:-1]:
             rows *= size
-        if self._scope.depth:  # other operands make other variants: each time
+        if self._scope.depth:  # other operands need other variants, so repeat this for each call
             for count in variants.share_counts(shape[-1], self.processors):
                 with ahead():
                     yield count
         yield shares(rows, shape[-1], self.processors)
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> Tensor:
-        """A program a row and stretch of tokens."""
+        """Mask logits by the grammar's bitmask, one program per row and block of tokens."""
         if not self._uses("apply_token_bitmask", logits):
             return super().apply_token_bitmask(logits, bitmask)
         return _TRITON.apply_token_bitmask.triton(logits, bitmask, self.pdl)  # type: ignore[no-any-return]
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
-        """The vocabulary shared out among programs."""
+        """Sample one token per row; several programs share the vocabulary."""
         if not self._uses("sample", logits):
             return super().sample(logits, temperature, seeds, positions, draft=draft)
         lane = LANE_DRAFT if draft else LANE_SAMPLE
@@ -65,7 +59,7 @@ class TritonChoices(KernelSet):
         seeds: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Two launches where no row samples, else three."""
+        """Verify a chain of drafts: two launches if no row samples, else three."""
         if not self._uses("verify_chain", target_logits) or not draft_tokens.numel():
             return super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
         lanes = [LANE_ACCEPT, LANE_RESIDUAL]
@@ -84,11 +78,11 @@ class TritonChoices(KernelSet):
         positions: Tensor,
         found: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Two launches, of which one reads the logits."""
+        """Verify drafts greedily and report NaN: two launches, of which one reads the logits."""
         if not all(self._uses(kernel, target_logits) for kernel in ("verify_checked", "verify_chain", "find_nan")):
             return super().verify_checked(target_logits, draft_tokens, temperature, seeds, positions, found)
         if self._scope.depth and draft_tokens.numel():
-            with ahead():  # what it takes where a grammar or a penalty comes between
+            with ahead():  # a grammar or a penalty between logits and verification needs this kernel
                 self.verify_chain(target_logits, draft_tokens, None, temperature, seeds, positions)
         for count in self._shares(target_logits.shape):
             verdict = _TRITON.verify_checked.triton(target_logits, draft_tokens, found, count, self.pdl)
@@ -106,7 +100,7 @@ class TritonChoices(KernelSet):
         depth: int,
         sampling: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The choice at every node, then the walk."""
+        """Choose a token at every node, then follow the accepted path."""
         if not self._uses("verify_tree", target_logits):
             return super().verify_tree(
                 target_logits, tokens, parents, temperature, seeds, positions, depth=depth, sampling=sampling

@@ -1,4 +1,4 @@
-"""Compiling candidates beforehand, in other processes: Triton keeps what they compile on disk, and this process loads it."""
+"""Compile tuning candidates in worker processes. Triton caches the result on disk, and this process loads it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from outrider_triton.launch import power_of_two
 from outrider_triton.table import STREAMED, Key, MatmulConfig
 from outrider_tune.chain import normal
 
-_FEW = 512  # rows of a weight that is only compiled for
-_WORKER_BYTES = 1 << 30  # what a process takes of a device
+_WEIGHT_ROWS = 512  # rows of the weight that a compile job allocates
+_WORKER_BYTES = 1 << 30  # device memory that one worker process needs
 
 
 @dataclass(frozen=True, slots=True)
 class ProductJob:
-    """A product with a weight of ``key``, as layers of ``shape`` have it."""
+    """A product to compile: a weight of ``key``, as layers of ``shape`` use it."""
 
     key: Key
     config: MatmulConfig
@@ -38,7 +38,7 @@ class ProductJob:
 
 @dataclass(frozen=True, slots=True)
 class AttentionJob:
-    """Attention of ``shape``, cut up so."""
+    """An attention to compile: ``shape`` with the tile configuration ``config`` and ``width`` new tokens."""
 
     shape: DecoderShape
     config: tuple[int, ...]
@@ -49,32 +49,32 @@ Job = ProductJob | AttentionJob
 
 
 def compile_job(job: Job, device: torch.device, pdl: bool) -> None:
-    """Compile for operands that are like the job's in all that a compiler sees. Raises TritonError for what can't be."""
+    """Compile a job with small operands that the compiler specialises like the real ones. Raises TritonError if it can't."""
     if isinstance(job, AttentionJob):
-        _attention(job, device, pdl)
+        _compile_attention(job, device, pdl)
     else:
-        _product(job, device, pdl)
+        _compile_product(job, device, pdl)
 
 
-def _product(job: ProductJob, device: torch.device, pdl: bool) -> None:
+def _compile_product(job: ProductJob, device: torch.device, pdl: bool) -> None:
     ops, config, shape = torch.ops.outrider, job.config, job.shape
     (operator, _, n, k), m, block = job.key, config.block_m, config.as_list()
-    few = _FEW + n % 16
-    x, residual, norm = normal(device, m, k), normal(device, m, few), normal(device, few)
+    rows = _WEIGHT_ROWS + n % 16
+    x, residual, norm = normal(device, m, k), normal(device, m, rows), normal(device, rows)
     if operator == "linear":
         biased = shape.bias and n == (shape.heads + 2 * shape.kv_heads) * shape.head_size
-        ops.linear.triton(x, normal(device, few, k), normal(device, few) if biased else None, block, pdl)
+        ops.linear.triton(x, normal(device, rows, k), normal(device, rows) if biased else None, block, pdl)
     elif operator == "linear_parts":
-        ops.linear_parts.triton(x, normal(device, few, k), block, pdl)
+        ops.linear_parts.triton(x, normal(device, rows, k), block, pdl)
     elif operator == "linear_add":
-        ops.linear_add.triton(x, normal(device, few, k), None, residual, block, pdl)
+        ops.linear_add.triton(x, normal(device, rows, k), None, residual, block, pdl)
     elif operator == "linear_add_scaled":
-        ops.linear_add_scaled.triton(x, normal(device, few, k), None, residual, norm, block, pdl)
+        ops.linear_add_scaled.triton(x, normal(device, rows, k), None, residual, norm, block, pdl)
     elif operator == "linear_silu_mul":
-        ops.linear_silu_mul.triton(x, normal(device, 2 * few, k), None, block, pdl)
+        ops.linear_silu_mul.triton(x, normal(device, 2 * rows, k), None, block, pdl)
     elif operator == "scaled_silu_mul":
         for squares in _squares(shape, config, m, device):
-            ops.scaled_silu_mul.triton(x, squares, normal(device, 2 * few, k), None, 1e-5, block, pdl)
+            ops.scaled_silu_mul.triton(x, squares, normal(device, 2 * rows, k), None, 1e-5, block, pdl)
     elif operator == "linear_rope":
         cache = torch.zeros(m, 16, shape.kv_heads, shape.head_size, dtype=x.dtype, device=device)
         angle = normal(device, m, shape.head_size)
@@ -84,40 +84,40 @@ def _product(job: ProductJob, device: torch.device, pdl: bool) -> None:
 
 
 def _squares(shape: DecoderShape, config: MatmulConfig, m: int, device: torch.device) -> list[torch.Tensor]:
-    """As many shares of a row's squares as the product ahead may leave."""
+    """Return tensors with every number of partial sums of squares that the preceding product may write."""
     rows = (16, 32) if config.descriptor == STREAMED else (32, 64)
     counts = {power_of_two(-(-shape.hidden // each)) for each in rows}
     return [torch.ones((count, m), dtype=torch.float32, device=device) for count in sorted(counts)]
 
 
-def _attention(job: AttentionJob, device: torch.device, pdl: bool) -> None:
+def _compile_attention(job: AttentionJob, device: torch.device, pdl: bool) -> None:
     shape, config = job.shape, list(job.config)
     heads, size = shape.heads, shape.head_size
     q = normal(device, job.width, heads, size)
     cache = normal(device, 3, 16, shape.kv_heads, size)
     starts = torch.tensor([0, job.width], dtype=torch.int32, device=device)
     lens, table = starts[1:] + 8, torch.zeros(1, 48, dtype=torch.int32, device=device)
-    settled = pdl and reads_early(config)  # as in a layer behind the first
+    settled = pdl and reads_early(config)  # as in every layer but the first
     for early in {settled, False}:
         torch.ops.outrider.paged_attention.triton(
             q, cache, cache, starts, lens, table, None, job.width, 32, 0.1, 0, early, config, pdl
         )
 
 
-# -- processes -----------------------------------------------------------------------------------------------------
+# -- worker processes ----------------------------------------------------------------------------------------------
 
-_device: list[Any] = []  # of a worker process: set once, when it starts
-
-
-def _begin(device: str, pdl: bool) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to answer
-    made = torch.device(device)
-    torch.get_device_module(made).set_device(made)
-    _device[:] = [made, pdl]
+_device: list[Any] = []  # device and pdl of this worker process, set by its initialiser
 
 
-def _compiled(job: Job) -> str | None:
-    """None, or why it can't be compiled."""
+def _init_worker(device: str, pdl: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    worker_device = torch.device(device)
+    torch.get_device_module(worker_device).set_device(worker_device)
+    _device[:] = [worker_device, pdl]
+
+
+def _compile_in_worker(job: Job) -> str | None:
+    """Compile a job in a worker; return None, or the reason why it can't be compiled."""
     try:
         compile_job(job, *_device)
     except TritonError as error:
@@ -126,36 +126,37 @@ def _compiled(job: Job) -> str | None:
 
 
 class Compilers:
-    """Processes that compile, in the order in which they're asked; a context that ends them. One core: nothing is started,
-    and this process compiles what it meets.
+    """A pool of worker processes that compile jobs in submission order; a context manager that shuts the pool down.
+
+    With one core there is no pool: this process compiles each kernel at its first use.
     """
 
     def __init__(self, device: torch.device, *, pdl: bool, workers: int | None = None) -> None:
         module = torch.get_device_module(device)
-        most = min((os.cpu_count() or 1) - 1, 14, int(module.mem_get_info(device)[0] // (4 * _WORKER_BYTES)))
-        count = max(0, most) if workers is None else workers
-        self._asked: dict[Job, Future[str | None]] = {}
+        available = min((os.cpu_count() or 1) - 1, 14, int(module.mem_get_info(device)[0] // (4 * _WORKER_BYTES)))
+        count = max(0, available) if workers is None else workers
+        self._futures: dict[Job, Future[str | None]] = {}
         self._pool = (
             ProcessPoolExecutor(
-                count, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(str(device), pdl)
+                count, mp_context=multiprocessing.get_context("spawn"), initializer=_init_worker, initargs=(str(device), pdl)
             )
             if count
             else None
         )
 
     def ask(self, jobs: Iterable[Job]) -> None:
-        """Have these compiled; those that were asked for before are not again."""
+        """Submit jobs that weren't submitted before."""
         if self._pool is not None:
             for job in jobs:
-                if job not in self._asked:
-                    self._asked[job] = self._pool.submit(_compiled, job)
+                if job not in self._futures:
+                    self._futures[job] = self._pool.submit(_compile_in_worker, job)
 
     def wait(self, job: Job, timeout: float) -> bool:
-        """Until it's compiled: whether it can be. Raises TimeoutError."""
-        future = self._asked.get(job)
+        """Wait until ``job`` is compiled and return True unless it failed. Raises TimeoutError."""
+        future = self._futures.get(job)
         try:
             return future is None or future.result(timeout=max(timeout, 0.0)) is None
-        except BrokenExecutor:  # a process was ended from outside: this one compiles what it meets
+        except BrokenExecutor:  # a worker was killed: this process compiles at first use
             return True
 
     def __enter__(self) -> Compilers:

@@ -1,4 +1,4 @@
-"""Registering operators: the library that owns them, and how one is defined."""
+"""Registration of operators in the namespace ``outrider``, and the library that owns them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 
 
 def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """An operator of the namespace ``outrider`` with its schema, implementation and shapes."""
+    """Register an operator by its schema, its implementation and a fake that returns empty results."""
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")

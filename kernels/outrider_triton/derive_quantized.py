@@ -1,7 +1,7 @@
-"""How products are expected to go whose operands aren't stored in 16 bits: what they're stored as, and seconds.
+"""Estimates for products with operands that aren't stored in 16 bits: their storage, and expected seconds.
 
-Few bytes take so little time that what a program does between two tiles decides. ``docs/evidence`` has what the constants
-are held against: 2026-11-23-quantized-kernels.md, and of more than 64 tokens 2026-11-28-many-tokens.md.
+Few bytes take so little time that the work between two tiles decides. The constants are compared with measurements in
+``docs/evidence``: 2026-11-23-quantized-kernels.md, and 2026-11-28-many-tokens.md for more than 64 tokens.
 """
 
 from __future__ import annotations
@@ -11,51 +11,56 @@ from dataclasses import dataclass
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.table import MatmulConfig
 
-LATENCY = 1.0e-6  # seconds until a byte comes while memory is busy
-LAUNCH = 2.0e-6  # seconds of a kernel beside its bytes
-ALONE = 1.15  # how much more than its share of the bandwidth a multiprocessor can have while others have nothing to do
-CACHED = 2.2  # how much faster than memory the second-level cache is
-REACHED = 0.52  # share of the matrix units' rate that products reach whose tile is large
-GAP = 4e-6  # seconds between two products in a layer, about
+LATENCY = 1.0e-6  # seconds until a byte arrives while memory is busy
+LAUNCH = 2.0e-6  # seconds of a kernel in addition to its bytes
+ALONE = 1.15  # bandwidth of a multiprocessor relative to its share while the others are idle
+CACHED = 2.2  # bandwidth of the second-level cache relative to memory
+REACHED = 0.52  # achieved fraction of the matrix units' rate with large tiles
+GAP = 4e-6  # approximate seconds between two products in a layer
 OURS = 64
-"""To so many tokens our products win wherever they were measured. To twice as many plain ones do here and there, by a
-twentieth; quantised ones do nearly everywhere, and by far where the library would have the weight in 16 bits.
+"""Maximum number of tokens up to which Triton's products win wherever they were measured.
+
+Up to twice as many tokens, unquantised products win occasionally, by 5 %. Quantised products win nearly everywhere, by far
+where the library needs the weight in 16 bits.
 """
-PLANE_ROWS = 64  # rows of a tile of four bits; outrider_triton.jit.planes_ring says the same
+PLANE_ROWS = 64  # rows of a tile of nibbles; equals outrider_triton.jit.nibble_planes_streamed.ROWS
 # Seconds on an H200.
-_BEGIN = 0.65e-6  # until a program's first tile is there
-_STEP = 0.1e-6  # between two tiles
-_MEET = 0.13e-6  # for each warp: all of a program wait for each other between two tiles
-_FLIGHT = 4.5e-6  # from asking for a tile to its being there, while all ask
-_COPIED = 50e9  # bytes a second that a multiprocessor's threads bring of both operands, where tokens are as many as rows
-_MADE = 1.6e-10  # of one warp: for each instruction that each number takes
-_ISSUE = 7e-12  # of a multiprocessor: for each number, whoever multiplies it
-_ISSUE_COLUMN = 0.6e-9  # of a multiprocessor, for 64 rows of a ring: about an instruction of each of four warps, counted
-_ALONE_COLUMN = 0.8e-9  # of a group of four warps for them, and until it begins with a unit: reasoned
-_UNIT_BEGIN = 0.1e-6
-_UNIT_TOKEN = 8e-9  # of a multiprocessor: for each unit and token, a grain, and digits that are added up
-_PARTS = 1.0e-6  # until parts are added up
+_FIRST_TILE_S = 0.65e-6  # until a program's first tile arrives
+_TILE_GAP_S = 0.1e-6  # between two tiles
+_BARRIER_S_PER_WARP = 0.13e-6  # per warp: all warps of a program synchronise between two tiles
+_TILE_LATENCY_S = 4.5e-6  # from the request of a tile to its arrival, with all multiprocessors loading
+# Bytes per second that a multiprocessor's threads load of both operands, with as many tokens as rows.
+_COPY_BYTES_PER_S = 50e9
+_CONVERT_S = 1.6e-10  # per warp: for each conversion instruction of each weight element
+_ISSUE_S_PER_ELEMENT = 7e-12  # per multiprocessor: for each weight element that any warp multiplies
+_ISSUE_S_PER_COLUMN = 0.6e-9  # per multiprocessor and 64 streamed rows: about one instruction in each of four warps, counted
+_WARPGROUP_S_PER_COLUMN = 0.8e-9  # for a warpgroup and 64 streamed rows, until it begins a unit: estimated
+_UNIT_BEGIN_S = 0.1e-6
+_UNIT_S_PER_TOKEN = 8e-9  # per multiprocessor: for each unit and token, one grain and two added components
+_ADD_PARTS_S = 1.0e-6  # until the parts are added up
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How operands of a product are stored: bits of a number of the weight, bytes of one of the tokens.
-
-    ``columns``: so many are multiplied at a time at most, since each so many have a scale of their own; 0: as many as a tile
-    has. ``made``: instructions for each number of the weight, of what makes it one that the matrix unit takes; 0: the unit
-    takes what is stored. ``again``: whether what was made lies in shared memory, too. ``least``: tokens of the smallest tile.
-    """
+    """Storage of a product's operands."""
 
     weight_bits: int = 16
+    """Bits per weight element."""
     token_bytes: int = 2
+    """Bytes per token element."""
     columns: int = 0
+    """Maximum columns per multiplication, because each group of columns has its own scale; 0: a whole tile."""
     made: float = 0.0
+    """Instructions per weight element to dequantise it for the matrix unit; 0: the unit takes the stored format."""
     again: bool = False
+    """True if dequantised elements are also written to shared memory."""
     least: int = 16
+    """Tokens of the smallest tile."""
     ring: bool = False
+    """True if a streamed kernel exists for this storage."""
 
     def at_once(self, columns: int) -> int:
-        """Of a tile of so many columns, those that are multiplied at a time."""
+        """Return how many of a tile's ``columns`` are multiplied at a time."""
         return min(self.columns, columns) if self.columns else columns
 
 
@@ -63,53 +68,58 @@ PLAIN = Stored()
 
 
 def by_steps(facts: DeviceFacts, config: MatmulConfig, resident: int, *, m: int, n: int, k: int, stored: Stored) -> float:
-    """Seconds of a product whose weight isn't stored plain. Few bytes take so little time that what a program does between
-    two tiles decides: as many programs as a multiprocessor has room for go through their tiles at a time, then the next ones.
+    """Estimate the seconds of an unstreamed product with a quantised weight.
+
+    The time between two tiles decides. A multiprocessor runs as many programs as it has room for, tile by tile, then the
+    next.
     """
     rows, width = min(config.each or config.block_n, n), stored.weight_bits / 8
     programs = -(-n // rows) * config.split * -(-m // config.block_m)
     steps = -(-k // (config.split * config.block_k))
-    numbers = config.block_n * config.block_k
+    elements = config.block_n * config.block_k
     tile = rows * config.block_k * width
     bandwidth = facts.bytes_per_second / facts.processors
-    unit = 2.0 * config.block_m * numbers * facts.processors / (REACHED * facts.flops)
+    matmul = 2.0 * config.block_m * elements * facts.processors / (REACHED * facts.flops)
     if config.block_m > OURS and not stored.made:
-        unit /= 2  # of 8 bits the unit takes twice as many; among fewer tokens nobody has seen that matter
-        copied = config.block_k * (config.block_n * width + config.block_m * stored.token_bytes) / _COPIED
-        alone = max(_STEP, 1.4 * LATENCY / max(config.stages - 1, 1))
+        matmul /= 2  # the 8-bit rate is twice as high; with fewer tokens no effect was measured
+        copy_time = config.block_k * (config.block_n * width + config.block_m * stored.token_bytes) / _COPY_BYTES_PER_S
+        serial = max(_TILE_GAP_S, 1.4 * LATENCY / max(config.stages - 1, 1))
     else:
-        copied = 0.0
-        made = _STEP + config.warps * _MEET + _MADE * stored.made * numbers / config.warps
-        alone = max(made, _FLIGHT / max(config.stages - 1, 1))
+        copy_time = 0.0
+        serial_work = _TILE_GAP_S + config.warps * _BARRIER_S_PER_WARP + _CONVERT_S * stored.made * elements / config.warps
+        serial = max(serial_work, _TILE_LATENCY_S / max(config.stages - 1, 1))
 
     def wave(count: int) -> float:
-        return _BEGIN + steps * max(alone, count * max(_ISSUE * numbers, unit, copied, tile / bandwidth))
+        return _FIRST_TILE_S + steps * max(
+            serial, count * max(_ISSUE_S_PER_ELEMENT * elements, matmul, copy_time, tile / bandwidth)
+        )
 
     full, rest = divmod(-(-programs // facts.processors), resident)
-    passed = max(full * wave(resident) + (wave(rest) if rest else 0.0), n * k * width / facts.bytes_per_second)
-    behind = 0.0
-    if config.split > 1:  # parts are written, and read by the norm
-        behind = _PARTS + 8.0 * config.split * m * n / (CACHED * facts.bytes_per_second)
-    return passed + behind + LAUNCH
+    waves = max(full * wave(resident) + (wave(rest) if rest else 0.0), n * k * width / facts.bytes_per_second)
+    parts_time = 0.0
+    if config.split > 1:  # the norm reads the parts that the product writes
+        parts_time = _ADD_PARTS_S + 8.0 * config.split * m * n / (CACHED * facts.bytes_per_second)
+    return waves + parts_time + LAUNCH
 
 
 def by_units(facts: DeviceFacts, config: MatmulConfig, resident: int, *, m: int, n: int, k: int, gap: float) -> float:
-    """Seconds of a product whose four bits come through a ring: the busiest multiprocessor's bytes, or its instructions, or
-    what a group of four warps takes for one unit after the other.
+    """Estimate the seconds of a streamed product with nibbles.
+
+    It is the largest of three times: the busiest multiprocessor's bytes, its instructions, and a warpgroup's serial units.
     """
     programs = -(-n // config.each) * config.split
     rounds = -(-programs // facts.processors)
     units = -(-config.each // PLANE_ROWS) * (config.block_k // config.ahead)
-    own = rounds * config.each * config.block_k / 2
-    memory = max(n * k / 2 / facts.bytes_per_second, own * facts.processors / (ALONE * facts.bytes_per_second))
-    # What rings hold comes while the small kernels ahead run: a tile that isn't full holds less of it.
-    held = min(rounds, resident) * config.stages * min(config.each, PLANE_ROWS) * config.ahead / 2
-    memory -= min(held * facts.processors / facts.bytes_per_second, gap, memory)
+    program_bytes = rounds * config.each * config.block_k / 2
+    memory = max(n * k / 2 / facts.bytes_per_second, program_bytes * facts.processors / (ALONE * facts.bytes_per_second))
+    # Pipelines fill while the preceding small kernels run. A tile that isn't full holds fewer bytes.
+    pipeline_bytes = min(rounds, resident) * config.stages * min(config.each, PLANE_ROWS) * config.ahead / 2
+    memory -= min(pipeline_bytes * facts.processors / facts.bytes_per_second, gap, memory)
     groups = config.warps // 4
-    issue = rounds * units * (config.ahead * _ISSUE_COLUMN + config.block_m * _UNIT_TOKEN)
-    alone = -(-rounds // resident) * -(-units // groups) * (_UNIT_BEGIN + config.ahead * _ALONE_COLUMN)
-    behind = 0.0
-    if config.split > 1:  # parts are written, and read by the norm
-        behind = _PARTS * (config.split - 1) / 4 + 8.0 * config.split * m * n / (CACHED * facts.bytes_per_second)
-    begins = _BEGIN * -(-rounds // resident)
-    return max(memory, issue, alone) + begins + behind + LAUNCH
+    issue_time = rounds * units * (config.ahead * _ISSUE_S_PER_COLUMN + config.block_m * _UNIT_S_PER_TOKEN)
+    serial = -(-rounds // resident) * -(-units // groups) * (_UNIT_BEGIN_S + config.ahead * _WARPGROUP_S_PER_COLUMN)
+    parts_time = 0.0
+    if config.split > 1:  # the norm reads the parts that the product writes
+        parts_time = _ADD_PARTS_S * (config.split - 1) / 4 + 8.0 * config.split * m * n / (CACHED * facts.bytes_per_second)
+    start_time = _FIRST_TILE_S * -(-rounds // resident)
+    return max(memory, issue_time, serial) + start_time + parts_time + LAUNCH

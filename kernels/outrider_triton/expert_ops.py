@@ -1,4 +1,4 @@
-"""Mixtures of experts as operators (:mod:`outrider_triton.jit.experts`)."""
+"""Operators of mixtures of experts (:mod:`outrider_triton.jit.experts`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.jit import experts as jit
 from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.table import MatmulConfig
 
-_COMPARED = 64
-"""Of so many pairs a program finds the experts by itself; with more, most experts have a token anyway."""
-_LAID_OUT = 16384
-"""So many pairs are laid out by a kernel of ours: each of its programs looks at all of them, 1024 at a time."""
-_BINS = 1024
-"""The most experts, and one more, whose pairs it counts."""
+_MAX_COMPARED_PAIRS = 64
+"""Maximum number of token-expert pairs for which each program finds the distinct experts itself.
+
+With more pairs, most experts have a token anyway.
+"""
+_MAX_SORTED_PAIRS = 16384
+"""Maximum number of pairs that Triton's kernel sorts by expert; each of its programs reads all pairs, 1024 at a time."""
+_MAX_BINS = 1024
+"""Maximum number of experts plus one whose pairs the kernel counts."""
 
 
 def _route(logits: Tensor, count: int, renormalize: bool, pdl: bool) -> tuple[Tensor, Tensor]:
@@ -53,30 +57,34 @@ define(
 
 
 def block_count(pairs: int, experts: int, size: int) -> int:
-    """Blocks of ``size`` that pairs need at most, each with one expert."""
+    """Return the maximum number of blocks of ``size`` pairs, if each block has one expert."""
     return (pairs + min(experts, pairs) * (size - 1)) // size
 
 
 def sorted_pairs(chosen: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
-    """Pairs of token and expert in blocks of ``size`` with one expert each: pairs int64 [blocks * size], -1 where a place has
-    none, and each block's expert int64 [blocks]. How many blocks there are depends on shapes alone.
+    """Sort token-expert pairs into blocks of ``size`` with one expert each.
+
+    Return pair indices int64 [blocks * size], -1 for empty places, and each block's expert int64 [blocks]. The number of
+    blocks depends on shapes only.
     """
     pairs, flat = chosen.numel(), chosen.flatten()
     blocks = block_count(pairs, experts, size)
     counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
-    ends = ((counts + (size - 1)) // size).cumsum(0)  # of each expert, in blocks
-    names, order = flat.sort(stable=True)
-    begins = (ends - (counts + (size - 1)) // size) * size - (counts.cumsum(0) - counts)
-    places = torch.arange(pairs, device=flat.device) + begins.index_select(0, names)
-    laid = flat.new_full((blocks * size,), -1).scatter_(0, places, order)
-    numbers = torch.arange(blocks, device=flat.device)
-    return laid, torch.searchsorted(ends, numbers, right=True).clamp_(max=experts - 1)
+    ends = ((counts + (size - 1)) // size).cumsum(0)  # last block of each expert
+    experts_in_order, order = flat.sort(stable=True)
+    offsets = (ends - (counts + (size - 1)) // size) * size - (counts.cumsum(0) - counts)
+    places = torch.arange(pairs, device=flat.device) + offsets.index_select(0, experts_in_order)
+    sorted_order = flat.new_full((blocks * size,), -1).scatter_(0, places, order)
+    block_indices = torch.arange(blocks, device=flat.device)
+    return sorted_order, torch.searchsorted(ends, block_indices, right=True).clamp_(max=experts - 1)
 
 
 def laid_out_pairs(chosen: Tensor, experts: int, size: int, pdl: bool) -> tuple[Tensor, Tensor]:
-    """As :func:`sorted_pairs`, in one kernel instead of about twenty, unless there are very many pairs or experts."""
+    """Sort pairs like :func:`sorted_pairs`, in one kernel instead of about twenty, unless there are too many pairs or
+    experts.
+    """
     pairs = chosen.numel()
-    if pairs > _LAID_OUT or experts >= _BINS:
+    if pairs > _MAX_SORTED_PAIRS or experts >= _MAX_BINS:
         return sorted_pairs(chosen, experts, size)
     blocks = block_count(pairs, experts, size)
     order = chosen.new_empty(blocks * size)
@@ -96,24 +104,26 @@ def laid_out_pairs(chosen: Tensor, experts: int, size: int, pdl: bool) -> tuple[
 def blocks_of(
     chosen: Tensor, experts: int, size: int, most: int, pdl: bool
 ) -> tuple[Tensor | None, Tensor | None, int, dict[str, object]]:
-    """Pairs and experts of sorted blocks, if they are (``size``), how many programs look for an expert, and what they know.
+    """Return the pair order and block experts if pairs are sorted (``size`` > 0), the number of program blocks, and the
+    kernel's constants.
 
-    ``most``: tokens of a block where nothing is sorted.
+    ``most`` is the number of tokens per block if pairs aren't sorted.
     """
     m, count = chosen.shape
-    own: dict[str, object] = {"SORTED": bool(size), "PAIRS": 0, "COUNT": power_of_two(count)}
+    constants: dict[str, object] = {"SORTED": bool(size), "PAIRS": 0, "COUNT": power_of_two(count)}
     if size:
+        constants["BLOCK_M"] = size
         order, expert_of = laid_out_pairs(chosen, experts, size, pdl)
-        return order, expert_of, expert_of.shape[0], own
+        return order, expert_of, expert_of.shape[0], constants
     expect(m <= most, lambda: f"{m} tokens in a block of {most}")
     pairs = m * count
-    if pairs <= _COMPARED and pairs < experts:
-        return None, None, pairs, own | {"PAIRS": power_of_two(pairs)}
-    return None, None, experts, own
+    if pairs <= _MAX_COMPARED_PAIRS and pairs < experts:
+        return None, None, pairs, constants | {"PAIRS": power_of_two(pairs)}
+    return None, None, experts, constants
 
 
 def added(parts: Tensor, x: Tensor, count: int, pdl: bool) -> Tensor:
-    """Rows like those of ``x``: sums of ``count`` rows of ``parts`` each."""
+    """Sum ``count`` rows of ``parts`` for each token; return rows shaped like ``x``."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     m, hidden = x.shape
     block = min(power_of_two(hidden), 1024)
@@ -133,7 +143,9 @@ def _experts(
     outputs: list[int],
     pdl: bool,
 ) -> Tensor:
-    """``size`` 0: few tokens, one block of tokens an expert; else pairs are sorted into blocks of so many."""
+    """Compute all experts. ``size`` 0: few tokens, one block of tokens per expert; else pairs are sorted into blocks of
+    ``size``.
+    """
     (m, hidden), count = x.shape, chosen.shape[1]
     experts, inner = gate_up.shape[0], gate_up.shape[1] // 2
     expect(
@@ -143,27 +155,21 @@ def _experts(
     x, chosen, weights = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, chosen, weights))
     chosen, weights = chosen.contiguous(), weights.contiguous()
     pairs = m * count
-    order, expert_of, blocks, own = blocks_of(chosen, experts, size, min(gates[0], outputs[0]), pdl)
-    made = x.new_empty((pairs, inner))
+    order, expert_of, blocks, constants = blocks_of(chosen, experts, size, min(gates[0], outputs[0]), pdl)
+    activations = x.new_empty((pairs, inner))
     parts = x.new_empty((pairs, hidden))
     for kernel, config, operands, n, k in (
-        (jit.expert_gates, gates, (x, chosen, order, expert_of, gate_up, made), inner, hidden),
-        (jit.expert_outputs, outputs, (made, weights, chosen, order, expert_of, down, parts), hidden, inner),
+        (jit.expert_gates, gates, (x, chosen, order, expert_of, gate_up, activations), inner, hidden),
+        (jit.expert_outputs, outputs, (activations, weights, chosen, order, expert_of, down, parts), hidden, inner),
     ):
-        block_m, block_n, block_k, _, warps, stages, *_rest = config
+        tiling = MatmulConfig(*config)
         strides = (x.stride(0),) if kernel is jit.expert_gates else ()
         launch(
             kernel,
-            (triton.cdiv(n, block_n), blocks),
+            (triton.cdiv(n, tiling.block_n), blocks),
             *(*operands, m, count, n, k, *strides),
-            **own,
-            BLOCK_M=size or block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            EVEN=k % block_k == 0,
-            num_stages=stages,
+            **(tiling.launch_constants(k) | constants),
             pdl=pdl,
-            warps=warps,
         )
     return added(parts, x, count, pdl)
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts with quantised weights as an operator (:mod:`outrider_triton.jit.expert_quantized`)."""
+"""Operator of mixtures of experts with quantised weights (:mod:`outrider_triton.jit.expert_quantized`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from outrider_triton.expert_ops import added, blocks_of
 from outrider_triton.jit import expert_quantized as jit
 from outrider_triton.launch import launch
 from outrider_triton.quantized_ops import kept_dtype, quantized_rows
+from outrider_triton.table import MatmulConfig
 
 
 def _experts_quantized(
@@ -45,34 +46,34 @@ def _experts_quantized(
     outputs: list[int],
     pdl: bool,
 ) -> Tensor:
-    """Lists: of gate and up, then of down; see :class:`outrider_triton.quantized_ops.Plan`. ``size`` as for plain experts."""
+    """Compute all experts with quantised weights.
+
+    Each list has an entry for gate and up, then one for down; see :class:`outrider_triton.quantized_ops.Plan`. ``size`` is
+    the same as for unquantized experts.
+    """
     hidden, count = x.shape[1], chosen.shape[1]
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
     pairs = chosen.numel()
-    order, expert_of, blocks, own = blocks_of(chosen, experts, size, min(gates[0], outputs[0]), pdl)
-    both = x.new_empty((pairs, 2 * inner))
+    order, expert_of, blocks, constants = blocks_of(chosen, experts, size, min(gates[0], outputs[0]), pdl)
+    gate_and_up = x.new_empty((pairs, 2 * inner))
     parts = x.new_empty((pairs, hidden))
 
-    def multiply(
-        rows: Tensor,
-        out: Tensor,
-        stack: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        given: Tensor | None,
-        block: Sequence[int],
-        config: list[int],
-        place: int,
-    ) -> None:
+    stacks = (
+        (gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block),
+        (down, down_scales, down_zeros, down_input, down_block),
+    )
+
+    def multiply(rows: Tensor, out: Tensor, place: int) -> None:
+        stack, scales, zeros, input_scale, block = stacks[place]
         (n, k), x_scales, groups = (out.shape[1], rows.shape[1]), None, 1
         group = activation_group if activation_group < k else 0
         if activations:
-            rows, x_scales = quantized_rows(rows, activations, group, given, kept_dtype(stack, native[place]), pdl)
+            rows, x_scales = quantized_rows(rows, activations, group, input_scale, kept_dtype(stack, native[place]), pdl)
             groups = x_scales.shape[1]
-        block_m, block_n, block_k, _, warps, stages, *_rest = config
+        tiling = MatmulConfig(*(gates, outputs)[place])
         launch(
             jit.expert_quantized,
-            (triton.cdiv(n, block_n), blocks),
+            (triton.cdiv(n, tiling.block_n), blocks),
             *(rows, x_scales, stack.view(torch.int8) if format == "fp8" and not native[place] else stack, scales, zeros),
             *(weights, chosen, order, expert_of, out, chosen.shape[0], count, n, k, rows.stride(0), groups, scales.shape[1]),
             BY_PAIR=bool(place),
@@ -86,24 +87,18 @@ def _experts_quantized(
             ACTIVE=bool(activations),
             FP8=fp8,
             ASM=asm,
-            **own,
-            BLOCK_M=size or block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            SUB=min(at_once[place], block_k) if at_once[place] else block_k,
-            EVEN=k % block_k == 0,
-            num_stages=stages,
+            SUB=min(at_once[place], tiling.block_k) if at_once[place] else tiling.block_k,
+            **(tiling.launch_constants(k) | constants),
             pdl=pdl,
-            warps=warps,
         )
 
-    multiply(x, both, gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block, gates, 0)
-    made = torch.ops.outrider.silu_mul.triton(both, pdl)
-    multiply(made, parts, down, down_scales, down_zeros, down_input, down_block, outputs, 1)
+    multiply(x, gate_and_up, 0)
+    gated_rows = torch.ops.outrider.silu_mul.triton(gate_and_up, pdl)
+    multiply(gated_rows, parts, 1)
     return added(parts, x, count, pdl)
 
 
-# An overload of the operator whose operands it has.
+# An overload of the operator that has the same operands.
 define(
     "experts_quantized.triton(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor gate_up_scales, "
     "Tensor? gate_up_zeros, Tensor? gate_up_input, int[] gate_up_block, Tensor down, Tensor down_scales, "

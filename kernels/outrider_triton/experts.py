@@ -1,57 +1,50 @@
-"""The part of the kernel set that computes mixtures of experts."""
+"""TritonExperts: the part of the kernel set that computes mixtures of experts."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from math import ceil, sqrt
 
 import torch
 import triton
 from torch import Tensor
 
-from outrider.device import KernelSet, QuantizedWeight
+from outrider.device import QuantizedWeight
 from outrider_triton import expert_ops as _expert_ops  # noqa: F401  (these register the operators)
 from outrider_triton import expert_quantized_ops as _expert_quantized_ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.derive import rank
 from outrider_triton.derive_quantized import PLAIN, Stored
-from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead, power_of_two
 from outrider_triton.quantized_ops import Plan, plan
 from outrider_triton.table import BUCKETS, MatmulConfig, bucket
 
 _TRITON = torch.ops.outrider
-_FEW = 32
-"""Tokens up to which each expert multiplies all of them: its weights are what takes the time."""
-_CHOICES = 1024
-"""The most experts that a program holds at once."""
+_MAX_UNSORTED_TOKENS = 32
+"""Maximum number of tokens for which each expert multiplies all of them: reading its weights takes the time."""
+_MAX_EXPERTS = 1024
+"""Maximum number of experts that the routing kernel holds in one program."""
 
 
-def _block(tokens: int, chosen: int, experts: int) -> int:
-    """Tokens of a sorted block: what an expert has on average and three standard deviations of drawing evenly, so that most
-    experts are one block.
+def _sorted_block_tokens(tokens: int, chosen: int, experts: int) -> int:
+    """Return the tokens of a sorted block: an expert's mean under uniform routing plus three standard deviations.
 
-    A second block reads the weights again, though out of the cache; tokens that aren't there cost no bytes.
+    Most experts then need one block. A second block reads the weights again from the cache; empty places cost no bytes.
     """
     mean = tokens * chosen / experts
     return bucket(ceil(mean + 3 * sqrt(mean)))
 
 
-class TritonExperts(KernelSet):
-    """Routing, and experts' products. How they're cut up is derived as for one product with all experts that have a token."""
+class TritonExperts(variants.WarmedKernels):
+    """Routing, and the products of the chosen experts.
 
-    facts: DeviceFacts
-    pdl: bool
-    _scope: variants.Scope
+    Tile configurations are derived as for one product with the weights of all experts that have a token.
+    """
+
     _derived_experts: dict[tuple[object, ...], tuple[int, MatmulConfig, MatmulConfig]]
 
-    @abstractmethod
-    def _uses(self, kernel: str, *operands: Tensor) -> bool:
-        """Whether a kernel is Triton's for these operands."""
-
     def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-        """A program a token; up to 1024 experts."""
-        if not self._uses("route", logits) or logits.shape[1] > _CHOICES or logits.stride(1) != 1:
+        """Route each token to its experts, one program per token; at most 1024 experts."""
+        if not self._uses("route", logits) or logits.shape[1] > _MAX_EXPERTS or logits.stride(1) != 1:
             return super().route(logits, count, renormalize=renormalize)
         weights, chosen = _TRITON.route.triton(logits, count, renormalize, self.pdl)
         return weights, chosen
@@ -59,27 +52,28 @@ class TritonExperts(KernelSet):
     def experts_quantized(
         self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
     ) -> Tensor:
-        """As :meth:`experts`, and one more kernel for activations. Weights that ``linear_quantized`` makes plain are the
-        reference's.
+        """Compute experts with quantised weights: :meth:`experts` plus a kernel that quantises activations.
+
+        The reference computes weights that ``linear_quantized`` would have to dequantise first.
         """
-        ways = [plan(self.facts, each, planes=False) for each in (gate_up, down)]
-        halves = x.dtype in (torch.bfloat16, torch.float16) and x.numel()
-        if None in ways or not halves or not self._uses("experts_quantized", x, weights, gate_up.scales):
+        plans = [plan(self.facts, each, planes=False) for each in (gate_up, down)]
+        is_half = x.dtype in (torch.bfloat16, torch.float16) and x.numel()
+        if None in plans or not is_half or not self._uses("experts_quantized", x, weights, gate_up.scales):
             return super().experts_quantized(x, weights, chosen, gate_up, down)
-        first, second = (each for each in ways if each is not None)
+        first, second = (each for each in plans if each is not None)
         if self._scope.first(("experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1])):
             count = chosen.shape[1]
-            for tokens in self._every_count(gate_up.shape[0] // (2 * down.shape[1]), count):
-                made = (
+            for tokens in self._token_counts(gate_up.shape[0] // (2 * down.shape[1]), count):
+                sample = (
                     x.new_empty((tokens, x.shape[1])),
                     weights.new_empty((tokens, count)),
                     chosen.new_zeros((tokens, count)),
                 )
                 with ahead():
-                    self._mixed(*made, gate_up, down, first, second)
-        return self._mixed(x, weights, chosen, gate_up, down, first, second)
+                    self._launch_quantized(*sample, gate_up, down, first, second)
+        return self._launch_quantized(x, weights, chosen, gate_up, down, first, second)
 
-    def _mixed(
+    def _launch_quantized(
         self,
         x: Tensor,
         weights: Tensor,
@@ -91,58 +85,60 @@ class TritonExperts(KernelSet):
     ) -> Tensor:
         hidden, inner = x.shape[1], down.shape[1]
         experts = down.shape[0] // hidden
-        few = x.shape[0] <= _FEW
-        rows = power_of_two(x.shape[0]) if few else _block(x.shape[0], chosen.shape[1], experts)
-        used = min(experts, rows * chosen.shape[1]) if few else experts
-        key = few, rows, used, gate_up.label, gate_up.shape, down.shape
+        unsorted = x.shape[0] <= _MAX_UNSORTED_TOKENS
+        block_tokens = power_of_two(x.shape[0]) if unsorted else _sorted_block_tokens(x.shape[0], chosen.shape[1], experts)
+        used = min(experts, block_tokens * chosen.shape[1]) if unsorted else experts
+        key = unsorted, block_tokens, used, gate_up.label, gate_up.shape, down.shape
         if key not in self._derived_experts:
-            gates = self._cut("linear_parts", rows, 2 * inner * used, hidden, first.stored(gate_up.format))
-            outputs = self._cut("linear_parts", rows, hidden * used, inner, second.stored(down.format))
-            self._derived_experts[key] = (0 if few else gates.block_m, gates, outputs)
+            gates = self._tile_config("linear_parts", block_tokens, 2 * inner * used, hidden, first.stored(gate_up.format))
+            outputs = self._tile_config("linear_parts", block_tokens, hidden * used, inner, second.stored(down.format))
+            self._derived_experts[key] = (0 if unsorted else gates.block_m, gates, outputs)
         size, gates, outputs = self._derived_experts[key]
-        held = [
+        weight_operands = [
             part
             for each in (gate_up, down)
             for part in (each.data, each.scales, each.zero_points, each.input_scale, list(each.block))
         ]
-        said = experts, gate_up.format, gate_up.activations or "", gate_up.activation_group, inner
-        lists = [[getattr(way, name) for way in (first, second)] for name in ("mode", "columns", "at_once", "native")]
+        options = experts, gate_up.format, gate_up.activations or "", gate_up.activation_group, inner
+        lists = [[getattr(each, name) for each in (first, second)] for name in ("mode", "columns", "at_once", "native")]
         asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
         return _TRITON.experts_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
-            *(x, weights, chosen, *held, *said, size, *lists, self.facts.fp8, asm, gates.as_list(), outputs.as_list()),
-            self.pdl,
+            *(x, weights, chosen, *weight_operands, *options, size, *lists),
+            *(self.facts.fp8, asm, gates.as_list(), outputs.as_list(), self.pdl),
         )
 
     @staticmethod
-    def _every_count(experts: int, count: int) -> tuple[int, ...]:
-        """Numbers of tokens among which each configuration is."""
-        few = [1 << power for power in range(power_of_two(_FEW).bit_length())]
-        # The most tokens of each block: mean + 3 sqrt(mean) is its size.
-        most = (int((sqrt(size + 2.25) - 1.5) ** 2 * experts / count) for size in BUCKETS)
-        return *few, *(max(_FEW + 1, tokens) for tokens in most)
+    def _token_counts(experts: int, count: int) -> tuple[int, ...]:
+        """Return token counts that together need every configuration."""
+        unsorted = [1 << power for power in range(power_of_two(_MAX_UNSORTED_TOKENS).bit_length())]
+        # Invert the block size, mean + 3 sqrt(mean), to the most tokens of each block.
+        largest = (int((sqrt(size + 2.25) - 1.5) ** 2 * experts / count) for size in BUCKETS)
+        return *unsorted, *(max(_MAX_UNSORTED_TOKENS + 1, tokens) for tokens in largest)
 
     def experts_config(self, tokens: int, chosen: int, gate_up: Tensor) -> tuple[int, MatmulConfig, MatmulConfig]:
-        """Tokens of a sorted block (0: they aren't sorted), and how gates and outputs are cut up."""
+        """Return the tokens of a sorted block (0: unsorted), and the tile configurations of gates and outputs."""
         experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
-        few = tokens <= _FEW
-        rows = power_of_two(tokens) if few else _block(tokens, chosen, experts)
-        key = few, rows, chosen, experts, inner, hidden
+        unsorted = tokens <= _MAX_UNSORTED_TOKENS
+        block_tokens = power_of_two(tokens) if unsorted else _sorted_block_tokens(tokens, chosen, experts)
+        key = unsorted, block_tokens, chosen, experts, inner, hidden
         if key not in self._derived_experts:
-            used = min(experts, rows * chosen) if few else experts
-            gates = self._cut("linear_silu_mul", rows, 2 * inner * used, hidden)
-            outputs = self._cut("linear", rows, hidden * used, inner)
-            self._derived_experts[key] = (0 if few else gates.block_m, gates, outputs)
+            used = min(experts, block_tokens * chosen) if unsorted else experts
+            gates = self._tile_config("linear_silu_mul", block_tokens, 2 * inner * used, hidden)
+            outputs = self._tile_config("linear", block_tokens, hidden * used, inner)
+            self._derived_experts[key] = (0 if unsorted else gates.block_m, gates, outputs)
         return self._derived_experts[key]
 
-    def _cut(self, operator: str, m: int, n: int, k: int, stored: Stored = PLAIN) -> MatmulConfig:
-        """The best whose programs have whole tiles: an expert's rows end with it."""
+    def _tile_config(self, operator: str, m: int, n: int, k: int, stored: Stored = PLAIN) -> MatmulConfig:
+        """Return the best configuration with whole tiles: a tile must not cross from one expert's rows to the next."""
         ranked = rank(self.facts, operator, m=m, n=n, k=k, stored=stored)
         return next(config for config in ranked if not config.each and not config.descriptor and config.split == 1)
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Three kernels, and behind 32 tokens one ahead of them that sorts. In float32 and float64 the reference's."""
-        halves = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
-        if not halves or not x.numel() or not self._uses("experts", x, weights) or not gate_up.is_contiguous():
+        """Compute the chosen experts in three kernels, above 32 tokens after one that sorts; float32 and float64 use the
+        reference.
+        """
+        is_half = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
+        if not is_half or not x.numel() or not self._uses("experts", x, weights) or not gate_up.is_contiguous():
             return super().experts(x, weights, chosen, gate_up, down)
         operands = weights, chosen, gate_up, down
         if self._scope.first(("experts", x.dtype, gate_up.shape, chosen.shape[1])):
@@ -153,11 +149,11 @@ class TritonExperts(KernelSet):
         )
 
     def _compile_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> None:
-        """Every configuration that these experts have for some number of tokens."""
+        """Compile every configuration that these experts have for any number of tokens."""
         count = chosen.shape[1]
-        for tokens in self._every_count(gate_up.shape[0], count):
+        for tokens in self._token_counts(gate_up.shape[0], count):
             size, gates, outputs = self.experts_config(tokens, count, gate_up)
-            # As many tokens, of which none is anywhere: nothing of this runs.
-            made = x.new_empty((tokens, x.shape[1])), weights.new_empty((tokens, count)), chosen.new_zeros((tokens, count))
+            # Operands of the right shapes; nothing is run with them.
+            sample = x.new_empty((tokens, x.shape[1])), weights.new_empty((tokens, count)), chosen.new_zeros((tokens, count))
             with ahead():
-                _TRITON.experts.triton(*made, gate_up, down, size, gates.as_list(), outputs.as_list(), self.pdl)
+                _TRITON.experts.triton(*sample, gate_up, down, size, gates.as_list(), outputs.as_list(), self.pdl)

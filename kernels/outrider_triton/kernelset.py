@@ -1,4 +1,4 @@
-"""TritonKernels: a KernelSet in Triton, with the configurations that were measured, and derived ones where nothing was."""
+"""TritonKernels: a KernelSet in Triton with measured configurations, and derived ones where nothing was measured."""
 
 from __future__ import annotations
 
@@ -38,42 +38,42 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _TRITON = torch.ops.outrider
-_MOVES = 256
-_BEHIND_AND_TURNED = "norm_linear_quantized_rope_write_cache"
-_BEHIND_NORMS = (
+_MAX_MOVES = 256
+_NORM_PRODUCT_ROTATED = "norm_linear_quantized_rope_write_cache"
+_NORM_PRODUCTS = (
     "norm_linear_quantized",
-    _BEHIND_AND_TURNED,
+    _NORM_PRODUCT_ROTATED,
     "attention_norm_linear_quantized",
     "attention_norm_linear_silu_mul_quantized",
 )
-_WITH = {
+_DEPENDENT_METHODS = {
     "gather_rows": ("embedding",),
-    "add_rms_norm": ("linear_add_rms_norm", "linear_quantized_add_rms_norm", *_BEHIND_NORMS),
+    "add_rms_norm": ("linear_add_rms_norm", "linear_quantized_add_rms_norm", *_NORM_PRODUCTS),
     "rms_norm": ("head_norm_rope_write_cache",),
-    "rope_write_cache": ("head_norm_rope_write_cache", "linear_quantized_rope_write_cache", _BEHIND_AND_TURNED),
+    "rope_write_cache": ("head_norm_rope_write_cache", "linear_quantized_rope_write_cache", _NORM_PRODUCT_ROTATED),
     "embed_beside": ("embed_beside_linear_quantized",),
     "linear_quantized": (
         "linear_quantized_add",
         "linear_quantized_add_rms_norm",
         "linear_quantized_rope_write_cache",
         "embed_beside_linear_quantized",
-        *_BEHIND_NORMS,
+        *_NORM_PRODUCTS,
     ),
     "verify_chain": ("verify_checked",),
     "find_nan": ("verify_checked",),
 }
-"""Methods that leave their calls to the default where that kernel of theirs lost."""
+"""Methods that call the default implementation if the named kernel lost against torch's."""
 
 
 class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExperts, TritonTuning, KernelSet, complete=True):
-    """Kernels in Triton.
+    """Kernels in Triton for one device.
 
-    ``facts``: the device. ``table``: what was measured on it; None: nothing. Whatever it has no entry for is derived from the
-    facts (:mod:`outrider_triton.derive`). ``everywhere``: also kernels that the table says lost to torch's own. ``device``:
-    where they can be tuned. ``takes_over``: whether what was kept on this machine is used.
+    ``facts`` describes the device. ``table`` has its measurements, or is None. Configurations that the table lacks are
+    derived from the facts (:mod:`outrider_triton.derive`). ``everywhere`` also uses kernels that lost against torch's in the
+    table. ``device`` is where tuning runs. ``takes_over`` uses choices that an earlier process stored on this machine.
 
-    float64 goes to the references, which are exact in it; so do shapes that a kernel's docstring excludes. Products in
-    float32 are the library's.
+    The references compute float64, which they do exactly, and shapes that a kernel's docstring excludes. The library
+    computes float32 products.
     """
 
     name = "triton"
@@ -89,64 +89,68 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     ) -> None:
         self.facts, self.device, self.takes_over = facts, device, takes_over
         self._measured = Measured(table)
-        self._everywhere = everywhere
+        self._ignores_losses = everywhere
         self.processors, self.pdl = facts.processors, facts.pdl
         self._scope = variants.Scope()
         self._exchanges: WeakKeyDictionary[Group, PeerExchange] = WeakKeyDictionary()
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
         self._derived_quantized, self._derived_experts = {}, {}
         self._prompts = PromptAttention(facts)
-        own = declared_below(type(self), TritonKernels)
-        if "cache_formats" not in own:  # a subclass with kernels over caches says it for itself
-            # Elsewhere Triton has no conversion to e4m3 and back.
+        declared = declared_below(type(self), TritonKernels)
+        if "cache_formats" not in declared:  # a subclass with its own cache kernels states its own formats
+            # Without e4m3 instructions Triton has no conversions from and to e4m3.
             self.cache_formats = frozenset({"fp8"} if facts.fp8 else ())
-        if "name" not in own:
+        if "name" not in declared:
             tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
             self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")
 
     def _uses(self, kernel: str, *operands: Tensor) -> bool:
         if any(operand.dtype is torch.float64 for operand in operands):
             return False
-        return self._everywhere or self.table is None or self.table.kernels.get(kernel, True)
+        return self._ignores_losses or self.table is None or self.table.kernels.get(kernel, True)
 
     def unused_overrides(self) -> Mapping[str, str]:
-        """Those that lost against the reference when this device was measured."""
+        """Return kernels that lost against the reference when this device was measured, with the reason."""
         lost = [name for name in (self.table.kernels if self.table else ()) if not self._uses(name)]
-        return dict.fromkeys([each for name in lost for each in (name, *_WITH.get(name, ()))], "the reference was faster")
+        return dict.fromkeys(
+            [each for name in lost for each in (name, *_DEPENDENT_METHODS.get(name, ()))], "the reference was faster"
+        )
 
     def every_variant(self) -> AbstractContextManager[None] | None:
-        """Every configuration of the table for a weight, and every way to share out cached tokens and vocabulary."""
+        """Compile every table configuration of a weight, and every split of cached tokens and of the vocabulary."""
         return self._scope.entered()
 
     def compiled(self) -> Mapping[str, int]:
-        """As Triton's own caches have them."""
+        """Return the number of compiled variants per kernel, read from Triton's caches."""
         return variants.compiled()
 
     def chosen(self) -> Mapping[str, str]:
-        """Which kernel attends over prompts."""
+        """Return which kernel attends during prefill."""
         return self._prompts.said
 
     def _products(
         self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False, rotary: RotaryArgs | None = None
     ) -> Iterator[list[int]]:
-        """What is to be run beforehand for such a weight, and an ``x`` that is ``scaled`` there, and a product that ends in
-        ``rotary``; once, in the scope alone.
+        """Yield every configuration to compile for this weight, once, inside the scope.
+
+        ``scaled``: ``x`` is still to be divided by its root mean square. ``rotary``: the product rotates and writes the
+        cache.
         """
         if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype is not weight.dtype or not weight.is_contiguous():
             return
         n, k = weight.shape
-        half, kept = (0, None) if rotary is None else (rotary.k_cache.shape[3] // 2, rotary.k_cache.dtype)
-        if self._scope.first((operator, x.dtype, n, k, scaled, kept, self._layer)):
+        half, cache_dtype = (0, None) if rotary is None else (rotary.k_cache.shape[3] // 2, rotary.k_cache.dtype)
+        if self._scope.first((operator, x.dtype, n, k, scaled, cache_dtype, self._layer)):
             dtype = str(x.dtype)[6:]
             for config in variants.products(self.facts, self.table, operator, dtype, n=n, k=k, half=half, layer=self._layer):
                 with ahead():
                     yield config.as_list()
 
     def matmul_config(self, operator: str, x: Tensor, weight: Tensor, *, half: int = 0) -> MatmulConfig | None:
-        """The configuration for ``x [..., K] @ weight.T``, or None for torch's own.
+        """Return the configuration for ``x [..., K] @ weight.T``, or None for torch's product.
 
-        ``operator``: one of :data:`outrider_triton.derive.OPERATORS`. ``weight`` of a gated product holds gate and up; the
-        consumer of ``linear_parts`` adds the parts of a split product. ``half``: half a head's size, for ``linear_rope``.
+        ``operator`` is one of :data:`outrider_triton.derive.OPERATORS`. The weight of a gated product holds gate and up. The
+        consumer of ``linear_parts`` adds the parts of a split product. ``half`` is half a head's size, for ``linear_rope``.
         """
         if x.dtype not in (torch.bfloat16, torch.float16) or not weight.is_contiguous() or x.dtype is not weight.dtype:
             return None
@@ -165,18 +169,18 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     # -- matrix products -------------------------------------------------------------------------------------------
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Triton's where it was faster for this shape and so few tokens."""
-        for each in self._products("linear", x, weight):
-            _TRITON.linear.triton(_few(x), weight, bias, each, self.pdl)
+        """Multiply with Triton's kernel if it was faster for this shape and so few tokens."""
+        for config_list in self._products("linear", x, weight):
+            _TRITON.linear.triton(_sample(x), weight, bias, config_list, self.pdl)
         config = self.matmul_config("linear", x, weight)
         if config is None:
             return super().linear(x, weight, bias)
         return _TRITON.linear.triton(x, weight, bias, config.as_list(), self.pdl)  # type: ignore[no-any-return]
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """One kernel where it was faster, else the product and the activation."""
-        for each in self._products("linear_silu_mul", x, weight):
-            _TRITON.linear_silu_mul.triton(_few(x), weight, bias, each, self.pdl)
+        """Multiply gate and up and apply SwiGLU, in one kernel if that was faster."""
+        for config_list in self._products("linear_silu_mul", x, weight):
+            _TRITON.linear_silu_mul.triton(_sample(x), weight, bias, config_list, self.pdl)
         config = self.matmul_config("linear_silu_mul", x, weight)
         if config is None:
             return super().linear_silu_mul(x, weight, bias)
@@ -191,11 +195,11 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         norm: Tensor,
         eps: float,
     ) -> Tensor:
-        """A product that may be split, whose parts the norm adds up."""
-        for each in self._products("linear_parts", x, weight) if self._uses("add_rms_norm", residual) else ():
-            parts = _TRITON.linear_parts.triton(_few(x), weight, each, self.pdl)
-            # The residual is written: a copy of it is, here.
-            _TRITON.add_parts_rms_norm.triton(parts, bias, _few(residual).clone(), norm, eps, self.pdl)
+        """Multiply, in parts if that was faster; the norm kernel adds the parts up."""
+        for config_list in self._products("linear_parts", x, weight) if self._uses("add_rms_norm", residual) else ():
+            parts = _TRITON.linear_parts.triton(_sample(x), weight, config_list, self.pdl)
+            # The kernel writes the residual, so compile with a copy.
+            _TRITON.add_parts_rms_norm.triton(parts, bias, _sample(residual).clone(), norm, eps, self.pdl)
         config = self.matmul_config("linear_parts", x, weight)
         if config is None or not self._uses("add_rms_norm", residual):
             return super().linear_add_rms_norm(x, weight, bias, residual, norm, eps)
@@ -205,9 +209,10 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     def _pair(
         self, added: Product, residual: Tensor, norm: Tensor, consumer: str, weight: Tensor, *, half: int = 0
     ) -> tuple[MatmulConfig, MatmulConfig] | None:
-        """Configurations of a product that ends a row of the residual and of the one that takes its norm; None: apart.
+        """Return configurations of a product that ends a residual row and of the product that takes its norm; None: not
+        fused.
 
-        In bfloat16 alone: a row that isn't divided by its root mean square yet may be too large for float16.
+        Only bfloat16 is fused: a row before the division by its root mean square may overflow float16.
         """
         if residual.dtype is not torch.bfloat16 or norm.dtype is not residual.dtype or not residual.is_contiguous():
             return None
@@ -216,17 +221,17 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         return None if adding is None or taking is None else (adding, taking)
 
     def _scaled(self, added: Product, residual: Tensor, norm: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """What each variant of a pair's first product leaves for the second; nothing outside of the scope."""
+        """Yield the scaled row and squares of each variant of a pair's first product; nothing outside the scope."""
         if residual.dtype is torch.bfloat16 and norm.dtype is residual.dtype and residual.is_contiguous():
-            for each in self._products("linear_add_scaled", added.x, added.weight):
+            for config_list in self._products("linear_add_scaled", added.x, added.weight):
                 yield _TRITON.linear_add_scaled.triton(
-                    _few(added.x), added.weight, added.bias, _few(residual).clone(), norm, each, self.pdl
+                    _sample(added.x), added.weight, added.bias, _sample(residual).clone(), norm, config_list, self.pdl
                 )
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """One kernel where it was faster."""
-        for each in self._products("linear_add", x, weight) if residual.dtype is x.dtype else ():
-            _TRITON.linear_add.triton(_few(x), weight, bias, _few(residual).clone(), each, self.pdl)
+        """Multiply and add to the residual, in one kernel if that was faster."""
+        for config_list in self._products("linear_add", x, weight) if residual.dtype is x.dtype else ():
+            _TRITON.linear_add.triton(_sample(x), weight, bias, _sample(residual).clone(), config_list, self.pdl)
         config = self.matmul_config("linear_add", x, weight)
         if config is None or residual.dtype is not x.dtype or not residual.is_contiguous():
             return super().linear_add(x, weight, bias, residual)
@@ -234,17 +239,17 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         return residual
 
     def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
-        """One kernel where it was faster."""
+        """Multiply, rotate and write the cache, in one kernel if that was faster."""
         half = rotary.k_cache.shape[3] // 2
-        for each in (
+        for config_list in (
             self._products("linear_rope", product.x, product.weight, rotary=rotary) if rotates(rotary, product.x) else ()
         ):
-            if not _cuts_heads(each, rotary):
+            if not _boxes_fit_heads(config_list, rotary):
                 continue
-            few = _few(product.x), None, product.weight, product.bias
-            _TRITON.rope_write_cache.triton_linear(*few, 0.0, *_few_rotary(rotary), each, self.pdl)
+            sample = _sample(product.x), None, product.weight, product.bias
+            _TRITON.rope_write_cache.triton_linear(*sample, 0.0, *_sample_rotary(rotary), config_list, self.pdl)
         config = self.matmul_config("linear_rope", product.x, product.weight, half=half)
-        if config is None or not rotates(rotary, product.x) or not _cuts_heads(config.as_list(), rotary):
+        if config is None or not rotates(rotary, product.x) or not _boxes_fit_heads(config.as_list(), rotary):
             return super().linear_rope_write_cache(product, rotary)
         return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
             product.x, None, product.weight, product.bias, 0.0, *rotary, config.as_list(), self.pdl
@@ -253,10 +258,10 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     def norm_linear_silu_mul(
         self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Two kernels, where they were faster than three."""
+        """Add, normalise, multiply and apply SwiGLU, in two kernels if they were faster than three."""
         for first in self._scaled(added, residual, norm):
-            for each in self._products("scaled_silu_mul", first[0], weight):
-                _TRITON.scaled_silu_mul.triton(*first, weight, bias, eps, each, self.pdl)
+            for config_list in self._products("scaled_silu_mul", first[0], weight):
+                _TRITON.scaled_silu_mul.triton(*first, weight, bias, eps, config_list, self.pdl)
         pair = self._pair(added, residual, norm, "scaled_silu_mul", weight)
         if pair is None:
             return super().norm_linear_silu_mul(added, residual, norm, eps, weight, bias)
@@ -274,15 +279,17 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         bias: Tensor | None,
         rotary: RotaryArgs,
     ) -> Tensor:
-        """Two kernels, where they were faster than four."""
+        """Add, normalise, multiply, rotate and write the cache, in two kernels if they were faster than four."""
         half = rotary.k_cache.shape[3] // 2
         for first in self._scaled(added, residual, norm) if rotates(rotary, residual) else ():
-            for each in self._products("linear_rope", first[0], weight, scaled=True, rotary=rotary):
-                if not _cuts_heads(each, rotary):
+            for config_list in self._products("linear_rope", first[0], weight, scaled=True, rotary=rotary):
+                if not _boxes_fit_heads(config_list, rotary):
                     continue
-                _TRITON.rope_write_cache.triton_linear(*first, weight, bias, eps, *_few_rotary(rotary), each, self.pdl)
+                _TRITON.rope_write_cache.triton_linear(
+                    *first, weight, bias, eps, *_sample_rotary(rotary), config_list, self.pdl
+                )
         pair = self._pair(added, residual, norm, "linear_rope", weight, half=half)
-        if pair is None or not rotates(rotary, residual) or not _cuts_heads(pair[1].as_list(), rotary):
+        if pair is None or not rotates(rotary, residual) or not _boxes_fit_heads(pair[1].as_list(), rotary):
             return super().norm_linear_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
         adding, taking = (config.as_list() for config in pair)
         scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self.pdl)
@@ -293,19 +300,19 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     # -- rows ------------------------------------------------------------------------------------------------------
 
     def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
-        """A program a token and stretch of columns."""
+        """Concatenate embeddings and features, one program per token and block of columns."""
         if not self._uses("embed_beside", weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
             return super().embed_beside(tokens, weight, hidden)
         return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """A program a row."""
+        """Normalise rows, one program per row."""
         if not self._uses("rms_norm", x):
             return super().rms_norm(x, weight, eps)
         return _TRITON.rms_norm.triton(x, weight, eps, self.pdl)  # type: ignore[no-any-return]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """A program a row."""
+        """Add to the residual and normalise, one program per row."""
         if not self._uses("add_rms_norm", x) or not residual.is_contiguous():
             return super().add_rms_norm(x, residual, weight, eps)
         return _TRITON.add_rms_norm.triton(x, residual, weight, eps, self.pdl)  # type: ignore[no-any-return]
@@ -313,7 +320,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     def all_reduce_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream
     ) -> Tensor:
-        """One kernel that writes rows into the other ranks' memory, where they reach it and the rows are few."""
+        """Reduce over ranks, add and normalise in one kernel, if peer memory is accessible and the rows are few."""
         if group.has_peer_memory and group.size > 1:
             exchange = self._exchanges.get(group)
             if exchange is None:
@@ -326,7 +333,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         return super().all_reduce_rms_norm(x, residual, weight, eps, group=group, stream=stream)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Elementwise."""
+        """Apply SwiGLU elementwise to gate and up."""
         if not self._uses("silu_mul", gate_up):
             return super().silu_mul(gate_up)
         return _TRITON.silu_mul.triton(gate_up, self.pdl)  # type: ignore[no-any-return]
@@ -342,70 +349,70 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         v_cache: Tensor,
         slots: Tensor,
     ) -> None:
-        """A program a token: rotates, and writes the cache in the same breath."""
-        straight = all(x.stride(-1) == 1 for x in (q, k, v, cos, sin))
-        if not self._uses("rope_write_cache", q) or not straight:
+        """Rotate queries and keys and write the cache, one program per token."""
+        contiguous = all(x.stride(-1) == 1 for x in (q, k, v, cos, sin))
+        if not self._uses("rope_write_cache", q) or not contiguous:
             super().rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
             return
         _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self.pdl)
 
     def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
-        """One kernel instead of three, a program a token and head."""
-        ours = self._uses("rope_write_cache", made) and self._uses("rms_norm", made) and rotates(rotary, made)
-        if not ours or not made.is_contiguous() or {norms.queries.dtype, norms.keys.dtype} != {made.dtype}:
+        """Normalise heads, rotate and write the cache in one kernel instead of three, one program per token and head."""
+        supported = self._uses("rope_write_cache", made) and self._uses("rms_norm", made) and rotates(rotary, made)
+        if not supported or not made.is_contiguous() or {norms.queries.dtype, norms.keys.dtype} != {made.dtype}:
             return super().head_norm_rope_write_cache(made, norms, rotary)
         queries: Tensor = _TRITON.rope_write_cache.triton_parts(made, None, *rotary, made.dtype, self.pdl, *norms)
         return queries
 
     def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-        """Up to 256 rows at once."""
-        if not self._uses("move_cache", k_cache) or sources.shape[0] > _MOVES:
+        """Move cache rows in one launch, up to 256 rows."""
+        if not self._uses("move_cache", k_cache) or sources.shape[0] > _MAX_MOVES:
             super().move_cache(k_cache, v_cache, sources, destinations)
             return
         if self._scope.first(("move_cache", k_cache.dtype, k_cache.stride(1))):
-            for count in (1 << exponent for exponent in range(_MOVES.bit_length())):
-                nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)
+            for count in (1 << exponent for exponent in range(_MAX_MOVES.bit_length())):
+                reserved = torch.zeros(count, dtype=sources.dtype, device=sources.device)
                 with ahead():
-                    _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self.pdl)
+                    _TRITON.move_cache.triton(k_cache, v_cache, reserved, reserved, self.pdl)
         _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
-        """A program a row and stretch of columns."""
+        """Gather rows, one program per row and block of columns."""
         if not self._uses("gather_rows", state) or not state.is_contiguous():
             return super().gather_rows(state, rows)
         return _TRITON.gather_rows.triton(state, rows, self.pdl)  # type: ignore[no-any-return]
 
     def copy_rows(self, source: Tensor, out: Tensor) -> None:
-        """A program a row and stretch of columns."""
+        """Copy rows, one program per row and block of columns."""
         if not self._uses("copy_rows", source) or source.stride(-1) != 1 or out.stride(-1) != 1:
             super().copy_rows(source, out)
             return
         _TRITON.copy_rows.triton(source, out, self.pdl)
 
     def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
-        """A program a row and stretch of columns."""
+        """Scatter rows, one program per row and block of columns."""
         if not self._uses("scatter_rows", state) or not state.is_contiguous():
             super().scatter_rows(state, rows, values)
             return
         _TRITON.scatter_rows.triton(state, rows, values, self.pdl)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """A gather of rows."""
+        """Look up embeddings by gathering rows."""
         if tokens.dim() != 1 or not self._uses("gather_rows", weight) or not weight.is_contiguous():
             return super().embedding(tokens, weight)
         return _TRITON.gather_rows.triton(weight, tokens, self.pdl)  # type: ignore[no-any-return]
 
 
-def _few(x: Tensor) -> Tensor:
-    """The first rows of ``x``: how many there are makes no other variant."""
+def _sample(x: Tensor) -> Tensor:
+    """Return the first rows of ``x``: the number of rows doesn't select a variant."""
     return x.reshape(-1, x.shape[-1])[:4]
 
 
-def _cuts_heads(config: list[int], rotary: RotaryArgs) -> bool:
-    """Whether boxes of rows don't straddle the halves of a head; others turn row by row."""
+def _boxes_fit_heads(config: list[int], rotary: RotaryArgs) -> bool:
+    """Return True unless boxes of rows straddle half a head; unstreamed kernels rotate row by row."""
     return config[7] != STREAMED or rotary.k_cache.shape[3] // 2 % config[1] == 0
 
 
-def _few_rotary(rotary: RotaryArgs) -> RotaryArgs:
-    """Those of the first rows."""
+def _sample_rotary(rotary: RotaryArgs) -> RotaryArgs:
+    """Return the rotary arguments of the first rows."""
     return rotary._replace(cos=rotary.cos[:4], sin=rotary.sin[:4], slots=rotary.slots[:4])

@@ -1,46 +1,62 @@
-"""Launching: block sizes from shapes, and the launch attribute of dependent kernels."""
+"""Kernel launches: block sizes for shapes, the attribute of programmatic dependent launch, and the compiler's hash."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Thread
 from typing import Any
+
+from triton.runtime import cache
 
 _ahead = ContextVar("outrider_triton_ahead", default=False)
 
 
 def power_of_two(value: int) -> int:
-    """The least power of two that isn't below ``value``."""
+    """Return the least power of two that isn't below ``value``."""
     return 1 << max(value - 1, 0).bit_length()
 
 
 def warps_for(block: int) -> int:
-    """Warps for a block of so many numbers: about 8 a thread."""
+    """Return the number of warps for a block of ``block`` elements: about 8 elements per thread."""
     return min(max(block // 256, 1), 16)
 
 
 def shares(rows: int, vocabulary: int, processors: int) -> int:
-    """Among how many programs a vocabulary is shared out, so that with ``rows`` of them each processor has four or more: what
-    one of them has asked memory for is far less than memory can have under way.
+    """Return the number of programs that share a vocabulary, so that each multiprocessor runs four programs or more.
+
+    The loads of a single program are far fewer than memory can have in flight.
     """
     return max(1, min(64, power_of_two(-(-4 * processors // max(rows, 1))), power_of_two(vocabulary // 2048)))
 
 
 @contextmanager
 def ahead() -> Iterator[None]:
-    """Until it's left, nothing that this thread launches runs: it is compiled for a later launch, and may be so meanwhile."""
-    before = _ahead.set(True)
+    """Compile instead of running every kernel that this thread launches in the context; compilation may be asynchronous."""
+    token = _ahead.set(True)
     try:
         yield
     finally:
-        _ahead.reset(before)
+        _ahead.reset(token)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int, **settings: Any) -> None:
-    """Enqueue a kernel on the ambient stream; an empty grid is no launch. Inside :func:`ahead`, have it compiled alone."""
+    """Enqueue a kernel on the ambient stream, or only compile it inside :func:`ahead`. An empty grid is not launched."""
     if min(grid) < 1:
         return
     if pdl:
         settings["launch_pdl"] = True
     kernel.run(*arguments, grid=grid, warmup=_ahead.get(), PDL=pdl, num_warps=warps, **settings)
+
+
+def hash_compiler() -> None:
+    """Hash the compiler's source files in a background thread, once per process.
+
+    The hash is part of each compiled kernel's cache key, takes half a second, and is cached by Triton. Releases without
+    ``triton_key`` compute it with the first kernel.
+    """
+    key = getattr(cache, "triton_key", None)
+    if key is not None:
+        # The thread only reads files, so the process can exit without waiting for it.
+        Thread(target=key, name="outrider-triton-key", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Products with quantised weights by the library: of operands as they're stored, or with the weight made plain for it."""
+"""Products with quantised weights by the library: of operands as stored, or of dequantized weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from outrider_triton.quantized_ops import OPERANDS, empty_product, flat_rows, qu
 
 
 def plain_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl: bool) -> Tensor:
-    """What a weight stands for, in ``dtype``: computed in float32, rounded once."""
+    """Dequantize a weight to ``dtype``: compute in float32, round once."""
     (n, k), (rows, columns), block = weight.shape, weight.block, 256
-    whole = columns >= k or columns % block == 0
-    width = block if whole else columns if block % columns == 0 else 0
+    aligned = columns >= k or columns % block == 0
+    width = block if aligned else columns if block % columns == 0 else 0
     out = torch.empty((n, k), dtype=dtype, device=weight.device)
     launch(
         quantized.dequantize,
@@ -51,7 +51,7 @@ def plain_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl:
 def scaled_products(
     sums: Tensor, x_scales: Tensor, scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype, pdl: bool
 ) -> Tensor:
-    """``sums`` [m, n] of whole numbers as products in ``dtype``; ``rows`` of the weight have one of ``scales``."""
+    """Scale integer ``sums`` [m, n] to products in ``dtype``; ``rows`` weight rows share one of ``scales``."""
     (m, n), block = sums.shape, 1024
     out = torch.empty((m, n), dtype=dtype, device=sums.device)
     launch(
@@ -91,26 +91,26 @@ def _library(
     fp8: bool,
     pdl: bool,
 ) -> Tensor:
-    """The library's product: of operands as they're stored where ``scaled``, else of plain numbers."""
+    """Multiply with the library: operands as stored if ``scaled``, else the dequantized weight."""
     weight = record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     flat, n = flat_rows(x, weight), shape[0]
     if scaled:
         flat, by_row = quantized_rows(flat, activations, 0, input_scale, data.dtype, pdl)
         if format == "int8":
-            made = scaled_products(torch._int_mm(flat, data.t()), by_row, scales, bias, block[0], x.dtype, pdl)
+            product = scaled_products(torch._int_mm(flat, data.t()), by_row, scales, bias, block[0], x.dtype, pdl)
         else:
             by_column = scales.float().reshape(1, -1)
             if by_column.shape[1] != n:
                 by_column = by_column.repeat_interleave(block[0], dim=1)[:, :n]
-            made = torch._scaled_mm(
+            product = torch._scaled_mm(
                 flat, data.t(), scale_a=by_row, scale_b=by_column.contiguous(), out_dtype=torch.bfloat16, use_fast_accum=False
             ).to(x.dtype)
-            made = made if bias is None else made + bias
+            product = product if bias is None else product + bias
     else:
         if activations:
             flat, _ = quantized_rows(flat, activations, activation_group, input_scale, x.dtype, pdl, plain=True)
-        made = F.linear(flat, plain_weight(weight, x.dtype, fp8=fp8, pdl=pdl), bias)
-    return made.view(*x.shape[:-1], n)
+        product = F.linear(flat, plain_weight(weight, x.dtype, fp8=fp8, pdl=pdl), bias)
+    return product.view(*x.shape[:-1], n)
 
 
 define(f"linear_quantized.library({OPERANDS}, bool scaled, bool fp8, bool pdl) -> Tensor", _library, empty_product)

@@ -1,7 +1,7 @@
-"""The kernels as torch operators: overloads ``triton`` of the backend interface's own operators, and a few of their own.
+"""The kernels as torch operators: overloads ``triton`` of the backend interface's operators, and a few new ones.
 
-An overload has the operands of the operator that it belongs to, under the same names, and so the same rows
-(``ROW_ACCESS``); then come integers that say how to launch. What it returns depends on its operands alone.
+An overload takes its operator's operands under the same names, and so accesses the same rows (``ROW_ACCESS``). Integers that
+configure the launch follow them. The shape of its result depends on its operands only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from outrider_triton.planes_ops import room, stride_of
 from outrider_triton.rotary import expect_laid_out
 from outrider_triton.table import STREAMED, TALL, MatmulConfig
 
-_MOVES = 256
-"""The most rows that a program of ``move_cache`` holds at once."""
+_MAX_MOVES = 256
+"""Maximum number of rows that a program of ``move_cache`` holds at once."""
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
     size = x.shape[-1]
     if x.dim() == 3 and x.stride(-1) == 1:
         inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
-    elif x.dim() == 2 and x.stride(-1) == 1:  # columns of a wider tensor, say
+    elif x.dim() == 2 and x.stride(-1) == 1:  # for example columns of a wider tensor
         inner, outer_stride, inner_stride = 1, x.stride(0), size
     else:
         x = x.contiguous()
@@ -68,7 +68,9 @@ define(
 def _add_parts(
     x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, pdl: bool, planes: int = 0
 ) -> Tensor:
-    """``x`` is [T, H], or [parts, T, H] of a product that was split. ``planes``: how what's returned is laid out
+    """Add ``x`` and the bias to the residual and return the norm.
+
+    ``x`` is [T, H], or [parts, T, H] of a split product. ``planes`` is the layout of the result
     (:func:`outrider_triton.planes_ops.room`).
     """
     parts = 1 if x.dim() == residual.dim() else x.shape[0]
@@ -112,9 +114,9 @@ def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
     out, grains = room(gate_up, (*gate_up.shape[:-1], size), planes)
     block = min(power_of_two(size), 1024)
     grid = (gate_up.numel() // (2 * size), triton.cdiv(size, block))
-    own = {"PLANES": planes > 0, "BLOCK": block}
+    constants = {"PLANES": planes > 0, "BLOCK": block}
     operands = gate_up.contiguous(), out, grains, size, stride_of(out, grains)
-    launch(rows.silu_mul, grid, *operands, **own, pdl=pdl, warps=warps_for(block))
+    launch(rows.silu_mul, grid, *operands, **constants, pdl=pdl, warps=warps_for(block))
     return out
 
 
@@ -181,7 +183,10 @@ def _add_parts_rope_write_cache(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """``parts`` is [T, (Hq + 2 Hkv) D], or [parts, T, ...] of a product that was split. Returns queries [T, Hq, D]."""
+    """Add parts, rotate and write the cache; return queries [T, Hq, D].
+
+    ``parts`` is [T, (Hq + 2 Hkv) D], or [parts, T, ...] of a split product.
+    """
     expect_laid_out(cos, sin, k_cache, v_cache)
     expect(parts.is_contiguous(), lambda: "rope_write_cache: parts must be contiguous")
     q = _queries(parts, k_cache, dtype)
@@ -202,7 +207,7 @@ def _add_parts_rope_write_cache(
     return q
 
 
-# An overload of the operator whose rows it touches, so that they are known.
+# An overload of the operator that writes the same cache rows, so that row access is known.
 define(
     "rope_write_cache.triton_parts(Tensor parts, Tensor? bias, Tensor cos, Tensor sin, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor slots, ScalarType dtype, bool pdl, Tensor? q_norm=None, Tensor? k_norm=None, "
@@ -214,7 +219,7 @@ define(
 
 def _move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor, pdl: bool) -> None:
     moves = sources.shape[0]
-    expect(moves <= _MOVES, lambda: f"move_cache: {moves} rows at once, expected at most {_MOVES}")
+    expect(moves <= _MAX_MOVES, lambda: f"move_cache: {moves} rows at once, expected at most {_MAX_MOVES}")
     size = k_cache.stride(1)
     block = 64
     launch(
@@ -289,7 +294,7 @@ define("copy_rows.triton(Tensor source, Tensor(a!) out, bool pdl) -> ()", _copy_
 
 
 def flat_product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` [..., K] as rows [T, K] for a product with ``weight`` [N, K]; raises where they do not go together."""
+    """Return ``x`` [..., K] as rows [T, K] for a product with ``weight`` [N, K]. Raises if the operands don't match."""
     expect(
         x.shape[-1] == weight.shape[-1] and weight.is_contiguous() and x.dtype is weight.dtype,
         lambda: f"a product of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)} {weight.dtype}",
@@ -299,38 +304,41 @@ def flat_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def expect_blocks(config: list[int]) -> None:
-    """Raise unless each program's share of a weight is within its block, and no ring is meant: else rows are left out."""
+    """Raise unless each program's rows fit its block and the configuration is unstreamed: else rows would be left out."""
     expect(
         config[8] <= config[1] and config[7] in (0, 1),
-        lambda: f"a product can't be cut up as {config}: expected no more rows of a program than a block has, and no ring",
+        lambda: (
+            f"a product can't be tiled as {config}: expected no more rows of a program than a block has, "
+            "and an unstreamed descriptor"
+        ),
     )
 
 
+def tile_descriptor(weight: Tensor, tiling: MatmulConfig) -> TensorDescriptor | None:
+    """Return the copy engine's descriptor of a weight's tiles, or None if threads load them."""
+    return TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]) if tiling.descriptor else None
+
+
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: list[int], pdl: bool) -> None:
-    block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
+    tiling = MatmulConfig(*config)
     flat = flat_product(x, weight)
-    if descriptor == STREAMED:
-        streamed.multiply(flat, weight, bias, out, MatmulConfig(*config), pdl)
+    if tiling.descriptor == STREAMED:
+        streamed.multiply(flat, weight, bias, out, tiling, pdl)
         return
     expect_blocks(config)
     (m, k), n = flat.shape, weight.shape[0]
-    each = each or block_n
-    grid = triton.cdiv(n, each), split, triton.cdiv(m, block_m)
+    rows_per_program = tiling.each or tiling.block_n
+    grid = triton.cdiv(n, rows_per_program), tiling.split, triton.cdiv(m, tiling.block_m)
     launch(
         matmul.linear,
         grid,
-        *(flat, weight, TensorDescriptor.from_tensor(weight, [block_n, block_k]) if descriptor else None, bias, out),
-        *(m, n, k, flat.stride(0), each, ahead if k % 8 == 0 else 0),
+        *(flat, weight, tile_descriptor(weight, tiling), bias, out),
+        *(m, n, k, flat.stride(0), rows_per_program, tiling.ahead if k % 8 == 0 else 0),
         HAS_BIAS=bias is not None,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        SPLIT=split,
-        EVEN=k % (split * block_k) == 0,
-        DESCRIPTOR=bool(descriptor),
-        num_stages=stages,
+        SPLIT=tiling.split,
+        DESCRIPTOR=bool(tiling.descriptor),
+        **tiling.launch_constants(k),
         pdl=pdl,
-        warps=warps,
     )
 
 
@@ -342,7 +350,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], p
 
 
 def _linear_parts(x: Tensor, weight: Tensor, config: list[int], pdl: bool) -> Tensor:
-    """[split, T, N] in float32; a product that isn't split comes as [T, N] in its own dtype."""
+    """Multiply in parts: float32 [split, T, N], or [T, N] in the operands' dtype without a split."""
     out = _empty_parts(x, weight, config)
     _multiply(x, weight, None, out, config, pdl)
     return out
@@ -366,32 +374,27 @@ define(
 
 
 def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
-    block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
-    expect(split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
+    tiling = MatmulConfig(*config)
+    expect(tiling.split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
     flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0] // 2
     out = x.new_empty((*x.shape[:-1], n))
-    if descriptor == STREAMED:
-        streamed.silu_mul(flat, None, weight, bias, out, 0.0, MatmulConfig(*config), pdl)
+    if tiling.descriptor == STREAMED:
+        streamed.silu_mul(flat, None, weight, bias, out, 0.0, tiling, pdl)
         return out
-    if descriptor == TALL:
-        streamed.silu_mul_tall(flat, weight, bias, out, MatmulConfig(*config), pdl)
+    if tiling.descriptor == TALL:
+        streamed.silu_mul_tall(flat, weight, bias, out, tiling, pdl)
         return out
     expect_blocks(config)
-    each = each or block_n
-    grid = triton.cdiv(n, each), triton.cdiv(m, block_m)
+    rows_per_program = tiling.each or tiling.block_n
+    grid = triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m)
     launch(
         matmul.linear_silu_mul,
         grid,
-        *(flat, weight, bias, out, m, n, k, flat.stride(0), each, ahead if k % 8 == 0 else 0),
+        *(flat, weight, bias, out, m, n, k, flat.stride(0), rows_per_program, tiling.ahead if k % 8 == 0 else 0),
         HAS_BIAS=bias is not None,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        EVEN=k % block_k == 0,
-        num_stages=stages,
+        **tiling.launch_constants(k),
         pdl=pdl,
-        warps=warps,
     )
     return out
 

@@ -1,4 +1,4 @@
-"""Products with weights of four bits in planes, as operators (:mod:`outrider_triton.jit.planes`)."""
+"""Operators of products with nibble weights in nibble planes (:mod:`outrider_triton.jit.nibble_planes`)."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from torch import Tensor
 from outrider.device.kernels.checks import expect
 from outrider_triton import streamed
 from outrider_triton.define import define
-from outrider_triton.jit import planes, planes_gated
+from outrider_triton.jit import nibble_planes, nibble_planes_gated
 from outrider_triton.launch import launch
 from outrider_triton.table import STREAMED, MatmulConfig
 
 PLAIN, DIGITS = 1, 2
-"""Rows in planes as :mod:`outrider_triton.jit.planes` multiplies them; in two digits, as
-:mod:`outrider_triton.jit.planes_ring` does.
+"""Layouts of token rows: 16-bit values in nibble planes for :mod:`outrider_triton.jit.nibble_planes`, or two int8 components
+for :mod:`outrider_triton.jit.nibble_planes_streamed`.
 """
 
 
 def laying(config: MatmulConfig) -> int:
-    """How the rows lie that a product takes."""
+    """Return the layout of the token rows that a product takes."""
     return DIGITS if config.descriptor == STREAMED else PLAIN
 
 
 def activates(config: MatmulConfig, m: int) -> bool:
-    """Whether a product of ``m`` tokens so cut takes gate and up, and computes SwiGLU itself: with one token that is faster
-    than a kernel between, with more it isn't (docs/evidence/README.md#2026-11-27-pieces).
+    """Return True if a product of ``m`` tokens takes gate and up and computes SwiGLU itself.
+
+    With one token this is faster than a separate kernel, with more it is slower (docs/evidence/README.md#2026-11-27-pieces).
     """
-    columns, groups = planes_gated.COLUMNS.value, config.warps // 4
-    few = config.block_k <= groups * planes_gated.STEPS_AT_MOST.value * columns
-    return m == 1 and laying(config) == DIGITS and config.ahead == columns and few
+    columns, groups = nibble_planes_gated.COLUMNS.value, config.warps // 4
+    fits_registers = config.block_k <= groups * nibble_planes_gated.STEPS_AT_MOST.value * columns
+    return m == 1 and laying(config) == DIGITS and config.ahead == columns and fits_registers
 
 
 def _width(k: int, how: int) -> int:
-    """Numbers of a row: of two digits each has room behind it for a float32 for each unit, and both begin at multiples of 16
+    """Return elements per row. A component is followed by room for one float32 per unit; both begin at multiples of 16
     bytes.
     """
-    return 2 * (k + 16 * triton.cdiv(k, 4 * planes.UNIT.value)) if how == DIGITS else k
+    return 2 * (k + 16 * triton.cdiv(k, 4 * nibble_planes.UNIT.value)) if how == DIGITS else k
 
 
 def room(like: Tensor, shape: Sequence[int], how: int) -> tuple[Tensor, Tensor | None]:
-    """Where rows of ``shape`` go that are laid out so, on the device of ``like``; 0: that aren't. DIGITS: int8, both digits
-    of a row behind each other, and, in float32, the place for the grains of its units.
+    """Allocate rows of ``shape`` in layout ``how`` (0: row-major) on the device of ``like``, and a view for their grains.
+
+    DIGITS: int8, the low components of a row, then the high ones; float32 grains of its units follow the low ones.
     """
     k, width = shape[-1], _width(shape[-1], how)
     out = like.new_empty((*shape[:-1], width), dtype=torch.int8 if how == DIGITS else like.dtype)
@@ -53,22 +55,22 @@ def room(like: Tensor, shape: Sequence[int], how: int) -> tuple[Tensor, Tensor |
 
 
 def stride_of(out: Tensor, grains: Tensor | None) -> int:
-    """Of what :func:`room` made the numbers between two rows, or digits."""
+    """Return the elements between two rows, or two components, of an allocation of :func:`room`."""
     return out.shape[-1] if grains is None else out.shape[-1] // 2
 
 
 def digits_of(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Of contiguous rows [m, ...] in DIGITS: both digits, int8 [2 m, k], and the grains, float32 [m, units]."""
+    """Return components int8 [2 m, k] and grains float32 [m, units] as views of contiguous rows [m, ...] in layout DIGITS."""
     digits = rows.view(2 * rows.shape[0], -1)
     return digits[:, :k], digits[::2, k:].view(torch.float32)
 
 
 def in_planes(x: Tensor, pdl: bool, how: int = PLAIN) -> Tensor:
-    """Rows of ``x`` [m, k] laid out in planes."""
+    """Return the rows of ``x`` [m, k] in nibble-plane layout ``how``."""
     m, k = x.shape
     out, grains = room(x, x.shape, how)
     launch(
-        planes.lay_in_planes,
+        nibble_planes.lay_in_planes,
         (m, triton.cdiv(k, 1024)),
         *(x, out, grains, k, x.stride(0), stride_of(out, grains)),
         BLOCK=1024,
@@ -96,15 +98,17 @@ def _linear_planes(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    """``laid``: of the product, where the rows of ``x`` are in planes, as :func:`laying` says. What a split leaves, float32
-    [split, T, N] without the bias, is left so.
+    """Multiply rows by nibbles.
+
+    ``laid`` is the product's dtype if the rows of ``x`` already have the layout of :func:`laying`, else None. A split
+    product is returned in parts, float32 [split, T, N], without the bias.
     """
-    block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
-    expect(descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be cut up as {config}")
+    tiling = MatmulConfig(*config)
+    expect(tiling.descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be tiled as {config}")
     flat, n = x.reshape(-1, x.shape[-1]), data.shape[0]
-    m, k, how, each = flat.shape[0], 2 * data.shape[1], laying(MatmulConfig(*config)), each or block_n
+    m, k, how, rows_per_program = flat.shape[0], 2 * data.shape[1], laying(tiling), tiling.each or tiling.block_n
     expect(
-        flat.shape[1] == (_width(k, how) if laid is not None else k) and k % planes.UNIT.value == 0,
+        flat.shape[1] == (_width(k, how) if laid is not None else k) and k % nibble_planes.UNIT.value == 0,
         lambda: (
             f"product of {tuple(x.shape)}{'' if laid is None else ' in planes'} with a weight of {n} x {k}: expected rows of "
             f"{_width(k, how) if laid is not None else k} and units of 128 columns"
@@ -113,40 +117,33 @@ def _linear_planes(
     flat = flat if flat.stride(-1) == 1 else flat.contiguous()
     if laid is None:
         flat = in_planes(flat, pdl, how)
-    made = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else laid or x.dtype, device=x.device)
-    if descriptor == STREAMED:
+    product = torch.empty((tiling.split, m, n), dtype=torch.float32 if tiling.split > 1 else laid or x.dtype, device=x.device)
+    if tiling.descriptor == STREAMED:
         expect(
-            zero_points is None and (mode, columns, block[0]) == ("block", planes.UNIT.value, 1) and asm,
-            lambda: (
-                f"a product through a ring with scales of {tuple(block)}: expected rows of groups of 128, without zero points"
-            ),
+            zero_points is None and (mode, columns, block[0]) == ("block", nibble_planes.UNIT.value, 1) and asm,
+            lambda: f"a streamed product with scales of {tuple(block)}: expected rows of groups of 128, without zero points",
         )
-        rows, grains = digits_of(flat.contiguous(), k)
-        own = rows, grains, data, scales, bias if split == 1 else None
-        streamed.multiply_planes(*own, made, MatmulConfig(*config), pdl)
-        return made if split > 1 else made.view(*x.shape[:-1], n)
+        components, grains = digits_of(flat.contiguous(), k)
+        operands = components, grains, data, scales, bias if tiling.split == 1 else None
+        streamed.multiply_planes(*operands, product, tiling, pdl)
+        return product if tiling.split > 1 else product.view(*x.shape[:-1], n)
     launch(
-        planes.linear_planes,
-        (triton.cdiv(n, each), triton.cdiv(m, block_m), split),
-        *(flat, data.view(torch.int16), scales, zero_points, bias if split == 1 else None, made, m, n, k),
-        *(flat.stride(0), scales.shape[1], each, ahead),
+        nibble_planes.linear_planes,
+        (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m), tiling.split),
+        *(flat, data.view(torch.int16), scales, zero_points, bias if tiling.split == 1 else None, product, m, n, k),
+        *(flat.stride(0), scales.shape[1], rows_per_program, tiling.ahead),
         MODE=mode,
         ROWS=block[0],
         COLUMNS=columns,
         ZEROS=zero_points is not None,
-        HAS_BIAS=bias is not None and split == 1,
+        HAS_BIAS=bias is not None and tiling.split == 1,
         ASM=asm,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        SUB=min(at_once, block_k) if at_once else block_k,
-        SPLIT=split,
-        EVEN=k % (split * block_k) == 0,
-        num_stages=stages,
+        SUB=min(at_once, tiling.block_k) if at_once else tiling.block_k,
+        SPLIT=tiling.split,
+        **tiling.launch_constants(k),
         pdl=pdl,
-        warps=warps,
     )
-    return made if split > 1 else made.view(*x.shape[:-1], n)
+    return product if tiling.split > 1 else product.view(*x.shape[:-1], n)
 
 
 def _gated_planes(
@@ -157,14 +154,17 @@ def _gated_planes(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    """SwiGLU of one token, ``both`` [1, 2 K], multiplied. What a split leaves, float32 [split, 1, N], is left so."""
-    split, cut = config[3], MatmulConfig(*config)
-    made = _gated_empty(both, data, scales, bias, config, pdl)
-    streamed.multiply_gated_planes(both.contiguous(), data, scales, bias if split == 1 else None, made, cut, pdl)
-    return made
+    """Apply SwiGLU to one token's gate and up, ``both`` [1, 2 K], and multiply.
+
+    A split product is returned in parts, float32 [split, 1, N], without the bias.
+    """
+    split, tiling = config[3], MatmulConfig(*config)
+    product = _empty_gated(both, data, scales, bias, config, pdl)
+    streamed.multiply_gated_planes(both.contiguous(), data, scales, bias if split == 1 else None, product, tiling, pdl)
+    return product
 
 
-def _gated_empty(both: Tensor, data: Tensor, *rest: Any) -> Tensor:
+def _empty_gated(both: Tensor, data: Tensor, *rest: Any) -> Tensor:
     split, n = rest[-2][3], data.shape[0]
     return both.new_empty((split, 1, n), dtype=torch.float32) if split > 1 else both.new_empty((1, n))
 
@@ -173,7 +173,7 @@ define(
     "linear_quantized.triton_gated_planes(Tensor both, Tensor data, Tensor scales, Tensor? bias, int[] config, bool pdl) "
     "-> Tensor",
     _gated_planes,
-    _gated_empty,
+    _empty_gated,
 )
 
 

@@ -1,4 +1,4 @@
-"""Entry point of the kernel set ``triton``, and the kernels that a backend has of its own accord."""
+"""Entry point of the kernel set ``triton``, and the kernels that backends use by default."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ADVICE = "install triton, which torch's builds for GPUs bring along"
 
 @hookimpl
 def kernel_info() -> KernelInfo:
-    """Usable where Triton is installed."""
+    """Describe the kernel set; it is usable if Triton is installed."""
     found = find_spec("triton") is not None
     return KernelInfo(
         name="triton",
@@ -31,22 +31,22 @@ def kernel_info() -> KernelInfo:
 
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
-    """Every kernel in Triton, with this device's table where there is one."""
+    """Create the set that uses Triton for every kernel, with this device's table if there is one."""
     return _kernels(backend, everywhere=True)
 
 
 def tuned_kernels(backend: Backend) -> KernelSet:
-    """Triton's kernels, with what was measured on this device, and derived from what it says of itself elsewhere.
+    """Create the set with this device's measurements; configurations are derived if there are none.
 
-    Torch's own products stay where a table says that they won. Raises :class:`BackendLoadError` without Triton.
+    The library computes the products that it won in the table. Raises :class:`BackendLoadError` without Triton.
     """
     return _kernels(backend, everywhere=False)
 
 
 def derived_kernels(backend: Backend) -> KernelSet:
-    """The same, as if nothing had been measured on such a device: neither what ships counts, nor what this machine keeps.
+    """Create the same set without earlier measurements, shipped or stored on this machine.
 
-    What is measured from now on does. Raises :class:`BackendLoadError` without Triton.
+    Later measurements are used. Raises :class:`BackendLoadError` without Triton.
     """
     return _kernels(backend, everywhere=False, measured=False)
 
@@ -58,9 +58,9 @@ def _kernels(backend: Backend, *, everywhere: bool, measured: bool = True) -> Ke
         )
     import torch
 
-    from outrider_triton.beforehand import hash_compiler
     from outrider_triton.facts import facts_of
     from outrider_triton.kernelset import TritonKernels
+    from outrider_triton.launch import hash_compiler
     from outrider_triton.table import load
 
     hash_compiler()

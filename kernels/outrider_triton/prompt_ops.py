@@ -1,4 +1,4 @@
-"""Operators of attention over prompts, and of the copy without pages that some of them read."""
+"""Operators of prefill attention, and of the contiguous copy of the cached tokens that some kernels read."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
-from outrider_triton.jit import prompt_attention as jit
+from outrider_triton.jit import prefill_attention as jit
 from outrider_triton.launch import launch, power_of_two
 
 SPACE: int = jit.SPACE.value
 SEQUENCES = (16, 256, 4096)
-"""Bounds that kernels are compiled for."""
+"""Numbers of sequences that kernels are compiled for."""
 
 
 def copied_rows(cached: int, sequences: int) -> int:
-    """Rows that a copy of ``cached`` tokens of ``sequences`` needs at most."""
+    """Return the maximum number of rows in a copy of ``cached`` tokens of ``sequences`` sequences."""
     return cached + 2 * SPACE * sequences
 
 
@@ -45,10 +45,10 @@ def _copy_context(
     kv_start = torch.empty(batch + 1, dtype=torch.int32, device=k_cache.device)
     block_columns = min(power_of_two(columns), 1024)
     block_rows = max(1, 4096 // block_columns)
-    longest = triton.cdiv(most, SPACE) * SPACE + SPACE
+    max_rows = triton.cdiv(most, SPACE) * SPACE + SPACE
     launch(
         jit.copy_context,
-        (triton.cdiv(longest, block_rows), triton.cdiv(columns, block_columns), batch),
+        (triton.cdiv(max_rows, block_rows), triton.cdiv(columns, block_columns), batch),
         *(k_cache, v_cache, seq_lens, block_table, keys, values, kv_start),
         *(batch, size, block_table.stride(0), k_cache.stride(1), k_cache.stride(2), columns),
         PAGE=page,
@@ -98,15 +98,15 @@ def _prompt_attention(
         lambda: "prompt_attention: keys and values must be contiguous, and the last dimension of q and of the block table",
     )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    ends = [keys, values]
+    sources = [keys, values]
     if copied:
         expect(keys.shape[2] == block_size, lambda: f"prompt_attention: heads of a copy must be {block_size} wide")
-        flat = (tensor.view(tensor.shape[0], kv_heads * block_size) for tensor in ends)
-        ends = [TensorDescriptor.from_tensor(each, [block_kv, block_size]) for each in flat]
+        flat = (tensor.view(tensor.shape[0], kv_heads * block_size) for tensor in sources)
+        sources = [TensorDescriptor.from_tensor(each, [block_kv, block_size]) for each in flat]
     launch(
         jit.prompt_attention,
         (blocks * (heads // kv_heads), kv_heads),
-        *(q, *ends, query_start, seq_lens, block_table, query_start if kv_start is None else kv_start, out),
+        *(q, *sources, query_start, seq_lens, block_table, query_start if kv_start is None else kv_start, out),
         *(tokens, batch, heads, scale, size, q.stride(0), q.stride(1), block_table.stride(0)),
         *((0, 0) if copied else (keys.stride(1), keys.stride(2))),
         PAGE=1 if copied else keys.shape[1],

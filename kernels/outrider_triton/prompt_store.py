@@ -1,6 +1,7 @@
-"""Which kernels attend over prompts fastest, kept for the next start beside what tuning found: a file a kind of operands.
+"""Measured rankings of prefill attention kernels, stored for the next start in one file per kind of operands.
 
-It lies with the choices of the same device, torch, Triton and sources of the kernels; other libraries are named within.
+The files lie next to the tuning choices for the same device, torch, Triton and kernel sources. Each names the releases of
+other libraries.
 """
 
 from __future__ import annotations
@@ -14,38 +15,40 @@ from outrider_triton.tuned_store import write_whole
 
 Ranking = Mapping[int, tuple[str, ...]]
 """Names of candidates, the fastest first, by the number of new tokens."""
-_LIBRARIES = ("fa3-fwd",)
+_ATTENTION_LIBRARIES = ("fa3-fwd",)
 
 
 def libraries() -> dict[str, str]:
-    """Releases of the libraries that attend and don't belong to torch; empty where one isn't installed."""
-    found = {}
-    for name in _LIBRARIES:
+    """Return releases of attention libraries that torch doesn't bring along; an empty string if one isn't installed."""
+    releases = {}
+    for name in _ATTENTION_LIBRARIES:
         try:
-            found[name] = version(name)
+            releases[name] = version(name)
         except PackageNotFoundError:
-            found[name] = ""
-    return found
+            releases[name] = ""
+    return releases
 
 
 class PromptStore:
-    """The files under ``directory``, which needn't exist yet."""
+    """The ranking files under ``directory``, which needn't exist yet."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def read(self, key: Sequence[object], counts: Sequence[int]) -> Ranking:
-        """That of all these numbers of new tokens; empty where a file hasn't all, can't be read, or is of other libraries."""
+        """Return the ranking for all ``counts`` of new tokens. Return {} if a file is incomplete, unreadable or of other
+        libraries.
+        """
         try:
             row = json.loads(self._path(key).read_text(encoding="utf-8"))
             ranked = {count: tuple(map(str, row["ranked"][str(count)])) for count in counts}
-            alike = row["libraries"] == libraries()
+            same_libraries = row["libraries"] == libraries()
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return {}
-        return ranked if alike and all(ranked.values()) else {}
+        return ranked if same_libraries and all(ranked.values()) else {}
 
     def write(self, key: Sequence[object], ranked: Ranking) -> None:
-        """In place of what was there. Raises OSError where the directory can't be written."""
+        """Store a ranking in place of the previous one. Raises OSError if the directory can't be written."""
         self._directory.mkdir(parents=True, exist_ok=True)
         row = {"libraries": libraries(), "ranked": {str(count): list(names) for count, names in ranked.items()}}
         write_whole(self._path(key), json.dumps(row) + "\n")

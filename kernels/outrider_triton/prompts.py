@@ -1,7 +1,7 @@
-"""Attention over prompts: which kernel does it, of this package or of a library, by measurement where an engine warms up.
+"""Prefill attention: kernels of this package and of libraries, chosen by measurement during warm-up.
 
-A library is used where it's installed and was measured to be faster. What it reads has no pages: the cached tokens of a batch
-are copied first, which takes a fraction of the attention of a long prompt.
+A library is used if it is installed and measured to be faster. Libraries read contiguous keys and values, so the cached
+tokens of a batch are copied first, which takes a fraction of the attention time of a long prompt.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from outrider_triton.prompt_store import PromptStore
 
 _TRITON = torch.ops.outrider
 LEAST = 64
-"""New tokens of a sequence from which on it counts as a prompt."""
-_CLASSES = (128, 512, 2048, 8192)
-_LONG = 1024
-_MOST_COPIED = 1 << 29
-_COPIED = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
-"""Two programs of such a size share a multiprocessor: one multiplies while the other takes its exponents."""
+"""Minimum number of new tokens of a sequence that counts as prefill."""
+_MEASURED_LENGTHS = (128, 512, 2048, 8192)
+_MIN_COPIED_QUERY = 1024
+_MAX_COPY_BYTES = 1 << 29
+_COPY_CONFIGS = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
+"""Blocks over a contiguous copy. Two programs share a multiprocessor: one multiplies while the other computes exponentials.
+"""
 _CONFIGS = ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The operands of one attention, over prompts or not."""
+    """The operands of one attention, in prefill or not."""
 
     q: Tensor
     k_cache: Tensor
@@ -49,20 +50,20 @@ class Prompts:
     window: int
 
     def copied(self, width: int, pdl: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values without pages, with heads of ``width``, and where each sequence begins."""
+        """Copy the context; return keys and values with heads of ``width``, and the first row of each sequence."""
         metadata = self.metadata
         batch = metadata.seq_lens.shape[0]
         rows = prompt_ops.copied_rows(batch * metadata.max_kv, batch)
-        most, dtype = metadata.max_kv, self.q.dtype
+        max_kv, dtype = metadata.max_kv, self.q.dtype
         return _TRITON.copy_context.triton(  # type: ignore[no-any-return]
-            self.k_cache, self.v_cache, metadata.seq_lens, metadata.block_table, rows, most, width, dtype, pdl
+            self.k_cache, self.v_cache, metadata.seq_lens, metadata.block_table, rows, max_kv, width, dtype, pdl
         )
 
     def first(self, count: int, sequences: int = 1) -> Prompts:
-        """The first ``count`` new tokens of the first sequence, as a prompt of their own; other ``sequences`` are empty."""
+        """Return a prefill of the first ``count`` new tokens of the first sequence; other ``sequences`` are empty."""
         metadata, empty = self.metadata, sequences - 1
         device = self.q.device
-        few = replace(
+        metadata_of_first = replace(
             metadata,
             query_start=torch.tensor([0, *[count] * sequences], dtype=torch.int32, device=device),
             seq_lens=torch.tensor([count, *[0] * empty], dtype=torch.int32, device=device),
@@ -71,52 +72,52 @@ class Prompts:
             max_kv=count,
             host_query_start=(0, *[count] * sequences),
         )
-        return replace(self, q=self.q[:count], metadata=few)
+        return replace(self, q=self.q[:count], metadata=metadata_of_first)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to attend. ``copies``: over a copy, so only where the host knows how much there is to copy. ``alone``: of one
-    prompt alone, so that another one is needed beside it.
-    """
+    """An implementation of prefill attention."""
 
     name: str
     attend: Callable[[Prompts], Tensor]
     copies: bool = True
+    """Reads a contiguous copy, so the host must know the number of rows to copy."""
     alone: bool = False
+    """Attends over a single prompt only, so a second candidate is needed for other batches."""
 
 
 def config(size: int, shared: int, *, copied: bool = False) -> list[int]:
-    """Rows and cached tokens of a block, warps and stages: the largest that fit into shared memory, in 16 bits.
+    """Return block rows, cached tokens per block, warps and stages: the largest that fit into shared memory, in 16 bits.
 
-    ``copied``: of a copy, which the copy engine brings; two programs should fit beside each other then.
+    ``copied``: over a contiguous copy that the copy engine loads; two programs should fit on a multiprocessor.
     """
     width = max(power_of_two(size), 16)
-    room = shared // 2 if copied else shared
-    sizes = _COPIED if copied else _CONFIGS
-    return list(next((each for each in sizes if 2 * width * (each[0] + 2 * each[1] * each[3]) <= room), sizes[-1]))
+    budget = shared // 2 if copied else shared
+    sizes = _COPY_CONFIGS if copied else _CONFIGS
+    return list(next((each for each in sizes if 2 * width * (each[0] + 2 * each[1] * each[3]) <= budget), sizes[-1]))
 
 
 class PromptAttention:
-    """Attends by the candidate that was measured to be fastest; before any was measured, by a sound one."""
+    """Prefill attention by the fastest measured candidate; by a reasonable default before the measurement."""
 
     def __init__(self, facts: DeviceFacts) -> None:
         self._facts = facts
         self._ranked: dict[tuple[object, ...], Mapping[int, tuple[str, ...]]] = {}
-        self._said: dict[str, str] = {}
+        self._reports: dict[str, str] = {}
         self._store: PromptStore | None = None
 
     def keep_in(self, store: PromptStore) -> None:
-        """Take over what was measured in an earlier process from ``store``, and keep there what is measured from now on."""
+        """Load earlier measurements from ``store``, and store later ones there."""
         self._store = store
 
     @property
     def said(self) -> Mapping[str, str]:
-        """What was chosen, and what couldn't be used, in words, by what it's for."""
-        return dict(self._said)
+        """Return the chosen candidates and the unusable ones with reasons, by purpose."""
+        return dict(self._reports)
 
     def serves(self, q: Tensor, metadata: AttentionMetadata) -> bool:
-        """Whether this is for prompts: causal, many new tokens, and enough of them to keep the device busy."""
+        """Return True for a causal attention with many new tokens per sequence, and enough of them to use the device."""
         if metadata.tree_mask is not None or metadata.max_query < LEAST or q.dtype not in (torch.bfloat16, torch.float16):
             return False
         rows = config(q.shape[-1], self._facts.shared_bytes)[0]
@@ -124,84 +125,94 @@ class PromptAttention:
         return 2 * programs >= self._facts.processors or metadata.max_kv <= 8 * metadata.max_query
 
     def longest_elsewhere(self, q: Tensor) -> int:
-        """New tokens of a sequence for which :meth:`serves` may be False, at most."""
+        """Return the maximum number of new tokens per sequence for which :meth:`serves` may return False."""
         if q.dtype not in (torch.bfloat16, torch.float16):
             return 1 << 62
         rows = config(q.shape[-1], self._facts.shared_bytes)[0]
         return max(LEAST, -(-self._facts.processors // (2 * q.shape[1])) * rows)
 
     def attend(self, prompts: Prompts) -> Tensor:
-        """Attention of the new tokens; padding gives zeros."""
+        """Attend over the new tokens; padding tokens get zeros."""
         return self._choice(prompts).attend(prompts)
 
     def measure(self, prompts: Prompts) -> None:
-        """Time every candidate for prompts of several lengths, up to that of ``prompts``, whose operands serve; where that is
-        known from an earlier process, run the fastest alone, which must be right. The host waits; not in a capture.
+        """Time every candidate at several prompt lengths up to that of ``prompts``, whose operands it uses.
+
+        If an earlier process stored the ranking, run only the fastest candidate, which must be correct. The host waits for
+        the device, so this must not run inside a capture.
         """
         module = torch.get_device_module(prompts.q.device)
         key = _key(prompts)
         if key in self._ranked or not hasattr(module, "Event") or prompts.metadata.host_query_start is None:
             return
-        many = prompts.first(LEAST, prompt_ops.SEQUENCES[0] + 1)  # other variants of the kernels here
-        for each in self._candidates(many):
-            if each.name in ("pages", "copy"):
-                each.attend(many)
-        counts = tuple(dict.fromkeys(min(each, prompts.metadata.max_query) for each in _CLASSES))
+        many_sequences = prompts.first(LEAST, prompt_ops.SEQUENCES[0] + 1)  # more sequences select other kernel variants
+        for candidate in self._candidates(many_sequences):
+            if candidate.name in ("pages", "copy"):
+                candidate.attend(many_sequences)
+        counts = tuple(dict.fromkeys(min(candidate, prompts.metadata.max_query) for candidate in _MEASURED_LENGTHS))
         kept = {} if self._store is None else self._store.read(key, counts)
         ranked: dict[int, tuple[str, ...]] = {}
         for count in counts:
-            few = prompts.first(count)
-            wanted = self._by_pages(few)
-            if kept and self._confirmed(few, wanted, kept[count]):
+            prefix = prompts.first(count)
+            reference = self._by_pages(prefix)
+            if kept and self._confirmed(prefix, reference, kept[count]):
                 ranked[count] = kept[count]
-                self._said[f"attention over {count} new tokens"] = f"{kept[count][0]} (measured before)"
+                self._reports[f"attention over {count} new tokens"] = f"{kept[count][0]} (measured before)"
                 continue
-            tried = {each.name: self._tried(each, few, wanted, module) for each in self._candidates(few)}
-            times = {name: milliseconds for name, milliseconds in tried.items() if milliseconds is not None}
+            trials = {
+                candidate.name: self._try_candidate(candidate, prefix, reference, module)
+                for candidate in self._candidates(prefix)
+            }
+            times = {name: milliseconds for name, milliseconds in trials.items() if milliseconds is not None}
             ranked[count] = tuple(sorted(times, key=times.__getitem__))
             listed = ", ".join(f"{name} {times[name] * 1e3:.0f}" for name in ranked[count])
-            self._said[f"attention over {count} new tokens"] = f"{ranked[count][0]} (us: {listed})"
+            self._reports[f"attention over {count} new tokens"] = f"{ranked[count][0]} (us: {listed})"
         self._ranked[key] = ranked
         if self._store is not None and ranked != kept:
             try:
                 self._store.write(key, ranked)
             except OSError as error:
-                self._said["attention over prompts, for the next start"] = f"not kept: {error}"
+                self._reports["attention over prompts, for the next start"] = f"not kept: {error}"
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- measurement and candidates ---------------------------------------------------------------------------------
 
-    def _tried(self, each: Candidate, few: Prompts, wanted: Tensor, module: Any | None) -> float | None:
-        """Milliseconds of a candidate, 0 without a ``module`` to time by; None: it fails or is wrong, and that is said."""
+    def _try_candidate(self, candidate: Candidate, prefix: Prompts, reference: Tensor, module: Any | None) -> float | None:
+        """Return a candidate's milliseconds, 0 without a ``module`` to time with, or None if it fails or is wrong.
+
+        The reason of a failure is recorded.
+        """
         try:
-            made = each.attend(few)
-            wrong = float((made.float() - wanted.float()).abs().max())
-            if not wrong <= 0.05 * float(wanted.float().abs().max()) + 1e-3:
-                self._said[f"attention by {each.name}"] = f"not used: off by {wrong:.3g} over {few.q.shape[0]} tokens"
+            result = candidate.attend(prefix)
+            error_size = float((result.float() - reference.float()).abs().max())
+            if not error_size <= 0.05 * float(reference.float().abs().max()) + 1e-3:
+                self._reports[f"attention by {candidate.name}"] = (
+                    f"not used: off by {error_size:.3g} over {prefix.q.shape[0]} tokens"
+                )
                 return None
-            return 0.0 if module is None else _milliseconds(module, lambda: each.attend(few))
-        except Exception as error:  # whatever a library says: it isn't a candidate then
-            reason = str(error).split("\n", 1)[0][:200]
-            self._said[f"attention by {each.name}"] = f"not used: {type(error).__name__}: {reason}"
+            return 0.0 if module is None else _milliseconds(module, lambda: candidate.attend(prefix))
+        except Exception as failure:  # any failure of a library disqualifies the candidate
+            reason = str(failure).split("\n", 1)[0][:200]
+            self._reports[f"attention by {candidate.name}"] = f"not used: {type(failure).__name__}: {reason}"
             return None
 
-    def _confirmed(self, few: Prompts, wanted: Tensor, names: Sequence[str]) -> bool:
-        """Whether the first of ``names`` still run and are right, as many as may be asked for."""
-        able = {each.name: each for each in self._candidates(few)}
+    def _confirmed(self, prefix: Prompts, reference: Tensor, names: Sequence[str]) -> bool:
+        """Return True if the first of ``names`` still run correctly, up to the first that serves every batch."""
+        available = {each.name: each for each in self._candidates(prefix)}
         for name in names:
-            if name not in able or self._tried(able[name], few, wanted, None) is None:
+            if name not in available or self._try_candidate(available[name], prefix, reference, None) is None:
                 return False
-            if not able[name].alone:
+            if not available[name].alone:
                 break
         return True
 
     def _choice(self, prompts: Prompts) -> Candidate:
-        able = {each.name: each for each in self._candidates(prompts)}
+        available = {each.name: each for each in self._candidates(prompts)}
         measured = self._ranked.get(_key(prompts))
         longest = prompts.metadata.max_query
         if measured:
             nearest = min(measured, key=lambda count: abs(log2(count) - log2(longest)))
-            return able[next((name for name in measured[nearest] if name in able), "pages")]
-        return able["copy"] if longest >= _LONG and "copy" in able else able["pages"]
+            return available[next((name for name in measured[nearest] if name in available), "pages")]
+        return available["copy"] if longest >= _MIN_COPIED_QUERY and "copy" in available else available["pages"]
 
     def _candidates(self, prompts: Prompts) -> tuple[Candidate, ...]:
         facts, q, metadata = self._facts, prompts.q, prompts.metadata
@@ -209,15 +220,15 @@ class PromptAttention:
         kv_heads, size = prompts.k_cache.shape[2:]
         width = max(power_of_two(size), 16)
         copied = 4 * prompt_ops.copied_rows(metadata.seq_lens.shape[0] * metadata.max_kv, metadata.seq_lens.shape[0])
-        if metadata.host_query_start is None or copied * kv_heads * width > _MOST_COPIED:
+        if metadata.host_query_start is None or copied * kv_heads * width > _MAX_COPY_BYTES:
             return tuple(found)
         generation = facts.capability // 10
         if facts.descriptors:
             found.append(Candidate("copy", self._by_copy))
         if generation >= 8 and prompts.window == 0 and size % 8 == 0:
-            # It has no kernels for later devices, and ends the process there.
-            able = generation in (8, 9) and q.dtype is torch.bfloat16 and size in (64, 96, 128, 192, 256)
-            if able and find_spec("fa3_fwd") is not None:
+            # FlashAttention 3 has no kernels for later devices, and terminates the process there.
+            flash3_supported = generation in (8, 9) and q.dtype is torch.bfloat16 and size in (64, 96, 128, 192, 256)
+            if flash3_supported and find_spec("fa3_fwd") is not None:
                 found.append(Candidate("fa3-fwd", self._by_flash3))
             found.append(Candidate("torch's FlashAttention 2", self._by_flash2))
             if metadata.host_query_start == (0, q.shape[0]) and metadata.max_kv == q.shape[0]:
@@ -225,22 +236,22 @@ class PromptAttention:
         return tuple(found)
 
     def _blocks(self, q: Tensor, metadata: AttentionMetadata, rows: int) -> int:
-        """Blocks of queries at most, through all sequences."""
+        """Return the maximum number of query blocks over all sequences."""
         starts = metadata.host_query_start
         if starts is None:
             return -(-q.shape[0] // rows) + metadata.seq_lens.shape[0]
         return sum(-(-(end - start) // rows) for start, end in pairwise(starts))
 
-    def _attend(self, prompts: Prompts, ends: tuple[Tensor, Tensor, Tensor | None], shape: list[int]) -> Tensor:
+    def _attend(self, prompts: Prompts, sources: tuple[Tensor, Tensor, Tensor | None], shape: list[int]) -> Tensor:
         metadata = prompts.metadata
         return _TRITON.prompt_attention.triton(  # type: ignore[no-any-return]
             prompts.q,
-            ends[0],
-            ends[1],
+            sources[0],
+            sources[1],
             metadata.query_start,
             metadata.seq_lens,
             metadata.block_table,
-            ends[2],
+            sources[2],
             self._blocks(prompts.q, metadata, shape[0]),
             prompts.scale,
             prompts.window,
@@ -273,7 +284,7 @@ class PromptAttention:
             is_causal=True,
             num_splits=1,
         )[0]
-        return _zeros_behind(out, metadata)
+        return _zero_padding(out, metadata)
 
     def _by_flash2(self, prompts: Prompts) -> Tensor:
         metadata = prompts.metadata
@@ -292,10 +303,10 @@ class PromptAttention:
             scale=prompts.scale,
             seqused_k=metadata.seq_lens,
         )[0]
-        return _zeros_behind(out, metadata)
+        return _zero_padding(out, metadata)
 
     def _by_cudnn(self, prompts: Prompts) -> Tensor:
-        """Of one prompt without a context."""
+        """Attend with cuDNN over one prompt without a context."""
         tokens = prompts.q.shape[0]
         keys, values, _ = prompts.copied(prompts.q.shape[-1], self._facts.pdl)
         q, k, v = (x[:tokens].unsqueeze(0).transpose(1, 2) for x in (prompts.q, keys, values))
@@ -311,8 +322,8 @@ def _key(prompts: Prompts) -> tuple[object, ...]:
     return q.dtype, prompts.k_cache.dtype, *q.shape[1:], *prompts.k_cache.shape[1:], prompts.window
 
 
-def _zeros_behind(out: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """``out`` with zeros for padding, which a library leaves as it is."""
+def _zero_padding(out: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """Return ``out`` with zeros for padding tokens, which libraries leave unwritten."""
     starts = metadata.host_query_start
     if starts is not None and starts[-1] < out.shape[0]:
         out[starts[-1] :] = 0
@@ -321,13 +332,13 @@ def _zeros_behind(out: Tensor, metadata: AttentionMetadata) -> Tensor:
 
 @cache
 def _flash3() -> Any:
-    """FlashAttention 3's forward, as the package ``fa3-fwd`` registers it."""
+    """Return the forward operator of FlashAttention 3 that the package ``fa3-fwd`` registers."""
     import_module("fa3_fwd._C")
     return torch.ops.fa3_fwd.fwd
 
 
 def _milliseconds(module: Any, call: Callable[[], object], *, repeats: int = 5) -> float:
-    """Device time of one call, the median of a few behind one that isn't counted; in the caller's scope."""
+    """Return the median device time of ``call`` after one warm-up call, on the current stream."""
     call()
     times: list[float] = []
     for _ in range(repeats):

@@ -1,9 +1,8 @@
-"""The part of the kernel set that multiplies with quantised weights."""
+"""TritonQuantized: the part of the kernel set that multiplies by quantised weights."""
 
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,17 +10,16 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight, RotaryArgs
+from outrider.device import QuantizedProduct, QuantizedWeight, RotaryArgs
 from outrider_triton import activated_ops as _activated_ops  # noqa: F401  (these register the operators)
 from outrider_triton import library_ops as _library_ops  # noqa: F401
 from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.derive import MOST, choose, every, size_of
 from outrider_triton.derive_quantized import OURS
-from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
 from outrider_triton.planes_ops import DIGITS, activates, laying, room
-from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
+from outrider_triton.quantized_ops import LONGEST, Plan, kept_dtype, plan, sum_parts
 from outrider_triton.rotary import rotates
 from outrider_triton.table import BUCKETS, MatmulConfig
 
@@ -29,56 +27,61 @@ _TRITON = torch.ops.outrider
 
 
 class Rows(NamedTuple):
-    """What a product takes: ``x`` as it was made, quantised by ``scales``, or ``laid`` out in planes; ``gated``: gate and up,
-    and the product computes SwiGLU.
-    """
+    """Token rows as a product takes them."""
 
     x: Tensor
+    """Rows as computed, quantised or in nibble-plane layout."""
     scales: Tensor | None
+    """Scales of quantised rows; None: not quantised."""
     laid: bool
+    """True if ``x`` has a nibble-plane layout."""
     gated: bool = False
+    """True if ``x`` is gate and up, and the product computes SwiGLU."""
 
 
 class Normed(NamedTuple):
-    """What a norm leaves for the product behind it: rows, quantised where there are scales, and how they're multiplied."""
+    """The result of a norm, and how the following product multiplies it."""
 
     rows: Tensor
+    """Normalised rows, quantised if ``scales`` aren't None, in the layout that the product takes."""
     scales: Tensor | None
     way: Plan
+    """How the following product is computed."""
     config: MatmulConfig
+    """Tile configuration of the following product."""
 
 
-class TritonQuantized(KernelSet):
-    """Products with quantised weights: skinny ones in one kernel, others the library's.
+class TritonQuantized(variants.WarmedKernels):
+    """Products with quantised weights: one kernel for few tokens, else the library.
 
-    What decides is what the estimate says for as many bytes (:mod:`outrider_triton.derive`): no device was measured.
+    The estimated time for the stored bytes decides (:mod:`outrider_triton.derive`); tables have no measurements of them.
     """
 
-    facts: DeviceFacts
-    pdl: bool
-    _scope: variants.Scope
     _derived_quantized: dict[tuple[object, ...], MatmulConfig | None]
 
-    @abstractmethod
-    def _uses(self, kernel: str, *operands: Tensor) -> bool:
-        """Whether a kernel is Triton's for these operands."""
+    def quantized_config(
+        self, x: Tensor, weight: QuantizedWeight, product_plan: Plan, *, parts: bool = True
+    ) -> MatmulConfig | None:
+        """Return the configuration for ``x [..., K]`` and this weight; None: the library's product.
 
-    def quantized_config(self, x: Tensor, weight: QuantizedWeight, way: Plan, *, parts: bool = True) -> MatmulConfig | None:
-        """The configuration for ``x [..., K]`` and such a weight; None: the library's product. ``parts``: see
-        :meth:`_derive`.
+        ``parts``: see :meth:`_derive`.
         """
         m = x.numel() // x.shape[-1]
-        return None if m > OURS and _librarys(x, weight, way) else self._derive(m, weight, way, parts=parts)
+        if m > OURS and _prefers_library(x, weight, product_plan):
+            return None
+        return self._derive(m, weight, product_plan, parts=parts)
 
     def _derive(
-        self, m: int, weight: QuantizedWeight, way: Plan, *, half: int = 0, gated: bool = False, parts: bool = True
+        self, m: int, weight: QuantizedWeight, product_plan: Plan, *, half: int = 0, gated: bool = False, parts: bool = True
     ) -> MatmulConfig | None:
-        """Kept for each bucket of tokens. ``half``: of a head, for a product that turns its rows; ``gated``: one of gate and
-        up. ``parts``: whether it may be split; what comes behind it adds the parts up, or a kernel of its own.
+        """Derive a configuration for ``m`` tokens, cached per bucket of tokens.
+
+        ``half`` is half a head's size for a product that rotates its rows. ``gated``: gate and up. ``parts``: the product
+        may be split; its consumer or a separate kernel adds the parts.
         """
         if not 0 < m <= MOST:
             return None
-        stored, (n, k) = way.stored(weight.format), weight.shape
+        stored, (n, k) = product_plan.stored(weight.format), weight.shape
         operator = "linear_rope" if half else "linear_silu_mul" if gated else "linear_parts" if parts else "linear"
         key = operator, stored, n, k, size_of(m, stored), half
         if key not in self._derived_quantized:
@@ -86,31 +89,33 @@ class TritonQuantized(KernelSet):
         return self._derived_quantized[key]
 
     def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-        """Up to 128 tokens in one kernel, behind one that quantises them (64 in e4m3 by rows); more: the library, with plain
-        numbers where it takes no others. In float32 and float64 the reference's.
+        """Multiply by a quantised weight.
+
+        Up to 128 tokens (64 in e4m3 with row scales) use one kernel, after one that quantises them. The library multiplies
+        more, with a dequantized weight if it doesn't take the stored format. The reference computes float32 and float64.
         """
         if not self._multiplies(x, weight):
             return super().linear_quantized(x, weight, bias)
         self._prepare(x, weight, bias)
-        way = plan(self.facts, weight)
-        config = None if way is None else self.quantized_config(x, weight, way)
-        if way is None or config is None:
-            scaled = _scales(x, weight, way)
+        product_plan = plan(self.facts, weight)
+        config = None if product_plan is None else self.quantized_config(x, weight, product_plan)
+        if product_plan is None or config is None:
+            scaled = _library_scales(x, weight, product_plan)
             return _TRITON.linear_quantized.library(  # type: ignore[no-any-return]  # torch.ops has no types
                 x, *_operands(weight, bias), scaled, self.facts.fp8, self.pdl
             )
-        return self._skinny(x, weight, bias, way, config)
+        return self._skinny(x, weight, bias, product_plan, config)
 
     def _multiplies(self, x: Tensor, weight: QuantizedWeight) -> bool:
-        halves = x.dtype in (torch.bfloat16, torch.float16)
-        return halves and bool(x.numel()) and self._uses("linear_quantized", x, weight.scales)
+        is_half = x.dtype in (torch.bfloat16, torch.float16)
+        return is_half and bool(x.numel()) and self._uses("linear_quantized", x, weight.scales)
 
     def _skinny(
         self,
         x: Tensor,
         weight: QuantizedWeight,
         bias: Tensor | None,
-        way: Plan,
+        product_plan: Plan,
         config: MatmulConfig,
         *,
         dtype: torch.dtype | None = None,
@@ -119,25 +124,28 @@ class TritonQuantized(KernelSet):
         laid: bool = False,
         gated: bool = False,
     ) -> Tensor:
-        """``scales``: ``x`` was quantised, of a ``dtype``. ``parts``: one that is split is left so, without its bias.
-        ``laid``: ``x`` is in planes. ``gated``: it's gate and up of one token.
+        """Launch the Triton product of one weight.
+
+        ``scales``: ``x`` was quantised from ``dtype``. ``parts``: return a split product in parts, without its bias.
+        ``laid``: ``x`` has a nibble-plane layout. ``gated``: ``x`` is gate and up of one token.
         """
         asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
+        columns = product_plan.mode, product_plan.columns, product_plan.at_once
         if gated:
             product = _TRITON.linear_quantized.triton_gated_planes(
                 x, weight.data, weight.scales, bias, config.as_list(), self.pdl
             )
-            return product if parts or config.split == 1 else added(product, bias, x, x.dtype, self.pdl)
-        if way.planes:
+            return product if parts or config.split == 1 else sum_parts(product, bias, x, x.dtype, self.pdl)
+        if product_plan.planes:
             operands = x, weight.data, weight.scales, weight.zero_points, bias, list(weight.block)
             kind = dtype or x.dtype
-            own = kind if laid else None, way.mode, way.columns, way.at_once, asm, config.as_list(), self.pdl
-            product = _TRITON.linear_quantized.triton_planes(*operands, *own)
+            layout = kind if laid else None
+            product = _TRITON.linear_quantized.triton_planes(*operands, layout, *columns, asm, config.as_list(), self.pdl)
             whole = parts or config.split == 1
-            return product if whole else added(product, bias, x, kind, self.pdl)
-        made = scales, dtype or x.dtype, parts, way.mode, way.columns, way.at_once, way.native, self.facts.fp8, asm
+            return product if whole else sum_parts(product, bias, x, kind, self.pdl)
+        options = scales, dtype or x.dtype, parts, *columns, product_plan.native, self.facts.fp8, asm
         return _TRITON.linear_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
-            x, *_operands(weight, bias), *made, config.as_list(), self.pdl
+            x, *_operands(weight, bias), *options, config.as_list(), self.pdl
         )
 
     def norm_linear_quantized(
@@ -149,11 +157,14 @@ class TritonQuantized(KernelSet):
         weight: QuantizedWeight,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Three kernels for few tokens: the norm adds parts of the first product up, and quantises what the second takes."""
+        """Multiply, add, normalise and multiply in three kernels for few tokens.
+
+        The norm adds the parts of the first product and quantises the rows of the second.
+        """
         normed = self._normed(added, residual, norm, eps, weight, bias, parts=False)
         if normed is None:
             return super().norm_linear_quantized(added, residual, norm, eps, weight, bias)
-        return self._behind(normed, residual, weight, bias, parts=False)
+        return self._second_product(normed, residual, weight, bias, parts=False)
 
     def norm_linear_quantized_rope_write_cache(
         self,
@@ -165,60 +176,67 @@ class TritonQuantized(KernelSet):
         bias: Tensor | None,
         rotary: RotaryArgs,
     ) -> Tensor:
-        """Four kernels for few tokens: what turns queries and keys adds parts of their product up. Three where the product
-        comes through a ring and turns them itself.
+        """Multiply, add, normalise, multiply, rotate and write the cache, in four kernels for few tokens.
+
+        The rotating kernel adds the parts of the second product. A streamed product rotates its own rows: three kernels.
         """
         normed = None
-        if self._turns(residual, rotary):
+        if self._rotates(residual, rotary):
             normed = self._normed(added, residual, norm, eps, weight, bias, parts=True)
         if normed is None:
             return super().norm_linear_quantized_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
-        return self._turned_behind(normed, residual, weight, bias, rotary)
+        return self._rotated_product(normed, residual, weight, bias, rotary)
 
     def linear_quantized_rope_write_cache(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs
     ) -> Tensor:
-        """Behind the kernel that makes rows as a product takes them, as behind a norm."""
-        way, config = plan(self.facts, weight), None
-        if way is not None and x.dim() == 2 and self._multiplies(x, weight) and self._turns(x, rotary):
-            config = self.quantized_config(x, weight, way)
-        if way is None or config is None:
+        """Multiply, rotate and write the cache, after a kernel that converts rows to the product's format."""
+        product_plan, config = plan(self.facts, weight), None
+        if product_plan is not None and x.dim() == 2 and self._multiplies(x, weight) and self._rotates(x, rotary):
+            config = self.quantized_config(x, weight, product_plan)
+        if product_plan is None or config is None:
             return super().linear_quantized_rope_write_cache(x, weight, bias, rotary)
         self._prepare(x, weight, bias)
-        return self._turned_behind(self._as_taken(x, weight, way, config), x, weight, bias, rotary)
+        return self._rotated_product(self._convert_rows(x, weight, product_plan, config), x, weight, bias, rotary)
 
-    def _turns(self, x: Tensor, rotary: RotaryArgs) -> bool:
-        """Whether our kernels turn and write what a product makes in the dtype of ``x``."""
+    def _rotates(self, x: Tensor, rotary: RotaryArgs) -> bool:
+        """Return True if Triton's kernels rotate and write products in the dtype of ``x``."""
         return rotates(rotary, x) and self._uses("rope_write_cache", x)
 
-    def _as_taken(self, x: Tensor, weight: QuantizedWeight, way: Plan, config: MatmulConfig) -> Normed:
-        """Rows of ``x`` [T, K] as a product takes them, where nothing ahead made them so."""
+    def _convert_rows(self, x: Tensor, weight: QuantizedWeight, product_plan: Plan, config: MatmulConfig) -> Normed:
+        """Convert rows ``x`` [T, K] to the format of a product, if the preceding kernel didn't."""
         x = x if x.stride(-1) == 1 else x.contiguous()
-        if way.planes:
-            return Normed(_TRITON.lay_in_planes.triton(x, self.pdl, laying(config)), None, way, config)
+        if product_plan.planes:
+            return Normed(_TRITON.lay_in_planes.triton(x, self.pdl, laying(config)), None, product_plan, config)
         if weight.activations is None:
-            return Normed(x, None, way, config)
-        format, group, kept = kept_as(weight, way)
-        rows, scales = _TRITON.quantize_rows.triton(x, format, group, weight.input_scale, kept, self.pdl)
-        return Normed(rows, scales, way, config)
+            return Normed(x, None, product_plan, config)
+        format, group, row_dtype = kept_as(weight, product_plan)
+        rows, scales = _TRITON.quantize_rows.triton(x, format, group, weight.input_scale, row_dtype, self.pdl)
+        return Normed(rows, scales, product_plan, config)
 
-    def _turned_behind(
+    def _rotated_product(
         self, normed: Normed, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs
     ) -> Tensor:
-        """The product of ``normed`` rows in the dtype of ``x``: turned by the product, or by what adds its parts."""
-        way, kind, k_cache = normed.way, x.dtype, rotary.k_cache
+        """Multiply ``normed`` rows and rotate the product in the dtype of ``x``, in the product or in the kernel that adds
+        its parts.
+        """
+        product_plan, dtype, k_cache = normed.way, x.dtype, rotary.k_cache
         caches = k_cache.shape[1:], k_cache.dtype
-        if self._scope.first(("rope_of_quantized", kind, weight.shape, weight.label, bias is None, *caches)):
-            self._compile_rotary(x, weight, bias, rotary, way)
-        turning = self._derive(x.shape[0], weight, way, half=k_cache.shape[3] // 2) if way.ring else None
-        # Rows that lie otherwise are those of a product without a ring.
-        if turning is not None and (laying(normed.config) == DIGITS if way.planes else normed.scales is not None):
-            return self._turned(normed.rows, normed.scales, weight, bias, rotary, kind, turning)
-        made = self._behind(normed, x, weight, bias, parts=True)
-        left = bias if made.dim() == 3 else None
-        return _TRITON.rope_write_cache.triton_parts(made, left, *rotary, kind, self.pdl)  # type: ignore[no-any-return]
+        if self._scope.first(("rope_of_quantized", dtype, weight.shape, weight.label, bias is None, *caches)):
+            self._compile_rotary(x, weight, bias, rotary, product_plan)
+        rotated_config = (
+            self._derive(x.shape[0], weight, product_plan, half=k_cache.shape[3] // 2) if product_plan.ring else None
+        )
+        # Rows in another layout belong to an unstreamed product.
+        if rotated_config is not None and (
+            laying(normed.config) == DIGITS if product_plan.planes else normed.scales is not None
+        ):
+            return self._launch_rotated(normed.rows, normed.scales, weight, bias, rotary, dtype, rotated_config)
+        product = self._second_product(normed, x, weight, bias, parts=True)
+        remaining_bias = bias if product.dim() == 3 else None
+        return _TRITON.rope_write_cache.triton_parts(product, remaining_bias, *rotary, dtype, self.pdl)  # type: ignore[no-any-return]
 
-    def _turned(
+    def _launch_rotated(
         self,
         rows: Tensor,
         scales: Tensor | None,
@@ -228,7 +246,7 @@ class TritonQuantized(KernelSet):
         dtype: torch.dtype,
         config: MatmulConfig,
     ) -> Tensor:
-        """The product through a ring, which turns what it makes; rows without ``scales`` are in digits."""
+        """Launch the streamed product that rotates its rows. Rows without ``scales`` are int8 components."""
         if scales is None:
             return _TRITON.rope_write_cache.triton_linear_planes(  # type: ignore[no-any-return]  # torch.ops has no types
                 rows, weight.data, weight.scales, bias, dtype, *rotary, config.as_list(), self.pdl
@@ -239,31 +257,33 @@ class TritonQuantized(KernelSet):
         )
 
     def _compile_rotary(
-        self, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs, way: Plan
+        self, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs, product_plan: Plan
     ) -> None:
-        """What turns queries and keys of such a weight's product, for any number of tokens: rings, and the sum of parts."""
+        """Compile the rotation of this weight's product for any number of tokens: streamed products, and sums of parts."""
         cos, sin, k_cache, v_cache, slots = rotary
-        few, turned, (n, k) = residual[:4], (cos[:4], sin[:4], k_cache, v_cache, slots[:4]), weight.shape
-        for split in {each.split for each in self._every(residual, weight, way)}:
-            shape = few.shape[0], n
-            made = few.new_empty((split, *shape), dtype=torch.float32) if split > 1 else few.new_empty(shape)
+        sample, sample_rotary, (n, k) = residual[:4], (cos[:4], sin[:4], k_cache, v_cache, slots[:4]), weight.shape
+        for split in {tiling.split for tiling in self._every(residual, weight, product_plan)}:
+            shape = sample.shape[0], n
+            product = sample.new_empty((split, *shape), dtype=torch.float32) if split > 1 else sample.new_empty(shape)
             with ahead():
-                _TRITON.rope_write_cache.triton_parts(made, bias if split > 1 else None, *turned, few.dtype, self.pdl)
-        if not way.ring:
+                _TRITON.rope_write_cache.triton_parts(
+                    product, bias if split > 1 else None, *sample_rotary, sample.dtype, self.pdl
+                )
+        if not product_plan.ring:
             return
-        if way.planes:
-            rows, scales = room(few, few.shape, DIGITS)[0], None
+        if product_plan.planes:
+            rows, scales = room(sample, sample.shape, DIGITS)[0], None
         else:
-            rows, scales = torch.empty_like(few, dtype=weight.data.dtype), few.new_empty((4, 1), dtype=torch.float32)
-        half, stored = k_cache.shape[3] // 2, way.stored(weight.format)
-        for each in every(self.facts, "linear_rope", n=n, k=k, half=half, stored=stored):
+            rows, scales = torch.empty_like(sample, dtype=weight.data.dtype), sample.new_empty((4, 1), dtype=torch.float32)
+        half, stored = k_cache.shape[3] // 2, product_plan.stored(weight.format)
+        for tiling in every(self.facts, "linear_rope", n=n, k=k, half=half, stored=stored):
             with ahead():
-                self._turned(rows, scales, weight, bias, RotaryArgs(*turned), few.dtype, each)
+                self._launch_rotated(rows, scales, weight, bias, RotaryArgs(*sample_rotary), sample.dtype, tiling)
 
-    def _behind(
+    def _second_product(
         self, normed: Normed, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool
     ) -> Tensor:
-        """The second product; ``parts`` as in :meth:`_skinny`."""
+        """Launch the second product; ``parts`` as in :meth:`_skinny`."""
         laid = normed.scales is None and normed.way.planes
         return self._skinny(
             normed.rows,
@@ -289,92 +309,101 @@ class TritonQuantized(KernelSet):
         parts: bool,
         taken: Callable[[Plan, MatmulConfig], Rows] | None = None,
     ) -> Normed | None:
-        """:meth:`norm_linear_quantized` up to its second product, which may be in ``parts``; None, and nothing was done: not
-        for these. ``taken`` makes what the first product takes, ``added.x`` having its shape and dtype alone.
+        """Run :meth:`norm_linear_quantized` up to its second product, which may be in ``parts``.
+
+        Return None, and run nothing, if a kernel is missing. ``taken`` computes the rows of the first product; ``added.x``
+        then only has their shape and dtype.
         """
-        able = self._multiplies(residual, weight) and norm.dtype is residual.dtype and residual.shape[-1] <= LONGEST
-        second = plan(self.facts, weight) if able and self._uses("add_rms_norm", residual) else None
+        supported = self._multiplies(residual, weight) and norm.dtype is residual.dtype and residual.shape[-1] <= LONGEST
+        second = plan(self.facts, weight) if supported and self._uses("add_rms_norm", residual) else None
         first = None if second is None else self._first(added, residual)
         if first is None or second is None:
             return None
-        two = self.quantized_config(residual, weight, second, parts=parts)
+        second_config = self.quantized_config(residual, weight, second, parts=parts)
         self._prepare(residual, weight, bias)
-        if two is None:
+        if second_config is None:
             return None
-        both = added.weight.shape, added.weight.label, added.bias is None, weight.shape, weight.label
-        if self._scope.first(("norm_linear_quantized", residual.dtype, *both)):
+        weight_keys = added.weight.shape, added.weight.label, added.bias is None, weight.shape, weight.label
+        if self._scope.first(("norm_linear_quantized", residual.dtype, *weight_keys)):
             self._compile_norms(added, first[0], residual, norm, weight, second)
-        product, left = self._product(added, *first, residual.dtype, taken)
+        product, remaining_bias = self._product(added, *first, residual.dtype, taken)
         if not dynamic(weight):
-            laid_as = laying(two) if second.planes else 0
-            normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl, laid_as)
-            return Normed(normed, None, second, two)
-        normed, scales = self._norm(product, left, residual, norm, eps, weight, second)
-        return Normed(normed, scales, second, two)
+            layout = laying(second_config) if second.planes else 0
+            normed = _TRITON.add_parts_rms_norm.triton(product, remaining_bias, residual, norm, eps, self.pdl, layout)
+            return Normed(normed, None, second, second_config)
+        normed, scales = self._norm(product, remaining_bias, residual, norm, eps, weight, second)
+        return Normed(normed, scales, second, second_config)
 
     def _first(self, added: QuantizedProduct, residual: Tensor, *, parts: bool = True) -> tuple[Plan, MatmulConfig] | None:
-        """How a product that's added to ``residual`` is made, perhaps in ``parts``; None: not by a kernel of ours."""
+        """Return the plan of a product that is added to ``residual``, perhaps in ``parts``; None: no Triton kernel."""
         width = added.x.shape[-1] // 2 if added.gated else added.x.shape[-1]
-        narrow, way = added.x[..., :width], plan(self.facts, added.weight)
-        able = self._multiplies(narrow, added.weight) and self._multiplies(residual, added.weight)
-        able = able and residual.dim() == 2 and residual.is_contiguous() and added.x.dtype is residual.dtype
-        if not able or way is None or width > LONGEST:
+        operand, product_plan = added.x[..., :width], plan(self.facts, added.weight)
+        supported = self._multiplies(operand, added.weight) and self._multiplies(residual, added.weight)
+        supported = supported and residual.dim() == 2 and residual.is_contiguous() and added.x.dtype is residual.dtype
+        if not supported or product_plan is None or width > LONGEST:
             return None
-        config = self.quantized_config(narrow, added.weight, way, parts=parts)
-        self._prepare(narrow, added.weight, added.bias)
-        return None if config is None else (way, config)
+        config = self.quantized_config(operand, added.weight, product_plan, parts=parts)
+        self._prepare(operand, added.weight, added.bias)
+        return None if config is None else (product_plan, config)
 
     def _product(
         self,
         added: QuantizedProduct,
-        way: Plan,
+        product_plan: Plan,
         config: MatmulConfig,
         dtype: torch.dtype,
         taken: Callable[[Plan, MatmulConfig], Rows] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The product for a norm that adds its parts up, and the bias that these lack. ``taken``: see :meth:`_normed`."""
-        x, scales, laid, gated = self._taken(added, way, config) if taken is None else taken(way, config)
+        """Return the product for a norm that adds its parts, and the bias that the parts lack. ``taken``: see
+        :meth:`_normed`.
+        """
+        x, scales, laid, gated = self._taken(added, product_plan, config) if taken is None else taken(product_plan, config)
         product = self._skinny(
-            x, added.weight, added.bias, way, config, dtype=dtype, scales=scales, parts=True, laid=laid, gated=gated
+            x, added.weight, added.bias, product_plan, config, dtype=dtype, scales=scales, parts=True, laid=laid, gated=gated
         )
         return product, added.bias if config.split > 1 else None
 
     def _activated(
         self, normed: Normed, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """:meth:`silu_mul` of the second product, gate and up, by the product itself, with the maxima of its rows; None, and
-        nothing was done: not for these.
+        """Multiply by gate and up and apply SwiGLU in one kernel; return the activation and the maxima of its rows.
+
+        Return None, and run nothing, if a kernel is missing.
         """
-        way = normed.way
-        config = self._derive(residual.shape[0], weight, way, gated=True) if way.ring and not way.planes else None
+        product_plan = normed.way
+        config = (
+            self._derive(residual.shape[0], weight, product_plan, gated=True)
+            if product_plan.ring and not product_plan.planes
+            else None
+        )
         if config is None or normed.scales is None or not self._uses("silu_mul", residual):
             return None
-        own = weight.data, weight.scales, weight.block[0], bias, residual.dtype
+        operands = weight.data, weight.scales, weight.block[0], bias, residual.dtype
         if self._scope.first(("linear_quantized_silu_mul", residual.dtype, weight.shape, weight.label, bias is None)):
-            (n, k), stored = weight.shape, way.stored(weight.format)
+            (n, k), stored = weight.shape, product_plan.stored(weight.format)
             for each in every(self.facts, "linear_silu_mul", n=n, k=k, stored=stored):
                 with ahead():
-                    few = _TRITON.linear_silu_mul.triton_quantized(
-                        normed.rows[:4], normed.scales[:4], *own, each.as_list(), self.pdl
+                    sample = _TRITON.linear_silu_mul.triton_quantized(
+                        normed.rows[:4], normed.scales[:4], *operands, each.as_list(), self.pdl
                     )
-                    _TRITON.quantize_by_maxima.triton(*few, weight.activations or "", weight.data.dtype, self.pdl)
-        made: tuple[Tensor, Tensor] = _TRITON.linear_silu_mul.triton_quantized(
-            normed.rows, normed.scales, *own, config.as_list(), self.pdl
+                    _TRITON.quantize_by_maxima.triton(*sample, weight.activations or "", weight.data.dtype, self.pdl)
+        activated: tuple[Tensor, Tensor] = _TRITON.linear_silu_mul.triton_quantized(
+            normed.rows, normed.scales, *operands, config.as_list(), self.pdl
         )
-        return made
+        return activated
 
-    def _taken(self, added: QuantizedProduct, way: Plan, config: MatmulConfig) -> Rows:
+    def _taken(self, added: QuantizedProduct, product_plan: Plan, config: MatmulConfig) -> Rows:
         x, weight = added.x, added.weight
         if added.maxima is not None and not added.gated and dynamic(weight) and not _group(weight):
-            format, _, kept = kept_as(weight, way)
-            rows, scales = _TRITON.quantize_by_maxima.triton(x, added.maxima, format, kept, self.pdl)
+            format, _, row_dtype = kept_as(weight, product_plan)
+            rows, scales = _TRITON.quantize_by_maxima.triton(x, added.maxima, format, row_dtype, self.pdl)
             return Rows(rows, scales, False)
         if not added.gated:
             return Rows(x, None, False)
         if dynamic(weight):
-            rows, scales = _TRITON.silu_mul.triton_quantize(x, *kept_as(weight, way), self.pdl)
+            rows, scales = _TRITON.silu_mul.triton_quantize(x, *kept_as(weight, product_plan), self.pdl)
             return Rows(rows, scales, False)
-        laid = way.planes and self._uses("silu_mul", x)
+        laid = product_plan.planes and self._uses("silu_mul", x)
         if laid and activates(config, x.shape[0]) and x.dim() == 2:
             return Rows(x, None, False, gated=True)
         return Rows(_TRITON.silu_mul.triton(x, self.pdl, laying(config)) if laid else self.silu_mul(x), None, laid)
@@ -387,46 +416,49 @@ class TritonQuantized(KernelSet):
         norm: Tensor,
         eps: float,
         weight: QuantizedWeight,
-        way: Plan,
+        product_plan: Plan,
     ) -> tuple[Tensor, Tensor]:
-        kept = kept_as(weight, way)
-        rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *kept, self.pdl)
+        row_format = kept_as(weight, product_plan)
+        rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *row_format, self.pdl)
         return rows, scales
 
     def _prepare(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        """Every configuration that such a weight has for some number of tokens; once, in the scope alone."""
+        """Compile every configuration of this weight for any number of tokens, once, inside the scope."""
         if not self._scope.first(("linear_quantized", x.dtype, weight.label, weight.shape, bias is None)):
             return
-        few, way = x.reshape(-1, x.shape[-1])[:4], plan(self.facts, weight)
+        sample, product_plan = x.reshape(-1, x.shape[-1])[:4], plan(self.facts, weight)
         with ahead():
-            _TRITON.linear_quantized.library(few, *_operands(weight, bias), False, self.facts.fp8, self.pdl)
-            if weight.format == "int8" and way is not None and _as_stored(x, weight, way):
-                sums = few.new_empty((few.shape[0], weight.shape[0]), dtype=torch.int32)
-                by_row = few.new_empty((few.shape[0], 1), dtype=torch.float32)
+            _TRITON.linear_quantized.library(sample, *_operands(weight, bias), False, self.facts.fp8, self.pdl)
+            if weight.format == "int8" and product_plan is not None and _library_takes_stored(x, weight, product_plan):
+                sums = sample.new_empty((sample.shape[0], weight.shape[0]), dtype=torch.int32)
+                by_row = sample.new_empty((sample.shape[0], 1), dtype=torch.float32)
                 _TRITON.scale_products.triton(sums, by_row, weight.scales, bias, weight.block[0], x.dtype, self.pdl)
-        if way is not None:
-            for each in self._every(x, weight, way):
+        if product_plan is not None:
+            for tiling in self._every(x, weight, product_plan):
                 with ahead():
-                    self._skinny(few, weight, bias, way, each)
+                    self._skinny(sample, weight, bias, product_plan, tiling)
 
-    def _every(self, like: Tensor, weight: QuantizedWeight, way: Plan) -> tuple[MatmulConfig, ...]:
-        """Each configuration that such a weight has for some number of tokens, of the dtype and device of ``like``."""
-        (n, k), stored = weight.shape, way.stored(weight.format)
-        but = [size for size in BUCKETS if size > OURS and _librarys(like, weight, way)]
-        found = (every(self.facts, operator, n=n, k=k, but=but, stored=stored) for operator in ("linear_parts", "linear"))
+    def _every(self, like: Tensor, weight: QuantizedWeight, product_plan: Plan) -> tuple[MatmulConfig, ...]:
+        """Return every configuration of this weight for any number of tokens with the dtype and device of ``like``."""
+        (n, k), stored = weight.shape, product_plan.stored(weight.format)
+        library_buckets = [size for size in BUCKETS if size > OURS and _prefers_library(like, weight, product_plan)]
+        found = (
+            every(self.facts, operator, n=n, k=k, but=library_buckets, stored=stored)
+            for operator in ("linear_parts", "linear")
+        )
         return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
-    def _compile_activation(self, added: QuantizedProduct, way: Plan) -> None:
-        """SwiGLU that leaves its rows as the product behind it may take them."""
-        if added.gated and way.planes and not dynamic(added.weight) and self._uses("silu_mul", added.x):
-            configs = self._every(added.x, added.weight, way)
-            for how in {laying(each) for each in configs}:
+    def _compile_activation(self, added: QuantizedProduct, product_plan: Plan) -> None:
+        """Compile SwiGLU with each row layout that the following product may take."""
+        if added.gated and product_plan.planes and not dynamic(added.weight) and self._uses("silu_mul", added.x):
+            configs = self._every(added.x, added.weight, product_plan)
+            for layout in {laying(tiling) for tiling in configs}:
                 with ahead():
-                    _TRITON.silu_mul.triton(added.x[:4], self.pdl, how)
-            for each in configs:
-                if activates(each, 1):
+                    _TRITON.silu_mul.triton(added.x[:4], self.pdl, layout)
+            for tiling in configs:
+                if activates(tiling, 1):
                     with ahead():
-                        self._skinny(added.x[:1], added.weight, added.bias, way, each, parts=True, gated=True)
+                        self._skinny(added.x[:1], added.weight, added.bias, product_plan, tiling, parts=True, gated=True)
 
     def _compile_norms(
         self,
@@ -437,58 +469,59 @@ class TritonQuantized(KernelSet):
         weight: QuantizedWeight,
         second: Plan,
     ) -> None:
-        """The norm behind as many parts as the first product may have, and rows laid out as either product may take them."""
+        """Compile the norm with every number of parts of the first product and every row layout of the products."""
         self._compile_activation(added, first)
-        hows = {laying(each) if second.planes else 0 for each in self._every(residual, weight, second)}
+        layouts = {laying(each) if second.planes else 0 for each in self._every(residual, weight, second)}
         splits = {each.split for each in self._every(residual, added.weight, first)}
-        for split, how in itertools.product(splits, hows):
-            few = residual[:4].clone()
-            parts = few.new_empty((split, *few.shape), dtype=torch.float32) if split > 1 else few
-            left = added.bias if split > 1 else None
+        for split, layout in itertools.product(splits, layouts):
+            sample = residual[:4].clone()
+            parts = sample.new_empty((split, *sample.shape), dtype=torch.float32) if split > 1 else sample
+            remaining_bias = added.bias if split > 1 else None
             with ahead():
                 if dynamic(weight):
-                    self._norm(parts, left, few, norm, 1e-5, weight, second)
+                    self._norm(parts, remaining_bias, sample, norm, 1e-5, weight, second)
                 else:
-                    _TRITON.add_parts_rms_norm.triton(parts, left, few, norm, 1e-5, self.pdl, how)
+                    _TRITON.add_parts_rms_norm.triton(parts, remaining_bias, sample, norm, 1e-5, self.pdl, layout)
 
 
 def _operands(weight: QuantizedWeight, bias: Tensor | None) -> tuple[object, ...]:
-    held = weight.data, weight.scales, weight.zero_points, weight.input_scale, bias
+    tensors = weight.data, weight.scales, weight.zero_points, weight.input_scale, bias
     block, shape = list(weight.block), list(weight.shape)
-    return *held, weight.format, block, shape, weight.activations or "", weight.activation_group
+    return *tensors, weight.format, block, shape, weight.activations or "", weight.activation_group
 
 
 def _group(weight: QuantizedWeight) -> int:
     return weight.activation_group if weight.activation_group < weight.shape[1] else 0
 
 
-def kept_as(weight: QuantizedWeight, way: Plan) -> tuple[str, int, torch.dtype]:
-    """As what rows are left for a product with ``dynamic`` activations: format, columns of a scale (0: all), dtype."""
-    return weight.activations or "", _group(weight), kept_dtype(weight.data, way.native)
+def kept_as(weight: QuantizedWeight, product_plan: Plan) -> tuple[str, int, torch.dtype]:
+    """Return format, columns per scale (0: all) and dtype of rows for a product with ``dynamic`` activations."""
+    return weight.activations or "", _group(weight), kept_dtype(weight.data, product_plan.native)
 
 
 def dynamic(weight: QuantizedWeight) -> bool:
-    """Whether its activations are quantised by scales that the kernel before can find: a power of two of columns each."""
+    """Return True if the preceding kernel can compute the activation scales: one per power of two of columns."""
     group = _group(weight)
     return weight.activations is not None and weight.input_scale is None and group & (group - 1) == 0
 
 
-def _scales(x: Tensor, weight: QuantizedWeight, way: Plan | None) -> bool:
-    """Whether the library multiplies ``x`` and the weight as they're stored, with a scale a row and a column."""
-    return way is not None and x.numel() > 16 * x.shape[-1] and _as_stored(x, weight, way)
+def _library_scales(x: Tensor, weight: QuantizedWeight, product_plan: Plan | None) -> bool:
+    """Return True if the library multiplies ``x`` and the weight as stored, with a scale per row and column."""
+    return product_plan is not None and x.numel() > 16 * x.shape[-1] and _library_takes_stored(x, weight, product_plan)
 
 
-def _as_stored(like: Tensor, weight: QuantizedWeight, way: Plan) -> bool:
-    """Whether it does so with more than 16 tokens, whose dtype and device are those of ``like``."""
-    if not way.native or way.mode != "row" or 0 < weight.activation_group < weight.shape[1]:
+def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: Plan) -> bool:
+    """Return True if the library does so with more than 16 tokens of the dtype and device of ``like``."""
+    if not product_plan.native or product_plan.mode != "row" or 0 < weight.activation_group < weight.shape[1]:
         return False
     if like.device.type != "cuda" or any(size % 16 for size in weight.shape):
         return False
     return weight.format == "int8" or like.dtype is torch.bfloat16
 
 
-def _librarys(like: Tensor, weight: QuantizedWeight, way: Plan) -> bool:
-    """Whether more than 64 tokens like these are the library's: it takes e4m3 as it's stored, and in a layer that is faster
-    (docs/evidence/2026-11-28-many-tokens.md).
+def _prefers_library(like: Tensor, weight: QuantizedWeight, product_plan: Plan) -> bool:
+    """Return True if the library multiplies more than 64 such tokens.
+
+    It takes e4m3 as stored, which is faster within a layer (docs/evidence/2026-11-28-many-tokens.md).
     """
-    return weight.format == "fp8" and _as_stored(like, weight, way)
+    return weight.format == "fp8" and _library_takes_stored(like, weight, product_plan)

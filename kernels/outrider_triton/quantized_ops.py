@@ -1,4 +1,4 @@
-"""Products with quantised weights as operators (:mod:`outrider_triton.jit.quantized`), and how each weight is multiplied."""
+"""Operators of products with quantised weights (:mod:`outrider_triton.jit.quantized`), and the plan of each product."""
 
 from __future__ import annotations
 
@@ -17,49 +17,51 @@ from outrider_triton.derive_quantized import Stored
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
-from outrider_triton.jit.planes import UNIT
+from outrider_triton.jit.nibble_planes import UNIT
 from outrider_triton.launch import launch, power_of_two, warps_for
 from outrider_triton.streamed import multiply_quantized
 from outrider_triton.table import STREAMED, MatmulConfig
 
-_AT_ONCE = 128
-"""Columns that are multiplied at a time where scales of groups meet the sums."""
-_MADE = {"int4": 1.7, "fp8": 1.0, "int8": 2.0}
+_COLUMNS_PER_SCALE = 128
+"""Columns per multiplication where group scales multiply the sums."""
+_CONVERT_INSTRUCTIONS = {"int4": 1.7, "fp8": 1.0, "int8": 2.0}
 LONGEST = 1 << 15
-"""Numbers of a row that one program holds."""
+"""Maximum elements of a row that one program holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a weight's product is computed; see :func:`outrider_triton.jit.quantized.linear_quantized`.
-
-    ``native``: the matrix unit takes both operands as they are stored. ``columns``: those of a scale, a power of two.
-    ``at_once``: so many columns are multiplied at a time at most; 0: those of a tile. ``planes``: by
-    :func:`outrider_triton.jit.planes.linear_planes`. ``ring``: or by :func:`outrider_triton.jit.planes_ring.streamed_planes`;
-    what isn't in planes, by :func:`outrider_triton.jit.streamed.streamed_linear`.
-    """
+    """How the product of a weight is computed; see :func:`outrider_triton.jit.quantized.linear_quantized`."""
 
     mode: str
+    """Scales per ``row``, per ``block`` of at least the columns of one multiplication, or ``fine``."""
     native: bool
+    """True if the matrix unit takes both operands as stored."""
     columns: int
+    """Columns per scale, a power of two."""
     at_once: int
+    """Maximum columns per multiplication; 0: a whole tile."""
     planes: bool = False
+    """Multiply in nibble planes, by :func:`outrider_triton.jit.nibble_planes.linear_planes`."""
     ring: bool = False
+    """A streamed kernel exists: :func:`outrider_triton.jit.nibble_planes_streamed.streamed_planes` with ``planes``, else
+    :func:`outrider_triton.jit.streamed.streamed_linear`.
+    """
 
     def stored(self, format: str) -> Stored:
-        """What the derivation asks."""
-        made = 0.0 if self.native else _MADE[format] * (1.0 if self.mode != "fine" else 1.3)
-        made = 1.4 if self.planes else made
+        """Return the operand storage for the estimate of this plan."""
+        instructions = 0.0 if self.native else _CONVERT_INSTRUCTIONS[format] * (1.0 if self.mode != "fine" else 1.3)
+        instructions = 1.4 if self.planes else instructions
         bits = 4 if format == "int4" else 8
         least = 8 if self.planes or self.native else 16
-        return Stored(bits, 1 if self.native else 2, self.at_once, made, not self.planes, least, self.ring)
+        return Stored(bits, 1 if self.native else 2, self.at_once, instructions, not self.planes, least, self.ring)
 
 
 def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) -> Plan | None:
-    """None for a weight that the kernel doesn't take.
+    """Return the plan for a weight, or None if the kernel can't multiply it. ``planes``: nibble planes may be used.
 
-    That is one whose groups of columns, or those of its activations, aren't a power of two times at least 64 columns, or a
-    power of two; one with an odd number of columns of four bits; and scales in float64. ``planes``: whether they may be used.
+    The kernel can't multiply three kinds: groups of columns (of the weight or its activations) that are neither a power of
+    two nor a multiple of 64 times one; an odd number of four-bit columns; scales in float64.
     """
     k, columns = weight.shape[1], weight.block[1]
     zeros, at_once = weight.zero_points is not None, 0
@@ -67,39 +69,41 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) ->
         return None
     if columns >= k:
         mode, columns = ("block" if zeros else "row"), power_of_two(k)
-    elif _power(columns) >= 64:
-        mode, at_once = "block", min(_power(columns), _AT_ONCE)
-    elif _power(columns) == columns and columns > 1:
-        mode, at_once = "fine", 2 * _AT_ONCE
+    elif _power_of_two_factor(columns) >= 64:
+        mode, at_once = "block", min(_power_of_two_factor(columns), _COLUMNS_PER_SCALE)
+    elif _power_of_two_factor(columns) == columns and columns > 1:
+        mode, at_once = "fine", 2 * _COLUMNS_PER_SCALE
     else:
         return None
     group = weight.activation_group if weight.activation_group < k else 0
     if group:
-        at_once = min(at_once or _AT_ONCE, _power(group))
+        at_once = min(at_once or _COLUMNS_PER_SCALE, _power_of_two_factor(group))
         if at_once < 32 or (mode == "fine" and at_once < columns):
             return None
-    takes = {"fp8": facts.fp8, "int8": facts.capability >= 80}.get(weight.format, False)
-    native = takes and weight.activations == weight.format and not zeros and mode != "fine"
-    units = planes and weight.format == "int4" and mode != "fine" and k % UNIT.value == 0 and weight.data.data_ptr() % 4 == 0
-    units = units and weight.activations is None
-    ring = units and not zeros and mode == "block" and weight.block == (1, UNIT.value)
+    takes_format = {"fp8": facts.fp8, "int8": facts.capability >= 80}.get(weight.format, False)
+    native = takes_format and weight.activations == weight.format and not zeros and mode != "fine"
+    in_planes = (
+        planes and weight.format == "int4" and mode != "fine" and k % UNIT.value == 0 and weight.data.data_ptr() % 4 == 0
+    )
+    in_planes = in_planes and weight.activations is None
+    ring = in_planes and not zeros and mode == "block" and weight.block == (1, UNIT.value)
     ring = ring or (native and weight.format == "fp8" and mode == "row" and not group and k % UNIT.value == 0)
     ring = ring and facts.rings and weight.data.data_ptr() % 16 == 0 and weight.scales.is_contiguous()
     ring = ring and weight.data.is_contiguous()
-    return Plan(mode, native, columns, at_once, units, ring)
+    return Plan(mode, native, columns, at_once, in_planes, ring)
 
 
-def _power(value: int) -> int:
-    """The largest power of two that divides ``value``."""
+def _power_of_two_factor(value: int) -> int:
+    """Return the largest power of two that divides ``value``."""
     return value & -value
 
 
 def quantized_rows(
     x: Tensor, format: str, group: int, input_scale: Tensor | None, dtype: torch.dtype, pdl: bool, *, plain: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rows of ``x`` [m, k] divided by their scales, rounded, in ``dtype``; and the scales, float32 [m, groups].
+    """Quantise rows ``x`` [m, k]; return them in ``dtype`` and their scales, float32 [m, groups].
 
-    ``plain``: multiplied by them again.
+    ``plain``: multiply the rounded rows by their scales again.
     """
     m, k = x.shape
     group = group if 0 < group < k else k
@@ -141,7 +145,7 @@ def record(
     activations: str,
     activation_group: int,
 ) -> QuantizedWeight:
-    """The weight that an operator's operands stand for."""
+    """Return the weight that an operator's operands describe."""
     return QuantizedWeight(
         format=format,
         data=data,
@@ -156,7 +160,7 @@ def record(
 
 
 def flat_rows(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """``x`` [..., K] as rows [m, K] for a product with the weight, whose numbers lie beside each other."""
+    """Return ``x`` [..., K] as rows [m, K] with contiguous columns, for a product with the weight."""
     expect(
         x.shape[-1] == weight.shape[1],
         lambda: f"product of {tuple(x.shape)} with a quantised weight of {tuple(weight.shape)}",
@@ -189,35 +193,38 @@ def _linear_quantized(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    """``x_scales``: ``x`` was quantised. ``parts``: what a split leaves, float32 [split, T, N] without the bias."""
+    """Multiply by a quantised weight. ``x_scales``: ``x`` is quantised already.
+
+    ``parts``: return a split product in parts, float32 [split, T, N], without the bias.
+    """
     weight = record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
-    block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
-    ring = descriptor == STREAMED and native and format == "fp8" and mode == "row"
-    expect(ring or not descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
+    tiling = MatmulConfig(*config)
+    is_streamed = tiling.descriptor == STREAMED and native and format == "fp8" and mode == "row"
+    expect(is_streamed or not tiling.descriptor, lambda: f"a product with a quantised weight can't be tiled as {config}")
     flat = flat_rows(x, weight)
     (m, k), n = flat.shape, shape[0]
-    # The same where there's no split: one place for what a program writes.
-    made = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else dtype, device=x.device)
+    # Without a split this is the whole product: programs always store to one tensor.
+    product = torch.empty((tiling.split, m, n), dtype=torch.float32 if tiling.split > 1 else dtype, device=x.device)
     group, groups = 0, 1
     if activations:
         group = activation_group if activation_group < k else 0
         if x_scales is None:
             flat, x_scales = quantized_rows(flat, activations, group, input_scale, kept_dtype(data, native), pdl)
         groups = x_scales.shape[1]
-    if ring and x_scales is not None:
-        multiply_quantized(flat, data, bias, made[0], (x_scales, scales, block[0]), MatmulConfig(*config), pdl)
-        return made.view(*x.shape[:-1], n)
+    if is_streamed and x_scales is not None:
+        multiply_quantized(flat, data, bias, product[0], (x_scales, scales, block[0]), tiling, pdl)
+        return product.view(*x.shape[:-1], n)
     packed = format == "int4"
     if packed and (flat.data_ptr() % 4 or flat.stride(0) % 2):
         flat = flat.clone(memory_format=torch.contiguous_format)
-    held = k // 2 if packed else k
-    each = each or block_n
+    row_bytes = k // 2 if packed else k
+    rows_per_program = tiling.each or tiling.block_n
     launch(
         quantized.linear_quantized,
-        (triton.cdiv(n, each), triton.cdiv(m, block_m), split),
+        (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m), tiling.split),
         *(flat, x_scales, data.view(torch.int8) if format == "fp8" and not native else data),
-        *(scales, zero_points, bias if split == 1 else None, made, m, n, k, flat.stride(0), groups, scales.shape[1]),
-        *(each, ahead if held % 16 == 0 else 0),
+        *(scales, zero_points, bias if tiling.split == 1 else None, product, m, n, k, flat.stride(0), groups),
+        *(scales.shape[1], rows_per_program, tiling.ahead if row_bytes % 16 == 0 else 0),
         FORMAT=format,
         NATIVE=native,
         MODE=mode,
@@ -226,31 +233,26 @@ def _linear_quantized(
         GROUP=group,
         ZEROS=zero_points is not None,
         ACTIVE=bool(activations),
-        HAS_BIAS=bias is not None and split == 1,
+        HAS_BIAS=bias is not None and tiling.split == 1,
         FP8=fp8,
         ASM=asm,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        SUB=min(at_once, block_k) if at_once else block_k,
-        SPLIT=split,
-        EVEN=k % (split * block_k) == 0,
-        num_stages=stages,
+        SUB=min(at_once, tiling.block_k) if at_once else tiling.block_k,
+        SPLIT=tiling.split,
+        **tiling.launch_constants(k),
         pdl=pdl,
-        warps=warps,
     )
-    if split == 1:
-        return made.view(*x.shape[:-1], n)
-    return made if parts else added(made, bias, x, dtype, pdl)
+    if tiling.split == 1:
+        return product.view(*x.shape[:-1], n)
+    return product if parts else sum_parts(product, bias, x, dtype, pdl)
 
 
 def kept_dtype(data: Tensor, native: bool) -> torch.dtype:
-    """That of quantised activations: the weight's, or one that holds the values of either format."""
+    """Return the dtype of quantised activations: the weight's, or float16, which holds the values of either format."""
     return data.dtype if native else torch.float16
 
 
-def added(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, pdl: bool) -> Tensor:
-    """The sum of ``parts`` [split, T, N] and of ``bias``, as a product of ``x``."""
+def sum_parts(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, pdl: bool) -> Tensor:
+    """Add ``parts`` [split, T, N] and ``bias``, shaped like a product of ``x``."""
     split, _, n = parts.shape
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device=x.device)
     block = 512
@@ -274,7 +276,7 @@ OPERANDS = (
 
 
 def empty_product(x: Tensor, *rest: Any) -> Tensor:
-    """``rest``: the operands behind x, as the schema has them."""
+    """Return an empty product. ``rest``: the operands after ``x`` in schema order."""
     return x.new_empty((*x.shape[:-1], rest[7][0]))
 
 
@@ -285,7 +287,7 @@ def _empty_parts(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], n), dtype=dtype)
 
 
-# An overload of the operator whose operands it has.
+# An overload of the operator that has the same operands.
 define(
     f"linear_quantized.triton({OPERANDS}, Tensor? x_scales, ScalarType dtype, bool parts, str mode, int columns, "
     "int at_once, bool native, bool fp8, bool asm, int[] config, bool pdl) -> Tensor",
@@ -307,7 +309,7 @@ def _linear_quantized_add(
     config: list[int],
     pdl: bool,
 ) -> None:
-    """Through a ring. ``x_scales``: ``x`` was quantised. ``rows`` of the weight have one of ``scales``."""
+    """Add a streamed product to ``residual``. ``x_scales``: of a quantised ``x``; ``rows`` weight rows share a scale."""
     n = data.shape[0]
     expect(
         residual.is_contiguous() and residual.shape == (*x.shape[:-1], n),
@@ -329,7 +331,7 @@ define(
 
 
 def room_quantized(like: Tensor, k: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for quantised rows of ``k`` numbers, as many as ``like`` has, and for their scales."""
+    """Allocate quantised rows of ``k`` elements, as many as ``like`` has, and their scales."""
     m = like.numel() // like.shape[-1]
     scales = torch.empty((m, -(-k // group) if group else 1), dtype=torch.float32, device=like.device)
     return torch.empty((m, k), dtype=dtype, device=like.device), scales
@@ -346,7 +348,10 @@ def _add_rms_norm_quantize(
     dtype: torch.dtype,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
-    """``x`` is [T, H], or [parts, T, H] of a product that was split. Returns the quantised norm and its scales."""
+    """Add ``x`` and the bias to the residual; return the quantised norm and its scales.
+
+    ``x`` is [T, H], or [parts, T, H] of a split product.
+    """
     expect(
         x.shape[-2:] == residual.shape and residual.is_contiguous() and x.is_contiguous(),
         lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",

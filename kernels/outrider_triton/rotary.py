@@ -1,4 +1,4 @@
-"""What the kernels that rotate queries and keys and write the cache expect of their operands."""
+"""Operand requirements of the kernels that rotate queries and keys and write the cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from outrider.device.kernels.checks import expect
 
 
 def rotates(rotary: RotaryArgs, x: Tensor) -> bool:
-    """Whether keys and values that a product makes in ``x``'s dtype can be turned and written by a kernel of ours."""
+    """Return True if a Triton kernel can rotate and write keys and values that a product computes in the dtype of ``x``."""
     cos, sin, k_cache, v_cache, slots = rotary
-    straight = cos.stride(1) == 1 and slots.is_contiguous() and _laid_out(cos, sin, k_cache, v_cache)
-    return straight and k_cache.dtype in (x.dtype, torch.float8_e4m3fn) and k_cache.shape[3] % 2 == 0
+    contiguous = cos.stride(1) == 1 and slots.is_contiguous() and _laid_out(cos, sin, k_cache, v_cache)
+    return contiguous and k_cache.dtype in (x.dtype, torch.float8_e4m3fn) and k_cache.shape[3] % 2 == 0
 
 
 def expect_laid_out(cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:

@@ -1,11 +1,11 @@
-"""Puts choices that ``outrider tune`` kept into a table that ships.
+"""Merge choices that ``outrider tune`` stored into a table that ships with the package.
 
     python -m outrider_triton.shipping TABLE.json CHOICE.json... --device NAME --date DAY
 
-A choice takes the place of the table's for the same product, dtype and tokens, or the same attention, in the same layer
-(:func:`outrider_triton.table.layer_of`); everything else stays, so that two models which share a product have one each.
-Where there is no table yet, one is made. The choices must come from one device, and from the one that the table names: the
-folder says which, and with which torch and Triton it was (:mod:`outrider_triton.tuned_store`).
+A choice replaces the table's entry for the same product, dtype and tokens, or the same attention, in the same layer
+(:func:`outrider_triton.table.layer_of`). All other entries stay, so two models that share a product have an entry each. If
+the table doesn't exist, it is created. All choices must come from the device that the table names. Their folder tells
+device, torch and Triton (:mod:`outrider_triton.tuned_store`).
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from outrider_triton.table import ANY, parse, slug
 
 _PRODUCT = ("operator", "dtype", "n", "k", "m", "layer")
 _ATTENTION = ("groups", "head_size", "group", "layer")
-_MEASURED = {"head_size": 128, "group": 4, "layer": ANY}
-"""What was measured where a row doesn't say it: attention of these heads, and whatever layer it was."""
+_DEFAULTS = {"head_size": 128, "group": 4, "layer": ANY}
+"""Values of keys that a row lacks: attention with these heads, and every layer."""
 
 
 def add(table: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``table`` with ``rows``, in the order that it had and new ones behind; a table as JSON has it."""
-    made = dict(table)
+    """Return ``table`` with ``rows`` merged: entries keep their order, new ones follow. Both are parsed JSON."""
+    result = dict(table)
     for name, keys in (("matmul", _PRODUCT), ("attention", _ATTENTION)):
-        kept = {_key(row, keys): dict(row) for row in made.get(name, ())}
-        kept |= {_key(row, keys): dict(row) for row in rows if ("operator" in row) is (name == "matmul")}
-        made[name] = list(kept.values())
-    parse(made)
-    return made
+        by_key = {_key(row, keys): dict(row) for row in result.get(name, ())}
+        by_key |= {_key(row, keys): dict(row) for row in rows if ("operator" in row) is (name == "matmul")}
+        result[name] = list(by_key.values())
+    parse(result)
+    return result
 
 
 def _key(row: Mapping[str, Any], keys: Sequence[str]) -> tuple[Any, ...]:
-    return tuple(row.get(key, _MEASURED.get(key)) for key in keys)
+    return tuple(row.get(key, _DEFAULTS.get(key)) for key in keys)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the arguments, and write the table whole or not at all. A choice that can't be read raises as ``parse`` does."""
+    """Parse the arguments and replace the table atomically. An unreadable choice raises like ``parse``."""
     parser = argparse.ArgumentParser(
         prog="python -m outrider_triton.shipping", description="Put choices into a table that ships."
     )
@@ -48,21 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("choices", type=Path, nargs="+")
     parser.add_argument("--device", required=True, help="as the device calls itself: 'NVIDIA H200'")
     parser.add_argument("--date", required=True, help="of the measurements: 2026-11-24")
-    said = parser.parse_args(arguments)
-    if said.table.name != f"{slug(said.device)}.json":
-        parser.error(f"the table of {said.device!r} is called {slug(said.device)}.json, not {said.table.name}")
-    homes = {path.resolve().parent for path in said.choices}
-    name = slug(said.device)
-    if len(homes) != 1 or not next(iter(homes)).parent.name.startswith(f"{name}-"):
-        parser.error(f"choices must lie in one folder of {said.device!r}: {name}-ARCHITECTURE-PROCESSORS/VERSIONS")
-    torch, triton, _ = homes.pop().name.rsplit("-", 2)
+    options = parser.parse_args(arguments)
+    if options.table.name != f"{slug(options.device)}.json":
+        parser.error(f"the table of {options.device!r} is called {slug(options.device)}.json, not {options.table.name}")
+    folders = {path.resolve().parent for path in options.choices}
+    name = slug(options.device)
+    if len(folders) != 1 or not next(iter(folders)).parent.name.startswith(f"{name}-"):
+        parser.error(f"choices must lie in one folder of {options.device!r}: {name}-ARCHITECTURE-PROCESSORS/VERSIONS")
+    torch, triton, _ = folders.pop().name.rsplit("-", 2)
     software = {"torch": torch, "triton": triton}
-    made = {"device": said.device, "software": software, "date": said.date, "kernels": {}, "matmul": []}
-    table = json.loads(said.table.read_text(encoding="utf-8")) if said.table.exists() else made
-    rows = [json.loads(path.read_text(encoding="utf-8")) | {"date": said.date} for path in said.choices]
-    beside = said.table.with_suffix(".new")
-    beside.write_text(json.dumps(add(table, rows), indent=1) + "\n", encoding="utf-8")
-    beside.replace(said.table)
+    empty_table = {"device": options.device, "software": software, "date": options.date, "kernels": {}, "matmul": []}
+    table = json.loads(options.table.read_text(encoding="utf-8")) if options.table.exists() else empty_table
+    rows = [json.loads(path.read_text(encoding="utf-8")) | {"date": options.date} for path in options.choices]
+    temporary = options.table.with_suffix(".new")
+    temporary.write_text(json.dumps(add(table, rows), indent=1) + "\n", encoding="utf-8")
+    temporary.replace(options.table)
 
 
 if __name__ == "__main__":

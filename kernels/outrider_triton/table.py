@@ -1,12 +1,12 @@
-"""Tuned configurations, by device and shape: what was measured, and what is used because of it.
+"""Measured tile configurations by device and shape.
 
-A table is a JSON file in this package, named after the device: a head start. What ``outrider tune`` measures on a machine
-goes before it (:mod:`outrider_triton.tuned_store`). Each entry of a matrix product says which configuration was fastest and
-how long it and torch's own took; where torch's own won, the entry says so and torch's own is used. The same for
-each other kernel. What no table has is derived: :mod:`outrider_triton.derive`.
+A table is a JSON file in this package, named after its device. Choices that ``outrider tune`` measures on a machine take
+precedence (:mod:`outrider_triton.tuned_store`). An entry of a matrix product has the fastest configuration, its time and
+torch's time, or says that torch's product is faster. Other kernels have a flag each. Configurations that no table has are
+derived: :mod:`outrider_triton.derive`.
 
-What was fastest in one layer needn't be so in another, where the same product has other neighbours. So an entry names the
-layer (:func:`layer_of`) that it was measured in. A layer uses its own entries; where it has none, another's are a head start.
+The fastest configuration depends on the surrounding kernels, so an entry names the layer (:func:`layer_of`) that it was
+measured in. A layer uses its own entries first, then those of other layers.
 """
 
 from __future__ import annotations
@@ -22,149 +22,171 @@ from typing import Any
 from outrider.device import BackendLoadError, DecoderShape
 
 BUCKETS = (8, 16, 32, 64, 128)
-"""Numbers of tokens for which configurations are told apart; each serves those down to the one before."""
+"""Upper bounds of token counts with separate configurations."""
 STREAMED = 2
-"""``descriptor`` of products whose operands a warp of its own brings."""
+"""``descriptor`` of streamed products: a warp of its own loads their operands."""
 TALL = 3
-"""And of gates in tall tiles."""
+"""``descriptor`` of gates with tiles for large M."""
 ANY = ""
-"""Layer of what was measured alone, or of an entry that doesn't say where it was measured: every layer's."""
+"""Layer name of measurements outside a layer, and of rows without a layer; such entries apply to every layer."""
 
 Key = tuple[str, str, int, int]
 """Operator, dtype, rows and columns of the weight."""
 
 
 def bucket(m: int) -> int:
-    """The least of :data:`BUCKETS` that isn't below ``m``; the largest for more."""
+    """Return the least of :data:`BUCKETS` that isn't below ``m``; the largest for more."""
     return next((size for size in BUCKETS if size >= m), BUCKETS[-1])
 
 
 def layer_of(shape: DecoderShape) -> str:
-    """Name of a layer of this shape: hidden size, heads, key heads, inner size; the same for two models of such layers.
+    """Return the name of layers of this shape, such as ``4096-32x128-8-14336``.
 
-    ``4096-32x128-8-14336``. What lies outside of the layers isn't in it, nor the dtype, which a product says itself.
+    It lists hidden size, heads, key heads and inner size. Models with equal layers share the name. It contains neither
+    parameters outside the layers nor the dtype, which products name themselves.
     """
-    ends = ("-bias" if shape.bias else "") + ("-qk_norm" if shape.qk_norm else "")
-    return f"{shape.hidden}-{shape.heads}x{shape.head_size}-{shape.kv_heads}-{shape.inner}{ends}"
+    suffix = ("-bias" if shape.bias else "") + ("-qk_norm" if shape.qk_norm else "")
+    return f"{shape.hidden}-{shape.heads}x{shape.head_size}-{shape.kv_heads}-{shape.inner}{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulConfig:
-    """How a skinny matrix product is cut up.
+    """Tile configuration of a skinny matrix product. Operators and JSON tables carry it as a list in field order.
 
-    Blocks of ``block_m`` tokens, ``block_n`` rows of the weight and ``block_k`` columns; k is shared out among ``split``
-    programs; ``warps`` a program and ``stages`` of loads in flight; ``ahead`` columns (a multiple of 256) of the
-    weight are asked for ahead of the kernel before; ``descriptor``: 1 where the copy engine loads the weight.
-    ``each``: rows of the weight a program has, 0 for all of a block.
-
-    ``descriptor`` STREAMED: a kernel of :mod:`outrider_triton.jit.streamed`. Then ``block_n`` is the rows of a box, ``each``
-    the *pairs* of rows a program has (in a product that isn't split, those that are one row, folded), and ``ahead`` 0: what
-    is asked for ahead is as much as the stages hold. With weights of four bits it is :mod:`outrider_triton.jit.planes_ring`:
-    ``block_n`` is the rows of a box, ``block_k`` all columns of a program and ``ahead`` those of a tile, ``each`` its rows,
-    and four ``warps`` a group. ``descriptor`` TALL: :mod:`outrider_triton.jit.tall`, as a STREAMED one, with four ``warps`` a
-    group; ``ahead``: stages of tokens.
+    A streamed product (``descriptor`` :data:`STREAMED`) uses :mod:`outrider_triton.jit.streamed`, with four-bit weights
+    :mod:`outrider_triton.jit.nibble_planes_streamed`. Gates for large M (:data:`TALL`) use
+    :mod:`outrider_triton.jit.large_m_gates`. These kernels reinterpret some fields.
     """
 
     block_m: int
+    """Tokens per block."""
     block_n: int
+    """Weight rows per block; streamed: rows per copy-engine box."""
     block_k: int
+    """Columns per block; streamed with four-bit weights: all columns of a program."""
     split: int
+    """Programs that share the columns, each with a part of the sum."""
     warps: int
+    """Warps per program; streamed with four-bit weights or large M: four per warpgroup."""
     stages: int
+    """Stages of loads in flight."""
     ahead: int
+    """Weight columns, a multiple of 256, prefetched before the preceding kernel has ended.
+
+    Streamed: 0; with four-bit weights, columns per tile; with large M, pipeline stages of tokens.
+    """
     descriptor: int
+    """0: pointers; 1: the copy engine loads the weight; :data:`STREAMED`; :data:`TALL`."""
     each: int = 0
+    """Weight rows per program, 0 for a whole block; streamed: pairs of rows, or folded rows without a split."""
 
     def as_list(self) -> list[int]:
-        """As operators and tables carry it."""
+        """Return the fields in the order that operators and tables use."""
         return list(astuple(self))
+
+    def launch_constants(self, k: int) -> dict[str, Any]:
+        """Return the constants of a launch over ``k`` columns by name; EVEN: each program has whole blocks of columns."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "EVEN": k % (self.split * self.block_k) == 0,
+            "num_stages": self.stages,
+            "warps": self.warps,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """What was measured for one matrix product: ``config`` is None where torch's own was faster."""
+    """The measurement of one matrix product."""
 
     m: int
+    """Number of tokens."""
     config: MatmulConfig | None
+    """The fastest configuration; None: torch's product was faster."""
     us: float
+    """Microseconds with ``config``."""
     torch_us: float
+    """Microseconds of torch's product."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """How attention is cut up: blocks of ``block_kv`` cached tokens, shared out among ``split`` programs; ``ring``: they come
-    through one.
-    """
+    """Measured configuration of attention over the cache."""
 
     block_kv: int
+    """Cached tokens per block."""
     split: int
+    """Programs that share a sequence's cached tokens."""
     warps: int
     stages: int
     ring: bool = False
+    """True if a TMA pipeline loads keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionEntry:
-    """The best configuration for ``groups`` programs without a split (sequences, key heads and blocks of queries) of heads of
-    ``head_size`` numbers, ``group`` of them a key head, measured with ``max_kv`` cached tokens in ``layer``. ``config`` is
-    None where the derived one was faster.
-    """
+    """The measurement of one attention."""
 
     groups: int
+    """Programs without splits: sequences times key heads times blocks of queries."""
     max_kv: int
+    """Cached tokens during the measurement."""
     config: AttentionConfig | None
+    """The fastest configuration; None: the derived one was faster."""
     head_size: int = 128
+    """Elements per head."""
     group: int = 4
+    """Query heads per key head."""
     layer: str = ANY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """The measurements of one device. ``kernels`` says of each other kernel whether Triton's won.
-
-    ``entries``: of each product by layer, in the order of names, and by number of tokens; see :func:`by_layer`.
-    """
+    """The measurements of one device."""
 
     device: str
     software: Mapping[str, str]
     entries: Mapping[Key, Mapping[str, tuple[Entry, ...]]]
+    """Entries of each product by layer, in the order of layer names, then by number of tokens; see :func:`by_layer`."""
     kernels: Mapping[str, bool]
+    """True for each other kernel with which Triton was faster."""
     attention: tuple[AttentionEntry, ...] = ()
 
     def attention_config(self, groups: int, head_size: int, group: int, *, layer: str = ANY) -> AttentionConfig | None:
-        """That of the nearest measurement with such heads, half as many to twice as many programs away; None where there is
-        none, or the derived one won. ``layer``'s measurements go first, then those of every layer, then other layers' in the
-        order of their names.
+        """Return the configuration of the nearest measurement with such heads, or None.
 
-        How many tokens are cached isn't asked: a capture knows what fits at most, and a program takes its share of what is
-        there.
+        The nearest measurement has half to twice as many programs. None means no measurement, or that the derived
+        configuration won. Entries of ``layer`` go first, then those of every layer, then other layers by name. The number of
+        cached tokens doesn't matter: a capture only knows its maximum, and a program takes its share of the actual length.
         """
-        alike = [entry for entry in self.attention if (entry.head_size, entry.group) == (head_size, group)]
-        for each in dict.fromkeys((layer, ANY, *sorted(entry.layer for entry in alike))):
-            found = _nearest([entry for entry in alike if entry.layer == each], groups)
+        same_heads = [entry for entry in self.attention if (entry.head_size, entry.group) == (head_size, group)]
+        for layer_name in dict.fromkeys((layer, ANY, *sorted(entry.layer for entry in same_heads))):
+            found = _nearest([entry for entry in same_heads if entry.layer == layer_name], groups)
             if found is not None:
                 return found.config
         return None
 
     def entry(self, operator: str, dtype: str, *, n: int, k: int, m: int, layer: str = ANY) -> Entry | None:
-        """The entry for the least measured number of tokens not below ``m``, in the same bucket; else that for the most
-        tokens below ``m`` whose tile has room for as many, since it does the same work; None where there is none. Of
-        ``layer``'s entries; without one, of every layer's; else of other layers', in the order of their names.
+        """Return the entry for ``m`` tokens, or None.
 
-        What was measured for more tokens says little about fewer: there, a configuration is derived.
+        This is the entry with the fewest tokens not below ``m`` in the same bucket. Otherwise it is the entry with the most
+        tokens below ``m`` whose tile has room for ``m``, since it does the same work. Entries of ``layer`` go first, then
+        those of every layer, then other layers by name. Entries for larger buckets aren't used: a configuration is derived
+        instead.
         """
         measured = self.entries.get((operator, dtype, n, k))
         if measured is None:
             return None
-        for each in (layer, ANY, *measured):
-            found = _serving(measured.get(each, ()), m)
+        for layer_name in (layer, ANY, *measured):
+            found = _serving(measured.get(layer_name, ()), m)
             if found is not None:
                 return found
         return None
 
 
 def by_layer(entries: Iterable[tuple[str, Entry]]) -> dict[str, tuple[Entry, ...]]:
-    """Entries of one product, each with its layer; of two for the same layer and tokens, the one behind."""
+    """Group one product's entries by layer, sorted by tokens; a later entry replaces an earlier one with the same tokens."""
     found: dict[str, dict[int, Entry]] = {}
     for layer, entry in entries:
         found.setdefault(layer, {})[entry.m] = entry
@@ -172,26 +194,26 @@ def by_layer(entries: Iterable[tuple[str, Entry]]) -> dict[str, tuple[Entry, ...
 
 
 def _serving(measured: Sequence[Entry], m: int) -> Entry | None:
-    alike = (entry for entry in measured if entry.m >= m and bucket(entry.m) == bucket(m))
-    roomy = (e for e in reversed(measured) if e.m < m and e.config is not None and e.config.block_m >= m)
-    return next(alike, None) or next(roomy, None)
+    in_bucket = (entry for entry in measured if entry.m >= m and bucket(entry.m) == bucket(m))
+    fitting = (e for e in reversed(measured) if e.m < m and e.config is not None and e.config.block_m >= m)
+    return next(in_bucket, None) or next(fitting, None)
 
 
-def _nearest(alike: Sequence[AttentionEntry], groups: int) -> AttentionEntry | None:
-    if not alike:
+def _nearest(entries: Sequence[AttentionEntry], groups: int) -> AttentionEntry | None:
+    if not entries:
         return None
-    # Of two that are as near the smaller one, in whatever order they were read.
-    near = min(alike, key=lambda entry: (abs(log2(entry.groups / groups)), entry.groups))
-    return near if near.groups <= 2 * groups and groups <= 2 * near.groups else None
+    # Of two equally near measurements take the smaller one, independent of their order.
+    nearest = min(entries, key=lambda entry: (abs(log2(entry.groups / groups)), entry.groups))
+    return nearest if nearest.groups <= 2 * groups and groups <= 2 * nearest.groups else None
 
 
 def slug(device: str) -> str:
-    """File name of a device's table: ``NVIDIA H200`` → ``nvidia-h200``."""
+    """Return the file name stem of a device's table: ``NVIDIA H200`` → ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def load(device: str) -> Table | None:
-    """The table of the device that calls itself ``device``, or None."""
+    """Return the table of the device named ``device``, or None. Raises :class:`BackendLoadError` for a damaged file."""
     file = resources.files("outrider_triton").joinpath("tuned", f"{slug(device)}.json")
     if not file.is_file():
         return None
@@ -205,7 +227,7 @@ def load(device: str) -> Table | None:
 
 
 def parse(data: Mapping[str, Any]) -> Table:
-    """A table from its JSON. Rows that name no layer are every layer's."""
+    """Build a table from parsed JSON. Rows without a layer apply to every layer."""
     entries: dict[Key, list[tuple[str, Entry]]] = {}
     for item in data["matmul"]:
         config = None if item["config"] is None else MatmulConfig(*item["config"])

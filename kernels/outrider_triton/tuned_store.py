@@ -1,7 +1,7 @@
-"""What tuning found on one machine, kept for the next start: a file a choice, by device, software and sources of the kernels.
+"""Tuning results of one machine, stored for the next start: one file per choice, by device, software and kernel sources.
 
-A file is written beside its place and renamed, so that a reader finds a whole one or none; there are no locks. One that can't
-be read is a miss: what it would say is derived.
+A file is written next to its destination and renamed, so a reader finds a whole file or none, without locks. An unreadable
+file is ignored: its configuration is derived.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from outrider_triton.facts import DeviceFacts
 from outrider_triton.table import ANY, STREAMED, TALL, AttentionConfig, MatmulConfig, Table, by_layer, parse, slug
 
 _WARPS = (1, 2, 4, 8, 16, 32)
-_AHEAD = 256  # columns of a weight that are asked for at once
-_MOST = 64  # splits, and stages
-_ATTENTION_WARPS, _ATTENTION_STAGES = (1, 2, 4, 8), 4  # without a ring: more have never been tried
-_FEWEST, _WIDEST = 16, 1024  # of a block: the matrix unit takes no fewer, and none has ever been larger
+_PREFETCH_COLUMNS = 256  # columns of one prefetch request
+_MAX_SPLITS_OR_STAGES = 64  # maximum splits, and maximum pipeline stages
+_ATTENTION_WARPS, _MAX_ATTENTION_STAGES = (1, 2, 4, 8), 4  # limits without a pipeline; larger values were never tried
+_MIN_BLOCK, _MAX_BLOCK = 16, 1024  # limits of a block: the matrix unit's minimum, and the largest value tried
 
 Row = Mapping[str, Any]
-"""A choice as a table's file has it: of a product (``operator`` among its keys), or of attention. ``layer``: the one that it
-was measured in (:func:`outrider_triton.table.layer_of`); without it, it's every layer's."""
+"""A choice as a table's file stores it, of a product (with the key ``operator``) or of attention.
+
+``layer`` is the layer that it was measured in (:func:`outrider_triton.table.layer_of`); without it, every layer.
+"""
 
 
 def software() -> dict[str, str]:
-    """What a choice was measured with: another release or another kernel may want another one."""
+    """Return the software that choices depend on: releases of torch and Triton, and a hash of the kernel sources."""
     digest = hashlib.sha256()
     package = resources.files("outrider_triton")
     for folder in (package, package.joinpath("jit")):
@@ -47,7 +49,7 @@ def software() -> dict[str, str]:
 
 
 class TunedStore:
-    """The files of one device under ``directory``, which needn't exist yet."""
+    """The choice files of one device under ``directory``, which needn't exist yet."""
 
     def __init__(self, directory: Path, facts: DeviceFacts) -> None:
         self._facts = facts
@@ -56,7 +58,7 @@ class TunedStore:
         self.home = directory / "triton" / f"{slug(facts.name)}-{facts.architecture}-{facts.processors}" / versions
 
     def read(self) -> list[Row]:
-        """Every choice that can be read and used."""
+        """Return every choice that can be read and launched."""
         try:
             files = sorted(self.home.glob("*.json"))
         except OSError:
@@ -66,19 +68,21 @@ class TunedStore:
     def _row(self, path: Path) -> Row | None:
         try:
             row = json.loads(path.read_text(encoding="utf-8"))
-            parse(_data(self._facts.name, [row]))
-            sane = path.name == _name(row) and self._fits(row)
+            parse(_table_json(self._facts.name, [row]))
+            sane = path.name == _file_name(row) and self._fits(row)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
             return None
         return row if sane else None
 
     def _fits(self, row: Row) -> bool:
-        """Whether a launch can be cut up so: what is damaged is found here, and not where it's compiled or divided by."""
-        table = parse(_data("", [row]))
+        """Return True if a launch with this choice is valid. A damaged file is found here, before its values reach a
+        compiler.
+        """
+        table = parse(_table_json("", [row]))
         if "operator" not in row:
             (found,) = table.attention
-            able = found.config is None or _cuts_attention(found.config, rings=self._facts.rings)
-            return min(found.groups, found.max_kv) > 0 and able
+            valid = found.config is None or _is_valid_attention(found.config, rings=self._facts.rings)
+            return min(found.groups, found.max_kv) > 0 and valid
         ((entries,),) = (found.values() for found in table.entries.values())
         (entry,), operator = entries, row["operator"]
         if not 0 < entry.m <= MOST or operator not in OPERATORS:
@@ -86,92 +90,102 @@ class TunedStore:
         config = entry.config
         if config is None:
             return True
-        if not _cuts(config):
+        if not _is_valid_product(config):
             return False
         if config.descriptor in (STREAMED, TALL):
             n, k = row["n"], row["k"]
-            whole = self._facts.rings and config.each <= n and brings(operator, config, n=n, k=k)
-        else:  # a program has no more rows than a block: the others would be nobody's
-            whole = config.each * (2 if operator == "linear_rope" else 1) <= config.block_n
-        return whole and shared_bytes(self._facts, operator, config) <= self._facts.shared_bytes
+            fits = self._facts.rings and config.each <= n and brings(operator, config, n=n, k=k)
+        else:  # a program with more rows than a block would leave rows out
+            fits = config.each * (2 if operator == "linear_rope" else 1) <= config.block_n
+        return fits and shared_bytes(self._facts, operator, config) <= self._facts.shared_bytes
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Keep choices; each replaces the one of the same name. Raises OSError where the directory can't be written."""
+        """Store choices; each replaces the file of the same name. Raises OSError if the directory can't be written."""
         self.home.mkdir(parents=True, exist_ok=True)
         for row in rows:
-            write_whole(self.home / _name(row), json.dumps(row) + "\n")
+            write_whole(self.home / _file_name(row), json.dumps(row) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write beside and rename: who reads meanwhile finds what was there or all of this."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")  # engines may have a thread each
+    """Write a file atomically: write next to it, then rename. A concurrent reader finds the old or the new contents."""
+    # Each engine may have its own thread.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def merged(table: Table | None, facts: DeviceFacts, rows: Sequence[Row]) -> Table | None:
-    """``table`` with ``rows`` in place of its own entries for the same in the same layer; None where there is neither."""
+    """Return ``table`` with ``rows`` in place of its entries for the same operands and layer; None without table and rows."""
     if not rows:
         return table
-    made = parse(_data(facts.name, rows))
+    added = parse(_table_json(facts.name, rows))
     if table is None:
-        return made
+        return added
     entries = dict(table.entries)
-    for product, found in made.entries.items():
+    for product, found in added.entries.items():
         both = (*entries.get(product, {}).items(), *found.items())
         entries[product] = by_layer((layer, entry) for layer, each in both for entry in each)
-    places = {(entry.groups, entry.head_size, entry.group, entry.layer) for entry in made.attention}
-    kept = tuple(e for e in table.attention if (e.groups, e.head_size, e.group, e.layer) not in places)
-    return replace(table, entries=entries, attention=(*kept, *made.attention))
+    replaced = {(entry.groups, entry.head_size, entry.group, entry.layer) for entry in added.attention}
+    unchanged = tuple(e for e in table.attention if (e.groups, e.head_size, e.group, e.layer) not in replaced)
+    return replace(table, entries=entries, attention=(*unchanged, *added.attention))
 
 
-def _cuts(config: MatmulConfig) -> bool:
-    """Whether the kernels of products can be cut up so, on some device."""
-    ring = config.descriptor in (STREAMED, TALL)
+def _is_valid_product(config: MatmulConfig) -> bool:
+    """Return True if some device's product kernels accept this configuration."""
+    is_streamed = config.descriptor in (STREAMED, TALL)
     return (
         all(type(value) is int for value in config.as_list())
-        and all(map(_divides, (config.block_m, config.block_n, config.block_k, config.split)))
-        and max(config.block_m, config.block_n, config.block_k) <= _WIDEST
-        and config.split <= _MOST
+        and all(map(_is_power_of_two, (config.block_m, config.block_n, config.block_k, config.split)))
+        and max(config.block_m, config.block_n, config.block_k) <= _MAX_BLOCK
+        and config.split <= _MAX_SPLITS_OR_STAGES
         and config.warps in _WARPS
-        and 0 < config.stages <= _MOST
-        and _asks_ahead(config)
+        and 0 < config.stages <= _MAX_SPLITS_OR_STAGES
+        and _has_valid_prefetch(config)
         and config.descriptor in (0, 1, STREAMED, TALL)
-        and config.each >= int(ring)
+        and config.each >= int(is_streamed)
     )
 
 
-def _asks_ahead(config: MatmulConfig) -> bool:
-    """Whether ``ahead`` is columns of a weight, or where tiles are tall as many places as a ring may have."""
+def _has_valid_prefetch(config: MatmulConfig) -> bool:
+    """Return True if ``ahead`` is a number of prefetched columns, or with tiles for large M a number of pipeline stages."""
     if config.descriptor == TALL:
-        return 1 < config.ahead <= _MOST
-    return config.ahead >= 0 and config.ahead % _AHEAD == 0
+        return 1 < config.ahead <= _MAX_SPLITS_OR_STAGES
+    return config.ahead >= 0 and config.ahead % _PREFETCH_COLUMNS == 0
 
 
-def _cuts_attention(config: AttentionConfig, *, rings: bool) -> bool:
-    """The same of attention's. What a launch makes of ``block_kv`` and of a ring's stages fits the device in any case."""
-    able = (
+def _is_valid_attention(config: AttentionConfig, *, rings: bool) -> bool:
+    """Return True if attention kernels accept this configuration.
+
+    The launch reduces ``block_kv`` and pipeline stages to what the device can hold.
+    """
+    valid = (
         all(type(value) is int for value in (config.block_kv, config.split, config.warps, config.stages))
         and type(config.ring) is bool
-        and _divides(config.block_kv)
-        and _divides(config.split)
-        and config.split <= _MOST
+        and _is_power_of_two(config.block_kv)
+        and _is_power_of_two(config.split)
+        and config.split <= _MAX_SPLITS_OR_STAGES
     )
     if config.ring:
-        return able and rings and config.block_kv in (64, 128) and config.warps == 4 and 0 < config.stages <= _MOST
-    few = config.warps in _ATTENTION_WARPS and 0 < config.stages <= _ATTENTION_STAGES
-    return able and few and _FEWEST <= config.block_kv <= _WIDEST
+        return (
+            valid
+            and rings
+            and config.block_kv in (64, 128)
+            and config.warps == 4
+            and 0 < config.stages <= _MAX_SPLITS_OR_STAGES
+        )
+    in_limits = config.warps in _ATTENTION_WARPS and 0 < config.stages <= _MAX_ATTENTION_STAGES
+    return valid and in_limits and _MIN_BLOCK <= config.block_kv <= _MAX_BLOCK
 
 
-def _divides(size: int) -> bool:
-    """Whether it's a power of two: blocks of other sizes aren't compiled."""
+def _is_power_of_two(size: int) -> bool:
+    """Return True for a power of two: blocks of other sizes don't compile."""
     return size > 0 and size & (size - 1) == 0
 
 
-def _data(device: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _table_json(device: str, rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "device": device,
         "software": {},
@@ -181,9 +195,9 @@ def _data(device: str, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _name(row: Row) -> str:
+def _file_name(row: Row) -> str:
     layer = row.get("layer", ANY)
-    of = f"-layer-{layer}" if layer else ""
+    suffix = f"-layer-{layer}" if layer else ""
     if "operator" in row:
-        return f"{row['operator']}-{row['dtype']}-{row['n']}x{row['k']}-{row['m']}{of}.json"
-    return f"attention-{row['head_size']}x{row['group']}-{row['groups']}{of}.json"
+        return f"{row['operator']}-{row['dtype']}-{row['n']}x{row['k']}-{row['m']}{suffix}.json"
+    return f"attention-{row['head_size']}x{row['group']}-{row['groups']}{suffix}.json"

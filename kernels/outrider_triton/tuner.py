@@ -1,13 +1,13 @@
-"""Tuning for a shape: candidates by the estimate, each timed in a chain of layers or beside the library, the best one kept.
+"""Tuning of kernels for a layer shape.
 
-A product that is fast by itself may hold up its neighbours, so what is in every layer is timed there: a choice is what makes
-the layer fastest while the others stay. A layer's ends come in two forms, a product in parts that a norm adds up, or one that
-adds to the residual itself; both are tried. Numbers of tokens come in the order of :data:`SIZES`, and what is chosen for one
-is written before the next begins.
+The estimate ranks candidates. Products inside a layer are timed in a chain of layers, others against the library, and the
+fastest candidate is stored. A product that is fast alone may delay its neighbours, so a choice is the candidate with the
+fastest layer while all other choices stay. The two products that end a block have two forms: parts that a norm adds up, or
+an addition to the residual in the product. Both are tried. Token counts come in the order of :data:`SIZES`, and the choices
+for one are stored before the next begins.
 
-A choice is for layers of that shape. All that such a layer asks for is written, also what stays as it was, and where nothing
-won: so a shape that has the same product, and is tuned later, changes nothing here. What stands alone is written for every
-layer.
+A choice applies to layers of the tuned shape. All choices of such a layer are stored, also unchanged ones and losses. Tuning
+another shape with the same product later therefore changes nothing here. Choices outside layers apply to every layer.
 """
 
 from __future__ import annotations
@@ -22,40 +22,76 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
 from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSet, TuningProgress, TuningResult
-from outrider_triton.chain import Chain, with_choice
 from outrider_triton.compiling import AttentionJob, Compilers, Job, ProductJob
 from outrider_triton.derive import choose, rank
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import ANY, TALL, AttentionConfig, AttentionEntry, Key, MatmulConfig, Table, layer_of
+from outrider_triton.table import (
+    ANY,
+    TALL,
+    AttentionConfig,
+    AttentionEntry,
+    Entry,
+    Key,
+    MatmulConfig,
+    Table,
+    by_layer,
+    layer_of,
+)
 from outrider_triton.tuned_store import Row, TunedStore, merged
-from outrider_tune.chain import normal
+from outrider_tune.chain import LayerChain, normal
 from outrider_tune.timing import microseconds
 
 SIZES = {8: (1, 4), 32: (8, 4), 128: (32, 4), 16: (4, 4), 64: (16, 4)}
-"""Tokens that a choice is for, at most; sequences and new tokens of each that it's measured with. What matters most first."""
-_CANDIDATES = 4
-_STEPS = 4  # of a form
-_ALIKE = 2  # candidates that differ in how much is on its way alone
-_ERROR = 5e-2  # relative, of a chain of layers in half precision against torch's
-_WON = 0.995  # and a layer must gain this much
-_BETTER = 0.999  # a smaller gain than this is taken for noise
+"""Measured sequences and new tokens per sequence, by the maximum tokens that a choice is for; the most important first."""
+_MAX_CANDIDATES = 4
+_STEPS_PER_FORM = 4
+_MAX_SIMILAR = 2  # candidates that differ only in the bytes in flight
+_MAX_RELATIVE_ERROR = 5e-2  # of a chain of half-precision layers against torch's
+_WIN_FACTOR = 0.995  # a stored choice must reduce a layer's time below this fraction
+_NOISE_FACTOR = 0.999  # a smaller reduction counts as noise
 _ROTATE_BYTES = 256 << 20
-_WITH_MORE = ("linear_silu_mul", "linear_parts", "linear_rope")
-"""Operators that are a product and what comes behind it."""
+_FUSED_PRODUCTS = ("linear_silu_mul", "linear_parts", "linear_rope")
+"""Operators that fuse a product with the kernel that follows."""
 _ATTENTION = ((64, 4, 3), (128, 8, 1), (128, 8, 2), (32, 4, 2), (64, 8, 2))
-_ATTENTION_RINGS = ((64, 4, 3), (64, 4, 2), (128, 4, 2))
-"""Cached tokens of a block, warps, stages."""
+_STREAMED_ATTENTION = ((64, 4, 3), (64, 4, 2), (128, 4, 2))
+"""Cached tokens per block, warps, stages."""
 
 
-class _Late(Exception):
-    """The deadline has come."""
+class Chain(LayerChain):
+    """Layers whose kernels read their configurations from a table."""
+
+    def __init__(
+        self, shape: DecoderShape, kernels: TritonKernels, device: torch.device, *, most_bytes: int | None = None
+    ) -> None:
+        super().__init__(shape, kernels, device, most_bytes=most_bytes)
+        self.kernels: TritonKernels = kernels.for_shape(shape)
+
+    def attempt(self, table: Table) -> float:
+        """Install ``table`` and return microseconds per layer; infinite if one of its kernels can't be compiled."""
+        self.kernels.table = table
+        try:
+            return self.layer_us()
+        except TritonError:
+            return float("inf")
+
+
+def with_choice(table: Table, product: Key, m: int, config: MatmulConfig | None, *, layer: str) -> Table:
+    """Return ``table`` with another configuration for ``m`` tokens in ``layer``; None: the library's kernel."""
+    old = [(name, entry) for name, found in table.entries.get(product, {}).items() for entry in found]
+    entry = Entry(m=m, config=config, us=0.0, torch_us=0.0)
+    return replace(table, entries={**table.entries, product: by_layer([*old, (layer, entry)])})
+
+
+class _DeadlinePassed(Exception):
+    """The tuning deadline has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """The choices of a layer, and of what stands alone."""
+    """Keys of the choices of a layer, and of the products outside layers."""
 
     qkv: Key
     gates: Key
@@ -86,35 +122,37 @@ class _Keys:
 
     @property
     def layer(self) -> tuple[Key, ...]:
-        """Those that a chain measures."""
+        """Return the keys that a chain of layers measures."""
         return self.gates, self.scaled, self.down, self.qkv, self.output, self.added
 
     def asked(self, choice: Callable[[Key], MatmulConfig | None]) -> dict[Key, MatmulConfig | None]:
-        """All that a layer asks for, and what ``choice`` has for it."""
+        """Return every key that a layer looks up, with its configuration from ``choice``."""
         found = {key: choice(key) for key in (self.scaled, self.added, self.down, self.qkv)}
         if self.ending is not None:
             found[self.ending] = choice(self.ending)
         if found[self.scaled] is None or found[self.added] is None:
             found |= {key: choice(key) for key in (self.output, self.gates)}
-        # Without such a kernel its product alone is asked for.
-        alone: list[Key] = [("linear", *key[1:]) for key, config in found.items() if config is None and key[0] in _WITH_MORE]
+        # Without the fused kernel, the layer looks up the product alone.
+        alone: list[Key] = [
+            ("linear", *key[1:]) for key, config in found.items() if config is None and key[0] in _FUSED_PRODUCTS
+        ]
         return found | {key: choice(key) for key in alone}
 
 
 def candidates(kernels: TritonKernels, shape: DecoderShape, key: Key, m: int) -> list[MatmulConfig]:
-    """The first of the ranking, with no more than two that are cut up alike; and the first with tall tiles."""
+    """Return the best-ranked candidates, at most two with equal tiles, and the best one for large M."""
     found: list[MatmulConfig] = []
-    alike: dict[tuple[int, ...], int] = {}
+    similar: dict[tuple[int, ...], int] = {}
     ranked = rank(kernels.facts, key[0], m=m, n=key[2], k=key[3], half=shape.head_size // 2)
     for config in ranked:
-        cut = config.descriptor, config.block_n, config.split, config.each
-        alike[cut] = alike.get(cut, 0) + 1
-        if alike[cut] <= _ALIKE:
+        tiles = config.descriptor, config.block_n, config.split, config.each
+        similar[tiles] = similar.get(tiles, 0) + 1
+        if similar[tiles] <= _MAX_SIMILAR:
             found.append(config)
-        if len(found) == _CANDIDATES:
+        if len(found) == _MAX_CANDIDATES:
             break
-    tall = next((config for config in ranked if config.descriptor == TALL), None)
-    return found if tall is None or tall in found else [*found, tall]
+    large_m = next((config for config in ranked if config.descriptor == TALL), None)
+    return found if large_m is None or large_m in found else [*found, large_m]
 
 
 def tune(
@@ -126,7 +164,7 @@ def tune(
     progress: TuningProgress | None = None,
     workers: int | None = None,
 ) -> tuple[TuningResult, ...]:
-    """See ``KernelSet.tune``."""
+    """Tune kernels for each shape and store the choices; see ``KernelSet.tune``."""
     device = kernels.device
     if device is None or device.type == "cpu":
         raise CapabilityError("kernels in Triton can be tuned on a device alone, and these were made without one")
@@ -137,7 +175,7 @@ def tune(
     store, results = TunedStore(directory, kernels.facts), []
     with Compilers(device, pdl=kernels.pdl, workers=workers) as compilers:
         for number, shape in enumerate(shapes):
-            # What is left is shared out among the shapes that are left.
+            # Share the remaining time evenly among the remaining shapes.
             share = (end - time.monotonic()) / (len(shapes) - number)
             results.append(_Tuner(kernels, shape, device, store, compilers, time.monotonic() + share, progress).run())
             torch.get_device_module(device).empty_cache()
@@ -145,7 +183,7 @@ def tune(
 
 
 class _Tuner:
-    """One shape."""
+    """The tuning of one shape."""
 
     def __init__(
         self,
@@ -158,14 +196,14 @@ class _Tuner:
         progress: TuningProgress | None,
     ) -> None:
         self._kernels, self._shape, self._device = kernels.for_shape(shape), shape, device
-        self._name = layer_of(shape)
+        self._layer_name = layer_of(shape)
         self._store, self._compilers, self._end = store, compilers, end
         self._progress = progress or (lambda done, total, text: None)
         self._keys = _Keys.of(shape)
         self._module = torch.get_device_module(device)
-        self._measured = self._kept = self._done = 0
-        self._before = self._after = 0.0
-        self._total = len(SIZES) * (2 * _STEPS + len(self._keys.alone))
+        self._measured = self._stored_count = self._done = 0
+        self._before_us = self._after_us = 0.0
+        self._total = len(SIZES) * (2 * _STEPS_PER_FORM + len(self._keys.alone))
 
     def run(self) -> TuningResult:
         began, complete = time.monotonic(), True
@@ -177,20 +215,20 @@ class _Tuner:
                     self._shape, self._kernels, self._device, most_bytes=self._module.mem_get_info(self._device)[0] // 2
                 )
                 for m in SIZES:
-                    self._layer(chain, m)
+                    self._tune_layer(chain, m)
                 for key, m in itertools.product(self._keys.alone, SIZES):
-                    self._alone(key, m)
+                    self._tune_outside_layer(key, m)
             else:
                 complete = False
-        except _Late:
+        except _DeadlinePassed:
             complete = False
         return TuningResult(
             measured=self._measured,
-            kept=self._kept,
+            kept=self._stored_count,
             complete=complete,
             seconds=time.monotonic() - began,
-            before_us=self._before,
-            after_us=self._after,
+            before_us=self._before_us,
+            after_us=self._after_us,
         )
 
     def _jobs(self, m: int) -> Iterator[Job]:
@@ -205,43 +243,46 @@ class _Tuner:
 
     # -- in a chain of layers --------------------------------------------------------------------------------------
 
-    def _layer(self, chain: Chain, m: int) -> None:
-        """Choose for ``m`` tokens what a chain measures, and write it, also where the deadline comes in the middle."""
+    def _tune_layer(self, chain: Chain, m: int) -> None:
+        """Choose configurations for ``m`` tokens in a chain of layers and store them, also after a missed deadline."""
         batch, width = SIZES[m]
         chain.prepare(batch, width, 640)
-        start = self._kernels.table or _empty(self._kernels.facts.name)
+        start = self._kernels.table or _empty_table(self._kernels.facts.name)
         before = best = self._attempt(chain, start)
-        table, late = start, None
-        self._reached = start, before
+        table, deadline = start, None
+        self._best_so_far = start, before
         try:
-            for name, form in (("scaled", True), ("parts", False)):
-                trial, us = self._form(chain, start, m, scaled=form)
-                if us < best * _BETTER:
+            for name, scaled in (("scaled", True), ("parts", False)):
+                trial, us = self._tune_form(chain, start, m, scaled=scaled)
+                if us < best * _NOISE_FACTOR:
                     table, best = trial, us
-                said = f"{m} tokens, ends of a block {name}: {us:.1f} us a layer, was {before:.1f}"
-                self._progress(self._done, self._total, said)
-        except _Late as error:
-            late, (trial, us) = error, self._reached
-            if us < best * _BETTER:
+                message = f"{m} tokens, ends of a block {name}: {us:.1f} us a layer, was {before:.1f}"
+                self._progress(self._done, self._total, message)
+        except _DeadlinePassed as error:
+            deadline, (trial, us) = error, self._best_so_far
+            if us < best * _NOISE_FACTOR:
                 table, best = trial, us
         rows = [] if table is start else self._rows(chain, table, m, best, before)
         kept = bool(rows) and self._wins(chain, start, rows)
-        if kept and not self._right(chain, merged(start, self._kernels.facts, rows) or start):
+        if kept and not self._is_correct(chain, merged(start, self._kernels.facts, rows) or start):
             self._progress(self._done, self._total, f"{m} tokens: what was fastest is wrong, and left out")
             kept = False
-        self._before += before
-        self._after += best if kept else before
+        self._before_us += before
+        self._after_us += best if kept else before
         self._kernels.table = start
         if kept:
-            self._keep(rows)
-        elif late is None:
-            self._keep(self._rows(chain, start, m, before, before))
-        if late is not None:
-            raise late
+            self._store_rows(rows)
+        elif deadline is None:
+            self._store_rows(self._rows(chain, start, m, before, before))
+        if deadline is not None:
+            raise deadline
 
     def _rows(self, chain: Chain, table: Table, m: int, us: float, before: float) -> list[Row]:
-        """All that a layer asks for with ``m`` tokens, derived choices among it: what is read later is what was timed."""
-        layer = self._name
+        """Return rows for everything that a layer looks up with ``m`` tokens, derived choices included.
+
+        A later process then uses exactly the configurations that were timed.
+        """
+        layer = self._layer_name
         rows = [
             _row(key, m, None if config is None else config.as_list(), us, before, layer=layer)
             for key, config in self._keys.asked(lambda key: self._choice(table, key, m)).items()
@@ -251,115 +292,116 @@ class _Tuner:
         return [*rows, _attention_row(chain.groups, chain.context, *heads, attention, layer=layer)]
 
     def _choice(self, table: Table, key: Key, m: int) -> MatmulConfig | None:
-        entry = table.entry(*key[:2], n=key[2], k=key[3], m=m, layer=self._name)
+        entry = table.entry(*key[:2], n=key[2], k=key[3], m=m, layer=self._layer_name)
         if entry is not None:
             return entry.config
         return choose(self._kernels.facts, key[0], m=m, n=key[2], k=key[3], half=self._shape.head_size // 2)
 
     def _wins(self, chain: Chain, start: Table, rows: list[Row]) -> bool:
-        """Whether layers with ``rows`` are faster than without, side by side, also after the deadline: what came first may
-        only have been cooler.
+        """Return True if layers with ``rows`` are faster than without, alternating both.
+
+        The first measurement may have run on a cooler device. This check also runs after the deadline.
         """
         table = merged(start, self._kernels.facts, rows) or start
         pairs = [(chain.attempt(start), chain.attempt(table)) for _ in range(3)]
-        return min(after for _, after in pairs) < min(before for before, _ in pairs) * _WON
+        return min(after for _, after in pairs) < min(before for before, _ in pairs) * _WIN_FACTOR
 
-    def _form(self, chain: Chain, start: Table, m: int, *, scaled: bool) -> tuple[Table, float]:
-        """The best table with the ends of a block in one form."""
+    def _tune_form(self, chain: Chain, start: Table, m: int, *, scaled: bool) -> tuple[Table, float]:
+        """Return the best table and its time with the ends of a block in one form."""
         keys = self._keys
-        # The gates' own key says which form it is: another model may have the other product in its other form.
+        # The gates' key selects the form: another model may use the other product in its other form.
         off: tuple[Key, ...] = () if scaled else (keys.scaled,)
         on = (keys.added, keys.scaled) if scaled else (keys.output, keys.gates)
         table = start
         for key in off:
-            table = with_choice(table, key, m, None, layer=self._name)
+            table = with_choice(table, key, m, None, layer=self._layer_name)
         for key in on:
             first = next(iter(candidates(self._kernels, self._shape, key, m)), None)
-            table = with_choice(table, key, m, first, layer=self._name)
+            table = with_choice(table, key, m, first, layer=self._layer_name)
         us = self._attempt(chain, table)
-        self._reached = table, us
+        self._best_so_far = table, us
         for key in (on[1], keys.down, keys.qkv, on[0]):
-            for config in self._tried(key, m):
-                trial = with_choice(table, key, m, config, layer=self._name)
-                taken = self._attempt(chain, trial)
-                if taken < us * _BETTER:
-                    table, us = trial, taken
-                    self._reached = table, us
+            for config in self._compiled_candidates(key, m):
+                trial = with_choice(table, key, m, config, layer=self._layer_name)
+                trial_us = self._attempt(chain, trial)
+                if trial_us < us * _NOISE_FACTOR:
+                    table, us = trial, trial_us
+                    self._best_so_far = table, us
             self._step(f"{m} tokens, {key[0]} {key[2]}x{key[3]}: {us:.1f} us a layer")
         for entry in self._attention_entries(chain, m):
-            own = entry.groups, entry.head_size, entry.group, entry.layer
-            others = tuple(e for e in table.attention if (e.groups, e.head_size, e.group, e.layer) != own)
+            replaced_key = entry.groups, entry.head_size, entry.group, entry.layer
+            others = tuple(e for e in table.attention if (e.groups, e.head_size, e.group, e.layer) != replaced_key)
             trial = replace(table, attention=(*others, entry))
-            taken = self._attempt(chain, trial)
-            if taken < us * _BETTER:
-                table, us = trial, taken
-                self._reached = table, us
+            trial_us = self._attempt(chain, trial)
+            if trial_us < us * _NOISE_FACTOR:
+                table, us = trial, trial_us
+                self._best_so_far = table, us
         return table, us
 
-    def _tried(self, key: Key, m: int) -> Iterator[MatmulConfig | None]:
-        """Candidates that can be compiled, each as soon as it is; the library's product where there are many tokens."""
+    def _compiled_candidates(self, key: Key, m: int) -> Iterator[MatmulConfig | None]:
+        """Yield each candidate once it has compiled; with many tokens also None, the library's product."""
         for config in candidates(self._kernels, self._shape, key, m):
-            if self._compiled(ProductJob(key, config, self._shape)):
+            if self._wait_for(ProductJob(key, config, self._shape)):
                 yield config
         if m > 32:
             yield None
 
     def _attempt(self, chain: Chain, table: Table) -> float:
         if time.monotonic() > self._end:
-            raise _Late
+            raise _DeadlinePassed
         self._measured += 1
         return chain.attempt(table)
 
-    def _right(self, chain: Chain, table: Table) -> bool:
-        """Whether layers with ``table`` make what torch's own make."""
+    def _is_correct(self, chain: Chain, table: Table) -> bool:
+        """Return True if layers with ``table`` agree with torch's kernels."""
         self._kernels.table = table
-        made = chain.run(0).double()
-        chain.kernels, ours = KernelSet(), chain.kernels  # type: ignore[assignment]
+        actual = chain.run(0).double()
+        chain.kernels, kernels = KernelSet(), chain.kernels  # type: ignore[assignment]
         try:
-            right = chain.run(0).double()
+            expected = chain.run(0).double()
         finally:
-            chain.kernels = ours
-        return bool((made - right).norm() < _ERROR * right.norm())
+            chain.kernels = kernels
+        return bool((actual - expected).norm() < _MAX_RELATIVE_ERROR * expected.norm())
 
     # -- attention -------------------------------------------------------------------------------------------------
 
     def _attention_candidates(self, m: int) -> Iterator[AttentionConfig]:
-        """Blocks; among how many programs cached tokens are shared out is derived, and 1, 4, 8 beside it."""
+        """Yield block sizes with splits of 4 and 8, or 1 and 4; a launch uses at least the derived number of splits."""
         batch, _ = SIZES[m]
-        few = batch * self._shape.kv_heads < self._kernels.processors
-        ways = [(*way, False) for way in _ATTENTION]
-        if self._kernels.cut_up(*self._attended(), batch, 1, 640, None).ring:
-            ways += [(*way, True) for way in _ATTENTION_RINGS]
-        for (block, warps, stages, ring), split in itertools.product(ways, (8, 4) if few else (1, 4)):
+        is_small = batch * self._shape.kv_heads < self._kernels.processors
+        launches = [(*launch, False) for launch in _ATTENTION]
+        if self._kernels.cut_up(*self._sample_operands(), batch, 1, 640, None).ring:
+            launches += [(*launch, True) for launch in _STREAMED_ATTENTION]
+        for (block, warps, stages, ring), split in itertools.product(launches, (8, 4) if is_small else (1, 4)):
             yield AttentionConfig(block, split, warps, stages, ring)
 
     def _attention_entries(self, chain: Chain, m: int) -> Iterator[AttentionEntry]:
         for config in self._attention_candidates(m):
-            if self._compiled(self._attention_job(m, config)):
+            if self._wait_for(self._attention_job(m, config)):
                 yield AttentionEntry(
                     groups=chain.groups,
                     max_kv=chain.context,
                     config=config,
                     head_size=self._shape.head_size,
                     group=self._shape.heads // self._shape.kv_heads,
-                    layer=self._name,
+                    layer=self._layer_name,
                 )
 
     def _attention_job(self, m: int, config: AttentionConfig) -> AttentionJob:
         batch, width = SIZES[m]
-        cut = self._kernels.cut_up(*self._attended(), batch, width, 640, config)
-        return AttentionJob(self._shape, tuple(cut.as_list()), width)
+        launch = self._kernels.cut_up(*self._sample_operands(), batch, width, 640, config)
+        return AttentionJob(self._shape, tuple(launch.as_list()), width)
 
-    def _attended(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys of no tokens, for their shapes."""
+    def _sample_operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return empty queries and keys, for their shapes."""
         shape = self._shape
         q = torch.empty(0, shape.heads, shape.head_size, dtype=shape.dtype)
         return q, torch.empty(0, 16, shape.kv_heads, shape.head_size, dtype=shape.dtype)
 
-    # -- what stands alone -----------------------------------------------------------------------------------------
+    # -- products outside layers --------------------------------------------------------------------------------------
 
-    def _alone(self, key: Key, m: int) -> None:
-        """Choose for a product outside of the layers, over weights that rotate, beside the library's."""
+    def _tune_outside_layer(self, key: Key, m: int) -> None:
+        """Choose for a product outside the layers, timed over rotating weights and compared with the library's."""
         operator, _, n, k = key
         copies = max(2, -(-_ROTATE_BYTES // (n * k * 2)))
         weights = [normal(self._device, n, k) for _ in range(copies)]
@@ -369,38 +411,38 @@ class _Tuner:
 
         def timed(product: Callable[[Tensor], object]) -> float:
             if time.monotonic() > self._end:
-                raise _Late
+                raise _DeadlinePassed
             self._measured += 1
             return microseconds(self._module, lambda number: product(weights[number % copies]), calls=calls)
 
-        plain = KernelSet()
+        reference = KernelSet()
         library = (
-            timed(lambda weight: plain.linear(x, weight))
+            timed(lambda weight: reference.linear(x, weight))
             if operator == "linear"
-            else timed(lambda weight: plain.linear_add(x, weight, None, residual))
+            else timed(lambda weight: reference.linear_add(x, weight, None, residual))
         )
         best: tuple[float, MatmulConfig | None] = (library, None)
         for config in candidates(self._kernels, self._shape, key, m):
-            if self._compiled(ProductJob(key, config, self._shape)):
+            if self._wait_for(ProductJob(key, config, self._shape)):
                 us = timed(partial(_enqueue, operator, x, residual, config, self._kernels.pdl))
                 if us < best[0]:
                     best = us, config
         chosen = None if best[1] is None else best[1].as_list()
-        self._keep([_row(key, m, chosen, best[0], library, layer=ANY)])
+        self._store_rows([_row(key, m, chosen, best[0], library, layer=ANY)])
         self._step(f"{m} tokens, {operator} {n}x{k}: {best[0]:.1f} us, the library {library:.1f}")
 
-    # -- both ------------------------------------------------------------------------------------------------------
+    # -- candidates and results ---------------------------------------------------------------------------------------
 
-    def _compiled(self, job: Job) -> bool:
-        """Whether it can be compiled, once it is."""
+    def _wait_for(self, job: Job) -> bool:
+        """Wait until ``job`` is compiled; return True if it compiled."""
         try:
             return self._compilers.wait(job, self._end - time.monotonic())
         except TimeoutError:
-            raise _Late from None
+            raise _DeadlinePassed from None
 
-    def _keep(self, rows: list[Row]) -> None:
+    def _store_rows(self, rows: list[Row]) -> None:
         self._store.write(rows)
-        self._kept += len(rows)
+        self._stored_count += len(rows)
         self._kernels.take(rows)
 
 
@@ -412,19 +454,19 @@ def _enqueue(operator: str, x: Tensor, residual: Tensor, config: MatmulConfig, p
         ops.linear_add.triton(x, weight, None, residual, config.as_list(), pdl)
 
 
-def _empty(device: str) -> Table:
+def _empty_table(device: str) -> Table:
     return Table(device=device, software={}, entries={}, kernels={})
 
 
 def _row(key: Key, m: int, config: list[int] | None, us: float, torch_us: float, *, layer: str) -> Row:
     operator, dtype, n, k = key
     times: dict[str, Any] = {"us": round(us, 2), "torch_us": round(torch_us, 2)}
-    where = {"layer": layer} if layer else {}
-    return {"operator": operator, "dtype": dtype, "n": n, "k": k, "m": m, **where, "config": config, **times}
+    layer_field = {"layer": layer} if layer else {}
+    return {"operator": operator, "dtype": dtype, "n": n, "k": k, "m": m, **layer_field, "config": config, **times}
 
 
 def _attention_row(
     groups: int, max_kv: int, head_size: int, group: int, config: AttentionConfig | None, *, layer: str
 ) -> Row:
-    cut = None if config is None else list(astuple(config))
-    return {"groups": groups, "max_kv": max_kv, "head_size": head_size, "group": group, "layer": layer, "config": cut}
+    fields = None if config is None else list(astuple(config))
+    return {"groups": groups, "max_kv": max_kv, "head_size": head_size, "group": group, "layer": layer, "config": fields}

@@ -1,4 +1,4 @@
-"""The part of TritonKernels that is about measuring: the verb, and what it left on this machine."""
+"""TritonTuning: the part of the kernel set that measures kernels and loads stored measurements."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Measured:
-    """The table in use, of a kernel set and of all that :meth:`TritonTuning.for_shape` made of it."""
+    """The table in use, shared by a kernel set and all of its :meth:`TritonTuning.for_shape` copies."""
 
     table: Table | None
 
 
 class TritonTuning(KernelSet):
-    """Kernels whose choices are measured, kept and taken over."""
+    """Kernels whose configurations can be measured, stored and loaded."""
 
     tunes = True
     facts: DeviceFacts
@@ -41,7 +41,7 @@ class TritonTuning(KernelSet):
 
     @property
     def table(self) -> Table | None:
-        """What was measured; None: nothing."""
+        """Return the measurements in use, or None."""
         return self._measured.table
 
     @table.setter
@@ -49,10 +49,10 @@ class TritonTuning(KernelSet):
         self._measured.table = table
 
     def for_shape(self, shape: DecoderShape) -> Self:
-        """A copy that shares everything, and to which the choices of such layers go first."""
-        made = copy(self)
-        made._layer = layer_of(shape)
-        return made
+        """Return a copy that shares all state and prefers choices measured in layers of this shape."""
+        copied = copy(self)
+        copied._layer = layer_of(shape)
+        return copied
 
     def tune(
         self,
@@ -62,17 +62,18 @@ class TritonTuning(KernelSet):
         directory: Path,
         progress: TuningProgress | None = None,
     ) -> tuple[TuningResult, ...]:
-        """See :mod:`outrider_triton.tuner`: for bfloat16, up to 128 tokens."""
+        """Measure and store choices for bfloat16 and up to 128 tokens; see :mod:`outrider_triton.tuner`."""
         from outrider_triton.kernelset import TritonKernels
         from outrider_triton.tuner import tune
 
-        assert isinstance(self, TritonKernels)  # this is a part of them
+        assert isinstance(self, TritonKernels)  # TritonKernels is the only subclass that tunes
         return tune(self, shapes, deadline_s=deadline_s, directory=directory, progress=progress)
 
     def use_tuned(self, directory: Path) -> int:
-        """Those of a device of this name, this torch, this Triton and these kernels; none where nothing is taken over.
+        """Load stored choices for this device name, torch, Triton and kernel sources; return how many.
 
-        Which kernel attends over prompts, measured where an engine warms up, is taken over and kept there as well.
+        Also load the ranking of prefill kernels, and store later warm-up measurements there. Does nothing, and returns 0, if
+        the set ignores earlier measurements.
         """
         if not self.takes_over:
             return 0

@@ -1,62 +1,47 @@
-"""Which variants of a kernel there can be: what is compiled beforehand, so that nothing is when requests are served."""
+"""Enumeration of kernel variants, all compiled before requests are served."""
 
 from __future__ import annotations
 
 import os
+import sys
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
+from torch import Tensor
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
 
+from outrider.device import KernelSet
 from outrider_triton.derive import MOST, every
 from outrider_triton.facts import DeviceFacts
-from outrider_triton.jit import (
-    activations,
-    attention,
-    attention_ring,
-    bookkeeping,
-    choose,
-    expert_quantized,
-    experts,
-    fused,
-    matmul,
-    peers,
-    planes,
-    planes_ring,
-    prompt_attention,
-    quantized,
-    rows,
-    streamed,
-    tall,
-)
 from outrider_triton.launch import power_of_two, shares
 from outrider_triton.table import ANY, BUCKETS, MatmulConfig, Table
 
-_MOST_ROWS = 1024
-_MOST_REQUESTS = 256
+_MAX_ROWS = 1024
+_MAX_REQUESTS = 256
 
 
 class Scope:
-    """Whether every variant is to be run, and which were. One for all copies of a kernel set."""
+    """The state of a warm-up: whether variants are being compiled, and which were. All copies of a kernel set share one."""
 
     def __init__(self) -> None:
         self.depth = 0
-        self._run: set[object] = set()
+        self._compiled_keys: set[object] = set()
         self._configs: dict[object, tuple[tuple[int, ...], ...]] = {}
 
     def first(self, key: object) -> bool:
-        """Whether the variants named so are to be run now: inside, and not yet."""
-        if not self.depth or key in self._run:
+        """Return True if the variants of ``key`` must be compiled now: inside the scope, and for the first time."""
+        if not self.depth or key in self._compiled_keys:
             return False
-        self._run.add(key)
+        self._compiled_keys.add(key)
         return True
 
     def attention_configs(
         self, key: object, config: Callable[[int, int, int], list[int]], *, max_query: int, capacity: int
     ) -> tuple[tuple[int, ...], ...]:
-        """:func:`attention_configs`, once inside for the heads that ``key`` names: it takes a tenth of a second."""
+        """Return :func:`attention_configs`, cached for the heads that ``key`` names, since it takes a tenth of a second."""
         sizes = key, power_of_two(max_query), capacity
         found = self._configs.get(sizes)
         if found is None:
@@ -65,9 +50,9 @@ class Scope:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Until it's left, calls run what they need, and have every other variant compiled; several at a time, meanwhile.
+        """Compile every other variant of each call in the context, several at a time, while the calls run what they need.
 
-        All of them are on the device when it's left.
+        All variants are on the device when the context exits.
         """
         self.depth += 1
         try:
@@ -76,24 +61,37 @@ class Scope:
         finally:
             self.depth -= 1
             if not self.depth:
-                self._run.clear()
+                self._compiled_keys.clear()
                 self._configs.clear()
+
+
+class WarmedKernels(KernelSet):
+    """The base of the kernel set's parts whose warm-up compiles variants."""
+
+    facts: DeviceFacts
+    processors: int
+    pdl: bool
+    _scope: Scope
+
+    @abstractmethod
+    def _uses(self, kernel: str, *operands: Tensor) -> bool:
+        """Return True if Triton implements ``kernel`` for these operands."""
 
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """A scope in which several threads compile. A launch waits for its own kernel alone."""
+    """Compile launched kernels in several threads. A launch only waits for its own kernel."""
     with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="outrider-compile") as pool:
         mode = AsyncCompileMode(pool)
         with mode:
             yield
-        for made in mode.future_kernels.values():
+        for future in mode.future_kernels.values():
             with that_fit():
-                _ = made.result().run  # Triton loads a kernel onto the device when this is first asked for
+                _ = future.result().run  # Triton loads a kernel onto the device at the first access
 
 
 def that_fit() -> AbstractContextManager[None]:
-    """A variant may need more of the device than there is. That is an error for the call that needs it, and only then."""
+    """Ignore variants that need more resources than the device has: only a call that uses one must fail."""
     return suppress(OutOfResources)
 
 
@@ -108,7 +106,7 @@ def products(
     half: int = 0,
     layer: str = ANY,
 ) -> tuple[MatmulConfig, ...]:
-    """Each configuration that a product with this weight has for some number of tokens in ``layer``."""
+    """Return every configuration of this weight in ``layer`` for any number of tokens."""
     counts = () if table is None else range(1, MOST + 1)
     tuned = {m: table.entry(operator, dtype, n=n, k=k, m=m, layer=layer) for m in counts} if table else {}
     found = dict.fromkeys(entry.config for entry in tuned.values() if entry is not None and entry.config is not None)
@@ -120,51 +118,33 @@ def products(
 def attention_configs(
     config: Callable[[int, int, int], list[int]], *, max_query: int, capacity: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Each ``config(batch, max_query, max_kv)`` for as many queries or fewer, and a block table of ``capacity`` tokens."""
+    """Return every ``config(batch, max_query, max_kv)`` for at most ``max_query`` queries and ``capacity`` cached tokens."""
     found: dict[tuple[int, ...], None] = {}
     for queries in _powers(max_query):
-        for batch in _powers(_MOST_REQUESTS):
-            # Bounds of tables and of splits lie between powers of two as well.
+        for batch in _powers(_MAX_REQUESTS):
+            # Bounds in tables and of splits also lie between powers of two.
             for cached in (size + part for size in _powers(capacity) for part in (0, size // 4, size // 2)):
                 found[tuple(config(batch, queries, min(max(cached, 1), capacity)))] = None
     return tuple(found)
 
 
 def share_counts(vocabulary: int, processors: int) -> tuple[int, ...]:
-    """Among how many programs a vocabulary may be shared out."""
-    return tuple(dict.fromkeys(shares(count, vocabulary, processors) for count in _powers(_MOST_ROWS)))
+    """Return every number of programs that may share a vocabulary."""
+    return tuple(dict.fromkeys(shares(count, vocabulary, processors) for count in _powers(_MAX_ROWS)))
 
 
-def _powers(most: int) -> tuple[int, ...]:
-    """The powers of two up to the first that isn't below ``most``."""
-    return tuple(1 << exponent for exponent in range(power_of_two(most).bit_length()))
+def _powers(limit: int) -> tuple[int, ...]:
+    """Return the powers of two up to the first that isn't below ``limit``."""
+    return tuple(1 << exponent for exponent in range(power_of_two(limit).bit_length()))
 
 
 def compiled() -> Mapping[str, int]:
-    """Variants that this process has compiled or loaded, by kernel; none where they're interpreted."""
+    """Return the number of variants that this process compiled or loaded, by kernel; none in the interpreter."""
     found = {}
-    modules = (
-        activations,
-        attention,
-        attention_ring,
-        bookkeeping,
-        choose,
-        expert_quantized,
-        experts,
-        fused,
-        matmul,
-        peers,
-        planes,
-        planes_ring,
-        prompt_attention,
-        quantized,
-        rows,
-        streamed,
-        tall,
-    )
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("outrider_triton.jit.")]
     for module in modules:
         for name, kernel in vars(module).items():
-            # Triton keeps, for each device, the compiled variants first in a tuple.
+            # Triton stores, for each device, a tuple that begins with the compiled variants.
             caches = getattr(kernel, "device_caches", None) or {}
             count = sum(len(cache[0]) for cache in caches.values())
             if count:

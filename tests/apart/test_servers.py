@@ -182,8 +182,8 @@ def test_a_client_that_speaks_nonsense_is_dropped_alone(house, message):
     house.until(house.linked)
     other = DecodeClient([house.decode.address], secret=b"0123456789abcdef")
     house.until(lambda: other.poll(0.0) or other.servers)
-    (peer,) = other._peers
-    other._hub._again.clear()
+    (peer,) = other._samples_of_peer
+    other._hub._reconnect_at.clear()
     other._hub.send(peer, message)
     house.until(lambda: other.poll(0.0) or not other.servers)
     other.close()

@@ -39,7 +39,7 @@ def generate(outrider, name):
 
 
 def test_every_builder_has_a_name_that_people_can_type():
-    assert set(build._OWN) == set(OWN_PROPOSERS)
+    assert set(build._BUILDER_OF) == set(OWN_PROPOSERS)
 
 
 def test_the_api_finds_the_plugins_that_the_command_line_finds(guess):

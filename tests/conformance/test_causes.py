@@ -78,7 +78,7 @@ def test_a_verb_that_raises_is_named_with_its_own_words(monkeypatch):
     assert found.promise[0] == "Stream.synchronize"
     assert found.promise[1].startswith("Block the calling thread until everything enqueued on this stream")
     assert "raised in Stream.synchronize" in found.where
-    assert "work that was queued before failed" in found.causes[0]
+    assert "earlier queued work failed" in found.causes[0]
     assert diagnose(("Stream.synchronize", "its words"), caught(stream.synchronize)).promise[1] == "its words"
 
 

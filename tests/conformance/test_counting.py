@@ -191,7 +191,7 @@ def test_own_attention_that_quantised_layers_pass_by_is_found(monkeypatch):
     """As where all of it went to the kernels beneath."""
     kernels = Wrapping(KernelSet())
     monkeypatch.setattr(kernels, "_in_parts", frozenset())
-    with pytest.raises(AssertionError, match="'wrapping' has attention of its own, and wasn't asked"):
+    with pytest.raises(AssertionError, match="'wrapping' has attention of its own, and a layer"):
         joined(kernels)
 
 

@@ -48,7 +48,7 @@ def test_what_failed_runs_again_and_then_everything(watched):
     assert runs == [(), ("a", "b"), ("b",), (), (), ("c",)]
     assert said[0].startswith("2 failed: waiting for a change")
     assert said[1] == "changed: backend.py"
-    assert "what failed passes now: running everything" in said
+    assert "the failed tests pass now: running all tests" in said
 
 
 def test_a_plugin_that_crashes_is_watched_on(watched):

@@ -80,7 +80,7 @@ def test_a_tier_is_lowered_and_never_raised():
     assert from_report(run, tier=Tier.STAND_IN).tier is Tier.STAND_IN
     with pytest.raises(ConfigError, match="which isn't 'stand-in'"):
         from_report(REPORT, tier=Tier.STAND_IN)
-    with pytest.raises(ConfigError, match="shows nothing"):
+    with pytest.raises(ConfigError, match="is no evidence"):
         from_report(REPORT | {"tier": REPORT["tier"] | {"kind": "not run"}})
 
 

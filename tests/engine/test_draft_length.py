@@ -159,7 +159,7 @@ def test_what_is_drawn_does_not_depend_on_the_lengths(cpu):
 
 def test_the_policy_is_told_what_was_accepted(cpu):
     class Noting(FixedLength):
-        listens = True
+        needs_acceptance = True
 
         def observe(self, drafted, accepted):
             assert drafted == 3

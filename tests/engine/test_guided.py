@@ -408,7 +408,7 @@ def test_compiling_has_a_limit_of_time_and_number_and_is_shared(cpu, monkeypatch
     with pytest.raises(RequestError, match="as many as may be at a time"):
         made.compile(Regex("b"))
     monkeypatch.setattr(grammars, "COMPILE_SECONDS", 10.0)
-    waiting = list(made._making.values())
+    waiting = list(made._compiling.values())
     gate.set()
     for future in waiting:
         future.result(timeout=10)

@@ -101,7 +101,7 @@ def stale(when):
     plan = AttentionPlans.plan
 
     def spoilt(self, what, attention, lengths, ahead, stream):
-        kept = self._kept.get((what, attention.seq_lens.shape[0], attention.max_query))
+        kept = self._plans.get((what, attention.seq_lens.shape[0], attention.max_query))
         if when is what and kept is not None:
             return replace(attention, plan=kept, shapes=self._shapes[what])
         return plan(self, what, attention, lengths, ahead, stream)

@@ -153,10 +153,12 @@ def test_mtp_over_axes(made, tmp_path):
     assert len(whole) > TOKENS / 2
     for one, other in zip(whole, cut, strict=True):
         assert torch.equal(one["tokens"], other["tokens"])
-        assert torch.equal(one["places"], other["places"])
+        assert torch.equal(one["rope_positions"], other["rope_positions"])
         assert torch.allclose(one["hidden"][:, 1:], other["hidden"][:, 1:], atol=1e-4)
-    axes = whole[0]["places"][0].tolist()
-    assert any(len(set(place)) > 1 for call in calls[3] for place in call["places"][0].tolist()), "no place is in the image"
+    axes = whole[0]["rope_positions"][0].tolist()
+    assert any(len(set(place)) > 1 for call in calls[3] for place in call["rope_positions"][0].tolist()), (
+        "no place is in the image"
+    )
     assert len(axes) == 2
 
 

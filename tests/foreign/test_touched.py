@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider_vllm.triton_touched import MOST, Place, Touched, runs
+from outrider_vllm.triton_touched import MAX_RANGES, Place, Touched, runs
 
 HERE = Path(__file__).parent
 
@@ -61,12 +61,12 @@ def test_ranges_alike_at_one_distance_are_one_strided_access():
 
 def test_many_ranges_are_joined_at_the_smallest_gaps():
     touched = Touched()
-    starts = np.cumsum(np.tile([8, 40], MOST), dtype=np.uint64) + np.uint64(1000)  # gaps of 4 and 36 bytes in turn
+    starts = np.cumsum(np.tile([8, 40], MAX_RANGES), dtype=np.uint64) + np.uint64(1000)  # gaps of 4 and 36 bytes in turn
     touched.note(starts, True, 4, write=True)
     found, _ = touched.accesses([place()])
-    assert len(found) == MOST
+    assert len(found) == MAX_RANGES
     covered = sum(a.end - a.start for a in found)
-    assert covered <= 2 * 4 * MOST + 4 * MOST + 40
+    assert covered <= 2 * 4 * MAX_RANGES + 4 * MAX_RANGES + 40
     assert (found[0].start, found[-1].end) == (8, int(starts[-1]) - 1000 + 4)
 
 

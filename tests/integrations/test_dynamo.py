@@ -128,7 +128,7 @@ def test_what_cannot_be_done_is_an_invalid_argument_and_harms_nobody(parts, name
     async def main(engine, _):
         with pytest.raises(InvalidArgument, match=named):
             await chunks(engine, request(**parts))
-        assert engine._open == {}
+        assert engine._open_requests == {}
         return await chunks(engine, request())
 
     assert tokens_of(worker(main)) == tiny.plain(tuple(PROMPT), 10)
@@ -181,7 +181,7 @@ def test_an_abort_frees_a_running_and_a_waiting_request():
         inner = engine._engine.engine
         assert await engine._engine.call(lambda each: (each.free_rows, each.open_requests)) == (2, {})
         assert inner.free_pages == inner.config.num_pages - 1
-        assert engine._open == {}
+        assert engine._open_requests == {}
 
     worker(main, make_slow)
 

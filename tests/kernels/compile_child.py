@@ -23,21 +23,21 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from outrider_triton.jit import (
     activations,
     attention,
-    attention_ring,
+    attention_streamed,
     bookkeeping,
-    choose,
     expert_quantized,
     experts,
     fused,
+    large_m_gates,
     matmul,
+    nibble_planes,
+    nibble_planes_streamed,
     peers,
-    planes,
-    planes_ring,
-    prompt_attention,
+    prefill_attention,
     quantized,
     rows,
     streamed,
-    tall,
+    token_choice,
 )
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
@@ -62,7 +62,18 @@ HALVES = (
 LONGS = ("slots", "sources", "destinations", "rows", "seeds", "positions", "parents", "drafts", "tokens", "path", "accepted")
 LONGS += ("lens", "last_tokens", "lengths", "results", "found", "own_rows", "own_lens", "own_last_tokens", "own_seeds")
 LONGS += ("own_tokens", "own_accepted", "following", "last")
-WIDES = ("squares", "parts", "stats", "temperature", "best", "sums", "picked", "left", "draft_probs", "own_temperature")
+WIDES = (
+    "squares",
+    "parts",
+    "stats",
+    "temperature",
+    "best",
+    "sums",
+    "picked",
+    "residual_mass",
+    "draft_probs",
+    "own_temperature",
+)
 INTS = ("query_start", "kv_start", "seq_lens", "block_table", "index", "picked_at", "tables", "own_tables", "firsts")
 TYPES = {
     **dict.fromkeys(HALVES, HALF),
@@ -165,12 +176,12 @@ def quantized_kernels(capability):
          {**FEW, **OF_EXPERTS, "FORMAT": "fp8", "NATIVE": fp8, "ACTIVE": True, "GROUP": 128, "FP8": fp8, "ASM": whole}),
         (expert_quantized.expert_quantized, {**CHOSEN, **SCALES, "weight": "*u8"},
          {**MANY, **OF_EXPERTS, "FORMAT": "int4", "NATIVE": False, "x_scales": None, "FP8": fp8, "ASM": whole, "SUB": 64}),
-        (planes.lay_in_planes, {"k": "i32"}, {"grains": None, "BLOCK": 1024}),
-        (planes.lay_in_planes, {"k": "i32", "grains": WIDE}, {"BLOCK": 1024}),
-        (planes.linear_planes, {**SCALES, "weight": "*i16"},
-         {name: value for name, value in zeros.items() if name in planes.linear_planes.arg_names} | {"EVEN": False}),
-        (planes.linear_planes, {**SCALES, "weight": "*i16"},
-         {name: value for name, value in own.items() if name in planes.linear_planes.arg_names}),
+        (nibble_planes.lay_in_planes, {"k": "i32"}, {"grains": None, "BLOCK": 1024}),
+        (nibble_planes.lay_in_planes, {"k": "i32", "grains": WIDE}, {"BLOCK": 1024}),
+        (nibble_planes.linear_planes, {**SCALES, "weight": "*i16"},
+         {name: value for name, value in zeros.items() if name in nibble_planes.linear_planes.arg_names} | {"EVEN": False}),
+        (nibble_planes.linear_planes, {**SCALES, "weight": "*i16"},
+         {name: value for name, value in own.items() if name in nibble_planes.linear_planes.arg_names}),
         (quantized.add_parts, {"parts": WIDE}, {"bias": None, "PARTS": 4, "HAS_BIAS": False, "BLOCK": 512}),
     ]  # fmt: skip
 
@@ -228,19 +239,19 @@ KERNELS = [
     (attention.join_splits, {"like": HALF}, {"grains": None, "SPLITS": 4, "BLOCK_SIZE": 128, "PLANES": False}),
     (attention.join_splits, {"like": HALF}, {"grains": None, "SPLITS": 8, "BLOCK_SIZE": 128, "PLANES": True}),
     (attention.join_splits, {"like": HALF, "out": "*i8", "grains": WIDE}, {"SPLITS": 8, "BLOCK_SIZE": 128, "PLANES": True}),
-    (prompt_attention.copy_context, {}, COPY),
-    (prompt_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False}),
-    (prompt_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False, "WINDOW": 100, "EVEN": False}),
-    (choose.partial_argmax, {}, {**VOCABULARY, "SAMPLING": True, "LANE": 0, "DEPTH": 3, **UNCHECKED}),
-    (choose.partial_argmax, {}, {**VOCABULARY, "SAMPLING": False, "LANE": 0, "DEPTH": 0, **UNCHECKED}),
-    (choose.partial_argmax, {}, {**VOCABULARY, "BLOCK": 2048, "SAMPLING": False, "LANE": 0, "DEPTH": 0, "FIND": True}),
-    (choose.reduce_argmax, {}, SHARED),
-    (choose.accept_greedy, {}, {**SHARED, "NUM_DRAFT_TOKENS": 3, "found": None, **UNCHECKED}),
-    (choose.accept_greedy, {}, {**SHARED, "NUM_DRAFT_TOKENS": 0, "FIND": True}),
-    (choose.walk_tree, {}, {**SHARED, "NODES": 4, "DEPTH": 3}),
-    (choose.partial_softmax, {}, VOCABULARY),
-    (choose.partial_residual, {}, {**VOCABULARY, "LANE": 3}),
-    (choose.apply_token_bitmask, {"bitmask": INT}, {"BLOCK": 1024}),
+    (prefill_attention.copy_context, {}, COPY),
+    (prefill_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False}),
+    (prefill_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False, "WINDOW": 100, "EVEN": False}),
+    (token_choice.partial_argmax, {}, {**VOCABULARY, "SAMPLING": True, "LANE": 0, "DEPTH": 3, **UNCHECKED}),
+    (token_choice.partial_argmax, {}, {**VOCABULARY, "SAMPLING": False, "LANE": 0, "DEPTH": 0, **UNCHECKED}),
+    (token_choice.partial_argmax, {}, {**VOCABULARY, "BLOCK": 2048, "SAMPLING": False, "LANE": 0, "DEPTH": 0, "FIND": True}),
+    (token_choice.reduce_argmax, {}, SHARED),
+    (token_choice.accept_greedy, {}, {**SHARED, "NUM_DRAFT_TOKENS": 3, "found": None, **UNCHECKED}),
+    (token_choice.accept_greedy, {}, {**SHARED, "NUM_DRAFT_TOKENS": 0, "FIND": True}),
+    (token_choice.walk_tree, {}, {**SHARED, "NODES": 4, "DEPTH": 3}),
+    (token_choice.partial_softmax, {}, VOCABULARY),
+    (token_choice.partial_residual, {}, {**VOCABULARY, "LANE": 3}),
+    (token_choice.apply_token_bitmask, {"bitmask": INT}, {"BLOCK": 1024}),
     (bookkeeping.gather_requests, {}, {"LENS_BY_ROW": True, "BLOCK": 64, "FOUND": 16}),
     (bookkeeping.gather_checked, {"source": HALF}, {"SOME": True, "NUMBERS": True, "BLOCK": 4096}),
     (bookkeeping.gather_checked, {"source": LONG, "out": LONG}, {"SOME": False, "NUMBERS": False, "BLOCK": 4, "rows": None}),
@@ -255,7 +266,7 @@ KERNELS = [
         for mode, kind in ((0, 0), (1, 0), (1, 1), (1, 2), (2, 0))
     ),
     *((peers.all_reduce_rms_norm, PEER_WORDS, {**PEERS, "BLOCK": 2048, "KIND": kind}) for kind in range(3)),
-    (choose.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "NUM_DRAFT_TOKENS": 3}),
+    (token_choice.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "NUM_DRAFT_TOKENS": 3}),
     (experts.route, {"weights": WIDE, "chosen": LONG}, {"RENORMALIZE": True, "COUNT": 8, "BLOCK": 128}),
     (
         experts.lay_out_pairs,
@@ -284,9 +295,9 @@ IN_E4M3 = [
     ),
     (attention.paged_attention, {**NARROW, "tokens": "i32"}, {**ATTENTION, "TREE": False, "SETTLED": True}),
     (attention.paged_attention, {**NARROW, "tokens": "i32"}, {**ATTENTION, "TREE": True, "SETTLED": False}),
-    (prompt_attention.copy_context, NARROW, COPY),
+    (prefill_attention.copy_context, NARROW, COPY),
     (
-        prompt_attention.prompt_attention,
+        prefill_attention.prompt_attention,
         {"tokens": "i32", "keys": E4M3, "values": E4M3},
         {**PROMPT, "DESCRIPTOR": False},
     ),
@@ -310,8 +321,8 @@ STREAMED = [
 """For devices with a copy engine alone."""
 GATES = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_K": 64}
 TALL = [
-    (tall.tall_silu_mul, {}, {**GATES, "GROUPS": 2, "BLOCK_M": 128, "STAGES": 4, "DEEP": 5}),
-    (tall.tall_silu_mul, {}, {**GATES, "GROUPS": 1, "BLOCK_M": 64, "STAGES": 8, "DEEP": 10}),
+    (large_m_gates.tall_silu_mul, {}, {**GATES, "GROUPS": 2, "BLOCK_M": 128, "STAGES": 4, "TOKEN_STAGES": 5}),
+    (large_m_gates.tall_silu_mul, {}, {**GATES, "GROUPS": 1, "BLOCK_M": 64, "STAGES": 8, "TOKEN_STAGES": 10}),
 ]
 BY_ROW = {"x_scales": WIDE, "scales": WIDE}
 STREAMED_E4M3 = [
@@ -320,23 +331,23 @@ STREAMED_E4M3 = [
     (streamed.streamed_silu_mul, {"k": "i32", "maxima": WIDE, **BY_ROW}, {**PLAIN, "STEPS": 7, "ROWS": 1}),
     (streamed.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**PLAIN, "STEPS": 7, "HALF": 64, "ROWS": 1}),
 ]
-FOUR_BITS = {"bias": None, "HAS_BIAS": False, "GATED": False, "STEPS": 8, "BLOCK_M": 8, "STAGES": 4, "MOST": 112}
+FOUR_BITS = {"bias": None, "HAS_BIAS": False, "GATED": False, "STEPS": 8, "BLOCK_M": 8, "STAGES": 4, "MAX_REGISTERS": 112}
 STRAIGHT = {**FOUR_BITS, **dict.fromkeys(("cos", "sin", "k_cache", "v_cache", "slots")), "HALF": 0}
 ACTIVATED = {**STRAIGHT, "grains": None, "GATED": True, "BLOCK_M": 4}
 IN_PLANES = [
-    (planes_ring.streamed_planes, {"grains": WIDE, "out": WIDE}, {**STRAIGHT, "GROUPS": 1, "TILES": 3}),
-    (planes_ring.streamed_planes, {"grains": WIDE}, {**STRAIGHT, "GROUPS": 2, "TILES": 2}),
-    (planes_ring.streamed_planes, {"out": WIDE}, {**ACTIVATED, "GROUPS": 2, "TILES": 2, "STEPS": 14}),
-    (planes_ring.streamed_planes, {}, {**ACTIVATED, "GROUPS": 1, "TILES": 1}),
-    (planes_ring.streamed_planes, {"grains": WIDE}, {**FOUR_BITS, "GROUPS": 1, "TILES": 2, "HALF": 64}),
-    (planes_ring.streamed_planes, {"grains": WIDE, **NARROW}, {**FOUR_BITS, "GROUPS": 2, "TILES": 1, "HALF": 32}),
+    (nibble_planes_streamed.streamed_planes, {"grains": WIDE, "out": WIDE}, {**STRAIGHT, "GROUPS": 1, "TILES": 3}),
+    (nibble_planes_streamed.streamed_planes, {"grains": WIDE}, {**STRAIGHT, "GROUPS": 2, "TILES": 2}),
+    (nibble_planes_streamed.streamed_planes, {"out": WIDE}, {**ACTIVATED, "GROUPS": 2, "TILES": 2, "STEPS": 14}),
+    (nibble_planes_streamed.streamed_planes, {}, {**ACTIVATED, "GROUPS": 1, "TILES": 1}),
+    (nibble_planes_streamed.streamed_planes, {"grains": WIDE}, {**FOUR_BITS, "GROUPS": 1, "TILES": 2, "HALF": 64}),
+    (nibble_planes_streamed.streamed_planes, {"grains": WIDE, **NARROW}, {**FOUR_BITS, "GROUPS": 2, "TILES": 1, "HALF": 32}),
 ]
 PAGES = {"PAGE": 16, "GROUP": 4, "WINDOW": 0, "BLOCK_ROWS": 16, "BLOCK_KV": 64, "STAGES": 3}
 WHOLE = dict.fromkeys(("tokens", "batch", "heads"), "i32")
 PAGED = [
-    (attention_ring.paged_attention_ring, WHOLE, {**PAGES, "TREE": False, "SETTLED": False, "SPLITS": 1}),
-    (attention_ring.paged_attention_ring, WHOLE, {**PAGES, "TREE": False, "SETTLED": True, "SPLITS": 4, "WINDOW": 100}),
-    (attention_ring.paged_attention_ring, WHOLE, {**PAGES, "TREE": True, "SETTLED": True, "SPLITS": 1, "BLOCK_ROWS": 32}),
+    (attention_streamed.paged_attention_ring, WHOLE, {**PAGES, "TREE": False, "SETTLED": False, "SPLITS": 1}),
+    (attention_streamed.paged_attention_ring, WHOLE, {**PAGES, "TREE": False, "SETTLED": True, "SPLITS": 4, "WINDOW": 100}),
+    (attention_streamed.paged_attention_ring, WHOLE, {**PAGES, "TREE": True, "SETTLED": True, "SPLITS": 1, "BLOCK_ROWS": 32}),
 ]
 """For devices with a copy engine, too."""
 SOME = {"rms_norm", "linear_silu_mul", "scaled_silu_mul", "paged_attention", "copy_context", "accept_greedy"}
@@ -374,7 +385,7 @@ def main() -> None:
         ends = dict.fromkeys(("keys", "values"), "tensordesc<bf16[64,128]>")
         constants = {**PROMPT, "DESCRIPTOR": True, "PDL": True}
         if not some:
-            made = compiled(ASTSource, prompt_attention.prompt_attention, {"tokens": "i32", **ends}, constants, target)
+            made = compiled(ASTSource, prefill_attention.prompt_attention, {"tokens": "i32", **ends}, constants, target)
             assert "cp.async.bulk.tensor" in made.asm["ptx"]
             assert "cp.async.cg" not in made.asm["ptx"]
         for kernel, types, constants in STREAMED:

@@ -28,8 +28,18 @@ from kernels.test_derive import products, shards
 from outrider.model.shapes import SHAPES
 from outrider_triton.derive import choose, shared_bytes
 from outrider_triton.derive_attention import Heads, attention_bytes, cut, reads_early, ring_bytes
-from outrider_triton.jit import attention, attention_ring, fused, matmul, planes, planes_ring, quantized, streamed, tall
-from outrider_triton.jit.ring import PIECE
+from outrider_triton.jit import (
+    attention,
+    attention_streamed,
+    fused,
+    large_m_gates,
+    matmul,
+    nibble_planes,
+    nibble_planes_streamed,
+    quantized,
+    streamed,
+)
+from outrider_triton.jit.tma_pipeline import PIECE
 from outrider_triton.launch import power_of_two
 from outrider_triton.planes_ops import activates
 from outrider_triton.quantized_ops import plan
@@ -75,8 +85,8 @@ def product(facts, operator, config, even, k, half, target):
     if config.descriptor == TALL:
         ends = {"x": descriptor(config.block_m, config.block_k), "w": descriptor(config.block_n, config.block_k)}
         own = {"STEPS": k // config.block_k, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
-        own |= {"DEEP": config.ahead, "GROUPS": config.warps // 4, "bias": None, "HAS_BIAS": False, "PDL": pdl}
-        return compiled(GluonASTSource, tall.tall_silu_mul, ends, own, target, aligned=("n", "out"))
+        own |= {"TOKEN_STAGES": config.ahead, "GROUPS": config.warps // 4, "bias": None, "HAS_BIAS": False, "PDL": pdl}
+        return compiled(GluonASTSource, large_m_gates.tall_silu_mul, ends, own, target, aligned=("n", "out"))
     if config.descriptor == STREAMED:
         fold = operator in ("linear", "linear_add", "linear_add_scaled") or (operator == "linear_parts" and config.split == 1)
         span = config.split * config.block_k * (2 if fold else 1)
@@ -124,7 +134,7 @@ def looked_back(facts, block, item, heads, target, *, settled):
         ends = dict.fromkeys(("k_cache", "v_cache"), descriptor(min(heads.page, kv), heads.size))
         whole = dict.fromkeys(("tokens", "batch", "heads"), "i32")
         given["STAGES"] = stages
-        return compiled(GluonASTSource, attention_ring.paged_attention_ring, {**whole, **ends}, given, target)
+        return compiled(GluonASTSource, attention_streamed.paged_attention_ring, {**whole, **ends}, given, target)
     given["BLOCK_SIZE"] = max(power_of_two(heads.size), 16)
     types = {"tokens": "i32", **(FLOATS if item == 4 else {})}
     aligned = [name for name in ALIGNED if name in kernel.arg_names]
@@ -180,7 +190,7 @@ def quantized_product(facts, config, even, name, operator, way, half, target):
     aligned = ("x", "weight", "scales", "out", "n", "k", "x_stride", "scale_columns")
     if config.descriptor == STREAMED:
         return in_a_ring(facts, config, half, target) if way.planes else e4m3_in_a_ring(facts, config, operator, half, target)
-    kernel = planes.linear_planes if way.planes else quantized.linear_quantized
+    kernel = nibble_planes.linear_planes if way.planes else quantized.linear_quantized
     given = {name: value for name, value in given.items() if name in kernel.arg_names}
     return compiled(ASTSource, kernel, types, given, target, warps=config.warps, stages=config.stages, aligned=aligned)
 
@@ -197,13 +207,13 @@ def in_a_ring(facts, config, half, target):
     given = {"GROUPS": config.warps // 4, "STEPS": config.block_k // wide, "PDL": facts.pdl}
     given |= {"TILES": -(-config.each // (32 if half else 64)), "HALF": half}
     given |= {} if half else dict.fromkeys(("cos", "sin", "k_cache", "v_cache", "slots"))
-    given |= {"BLOCK_M": config.block_m, "STAGES": config.stages, "HAS_BIAS": False, "bias": None, "MOST": 112}
+    given |= {"BLOCK_M": config.block_m, "STAGES": config.stages, "HAS_BIAS": False, "bias": None, "MAX_REGISTERS": 112}
     given["GATED"] = False
     types = {**ends, "out": WIDE if config.split > 1 else HALF}
     if not half and activates(config, 1):
-        itself = {**types, "x": HALF}, {**given, "GATED": True, "grains": None, "MOST": 128}
-        compiled(GluonASTSource, planes_ring.streamed_planes, *itself, target)
-    return compiled(GluonASTSource, planes_ring.streamed_planes, types, given, target)
+        itself = {**types, "x": HALF}, {**given, "GATED": True, "grains": None, "MAX_REGISTERS": 128}
+        compiled(GluonASTSource, nibble_planes_streamed.streamed_planes, *itself, target)
+    return compiled(GluonASTSource, nibble_planes_streamed.streamed_planes, types, given, target)
 
 
 def e4m3_in_a_ring(facts, config, operator, half, target):

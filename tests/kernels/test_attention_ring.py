@@ -14,7 +14,7 @@ from kernels.devices import DEVICES
 from outrider.device import AttentionMetadata, KernelSet
 from outrider_triton import attention_ops
 from outrider_triton.derive_attention import Heads, cut, programs, ring_bytes, through_ring
-from outrider_triton.jit import attention_ring
+from outrider_triton.jit import attention_streamed
 from outrider_triton.table import AttentionConfig
 
 H200 = DEVICES["H200"]
@@ -107,7 +107,7 @@ def test_each_operand_goes_where_the_kernel_has_it(split, monkeypatch):
     batch = drawn((40, 9, 130), 2, 8, 2, 64, 16, device="cpu", extra=3)
     torch.ops.outrider.paged_attention.triton(*operands(*batch, [16, 64, split, 4, 3, 1]))
     kernel, grid, given = said[0]
-    assert kernel is attention_ring.paged_attention_ring
+    assert kernel is attention_streamed.paged_attention_ring
     assert [each.__name__ for each, *_ in said[1:]] == ["join_splits"] * (split > 1)
     assert set(given) == set(kernel.arg_names)
     assert grid == (1, 3 * 2, split)

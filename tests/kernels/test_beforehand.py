@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from triton.runtime import cache
 
 from outrider_triton import plugin
-from outrider_triton.beforehand import hash_compiler
+from outrider_triton.launch import hash_compiler
 
 
 @pytest.fixture

@@ -20,33 +20,39 @@ def kernels(streamed):
     helpers = {
         "begin",
         "begin_late",
-        "let_next_start",
-        "wait_for_last",
-        "ask_for_rows",
-        "fetch",
+        "allow_next_kernel",
+        "wait_for_previous_kernel",
+        "prefetch_rows",
+        "prefetch_lines",
         "norm",
         "add_row",
-        "gated",
+        "swiglu",
         "own_pairs",
         "sum_of_products",
         "place_in_planes",
         "numbers_of_plane",
         "bytes_of_half",
-        "keep_in_planes",
+        "store_in_planes",
         "grain_and_times",
         "lay_gated",
         "nearest_whole",
         "rows_and_tokens",
-        "ask_for_gates",
-        "angles_of",
+        "prefetch_gates",
+        "load_angles",
         "write_rotated",
         "as_cached",
         "nearest_e4m3",
         "uniforms",
         "gumbel",
     }
-    rings = {"streamed.py", "planes_ring.py", "planes_gated.py", "tall.py", "attention_ring.py"}
-    apart = {"ring.py"} | (set() if streamed else rings)  # helpers alone, and what needs a copy engine
+    rings = {
+        "streamed.py",
+        "nibble_planes_streamed.py",
+        "nibble_planes_gated.py",
+        "large_m_gates.py",
+        "attention_streamed.py",
+    }
+    apart = {"tma_pipeline.py"} | (set() if streamed else rings)  # helpers alone, and what needs a copy engine
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in JIT.glob("*.py") if path.name not in apart]
     made = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
     return {name for name in made if not name.startswith("_")} - helpers

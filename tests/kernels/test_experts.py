@@ -119,7 +119,7 @@ def test_every_configuration_of_experts_is_known_beforehand(shape):
     kernels, config = TritonKernels(DEVICES["H200"]), SHAPES[shape]
     experts = config.experts
     stack = torch.empty(experts.count, 2 * experts.intermediate_size, config.hidden_size, dtype=torch.bfloat16, device="meta")
-    counts = kernels._every_count(experts.count, experts.per_token)
+    counts = kernels._token_counts(experts.count, experts.per_token)
     known = {kernels.experts_config(tokens, experts.per_token, stack) for tokens in counts}
     assert {kernels.experts_config(tokens, experts.per_token, stack) for tokens in range(1, 5000)} == known
 

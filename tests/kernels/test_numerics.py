@@ -13,7 +13,7 @@ from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.philox import uniforms
 from outrider_conformance.kernel_cases import CASES
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
-from outrider_triton.jit import choose
+from outrider_triton.jit import token_choice
 from outrider_triton.table import MatmulConfig
 
 REFERENCE = KernelSet()
@@ -174,7 +174,7 @@ def test_uniforms_are_those_of_the_reference(device):
     @triton.jit
     def draw(seeds, positions, out, LANE: tl.constexpr, COUNT: tl.constexpr):  # noqa: N803
         row = tl.program_id(0)
-        made = choose.uniforms(tl.load(seeds + row), tl.load(positions + row), LANE, 8, COUNT)
+        made = token_choice.uniforms(tl.load(seeds + row), tl.load(positions + row), LANE, 8, COUNT)
         tl.store(out + row * COUNT + tl.arange(0, COUNT), made)
 
     seeds = torch.tensor([0, 3, -1, 2**40 + 5], device=device)
@@ -367,7 +367,7 @@ def test_the_largest_word_is_still_below_one(device):
     @triton.jit
     def convert(words, out, COUNT: tl.constexpr):  # noqa: N803
         lane = tl.arange(0, COUNT)
-        tl.store(out + lane, choose._uniform(tl.load(words + lane).to(tl.uint32)))
+        tl.store(out + lane, token_choice._uniform(tl.load(words + lane).to(tl.uint32)))
 
     words, out = torch.tensor([0, 1, 0xFFFFFFFE, 0xFFFFFFFF], device=device), torch.zeros(4, device=device)
     convert[(1,)](words, out, COUNT=4)

@@ -11,7 +11,7 @@ from kernels.test_numerics import close
 from outrider.device import KernelSet, RotaryArgs
 from outrider_triton import streamed
 from outrider_triton.facts import facts_of
-from outrider_triton.jit import planes_ring
+from outrider_triton.jit import nibble_planes_streamed
 from outrider_triton.planes_ops import DIGITS, activates, digits_of, in_planes, room
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import STREAMED, MatmulConfig
@@ -50,9 +50,9 @@ def test_each_operand_goes_where_the_kernel_has_it(config, said):
     out = torch.empty(made.split, m, 1000)
     rows, grains = room(x, x.shape, DIGITS)
     streamed.multiply_planes(rows.view(2 * m, -1)[:, :1024], grains, weight.data, weight.scales, None, out, made, True)
-    assert set(said) - {"grid", "warps"} == set(planes_ring.streamed_planes.arg_names)
+    assert set(said) - {"grid", "warps"} == set(nibble_planes_streamed.streamed_planes.arg_names)
     assert (said["grid"], said["warps"]) == ((-(-1000 // made.each), made.split), 4)
-    assert (said["m"], said["n"], said["groups"], said["each"]) == (m, 1000, 8, made.each)
+    assert (said["m"], said["n"], said["groups"], said["rows_per_program"]) == (m, 1000, 8, made.each)
     assert said["steps"] == said["STEPS"] == 1024 // made.split // made.ahead
     assert (said["TILES"], said["GROUPS"]) == (-(-made.each // 64), made.warps // 4)
     assert (said["x"].block_shape, said["w"].block_shape) == ([2 * made.block_m, made.ahead], [made.block_n, made.ahead // 2])
@@ -78,7 +78,7 @@ def test_gate_and_up_of_one_token_go_to_the_product(config, said):
     made, weight = MatmulConfig(*config), weight_of(1000, 2048, torch.device("cpu"))
     both, out = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.empty(made.split, 1, 1000)
     streamed.multiply_gated_planes(both, weight.data, weight.scales, None, out, made, True)
-    assert set(said) - {"grid", "warps"} == set(planes_ring.streamed_planes.arg_names)
+    assert set(said) - {"grid", "warps"} == set(nibble_planes_streamed.streamed_planes.arg_names)
     assert (said["grid"], said["m"], said["GATED"]) == ((-(-1000 // made.each), made.split), 1, True)
     assert said["steps"] == said["STEPS"] == 2048 // made.split // 512
     assert said["x"] is both
@@ -136,7 +136,7 @@ def test_what_a_product_gates_itself_has_the_bits_of_two_kernels(dtype, n, confi
 )
 def test_a_cut_that_cannot_be_is_refused(config):
     weight, x = weight_of(64, 1024, torch.device("cpu")), torch.zeros(10, 1024, dtype=torch.int8)
-    with pytest.raises(RuntimeError, match="can't be cut up"):
+    with pytest.raises(RuntimeError, match="can't be tiled"):
         streamed.multiply_planes(x, x, weight.data, weight.scales, None, x, MatmulConfig(*config), True)
 
 
@@ -151,7 +151,7 @@ def test_what_turns_goes_where_the_kernel_has_it(config, said):
     weight = weight_of((heads + 2 * kv_heads) * size, 1024, torch.device("cpu"))
     made = MatmulConfig(*config)
     streamed.rope_write_cache_planes(*digits_of(rows, 1024), weight.data, weight.scales, None, rotary, q, made, True)
-    assert set(said) - {"grid", "warps"} == set(planes_ring.streamed_planes.arg_names)
+    assert set(said) - {"grid", "warps"} == set(nibble_planes_streamed.streamed_planes.arg_names)
     assert said["grid"] == (-(-320 // made.each), 1)
     assert (said["HALF"], said["TILES"], said["heads"], said["kv_heads"]) == (32, -(-made.each // 32), heads, kv_heads)
     assert [said[name] for name in ("cos", "sin", "k_cache", "v_cache", "slots")] == list(rotary)
@@ -182,7 +182,7 @@ def test_a_cut_that_cannot_turn_is_refused(config, size):
     _, rotary, q = turned_operands(4, 2, size, 3, torch.device("cpu"), torch.bfloat16)
     rows, _ = room(q, (3, 1024), DIGITS)
     weight = weight_of(8 * size, 1024, torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="can't be cut up"):
+    with pytest.raises(RuntimeError, match="can't be tiled"):
         streamed.rope_write_cache_planes(
             *digits_of(rows, 1024), weight.data, weight.scales, None, rotary, q, MatmulConfig(*config), True
         )

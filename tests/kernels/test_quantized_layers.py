@@ -100,7 +100,7 @@ def test_parts_are_added_turned_and_written(split, with_bias, kernels):
     """Bit for bit what adding them up, rounding the sum and turning it does."""
     parts = normal(split, 5, ROWS, seed=2).float() * 1.1
     bias = normal(ROWS) if with_bias else None
-    whole = quantized_ops.added(parts, bias, normal(5, HIDDEN), torch.float16, kernels.pdl)
+    whole = quantized_ops.sum_parts(parts, bias, normal(5, HIDDEN), torch.float16, kernels.pdl)
     given = (parts, bias) if split > 1 else (whole.clone(), None)  # one that isn't split has its bias
     right, own = rotary(5), rotary(5)
     q, k, v = whole.view(5, -1, SIZE).split((HEADS, KV_HEADS, KV_HEADS), dim=1)

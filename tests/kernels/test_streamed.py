@@ -15,9 +15,9 @@ from kernels.test_numerics import close
 from outrider.device import KernelSet, Product, RotaryArgs
 from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton import streamed
-from outrider_triton.chain import Chain
-from outrider_triton.kernelset import TritonKernels, _cuts_heads
+from outrider_triton.kernelset import TritonKernels, _boxes_fit_heads
 from outrider_triton.table import STREAMED, TALL, MatmulConfig, load
+from outrider_triton.tuner import Chain
 
 REFERENCE = KernelSet()
 HALF = torch.bfloat16
@@ -212,7 +212,7 @@ def test_boxes_that_straddle_halves_are_refused(ops):
 def test_gates_that_cannot_be_cut_up_are_refused(change, ops):
     fields = dict(zip(MatmulConfig.__dataclass_fields__, TALLER[0], strict=True))
     x, weight = torch.zeros(80, 1024, dtype=HALF), torch.zeros(2 * 3584, 1024, dtype=HALF)
-    with pytest.raises(RuntimeError, match="cut up|isn't split"):
+    with pytest.raises(RuntimeError, match="tiled|isn't split"):
         ops.linear_silu_mul.triton(x, weight, None, list({**fields, **change}.values()), True)
 
 
@@ -251,5 +251,5 @@ def test_more_than_a_tile_is_refused_where_squares_are_left(ops):
 def test_heads_that_no_box_fits_turn_otherwise(size, box):
     cache = torch.zeros(1, 16, 2, size)
     rotary = RotaryArgs(torch.zeros(1, size), torch.zeros(1, size), cache, cache, torch.zeros(1, dtype=torch.int64))
-    assert _cuts_heads([8, box, 128, 1, 4, 4, 0, STREAMED, 2 * box], rotary) is (size // 2 % box == 0)
-    assert _cuts_heads([16, 64, 128, 1, 4, 4, 0, 0, 24], rotary)
+    assert _boxes_fit_heads([8, box, 128, 1, 4, 4, 0, STREAMED, 2 * box], rotary) is (size // 2 % box == 0)
+    assert _boxes_fit_heads([16, 64, 128, 1, 4, 4, 0, 0, 24], rotary)

@@ -15,11 +15,11 @@ from kernels.test_tuner import FACTS, FINE, Ruler, kernels, tuned  # noqa: F401 
 from outrider.device import DecoderShape
 from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton import shipping, tuner
-from outrider_triton.chain import Chain
 from outrider_triton.derive import OPERATORS
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import ANY, AttentionConfig, MatmulConfig, layer_of, parse
 from outrider_triton.tuned_store import TunedStore, merged
+from outrider_triton.tuner import Chain
 
 LLAMA, QWEN = (decoder_shape(shape_config(name), torch.bfloat16) for name in ("llama-3.1-8b", "qwen3-8b"))
 THIRD = replace(LLAMA, inner=11008)

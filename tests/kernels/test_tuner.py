@@ -283,7 +283,7 @@ def test_a_product_of_more_rows_than_a_block_is_refused(config):
     if config[7] != TALL:
         calls.append(lambda: ops.linear_silu_mul.triton(x, weight, None, config, False))
     for call in calls:
-        with pytest.raises(RuntimeError, match="than a block has, and no ring"):
+        with pytest.raises(RuntimeError, match="than a block has, and an unstreamed"):
             call()
 
 

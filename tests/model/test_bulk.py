@@ -38,8 +38,8 @@ def loaded(directory, backend, dtype=torch.bfloat16, progress=None):
 @pytest.mark.parametrize("piece", [60, 500, 1 << 20], ids=["many pieces", "some", "one each"])
 def test_the_values_are_those_of_the_file(tmp_path, monkeypatch, backend, piece):
     """Small pieces: each of the few buffers is used many times, so a copy that wasn't waited for would be overwritten."""
-    monkeypatch.setattr(bulk, "_PIECE", piece)
-    monkeypatch.setattr(bulk, "_BUFFERS", 3)
+    monkeypatch.setattr(bulk, "_CHUNK_BYTES", piece)
+    monkeypatch.setattr(bulk, "_MAX_PINNED_BUFFERS", 3)
     tensors = written(tmp_path)
     found = loaded(tmp_path, get_backend(backend))
     assert torch.equal(found["ab"], torch.cat((tensors["a"], tensors["b"])))

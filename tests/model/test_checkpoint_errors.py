@@ -138,7 +138,7 @@ def test_index_forgets_a_tensor(tmp_path, backend):
 def test_index_points_outside(tmp_path, backend, name):
     write_checkpoint(tmp_path, "llama", shards=3)
     edit_map(tmp_path, lambda where: where.update({KEY: name}))
-    with pytest.raises(CheckpointError, match="expected a tensor file beside the index"):
+    with pytest.raises(CheckpointError, match="expected a tensor file next to the index"):
         load(tmp_path, backend)
 
 

@@ -16,7 +16,7 @@ from outrider.cli.main import main
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize
 from outrider.model import load_decoder, load_eagle
-from outrider.model.cuts import Cut
+from outrider.model.pieces import Cut
 from outrider.model.products import quantized_products
 from outrider.model.quantization.layouts import moved, narrowed, padded, stack
 from outrider.model.quantization.rounding import ROUND, rounded

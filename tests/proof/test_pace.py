@@ -37,7 +37,7 @@ def changed(monkeypatch):
 
 
 def test_a_request_left_out_while_it_is_in_flight(changed):
-    outcome = changed(Scheduler, "_decodes", lambda right: staticmethod(lambda r: right(r) and r.in_flight == 0))
+    outcome = changed(Scheduler, "_can_decode", lambda right: staticmethod(lambda r: right(r) and r.in_flight == 0))
     assert outcome.error == "LostBatching", outcome.text
 
 
@@ -81,7 +81,7 @@ def test_a_launch_that_blocks_the_host(changed, blocks):
 def test_a_launch_that_reads_a_value_of_the_device(changed):
     def reads(right):
         def copy_out(self, batch, entry, stream):
-            with self._out._backend.on(stream):
+            with self._outgoing._backend.on(stream):
                 self._device.sum().item()
             return right(self, batch, entry, stream)
 

@@ -31,7 +31,7 @@ class Slow(Guidance):
 
     def along(self, tokens, parents, words):
         super().along(tokens, parents, words)
-        self._late = len(self._taken) >= 3
+        self._late = self._output_length >= 3
 
 
 class SlowGrammars(ResidueGrammars):
@@ -79,7 +79,7 @@ def test_the_first_rank_compiles_in_less_time_than_others_wait_for_it_and_these_
         engine = engine_of(ranks)
         if ranks.leads:
             engine.close()
-        return engine._grammars._seconds
+        return engine._grammars._time_limit_s
 
     assert run_bodies(TENSOR, body) == [TENSOR.timeout_s / 4, None]
 

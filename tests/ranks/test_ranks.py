@@ -64,13 +64,13 @@ def odd(tmp_path_factory):
 
 def test_three_ranks_run_what_three_can_share_and_read_their_own_part_alone(odd, monkeypatch):
     read = {}
-    fill = bulk._fill
+    fill = bulk._read_exactly
 
     def counted(file, view):
         read[file.name] = read.get(file.name, 0) + len(view)
         fill(file, view)
 
-    monkeypatch.setattr(bulk, "_fill", counted)
+    monkeypatch.setattr(bulk, "_read_exactly", counted)
     config = plain_config(dtype="float32", max_context=40, max_requests=3, page_size=4)
 
     def make(ranks):

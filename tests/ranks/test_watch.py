@@ -21,10 +21,10 @@ def watch_of(rank, room, *, decided=True, **named):
 def beat(watch, room, times=1, *, silent=False):
     """What it notices while it gives so many signs of life; ``silent``: it gives none, and listens alone."""
     for _ in range(times):
-        watch._beats += 1
+        watch._num_heartbeats += 1
         if not silent:
-            room.beat(watch._ranks.rank, f"{watch._beats}{watch._phase} {watch._ranks.progress}")
-        found = watch._silent()
+            room.beat(watch._ranks.rank, f"{watch._num_heartbeats}{watch._start_suffix} {watch._ranks.progress}")
+        found = watch._check_heartbeats()
         if found is not None:
             return found
     return None
@@ -55,8 +55,8 @@ def test_a_rank_that_gives_signs_or_has_ended_or_has_not_begun_is_not_lost():
 
 def test_a_rank_whose_starter_has_gone_says_so():
     room = Room(HashStore(), "test")
-    assert watch_of(0, room, starter=os.getppid())._orphaned() is None
-    said = watch_of(0, room, starter=os.getppid() + 1)._orphaned()
+    assert watch_of(0, room, starter=os.getppid())._check_starter() is None
+    said = watch_of(0, room, starter=os.getppid() + 1)._check_starter()
     assert said == "rank 0 lost the process that started it; rank 0 at call 7"
     assert first_is_lost(said)
     assert first_is_lost(f"{GONE}: closed")

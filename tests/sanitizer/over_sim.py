@@ -111,7 +111,9 @@ class OverSim(TorchSanitizer):
     def __init__(self, sim: Any, backend: Any) -> None:
         super().__init__(backend, trace)
         self._storages = Storages(sim)  # type: ignore[assignment]
-        self._module = SimpleNamespace(CUDAGraph=torch_graphs.CUDAGraph, Event=torch_module.Event, Stream=torch_module.Stream)
+        self._module = SimpleNamespace(
+            CUDAGraph=torch_graphs.CUDAGraph, Event=torch_module.SimTorchEvent, Stream=torch_module.SimTorchStream
+        )
         self.asked = False  # a query by torch's name is seen there
 
     def _handle(self, stream: Any) -> int:

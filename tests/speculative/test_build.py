@@ -76,7 +76,7 @@ def test_suffix_decoding_drafts_as_many_tokens_as_the_heads_behind_it(checkpoint
         (
             "suffix+none",
             {},
-            "speculate is 'suffix.none'; expected one of .*, eagle3, mtp, peagle behind",
+            "speculate is 'suffix.none'; expected one of .*, eagle3, mtp, peagle after",
         ),
         ("suffix+medusa", {}, "speculate is 'suffix.medusa'"),
         ("suffix", {"topk": 2}, "draft_topk is 2, but speculate='suffix' drafts chains"),

@@ -86,7 +86,7 @@ class ForgetfulMtp(MtpProposer):
     """Never runs the entries again that rested on rejected drafts."""
 
     def extend(self, inputs):
-        inputs.relay["room"].zero_()
+        inputs.relay["num_recomputed"].zero_()
         return super().extend(inputs)
 
 

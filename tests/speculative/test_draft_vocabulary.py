@@ -184,7 +184,7 @@ def test_a_head_quantised_in_blocks_of_rows_keeps_them(checkpoints):
 @pytest.mark.parametrize(("vocabulary", "size"), [(96, 3), (97, 4), (9, 4), (5, 4), (7, 2), (10, 1)])
 def test_ranks_have_as_many_rows_each_and_all_tokens_in_order(vocabulary, size):
     """Whatever is wanted, of any vocabulary: what all ranks have side by side is ascending, with nothing behind it."""
-    from outrider.model.draft_output import _shared_out
+    from outrider.model.draft_output import _rows_of_rank
 
     for seed in range(20):
         drawn = torch.Generator().manual_seed(seed)
@@ -193,7 +193,7 @@ def test_ranks_have_as_many_rows_each_and_all_tokens_in_order(vocabulary, size):
         whole, widths = [], set()
         for rank in range(size):
             shard = Shard(rank, size)
-            rows, ids, width = _shared_out(wanted, shard, vocabulary)
+            rows, ids, width = _rows_of_rank(wanted, shard, vocabulary)
             first, last = shard.uneven(vocabulary)
             assert ((rows >= 0) & (rows < last - first)).all() if len(rows) else True
             whole.append(torch.nn.functional.pad(rows + first, (0, width - len(rows)), value=-1))

@@ -1,4 +1,4 @@
-"""The vendor kit: a suite of behavioural tests by level, shipped in the package, and the report that it makes.
+"""The vendor kit: a suite of behavioural tests of a backend, by level, and the report of a run.
 
 Run it with ``outrider conform --backend NAME``, or with
 ``pytest -p outrider_conformance.plugin --pyargs outrider_conformance --backend NAME``.

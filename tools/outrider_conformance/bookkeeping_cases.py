@@ -1,4 +1,6 @@
-"""Cases of an iteration's bookkeeping and of its probes; all but the copies of numbers are whole numbers, exact."""
+"""Fixed cases of the bookkeeping and probe kernels. Integer results are compared for equality, copies of floats within
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ def _published(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
     lengths, last_tokens, results, *own = (o[name] for name in _PUBLISHED)
     decided, copies = (o["tokens"], o["accepted"]), (own[0], own[1])
     kernels.publish_accepted(o["rows"], o["lens"], decided, lengths, last_tokens, results[:, :4], copies)
-    # What padding leaves in the reserved row is the same each time.
+    # Padding writes the same values to the reserved row in each run.
     return tuple(o[name] for name in _PUBLISHED)
 
 

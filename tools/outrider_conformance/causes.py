@@ -1,4 +1,4 @@
-"""What a failed test says: which promise broke, or where it happened outside any, and what is the likely cause."""
+"""Diagnose a failed test: the broken promise, the place of the failure, and the likely causes."""
 
 from __future__ import annotations
 
@@ -32,73 +32,73 @@ Promise = tuple[str, str]
 
 CAUSES: Mapping[str, str] = MappingProxyType(
     {
-        "Backend": "state that two backend objects share, or that an exception leaves behind",
-        "Backend.attach": "work that isn't reported to the observer, or reported on one thread alone",
-        "Backend.capture": "`_capture` runs work instead of noting it, or leaves its thread in the capture after an error",
-        "Backend.copy_async": "a copy on another stream than the one given, one that blocks, or one that handles offsets, "
-        "strides or widths of the dtype wrongly",
-        "Backend.create_graph_pool": "memory of a pool that is given back while a graph uses it",
-        "Backend.create_stream": "two streams that are one queue, or a priority that isn't passed on",
-        "Backend.delay": "`_delay` blocks the host, or keeps another stream busy",
-        "Backend.empty_pinned": "host memory that isn't page-locked, or that is given out twice",
-        "Backend.keep_alive": "memory that is reused before the event has completed",
-        "Backend.on": "`_on` doesn't make this stream current, or doesn't restore the one before: after an exception "
-        "too, and in each thread",
-        "Backend.provoke_fault": "a status of the driver that isn't looked at, or is forgotten once it's read",
-        "Backend.release_finished": "`Event._query` says no for ever, or says yes too early",
-        "Backend.synchronize": "`_synchronize` leaves out a stream, or an error of queued work",
-        "Backend.translate_error": "an exception of the driver that `translate_error` doesn't know",
-        "BackendHooks": "the module imports what isn't there, an option is ignored, or a device's number isn't checked",
-        "Capabilities": "a declaration that isn't true: see what the message says works, or doesn't",
-        "CapabilityError": "an ability that isn't declared is answered by something else instead of an error",
-        "CaptureContext": "a replay that reads what was in a buffer at its capture, instead of what is there now",
-        "CaptureError": "an error in a capture that is swallowed, or leaves the stream capturing",
+        "Backend": "state that two backend objects share, or that an exception leaves unrestored",
+        "Backend.attach": "work that the backend doesn't report to the observer, or reports on one thread only",
+        "Backend.capture": "`_capture` runs work instead of recording it, or leaves its thread in the capture after an error",
+        "Backend.copy_async": "the copy runs on another stream than the one passed, blocks the host, or handles offsets, "
+        "strides or element sizes wrongly",
+        "Backend.create_graph_pool": "memory of the pool is freed while a graph uses it",
+        "Backend.create_stream": "two streams share one queue, or the priority isn't passed to the driver",
+        "Backend.delay": "`_delay` blocks the host, or keeps another stream busy instead",
+        "Backend.empty_pinned": "the host memory isn't page-locked, or is allocated twice",
+        "Backend.keep_alive": "the memory is reused before the event has completed",
+        "Backend.on": "`_on` doesn't make this stream current, or doesn't restore the previous one (also after an "
+        "exception, and in each thread)",
+        "Backend.provoke_fault": "the plugin doesn't check a status of the driver, or loses the status after one read",
+        "Backend.release_finished": "`Event._query` never returns True, or returns True too early",
+        "Backend.synchronize": "`_synchronize` skips a stream, or drops an error of queued work",
+        "Backend.translate_error": "`translate_error` doesn't recognise an exception of the driver",
+        "BackendHooks": "the module imports a missing package, ignores an option, or doesn't check the device index",
+        "Capabilities": "a declared ability that doesn't work, or one that works undeclared: the message names it",
+        "CapabilityError": "a call for an undeclared ability does something else instead of raising an error",
+        "CaptureContext": "a replay reads the buffer contents of the capture instead of the current contents",
+        "CaptureError": "an error in a capture is swallowed, or leaves the stream capturing",
         "CiDeclaration": "the `ci` of `backend_info`",
-        "DeviceFault": "a failure of queued work that ends as a plain RuntimeError, or as nothing",
-        "Event": "an event without generations: a wait that looks up its latest record when it runs; or a handle that is "
-        "freed while a wait for it is queued",
-        "Event.elapsed_ms": "times taken on the host, or in another unit",
-        "Event.query": "`_query` answers for another generation, blocks, or takes an error for yes or no",
+        "DeviceFault": "a failure of queued work is raised as a plain RuntimeError, or not at all",
+        "Event": "the event has no generations: a queued wait uses the latest record at the time when it runs; or the "
+        "handle is freed while a wait for it is queued",
+        "Event.elapsed_ms": "times measured on the host, or in another unit than milliseconds",
+        "Event.query": "`_query` answers for another generation, blocks, or turns an error into True or False",
         "Event.synchronize": "`_synchronize` returns before the record has been reached, or drops an error",
-        "Event.synchronize_within": "`_synchronize_within` blocks for longer, or drops an error",
-        "Fence": "a fence that orders the host instead of the stream, or neither",
-        "Flag": "a flag whose set, wait or reset isn't in the stream's order",
-        "Graph": "a replay that runs out of the stream's order, allocates anew, or shares scratch memory with another one",
-        "Graph.update_params": "a rebind that changes replays which are queued already, or none at all",
-        "GraphPool": "memory of a pool that two graphs use at a time",
-        "Group": "a collective that isn't in the stream's order, mixes up ranks, roots or groups, or drops a peer's error",
-        "KernelSet": "a kernel that handles padding, strides, sizes of the last block or this dtype otherwise than the "
+        "Event.synchronize_within": "`_synchronize_within` blocks for longer than its limit, or drops an error",
+        "Fence": "the fence orders the host instead of the stream, or neither",
+        "Flag": "set, wait or reset of the flag doesn't run in the stream's order",
+        "Graph": "a replay runs out of the stream's order, allocates new memory, or shares scratch memory with another graph",
+        "Graph.update_params": "a rebind changes replays that are queued already, or no replay at all",
+        "GraphPool": "two graphs use the same memory of the pool at the same time",
+        "Group": "a collective runs out of the stream's order, mixes up ranks, roots or groups, or drops a peer's error",
+        "KernelSet": "the kernel handles padding, strides, the last partial block or this dtype differently from the "
         "reference",
-        "KernelSet.sample": "the order of temperature, top-k, top-p and the draw, or how the random numbers are used",
+        "KernelSet.sample": "the order of temperature, top-k, top-p and the draw, or the use of the random numbers",
         "KernelSet.verify_chain": "acceptance or the residual distribution after a rejection",
         "KernelSet.verify_tree": "acceptance along the tree, or the residual distribution after a rejection",
         "MemoryInfo": "figures of `memory_info` in another unit, or of another device",
-        "Observer": "accesses that aren't reported, or with other addresses",
-        "OutOfDeviceMemory": "the driver's error for lack of memory, which `translate_error` doesn't know",
-        "PinnedBuffer": "memory that is freed or reused while a copy uses it",
-        "PluginInfo": "what `backend_info` says about this machine",
-        "SpeculativeSync": "a step mode or an exception that is declared and not true of the device; a kernel that is wrong "
+        "Observer": "accesses that aren't reported, or are reported with other addresses",
+        "OutOfDeviceMemory": "`translate_error` doesn't recognise the driver's out-of-memory error",
+        "PinnedBuffer": "the memory is freed or reused while a copy uses it",
+        "PluginInfo": "the statements of `backend_info` about this machine",
+        "SpeculativeSync": "a declared step mode or exception that isn't true of the device; a kernel that is wrong "
         "in a batch; a wait that doesn't order",
-        "Stream": "a queue that runs work out of order, or two streams that order each other",
-        "Stream.query": "`_query` says yes while work is pending, blocks, or takes an error for an answer",
-        "Stream.record": "a record that completes before the work ahead of it, or on another stream than this one",
+        "Stream": "the queue runs work out of order, or two streams order each other",
+        "Stream.query": "`_query` returns True while work is pending, blocks, or turns an error into an answer",
+        "Stream.record": "the record completes before earlier work of the stream, or is made on another stream",
         "Stream.synchronize": "`_synchronize` returns before the queue is empty, or drops an error",
-        "Stream.wait": "`_wait` isn't enqueued, waits for the event's latest record instead of the one at the call, or holds "
-        "up the host",
+        "Stream.wait": "`_wait` isn't enqueued, waits for the event's latest record instead of the one at the call, or "
+        "blocks the host",
     }
 )
-"""By the member that promises: what breaks it, mostly. A member without a line has that of its class."""
+"""The usual cause of a broken promise, by the interface member that promises. A member without an entry uses its class's."""
 
 _KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
-    (DeviceLost, "the device can't go on: look for the first failure of the run, later ones follow from it"),
-    (OutOfDeviceMemory, "memory is never given back, or the device is shared with another process"),
-    (DeviceFault, "work that was queued before failed: what raised here only waited for it"),
-    (CapabilityError, "an ability that the backend doesn't declare, or an operator that the device doesn't have"),
-    (NotImplementedError, "a verb or an operator that the plugin doesn't implement"),
-    ((TypeError, AttributeError), "a verb with other parameters, or another result, than the backend interface asks for"),
-    (ImportError, "a package that isn't installed here"),
+    (DeviceLost, "the device is lost: look for the first failure of the run, later failures follow from it"),
+    (OutOfDeviceMemory, "memory is never freed, or another process uses the device too"),
+    (DeviceFault, "earlier queued work failed: the call that raised here only waited for that work"),
+    (CapabilityError, "the test needs an ability that the backend doesn't declare, or an operator that the device lacks"),
+    (NotImplementedError, "the plugin doesn't implement a verb or an operator"),
+    ((TypeError, AttributeError), "a verb has other parameters, or another result, than the backend interface requires"),
+    (ImportError, "a package isn't installed here"),
 )
-_LATE = "enqueued work that waits for something nobody enqueues, a lock that is held twice, or a wait without an end"
+_LATE = "enqueued work waits for something that is never enqueued, a lock is taken twice, or a wait has no end"
 
 _VERBS = (Stream, Event, Flag, Graph, Backend, KernelSet, SpeculativeSync, Fence)
 _HOOKS: Mapping[str, str] = MappingProxyType(
@@ -116,32 +116,33 @@ _CALLERS = ("outrider.engine", "outrider.model", "outrider.speculative", "outrid
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``promise``: what broke; None where the interface promises nothing of it. ``where``: what was being done. ``causes``:
-    the likeliest first.
-    """
+    """The explanation of a failed test for a report."""
 
     promise: Promise | None
+    """The broken promise, or None if the interface promises nothing about the failure."""
     where: str = ""
+    """The phase, the verb of the interface and the line of the plugin in which the failure was raised."""
     causes: tuple[str, ...] = ()
+    """Likely causes, the likeliest first."""
 
     def text(self) -> str:
-        """For people, without the words of the promise."""
+        """Return place and causes as lines of text, without the words of the promise."""
         lines = [f"where: {self.where}"] if self.where else []
         return "\n".join([*lines, *(f"likely cause: {cause}" for cause in self.causes)])
 
 
 def diagnose(checked: Promise | None, error: BaseException, phase: str = "call") -> Diagnosis:
-    """Why a test ended with ``error``. ``checked``: the promise that it holds the backend to; ``phase``: pytest's.
+    """Return the diagnosis of a test that ended with ``error`` in pytest's ``phase``.
 
-    The test's promise broke where the test's own check failed. An exception from elsewhere says something about the verb
-    that raised it, and nothing about what the test would have checked later.
+    ``checked`` is the promise that the test checks. The promise is broken if the test's own check failed. An exception from
+    another place concerns the verb that raised it, and not the promise that the test would have checked later.
     """
-    named: Promise | None = getattr(error, "promise", None)  # found by whoever raised it
+    named: Promise | None = getattr(error, "promise", None)  # the error names its promise
     if named is not None:
         return Diagnosis(named, causes=_causes(named, None))
-    behind = error.__cause__
-    if isinstance(error, AssertionError) and behind is not None and not isinstance(behind, AssertionError):
-        error = behind  # a schedule showed it
+    cause = error.__cause__
+    if isinstance(error, AssertionError) and cause is not None and not isinstance(cause, AssertionError):
+        error = cause  # the error in the failing schedule
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     loading = any(frame.f_code.co_name in _LOADING and _module(frame).startswith("outrider.") for frame in frames)
     member, place = _raised_in(frames), _plugin_line(error)
@@ -160,12 +161,12 @@ def diagnose(checked: Promise | None, error: BaseException, phase: str = "call")
 
 
 def cause_of(member: str) -> str:
-    """The line of :data:`CAUSES` for a member of the backend interface; empty without one."""
+    """Return the entry of :data:`CAUSES` for a member of the backend interface, or an empty string."""
     return CAUSES.get(member) or CAUSES.get(member.partition(".")[0], "")
 
 
 def verb_of(member: str) -> str:
-    """What a plugin writes for a member of the interface: ``_wait`` for ``Stream.wait``; empty where it writes nothing."""
+    """Return the method that a plugin implements for a member (``_wait`` for ``Stream.wait``), or an empty string."""
     owner, _, name = member.partition(".")
     base = {base.__name__: base for base in _VERBS}.get(owner)
     return f"_{name}" if base is not None and name and hasattr(base, f"_{name}") else ""
@@ -193,13 +194,12 @@ def _module(frame: FrameType) -> str:
 
 
 def _checked_here(error: BaseException, frames: list[FrameType]) -> bool:
-    """Whether an assertion of the kit's own failed."""
-    mine = [frame for frame in frames if not _module(frame).startswith(("_pytest", "pytest", "pluggy"))]
-    return isinstance(error, AssertionError) and bool(mine) and _module(mine[-1]).startswith("outrider_conformance")
+    kit = [frame for frame in frames if not _module(frame).startswith(("_pytest", "pytest", "pluggy"))]
+    return isinstance(error, AssertionError) and bool(kit) and _module(kit[-1]).startswith("outrider_conformance")
 
 
 def _raised_in(frames: list[FrameType]) -> str | None:
-    """The innermost verb of the backend interface, unless its caller's code runs inside it and that raised."""
+    """Return the innermost verb of the interface, or None if code of Outrider that the verb calls raised."""
     for frame in reversed(frames):
         name, module = frame.f_code.co_name, _module(frame)
         if module.startswith(_CALLERS):
@@ -208,9 +208,9 @@ def _raised_in(frames: list[FrameType]) -> str | None:
             return _HOOKS[name]
         if module == "outrider.device.scopes" and name == "__enter__":
             return "Backend.on"
-        this = frame.f_locals.get("self")
+        receiver = frame.f_locals.get("self")
         for base in _VERBS:
-            if isinstance(this, base) and not name.startswith("_") and hasattr(base, name):
+            if isinstance(receiver, base) and not name.startswith("_") and hasattr(base, name):
                 return f"{base.__name__}.{name}"
     return None
 
@@ -221,7 +221,7 @@ def _first_sentence(member: str) -> Promise | None:
 
 
 def _plugin_line(error: BaseException) -> str:
-    """The innermost line of code that is neither Outrider's, nor torch's, nor Python's."""
+    """Return the innermost line of code outside Outrider, torch and Python's library."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if _is_foreign(frame):
             return f"{_module(frame)}, line {line}, in {frame.f_code.co_name}"

@@ -1,4 +1,4 @@
-"""A limit for each phase of each test of the suite: a wait that never ends is what a broken plugin does."""
+"""A time limit for each phase of each test of the suite: a broken plugin may wait forever."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import pytest
 
 from outrider_conformance.levels import level_of
 
-_AGAIN = 2.0
+_REPEAT_S = 2.0
 
 
 class Clock:
-    """Interrupts a phase that runs for longer than ``limit`` seconds, where the platform has an alarm clock."""
+    """Interrupt a phase that runs for longer than ``limit`` seconds. Needs a platform with ``SIGALRM``."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._armed = False
 
     def renew(self) -> None:
-        """Start the limit again, where a test is many things of which each may hang."""
+        """Start the limit again. A test calls it between parts of which each may hang."""
         if self._armed:
-            signal.setitimer(signal.ITIMER_REAL, self._limit, min(self._limit, _AGAIN))
+            signal.setitimer(signal.ITIMER_REAL, self._limit, min(self._limit, _REPEAT_S))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Opening a device may hang."""
+        """Limit the opening of the backend."""
         with self._limited(item):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """So may using it."""
+        """Limit the body of the test."""
         with self._limited(item):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        """And draining it."""
+        """Limit the draining of the device."""
         with self._limited(item):
             return (yield)
 
@@ -55,8 +55,8 @@ class Clock:
             pytest.fail(f"still running after {self._limit:g} s: enqueued work never finishes, or a call never returns")
 
         before = signal.signal(signal.SIGALRM, late)
-        # Again and again: what drains the device on the way out of a test that hangs, hangs too.
-        signal.setitimer(signal.ITIMER_REAL, self._limit, min(self._limit, _AGAIN))
+        # The alarm repeats: draining the device after a test that hangs may hang too.
+        signal.setitimer(signal.ITIMER_REAL, self._limit, min(self._limit, _REPEAT_S))
         self._armed = True
         try:
             yield

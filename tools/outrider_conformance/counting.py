@@ -1,4 +1,4 @@
-"""Which implementation answers a kernel's calls: what a plugin overrides, or what it leaves them to by ``super()``."""
+"""Count which implementation answers the calls of a kernel: the plugin's override, or the method that it overrides."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ KERNELS: tuple[str, ...] = kernel_names()
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """What calls have in common that are counted together.
-
-    ``kernels``: name of the kernel set. ``own``: the plugin's method computed it; False: it was left to the method that is
-    overridden, a reference or, of :class:`~outrider.device.WrappedKernels`, those inside. ``use``: what it was called for,
-    see :meth:`KernelCalls.during`. ``shape``: dtypes and shapes of the operands.
-    """
+    """The properties of calls that are counted together."""
 
     kernels: str
+    """Name of the kernel set."""
     kernel: str
+    """Name of the kernel method."""
     own: bool
+    """Whether the plugin's method computed the result. If not, the overridden method did: the reference, or the inner
+    kernels of :class:`~outrider.device.WrappedKernels`.
+    """
     use: str
+    """Purpose of the call, see :meth:`KernelCalls.during`."""
     shape: str
+    """Dtypes and shapes of the operands."""
 
 
 class KernelCalls:
-    """Counts of calls, filled by every thread that calls. ``overridden``: names of kernels, by name of the kernel set."""
+    """Counts of kernel calls from all threads."""
 
     def __init__(self) -> None:
         self.overridden: Mapping[str, frozenset[str]] = MappingProxyType({})
+        """Names of the overridden kernels, by name of the kernel set."""
         self._counts: Counter[KernelCall] = Counter()
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -51,12 +54,12 @@ class KernelCalls:
 
     @property
     def counts(self) -> Counter[KernelCall]:
-        """A copy of what was counted so far."""
+        """A copy of the counts so far."""
         with self._lock:
             return Counter(self._counts)
 
     def count(self, kernel: str, *, own: bool, use: str = "") -> int:
-        """Calls of ``kernel``, ``own`` or left to others; of one ``use`` where one is named."""
+        """Return the number of calls of ``kernel`` that the plugin computed (``own``) or left; of one ``use`` if given."""
         return sum(
             count
             for call, count in self.counts.items()
@@ -64,7 +67,7 @@ class KernelCalls:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """The counts as plain data: a row for each kernel, use and answer, with the calls of each shape."""
+        """Return the counts as plain data: one row per kernel set, kernel, use and ``own``, with the calls of each shape."""
         found: dict[tuple[str, str, str, bool], dict[str, int]] = {}
         for call, count in sorted(self.counts.items(), key=lambda entry: str(entry[0])):
             found.setdefault((call.kernels, call.kernel, call.use, call.own), {})[call.shape] = count
@@ -74,15 +77,15 @@ class KernelCalls:
         ]
 
     def other_way(self, kernels: str, kernel: str) -> str:
-        """Where an override that left every call has a path of its own that never ran, as ``file.py:12``.
+        """Return the line (``file.py:12``) at which the path that an override never ran begins.
 
-        Empty where it has none: it does nothing but pass calls on.
+        Empty if the override has no such path: it only passes calls on.
         """
         return self._ways.other((kernels, kernel))
 
     @contextmanager
     def during(self, use: str) -> Generator[None]:
-        """What the calling thread calls inside is counted for ``use``. The innermost name counts."""
+        """Count the calls of this thread inside the scope under ``use``. The innermost scope counts."""
         before = self._use
         self._local.use = use
         try:
@@ -102,7 +105,7 @@ class KernelCalls:
         return found
 
     def _call(self, kernels: KernelSet, kernel: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call an override, and see whether it leaves the call to what it overrides."""
+        """Call an override, and count whether it computed the result or called the overridden method."""
         opened = _Open(kernels, kernel)
         shape = _described((*args, *kwargs.values()))
         self._open.append(opened)
@@ -116,7 +119,7 @@ class KernelCalls:
         return result
 
     def _left(self, kernels: KernelSet, kernel: str, args: tuple[Any, ...]) -> None:
-        """An override came here by ``super()``; or nobody overrides it."""
+        """Count a call that reached the base method: by ``super()`` of an override, or because no class overrides it."""
         for opened in reversed(self._open):
             if opened.kernels is kernels and opened.kernel == kernel:
                 opened.left = True
@@ -135,7 +138,7 @@ class KernelCalls:
 
 
 def merged(reports: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Rows of several runs as those of one, in the order of kernels."""
+    """Add up the rows of several runs, sorted by kernel set, kernel, use and ``own``."""
     found: dict[tuple[Any, ...], Counter[str]] = {}
     for rows in reports:
         for row in rows:
@@ -150,7 +153,7 @@ def merged(reports: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any
 
 @dataclass(slots=True)
 class _Open:
-    """A call of an override that hasn't returned."""
+    """A call of an override that hasn't returned yet."""
 
     kernels: KernelSet
     kernel: str
@@ -159,13 +162,13 @@ class _Open:
 
 @contextmanager
 def counting(kernels: KernelSet) -> Generator[KernelCalls]:
-    """Count the calls of ``kernels`` while it's open, from whoever has them; of wrapped ones, those inside too.
+    """Count all calls of ``kernels``, and of the kernels that it wraps, while the scope is open.
 
-    The object becomes one of a subclass for as long: its own methods are reached through the ledger, and what they reach by
-    ``super()`` is seen. Nothing else changes. An override that computes with another kernel set, or with an operator, has
-    computed itself: a call is left to the reference by ``super()`` alone.
+    The scope replaces the class of each kernel set by a subclass that counts the calls of its methods and their calls of
+    ``super()``. An override that computes with another kernel set, or with an operator, counts as ``own``. Only a call
+    of ``super()`` counts as left to the overridden method.
 
-    Raises :class:`InterfaceError` where the calls of ``kernels`` are counted already.
+    Raises :class:`InterfaceError` if the calls of ``kernels`` are counted already.
     """
     calls = KernelCalls()
     layers = list(layers_of(kernels))
@@ -184,13 +187,13 @@ def counting(kernels: KernelSet) -> Generator[KernelCalls]:
 
 
 def calls_of(kernels: KernelSet) -> KernelCalls:
-    """The ledger of :func:`counting`, while it's open for ``kernels``."""
+    """Return the counts of the scope of :func:`counting` that is open for ``kernels``."""
     calls: KernelCalls = type(kernels)._counted_by  # type: ignore[attr-defined]
     return calls
 
 
 def layers_of(kernels: KernelSet) -> Iterator[KernelSet]:
-    """The kernels, and those inside, the outermost first."""
+    """Yield the kernels and the kernels that they wrap, the outermost first."""
     yield kernels
     while isinstance(kernels, WrappedKernels):
         kernels = kernels.inner
@@ -202,7 +205,6 @@ def _package(kernels: KernelSet) -> str:
 
 
 def _base(kind: type) -> type:
-    """What the plugin's classes build on: the reference, or what passes calls on."""
     return WrappedKernels if issubclass(kind, WrappedKernels) else KernelSet
 
 
@@ -211,15 +213,17 @@ def _overrides(kind: type, name: str) -> bool:
 
 
 def _counted(kind: type, calls: KernelCalls) -> type:
-    """``kind`` with the ledger in front of its overrides, and :func:`_behind` between them and what they build on."""
+    """Return a subclass of ``kind`` that counts calls of overrides, and calls of base methods by :func:`_counting_base`."""
     members: dict[str, Any] = {"_counted_by": calls, "__module__": kind.__module__, "__slots__": ()}
-    members |= {name: _in_front(getattr(kind, name), name) for name in KERNELS if _overrides(kind, name)}
+    members |= {name: _counted_override(getattr(kind, name), name) for name in KERNELS if _overrides(kind, name)}
     base = _base(kind)
-    # Complete: these overrides pass on what they count, so that no kernel is to be done part by part for their sake.
-    return type(kind.__name__, (_behind(base),) if kind is base else (kind, _behind(base)), members, complete=True)
+    # complete: the counting overrides pass calls on, so no kernel has to be computed part by part because of them.
+    return type(
+        kind.__name__, (_counting_base(base),) if kind is base else (kind, _counting_base(base)), members, complete=True
+    )
 
 
-def _in_front(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _counted_override(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._counted_by._call(self, name, method.__get__(self), *args, **kwargs)
@@ -228,10 +232,10 @@ def _in_front(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=2)
-def _behind(base: type) -> type:
-    """A class that stands before ``base`` where methods are looked up, so that ``super()`` of a plugin's class finds it."""
+def _counting_base(base: type) -> type:
+    """Return a subclass of ``base`` that counts its calls. ``super()`` of a plugin's class reaches it before ``base``."""
 
-    def noting(name: str) -> Callable[..., Any]:
+    def counted(name: str) -> Callable[..., Any]:
         method = getattr(base, name)
 
         @wraps(method)
@@ -242,11 +246,11 @@ def _behind(base: type) -> type:
 
         return call
 
-    return type(f"_Behind{base.__name__}", (base,), {"__slots__": (), **{name: noting(name) for name in KERNELS}})
+    return type(f"_Counting{base.__name__}", (base,), {"__slots__": (), **{name: counted(name) for name in KERNELS}})
 
 
 def _described(operands: tuple[Any, ...]) -> str:
-    """Dtypes and shapes of tensors; of attention, what its metadata says of the batch."""
+    """Return dtypes and shapes of the tensors among ``operands``, and the batch that attention metadata describes."""
     words: list[str] = []
     for operand in operands:
         if isinstance(operand, AttentionMetadata):

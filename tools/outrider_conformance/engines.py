@@ -1,4 +1,4 @@
-"""The real engine with the bundled model, on the backend under test and on the reference."""
+"""Run the engine with the bundled model, on the backend under test and on the reference backend."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ MODES = ("staged", "graphs", "fused")
 REFERENCE = "cpu"
 
 
-_GAP = {"float64": 1e-6, "float32": 1e-3, "float16": 3e-2, "bfloat16": 0.2}
-"""How much less likely, in log-probability, another token may be that rounding put in the place of the likeliest."""
-_CLOSEST = 4
+_MAX_ROUNDING_GAP = {"float64": 1e-6, "float32": 1e-3, "float16": 3e-2, "bfloat16": 0.2}
+"""The largest log-probability gap between the likeliest token and a token that rounding may put first, by dtype."""
+_TOP_LOGPROBS = 4
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave: tokens of each prompt and how many a verification yielded. ``likeliest``: of each token of the
-    reference, the likeliest ones there with their log-probabilities.
-    """
+    """The results of one run of the engine."""
 
     tokens: tuple[tuple[int, ...], ...]
+    """Generated tokens of each prompt."""
     acceptance: float
+    """Tokens per verification, on average."""
     likeliest: tuple[tuple[Mapping[int, float], ...], ...] = ()
+    """For each token of each prompt, the likeliest tokens at that position with their log-probabilities."""
 
 
 def engine_on(
@@ -54,8 +55,10 @@ def engine_on(
     mode: str = "staged",
     buckets: tuple[int, ...] | None = None,
 ) -> Engine:
-    """The bundled model on ``backend``. ``mode``: staged, graphs (staged, its stages replayed from graphs), or fused;
-    ``buckets``: sizes of the batches that graphs are captured for.
+    """Return an engine with the bundled model on ``backend``.
+
+    ``mode`` is staged, graphs (staged, with stages replayed from graphs) or fused. ``buckets`` are the batch sizes for
+    which graphs are captured.
     """
     bundled = Path(str(files(outrider))) / "bundled"
     config = EngineConfig(
@@ -77,7 +80,7 @@ def engine_on(
 
 
 def preferred(backend: Backend) -> str:
-    """The dtype in which the backend's own kernels run, as an engine names it."""
+    """Return the engine's name of the dtype in which the backend's own kernels run."""
     has = backend.capabilities
     best = (*has.preferred_dtypes, torch.bfloat16, *DTYPES.values())
     return next(str(dtype).removeprefix("torch.") for dtype in best if dtype in has.dtypes)
@@ -86,7 +89,7 @@ def preferred(backend: Backend) -> str:
 def run(
     engine: Engine, prompts: Sequence[str] = PROMPTS, max_tokens: int = MAX_TOKENS, logprobs: int | None = None
 ) -> Outcome:
-    """Greedy output of every prompt, in one batch. ``logprobs``: how many of the likeliest tokens to note."""
+    """Generate greedily for all prompts in one batch. ``logprobs`` is the number of likeliest tokens to return."""
     tokens = [engine.tokenizer.encode(text) for text in prompts]
     completions = engine.generate(tokens, SamplingParams(max_tokens=max_tokens, logprobs=logprobs))
     likeliest = tuple(tuple(dict(token.top) for token in c.logprobs) for c in completions)
@@ -97,15 +100,15 @@ def run(
 def reference(
     *, speculate: str, dtype: str = "float32", prompts: tuple[str, ...] = PROMPTS, tokens: int = MAX_TOKENS
 ) -> Outcome:
-    """The same on the reference backend."""
-    return run(engine_on(get_backend(REFERENCE), speculate=speculate, dtype=dtype), prompts, tokens, logprobs=_CLOSEST)
+    """Return the results of :func:`run` on the reference backend."""
+    return run(engine_on(get_backend(REFERENCE), speculate=speculate, dtype=dtype), prompts, tokens, logprobs=_TOP_LOGPROBS)
 
 
 def first_wrong_token(found: Outcome, wanted: Outcome, dtype: str) -> str:
-    """Where ``found`` leaves the reference's tokens though rounding can't be the reason; empty where it doesn't.
+    """Return the first token of ``found`` that rounding doesn't explain, as text, or an empty string.
 
-    ``found`` may be of the first prompts alone. A token may be another one where the reference has the two about equally
-    likely. What comes after it isn't compared: the two go on with different texts.
+    ``found`` may hold fewer prompts than ``wanted``. A token may differ if the reference has both tokens about equally
+    likely. The tokens after such a token aren't compared, since the two runs continue different texts.
     """
     for prompt, (made, right) in enumerate(zip(found.tokens, wanted.tokens, strict=False)):
         if len(made) != len(right):
@@ -115,17 +118,17 @@ def first_wrong_token(found: Outcome, wanted: Outcome, dtype: str) -> str:
                 continue
             near = wanted.likeliest[prompt][index]
             gap = near[best] - near.get(token, float("-inf"))
-            if gap <= _GAP[dtype]:
+            if gap <= _MAX_ROUNDING_GAP[dtype]:
                 break
             return (
                 f"prompt {prompt}, token {index}: {token} where the reference has {best}, which is likelier by {gap:.3g} "
-                f"(in {dtype}, rounding explains {_GAP[dtype]:g})"
+                f"(in {dtype}, rounding explains {_MAX_ROUNDING_GAP[dtype]:g})"
             )
     return ""
 
 
 class JitteredFence(Fence):
-    """A fence whose streams are slowed at random around it, so that whatever it doesn't order comes apart."""
+    """A fence that slows its streams at random around each signal and wait, so that unordered work shows."""
 
     def __init__(self, inner: Fence, backend: Backend, seed: int, cycles: int) -> None:
         super().__init__(inner.name)
@@ -136,31 +139,31 @@ class JitteredFence(Fence):
 
     @property
     def mechanism(self) -> str:
-        """The inner fence's."""
+        """The mechanism of the inner fence."""
         return self._inner.mechanism
 
     def signal(self, stream: Stream) -> None:
-        """Late, sometimes."""
-        self._dawdle(stream)
+        """Signal the inner fence, at random after a delay of the stream."""
+        self._delay_sometimes(stream)
         self._inner.signal(stream)
 
     def wait(self, stream: Stream) -> None:
-        """What follows is late, sometimes."""
+        """Wait for the inner fence, and delay the following work of the stream at random."""
         self._inner.wait(stream)
-        self._dawdle(stream)
+        self._delay_sometimes(stream)
 
     def wait_host(self) -> None:
-        """As it is."""
+        """Wait on the host for the inner fence, without a delay."""
         self._inner.wait_host()
 
     def wait_host_within(self, seconds: float) -> bool:
-        """As it is."""
+        """Wait on the host for the inner fence, for at most ``seconds``."""
         return self._inner.wait_host_within(seconds)
 
     def done(self) -> bool:
-        """As it is."""
+        """Return whether the inner fence is done."""
         return self._inner.done()
 
-    def _dawdle(self, stream: Stream) -> None:
+    def _delay_sometimes(self, stream: Stream) -> None:
         if self._random.random() < 0.25:
             self._backend.delay(stream, self._random.randrange(1, self._cycles))

@@ -1,4 +1,4 @@
-"""Ways to wait for work that failed, for tests about errors."""
+"""All host waits that report failed work, for tests about errors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from outrider.device import Backend, Event, Stream
 from outrider_conformance.lab import Lab
 from outrider_conformance.verdict import not_applicable
 
-_PATIENCE = 10.0
+_WAIT_S = 10.0
 
 
-def _asked(asked: Stream | Event) -> None:
-    """Until the answer is yes, or there is an error. A device without a clock need never get there by itself."""
-    until = time.monotonic() + _PATIENCE
+def _query_until_done(asked: Stream | Event) -> None:
+    """Query until the answer is True or an error is raised. A device without a clock makes progress only in a wait."""
+    until = time.monotonic() + _WAIT_S
     while not asked.query():
         if asked.backend.control is not None:
             asked.synchronize()
@@ -27,7 +27,7 @@ def _asked(asked: Stream | Event) -> None:
 
 
 def _within(event: Event) -> None:
-    assert event.synchronize_within(_PATIENCE), "the generation behind work that failed never completes"
+    assert event.synchronize_within(_WAIT_S), "the generation after failed work never completes"
 
 
 def _copied_back(backend: Backend, stream: Stream) -> None:
@@ -42,15 +42,15 @@ WAITS: Mapping[str, Wait] = MappingProxyType(
         "event.synchronize": lambda backend, stream, event: event.synchronize(),
         "backend.synchronize": lambda backend, stream, event: backend.synchronize(),
         "synchronize_within": lambda backend, stream, event: _within(event),
-        "event.query": lambda backend, stream, event: _asked(event),
-        "stream.query": lambda backend, stream, event: _asked(stream),
+        "event.query": lambda backend, stream, event: _query_until_done(event),
+        "stream.query": lambda backend, stream, event: _query_until_done(stream),
         "a value that is read back": lambda backend, stream, event: _copied_back(backend, stream),
     }
 )
-"""Every way in which the host learns that work is done. Each raises what failed in work that it covers."""
+"""The host waits by name. Each raises the error of failed work that it covers."""
 
 
 def fallible(lab: Lab) -> None:
-    """Ends the test as not applicable where nothing can be made to fail."""
+    """End the test as not applicable if the plugin can't make an operation fail on purpose."""
     if type(lab.backend)._provoke_fault is Backend._provoke_fault:
         not_applicable("the plugin offers no provoke_fault: nothing can be made to fail on purpose")

@@ -1,6 +1,6 @@
-"""One case for each thing a kernel must do: operands, the call, and which operands it changes.
+"""Fixed cases of every kernel: host operands, the call, and the operands that the kernel writes.
 
-The reference is the interface's own KernelSet on the host, on the same operands in float64 where the result is a number.
+The reference is the interface's KernelSet on the host. It computes floating results from the same operands in float64.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, HeadNorms, KernelSet, Product, RotaryArgs
+from outrider.device import HeadNorms, KernelSet, Product, RotaryArgs
 from outrider_conformance.bookkeeping_cases import BOOKKEEPING
-from outrider_conformance.case import Call, Case, Operands
+from outrider_conformance.case import Call, Case, Operands, attention_metadata, call_kernel
 
 
 def _draw(seed: int) -> torch.Generator:
@@ -57,11 +58,6 @@ def _gated(dtype: torch.dtype) -> dict[str, Tensor]:
     return {**made, "residual": _normal(5, 24, dtype=dtype, seed=3), "norm": _normal(24, dtype=dtype, seed=4)}
 
 
-def _added_product(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    normed = kernels.linear_add_rms_norm(o["x"], o["weight"], o["bias"], o["residual"], o["norm"], 1e-5)
-    return normed, o["residual"]
-
-
 def _state(dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         "state": _normal(6, 2, 8, dtype=dtype),
@@ -79,18 +75,9 @@ def _copied(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
     return (o["wide"],)
 
 
-def _scattered(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    kernels.scatter_rows(o["state"], o["rows"], o["values"])
-    return (o["state"],)
-
-
 def _added(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
     normed = kernels.add_rms_norm(o["x"].flatten(0, 1), o["residual"].flatten(0, 1), o["weight"], 1e-5)
     return normed, o["residual"]
-
-
-def _added_alone(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    return kernels.linear_add(o["x"], o["weight"], o["bias"], o["residual"]), o["residual"]
 
 
 def _pair(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -163,21 +150,8 @@ def _rope(dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-_ROPE = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
-
-
-def _written(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    kernels.rope_write_cache(*(o[name] for name in _ROPE))
-    return o["q"], o["k"], o["k_cache"], o["v_cache"]
-
-
-def _moved(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    kernels.move_cache(o["k_cache"], o["v_cache"], o["sources"], o["destinations"])
-    return o["k_cache"], o["v_cache"]
-
-
 def _moves(dtype: torch.dtype) -> dict[str, Tensor]:
-    # A chain of moves that overlap: each source is another's destination.
+    # Overlapping moves: each source is the destination of another move.
     return {
         "k_cache": _normal(4, 4, 2, 8, dtype=dtype),
         "v_cache": _normal(4, 4, 2, 8, dtype=dtype, seed=1),
@@ -192,21 +166,21 @@ _PAGE = 4
 
 
 def _attention(
-    new: tuple[int, ...], context: tuple[int, ...], *, tree: bool = False, padding: int = 0, spoilt: bool = False
+    new: tuple[int, ...], context: tuple[int, ...], *, tree: bool = False, padding: int = 0, poisoned: bool = False
 ) -> Callable[..., dict]:  # type: ignore[type-arg]
     def make(dtype: torch.dtype) -> dict[str, Tensor]:
         tokens, batch, width = sum(new) + padding, len(new), 4
         pages = 1 + batch * width
         starts = [sum(new[:index]) for index in range(batch + 1)]
         mask = torch.ones(tokens, max(new), dtype=torch.bool).tril()
-        if tree:  # two branches: an even node doesn't see odd ones, and everything sees itself
+        if tree:  # two branches: even nodes don't see odd ones, and each node sees itself
             lane = torch.arange(max(new))
             mask = (lane[:, None] >= lane) & (((lane[:, None] - lane) % 2 == 0) | (lane == 0))
             mask = mask.repeat(batch, 1)[:tokens]
         lens = torch.tensor([n + c for n, c in zip(new, context, strict=True)], dtype=torch.int32)
         table = (torch.randperm(pages - 1, generator=_draw(6)) + 1).view(batch, width).to(torch.int32)
         caches = [_normal(pages, _PAGE, 2, 8, dtype=dtype, seed=seed) for seed in (1, 2)]
-        if spoilt:  # nobody's entries of the tables lead to page 0, and all that is behind a sequence is NaN
+        if poisoned:  # unused table entries lead to page 0; page 0 and all slots after a sequence hold NaN
             table = torch.where(torch.arange(width) * _PAGE < lens.unsqueeze(1), table, 0)
             used = (torch.arange(width * _PAGE) < lens.unsqueeze(1)).view(batch, width, _PAGE)
             kept = torch.zeros(pages, _PAGE, dtype=torch.bool)
@@ -227,20 +201,12 @@ def _attention(
     return make
 
 
-def _attend(new: tuple[int, ...], *, tree: bool = False, window: int = 0, padding: int = 0) -> Call:
+def _attend(new: tuple[int, ...], *, tree: bool = False, window: int = 0) -> Call:
     def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-        metadata = AttentionMetadata(
-            query_start=o["query_start"],
-            seq_lens=o["seq_lens"],
-            block_table=o["block_table"],
-            max_query=max(new),
-            max_kv=4 * _PAGE,
-            tree_mask=o["tree_mask"] if tree else None,
-        )
+        metadata = attention_metadata(o, max_query=max(new), max_kv=4 * _PAGE, tree_mask=o["tree_mask"] if tree else None)
         out = kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], metadata, scale=0.3, window=window)
-        return (out[: sum(new)],)  # what padding gives is anything finite
+        return (out[: sum(new)],)  # rows of padding hold any finite numbers
 
-    del padding
     return call
 
 
@@ -250,7 +216,7 @@ _BATCH, _NODES, _VOCABULARY = 4, 4, 37
 
 
 def _logits(dtype: torch.dtype) -> dict[str, Tensor]:
-    del dtype  # draws are compared exactly: both sides work on the same float32
+    del dtype  # tokens are compared exactly: both sides sample from the same float32
     return {
         "logits": _normal(_BATCH, _NODES, _VOCABULARY, dtype=torch.float32) * 3,
         "temperature": torch.tensor([0.0, 0.7, 1.0, 1.5]),
@@ -283,7 +249,7 @@ def _verified(*, sampling: bool) -> Call:
     return call
 
 
-def _spoilt_chains(dtype: torch.dtype) -> dict[str, Tensor]:
+def _poisoned_chains(dtype: torch.dtype) -> dict[str, Tensor]:
     made = _chains(dtype)
     made["logits"][2, 1, [5, 30]] = made["logits"][2, 3, 0] = float("nan")
     made["logits"][0, 0, 3] = float("inf")
@@ -294,7 +260,7 @@ def _verified_checked(kernels: KernelSet, o: Operands, drafts: int) -> tuple[Ten
     heat, found = torch.zeros_like(o["temperature"]), o["found"][:, 1:3]
     logits, tokens = o["logits"][:, : drafts + 1], o["draft_tokens"][:, :drafts]
     tokens, accepted = kernels.verify_checked(logits, tokens, heat, o["seeds"], o["positions"], found)
-    clean = [0, 1, 3] if drafts else [0, 1, 2, 3]  # what is chosen among NaN may be anything
+    clean = [0, 1, 3] if drafts else [0, 1, 2, 3]  # a row with NaN may choose any token
     return tokens[clean], accepted[clean], o["found"]
 
 
@@ -303,15 +269,6 @@ def _tree(dtype: torch.dtype) -> dict[str, Tensor]:
     best = made["logits"].argmax(-1)
     tokens = torch.stack((best[:, 3], best[:, 0], best[:, 0] + 1, best[:, 1]), dim=1) % _VOCABULARY
     return {**made, "tokens": tokens, "parents": torch.tensor([[-1, 0, 0, 1]] * _BATCH)}
-
-
-def _walked(*, sampling: bool) -> Call:
-    def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-        return kernels.verify_tree(
-            o["logits"], o["tokens"], o["parents"], o["temperature"], o["seeds"], o["positions"], depth=2, sampling=sampling
-        )
-
-    return call
 
 
 # -- logits --------------------------------------------------------------------------------------------------------
@@ -341,64 +298,60 @@ def _shaping(dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _masked(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    return (kernels.apply_token_bitmask(o["logits"], o["bitmask"]),)
+_Make = Callable[[torch.dtype], dict[str, Tensor]]
 
 
-def _biased(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    arguments = (o["node_positions"], o["entries"], o["biased"], o["values"], o["until"])
-    return (kernels.bias_logits(o["logits"], *arguments),)
+def _case(
+    name: str,
+    make: _Make,
+    *arguments: str | float | None,
+    changed: tuple[str, ...] = (),
+    exact: bool = False,
+    **options: Any,
+) -> Case:
+    """Return a case of the kernel that ``name`` begins with. Its arguments are names of operands, or other values."""
+    method = name.replace(",", " ").split()[0]
+
+    def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+        return (*call_kernel(kernels, method, arguments, o, **options), *(o[each] for each in changed))
+
+    return Case(name, make, call, exact=exact, changed=changed)
 
 
-def _penalized(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    return (kernels.penalize_logits(o["logits"], o["tokens"], None, o["rows"], o["counts"], o["penalties"]),)
-
-
-def _counted(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    kernels.count_tokens(o["counts"], o["count_rows"], o["new_tokens"])
-    return (o["counts"],)
-
-
-def _truncated(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    return (kernels.truncate_logits(o["logits"], o["temperature"], o["top_k"], o["top_p"], o["min_p"]),)
-
-
-def _logprobs(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    return kernels.logprobs(o["logits"], o["tokens"], 4)
-
-
+_ROPE = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
+_NODE_OPERANDS = ("logits", "tokens", "parents", "temperature", "seeds", "positions")
 _DECODE, _RAGGED = (1, 1, 1), (3, 1, 5)
 _CONTEXT = (7, 3, 10)
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         case.name: case
         for case in (
-            Case("linear", _linear, lambda k, o: (k.linear(o["x"], o["weight"]),)),
-            Case("linear with bias", _linear, lambda k, o: (k.linear(o["x"], o["weight"], o["bias"]),)),
-            Case("linear_silu_mul", _linear, lambda k, o: (k.linear_silu_mul(o["x"], o["weight"], o["bias"]),)),
-            Case("linear_add_rms_norm", _gated, _added_product, changed=("residual",)),
-            Case("linear_add", _gated, _added_alone, changed=("residual",)),
+            _case("linear", _linear, "x", "weight"),
+            _case("linear with bias", _linear, "x", "weight", "bias"),
+            _case("linear_silu_mul", _linear, "x", "weight", "bias"),
+            _case("linear_add_rms_norm", _gated, "x", "weight", "bias", "residual", "norm", 1e-5, changed=("residual",)),
+            _case("linear_add", _gated, "x", "weight", "bias", "residual", changed=("residual",)),
             Case("linear_rope_write_cache", _pair, _queries, changed=("k_cache", "v_cache")),
             Case("norm_linear_silu_mul", _pair, _normed_gates, changed=("residual",)),
             Case("norm_linear_rope_write_cache", _pair, _normed_queries, changed=("residual", "k_cache", "v_cache")),
             Case("head_norm_rope_write_cache", _heads, _normed_heads, changed=("k_cache", "v_cache")),
-            Case("gather_rows", _state, lambda k, o: (k.gather_rows(o["state"], o["rows"]),)),
+            _case("gather_rows", _state, "state", "rows"),
             Case("copy_rows", _wide, _copied, changed=("wide",)),
-            Case("scatter_rows", _state, _scattered, changed=("state",)),
-            Case("embedding", _embedding, lambda k, o: (k.embedding(o["tokens"], o["weight"]),)),
-            Case("rms_norm", _norm, lambda k, o: (k.rms_norm(o["x"], o["weight"], 1e-5),)),
+            _case("scatter_rows", _state, "state", "rows", "values", changed=("state",)),
+            _case("embedding", _embedding, "tokens", "weight"),
+            _case("rms_norm", _norm, "x", "weight", 1e-5),
             Case("add_rms_norm", _norm, _added, changed=("residual",)),
-            Case("silu_mul", _gates, lambda k, o: (k.silu_mul(o["gate_up"]),)),
-            Case("rope_write_cache", _rope, _written, changed=("q", "k", "k_cache", "v_cache")),
-            Case("move_cache", _moves, _moved, changed=("k_cache", "v_cache")),
+            _case("silu_mul", _gates, "gate_up"),
+            _case("rope_write_cache", _rope, *_ROPE, changed=("q", "k", "k_cache", "v_cache")),
+            _case("move_cache", _moves, "k_cache", "v_cache", "sources", "destinations", changed=("k_cache", "v_cache")),
             Case("paged_attention of decoding", _attention(_DECODE, _CONTEXT), _attend(_DECODE)),
             Case("paged_attention of a ragged batch", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED)),
             Case("paged_attention in a window", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED, window=4)),
             Case("paged_attention over a tree", _attention((5, 5), (7, 2), tree=True), _attend((5, 5), tree=True)),
-            Case("paged_attention beside NaN", _attention(_RAGGED, _CONTEXT, spoilt=True), _attend(_RAGGED)),
+            Case("paged_attention beside NaN", _attention(_RAGGED, _CONTEXT, poisoned=True), _attend(_RAGGED)),
             Case(
                 "paged_attention over a tree beside NaN",
-                _attention((5, 5), (7, 2), tree=True, spoilt=True),
+                _attention((5, 5), (7, 2), tree=True, poisoned=True),
                 _attend((5, 5), tree=True),
             ),
             Case("paged_attention with padding", _attention(_RAGGED, _CONTEXT, padding=3), _attend(_RAGGED)),
@@ -409,21 +362,21 @@ CASES: Mapping[str, Case] = MappingProxyType(
             *(
                 Case(
                     f"verify_checked, {drafts} drafts",
-                    _spoilt_chains,
+                    _poisoned_chains,
                     partial(_verified_checked, drafts=drafts),
                     exact=True,
                     changed=("found",),
                 )
                 for drafts in (_NODES - 1, 0)
             ),
-            Case("verify_tree, greedy", _tree, _walked(sampling=False), exact=True),
-            Case("verify_tree, sampling", _tree, _walked(sampling=True), exact=True),
-            Case("apply_token_bitmask", _shaping, _masked, exact=True),
-            Case("bias_logits", _shaping, _biased),
-            Case("penalize_logits", _shaping, _penalized),
-            Case("count_tokens", _shaping, _counted, exact=True, changed=("counts",)),
-            Case("truncate_logits", _shaping, _truncated),
-            Case("logprobs", _shaping, _logprobs),
+            _case("verify_tree, greedy", _tree, *_NODE_OPERANDS, depth=2, sampling=False, exact=True),
+            _case("verify_tree, sampling", _tree, *_NODE_OPERANDS, depth=2, sampling=True, exact=True),
+            _case("apply_token_bitmask", _shaping, "logits", "bitmask", exact=True),
+            _case("bias_logits", _shaping, "logits", "node_positions", "entries", "biased", "values", "until"),
+            _case("penalize_logits", _shaping, "logits", "tokens", None, "rows", "counts", "penalties"),
+            _case("count_tokens", _shaping, "counts", "count_rows", "new_tokens", exact=True, changed=("counts",)),
+            _case("truncate_logits", _shaping, "logits", "temperature", "top_k", "top_p", "min_p"),
+            _case("logprobs", _shaping, "logits", "tokens", 4),
             *BOOKKEEPING,
         )
     }

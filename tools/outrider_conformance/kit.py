@@ -1,4 +1,4 @@
-"""What one session of the suite is about: a backend's name, where it's looked up, and what is known about it."""
+"""The subject of one session of the suite: the backend under test, its registry, and the facts about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Kit:
-    """Opens the backend under test, a new object each time, and keeps what the report says about it."""
+    """Open the backend under test, a new object each time, and collect facts about it for the report."""
 
     def __init__(self, spec: str, registry: Registry | None = None) -> None:
         self.registry = registry or Registry(once=True)  # each test opens a backend
@@ -30,15 +30,15 @@ class Kit:
         self._facts: dict[str, Any] = {}
         self._unopenable: Exception | None = None
         self.observed: Observed | None = None
-        """How the engine's calls of kernels were answered; made once, by the first test that asks."""
+        """The implementations that answered kernel calls; the first test that needs them runs the engines."""
 
     @property
     def info(self) -> BackendInfo:
-        """What the plugin says about itself."""
+        """The plugin's description of itself."""
         return self.registry.info(self.spec.name)
 
     def open(self) -> Backend:
-        """A fresh backend. A failure is remembered: the tests after it fail at once, with the same words."""
+        """Return a new backend. After one failure, each further call raises the same exception at once."""
         if self._unopenable is not None:
             raise self._unopenable
         try:
@@ -51,16 +51,16 @@ class Kit:
         return backend
 
     def loading(self) -> Verdict | None:
-        """What loading the plugin does to a process, tried in a child; None where the registry is one of a test's own."""
+        """Return the effects of loading the plugin on a child process, or None if a test passed its own registry."""
         return self.registry.tried(self.spec.name) if self._installed else None
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What was learnt from opening the backend; empty until then."""
+        """Device, versions, capabilities and kernels of the opened backend; empty before the first opening."""
         return self._facts
 
     def described(self) -> dict[str, Any]:
-        """The plugin, for the report; what can't be had is left out."""
+        """Return the report's entry of the plugin, without facts that aren't available."""
         found: dict[str, Any] = {"name": self.spec.name, "spec": str(self.spec)}
         for candidate in self.registry.candidates():
             if candidate.name == self.spec.name:
@@ -75,7 +75,7 @@ KIT = pytest.StashKey[Kit]()
 
 
 def host_facts() -> dict[str, Any]:
-    """The machine's software, for the report."""
+    """Return the report's entry of the machine's software."""
     versions = {name: importlib.metadata.version(name) for name in ("outrider", "torch", "pytest")}
     return {
         "python": platform.python_version(),

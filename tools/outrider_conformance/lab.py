@@ -1,79 +1,85 @@
-"""How the suite provokes orders: schedules where the device lets a tool decide, delays where it can be slowed.
+"""Run test programs in many orders: by schedules on a device that a tool controls, by delays on other devices.
 
-A test hands over a *program*: a function that makes the streams it needs on a backend, enqueues work, and checks data.
-``always`` wants it to hold in every order that the waits allow; ``sometimes`` wants it to see, in one order at least, what
-a device that overlaps would show.
+A *program* is a function that creates the streams it needs on a backend, enqueues work, and checks data.
+:meth:`Lab.always` requires that the checks hold in every order that the waits allow. :meth:`Lab.sometimes` requires that
+the program observes overlap in at least one order.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, Event, Stream
+from outrider.device import Backend, Event, ScheduleFailure, Stream
 
 Program = Callable[[Backend], None]
 
 WIDTH = 64
 SCHEDULES = 24
+"""Schedules of a program that must hold in every order."""
 SIGHTINGS = 64
-_PATIENCE = (1, 4, 16, 64)
-"""How much longer delays become where something wasn't seen: a host that is busy elsewhere must convict nobody."""
+"""Schedules of a program that must observe something in one order."""
+_DELAY_FACTORS = (1, 4, 16, 64)
+"""Factors of the delays in repeated runs of a program that observed nothing: a busy host must not fail the backend."""
 _SIMULATED_CYCLES = 100_000
-_BALLAST = 192
+_MATRIX_SIZE = 192
 _TIMINGS = 3
 _PRODUCT = 256
 _SLOW_RATIO = 4.0
 _SLOW_PRODUCT_S = 0.02
-"""A dtype is slow if a product takes more than this time, and more than four times the time in float32: then products take
-longer than what the kit does for an operand set on the host.
+"""A dtype is slow if a product takes more than this time, and more than four times the time in float32. Products then take
+longer than the kit's own work for an operand set on the host.
 """
 
 
 class Seen(Exception):
-    """A program observed what it looks for."""
+    """A program observed the overlap that it looks for."""
 
 
 class BrokenPromiseError(AssertionError):
-    """A promise that a program found broken, with the smallest schedule that shows it."""
+    """A program found a promise broken. The message names the smallest schedule that shows it."""
 
 
 @dataclass
 class Pace:
-    """How long a slowed stream stays busy; measured once a session, since devices differ by orders of magnitude."""
+    """The length of a delay, measured once per session, since devices differ by orders of magnitude."""
 
     target_ms: float = 20.0
+    """Milliseconds for which a delay keeps a stream busy."""
     cycles: int = 0
+    """Device clocks of a delay; 0 until measured."""
     products: int = 0
+    """Matrix products of a delay on a device without ``delay``; 0 until measured."""
     product_s: dict[torch.dtype, float] = field(default_factory=dict)
     """Seconds of a product of 256 x 256 factors, by dtype."""
 
 
 class Lab:
-    """One backend under test. ``seed`` and ``draws``: what drawn operands are drawn from, and how many sets of them."""
+    """One backend under test. ``seed`` and ``draws`` are the seed and the number of random operand sets per kernel."""
 
     def __init__(self, backend: Backend, pace: Pace | None = None, *, seed: int = 0, draws: int = 0) -> None:
         self.backend = backend
         self.seed = seed
         self.draws = draws
         self.pace = pace or Pace()
-        self._patience = 1
+        self._delay_factor = 1
 
     @property
     def asynchronous(self) -> bool:
-        """Whether work may be pending when its call returns."""
+        """True if work may be pending when its call returns."""
         return self.backend.capabilities.asynchronous
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
     def always(self, program: Program, *, schedules: int = SCHEDULES) -> None:
-        """``program`` must hold in every order; where the device takes schedules, the failing one is shown shrunk."""
+        """Run ``program`` in many orders. A failure on a device that takes schedules names the smallest failing schedule."""
         control = self.backend.control
         if control is None:
             for _ in range(2 if self.asynchronous else 1):
@@ -81,24 +87,21 @@ class Lab:
             return
         failure = control.explore(program, strategy="mixed", iterations=schedules, seed=0).failure
         if failure is not None:
-            orderings = "".join(f"\n  {sentence}" for sentence in failure.orderings) or "\n  (the program's own order)"
-            raise BrokenPromiseError(
-                f"{type(failure.error).__name__}: {failure.error}\nsmallest schedule: {failure.shrunk}{orderings}"
-            ) from failure.error
+            raise_failed_schedule(failure)
 
     def sometimes(self, program: Program, otherwise: str) -> None:
-        """``program`` must raise :class:`Seen` in one order at least; else the test fails, saying ``otherwise``."""
-        if not self._sees(program, _PATIENCE):
+        """Fail with the message ``otherwise`` unless ``program`` raises :class:`Seen` in at least one order."""
+        if not self._sees(program, _DELAY_FACTORS):
             raise BrokenPromiseError(otherwise)
 
     def sees(self, program: Program) -> bool:
-        """Whether ``program`` raises :class:`Seen` in some order. Other exceptions pass through.
+        """Return whether ``program`` raises :class:`Seen` in some order. Other exceptions pass through.
 
-        Seeing nothing convicts nobody here, so the longest delays, which take three quarters of the time, are left out.
+        The longest delays, which take three quarters of the time, are left out: False isn't a failure here.
         """
-        return self._sees(program, _PATIENCE[:-1])
+        return self._sees(program, _DELAY_FACTORS[:-1])
 
-    def _sees(self, program: Program, patience: Sequence[int]) -> bool:
+    def _sees(self, program: Program, delay_factors: Sequence[int]) -> bool:
         control = self.backend.control
         if control is not None:
             failure = control.explore(program, strategy="mixed", iterations=SIGHTINGS, seed=0).failure
@@ -106,14 +109,14 @@ class Lab:
                 raise failure.error
             return failure is not None
         try:
-            for self._patience in patience:
+            for self._delay_factor in delay_factors:
                 try:
                     self._run(program)
                 except Seen:
                     return True
             return False
         finally:
-            self._patience = 1
+            self._delay_factor = 1
 
     def _run(self, program: Program) -> None:
         try:
@@ -124,20 +127,20 @@ class Lab:
     # -- slowness --------------------------------------------------------------------------------------------------
 
     def slow(self, stream: Stream) -> None:
-        """Keep ``stream`` busy for a while, so that what should wait for it has something to wait for.
+        """Keep ``stream`` busy for a while, so that missing waits show.
 
-        Does nothing on a device that finishes each operation before its call returns: there is nothing to provoke.
+        Does nothing on a device that finishes each operation before its call returns.
         """
         if not self.asynchronous:
             return
         if self.backend.capabilities.perturbs_timing:
-            self.backend.delay(stream, self._cycles() * self._patience)
+            self.backend.delay(stream, self._cycles() * self._delay_factor)
         else:
-            self._work(stream, self._products() * self._patience)
+            self._work(stream, self._products() * self._delay_factor)
 
     @property
     def delay_cycles(self) -> int:
-        """Device clocks of one delay."""
+        """Device clocks of one delay, measured at the first use."""
         return self._cycles()
 
     def _cycles(self) -> int:
@@ -155,9 +158,9 @@ class Lab:
         return self.pace.products
 
     def _scaled(self, count: int, run: Callable[[int], None], stream: Stream) -> int:
-        """Double ``count`` until it takes the target's time.
+        """Return the smallest power of two times ``count`` for which ``run(count)`` takes the target time.
 
-        The least of several times counts, and nothing is scaled: a host that is busy elsewhere must not make delays short.
+        The shortest of several timings counts: a busy host must not make delays short.
         """
 
         def timed() -> float:
@@ -172,9 +175,9 @@ class Lab:
 
     def _work(self, stream: Stream, products: int) -> None:
         with self.backend.on(stream):
-            ballast = torch.full((_BALLAST, _BALLAST), 1.0 / _BALLAST, device=self.backend.device)
+            matrix = torch.full((_MATRIX_SIZE, _MATRIX_SIZE), 1.0 / _MATRIX_SIZE, device=self.backend.device)
             for _ in range(products):
-                ballast = ballast @ ballast
+                matrix = matrix @ matrix
 
     def product_s(self, dtype: torch.dtype) -> float:
         """Return the seconds of a product in ``dtype``; measured once per session."""
@@ -214,15 +217,22 @@ class Lab:
 
     # -- data ------------------------------------------------------------------------------------------------------
 
+    def upload(self, stream: Stream, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy the operands of a kernel to the device on ``stream``, and wait for the copies."""
+        with self.backend.on(stream):
+            made = {name: tensor.to(self.backend.device, copy=True) for name, tensor in operands.items()}
+        stream.synchronize()
+        return made
+
     def full(self, stream: Stream, value: float, *, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> Tensor:
-        """A device tensor made on ``stream`` and finished, so that every stream may use it from here on."""
+        """Return a device tensor that is made on ``stream`` and complete, so that every stream may use it."""
         with self.backend.on(stream):
             tensor = torch.full((width,), value, dtype=dtype, device=self.backend.device)
         stream.synchronize()
         return tensor
 
     def later(self, stream: Stream, tensor: Tensor, value: float) -> None:
-        """Write ``value`` into ``tensor`` on ``stream``, after a while."""
+        """Write ``value`` into ``tensor`` on ``stream``, after a delay of the stream."""
         self.slow(stream)
         self.fill(stream, tensor, value)
 
@@ -232,33 +242,95 @@ class Lab:
             tensor.fill_(value)
 
     def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        """Copy on the device, on ``stream``, as an ordinary operation."""
+        """Copy on the device on ``stream``, by an ordinary torch operation."""
         with self.backend.on(stream):
             destination.copy_(source)
 
     def read(self, stream: Stream, tensor: Tensor) -> Any:
-        """What ``tensor`` holds once ``stream`` is done: one number where all elements agree, else the list."""
+        """Wait for ``stream``, and return the contents of ``tensor`` as :meth:`peek` does."""
         stream.synchronize()
         return self.peek(tensor)
 
     def peek(self, tensor: Tensor) -> Any:
-        """What ``tensor`` holds by now, waiting for nothing of the program's."""
+        """Return the current contents without waiting for other streams: one number if all elements agree, else a list."""
         values = tensor.cpu().flatten().tolist()
         return values[0] if len(set(values)) == 1 else values
 
     def record(self, stream: Stream, name: str = "e") -> Event:
-        """A new event, recorded on ``stream``."""
+        """Create an event and record it on ``stream``."""
         event = self.backend.create_event(name)
         stream.record(event)
         return event
 
     def streams(self, *names: str) -> Sequence[Stream]:
-        """New streams."""
+        """Create streams with these names, in this order."""
         return [self.backend.create_stream(name) for name in names]
+
+    def one_stream(self) -> tuple[Stream, Tensor]:
+        """Create stream ``a`` and a tensor of zeros on it."""
+        (a,) = self.streams("a")
+        return a, self.full(a, 0)
+
+    def two_streams(self) -> tuple[Stream, Stream, Tensor, Tensor]:
+        """Create the streams ``a`` and ``b``, and a tensor of zeros on each."""
+        a, b = self.streams("a", "b")
+        return a, b, self.full(a, 0), self.full(b, 0)
+
+    def expect_read(self, stream: Stream, copy: Tensor, source: Tensor, wanted: object, what: str) -> None:
+        """Copy ``source`` to ``copy`` on ``stream``, wait for the stream, and fail unless the copy holds ``wanted``."""
+        self.copy(stream, copy, source)
+        expect(self.read(stream, copy), wanted, what)
+
+
+def in_every_order(*, schedules: int = SCHEDULES) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test as a program of :meth:`Lab.always`: its checks must hold in every order that the waits allow."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def check(lab: Lab, **fixtures: Any) -> None:
+            lab.always(lambda _: test(lab, **fixtures), schedules=schedules)
+
+        return check
+
+    return decorate
+
+
+def in_some_order(otherwise: str) -> Callable[[Callable[..., bool]], Callable[..., None]]:
+    """Run the decorated test as a program of :meth:`Lab.sometimes`: the test must return True in at least one order.
+
+    ``otherwise`` is the message of the failure.
+    """
+
+    def decorate(test: Callable[..., bool]) -> Callable[..., None]:
+        @wraps(test)
+        def check(lab: Lab, **fixtures: Any) -> None:
+            lab.sometimes(observing(lambda: test(lab, **fixtures)), otherwise)
+
+        return check
+
+    return decorate
+
+
+def observing(look: Callable[[], bool]) -> Program:
+    """Return a program that raises :class:`Seen` where ``look`` returns True."""
+
+    def program(_: Backend) -> None:
+        if look():
+            raise Seen
+
+    return program
+
+
+def raise_failed_schedule(failure: ScheduleFailure) -> NoReturn:
+    """Raise :class:`BrokenPromiseError` with the smallest failing schedule, caused by the program's own error."""
+    orderings = "".join(f"\n  {sentence}" for sentence in failure.orderings) or "\n  (the program's own order)"
+    raise BrokenPromiseError(
+        f"{type(failure.error).__name__}: {failure.error}\nsmallest schedule: {failure.shrunk}{orderings}"
+    ) from failure.error
 
 
 def expect(found: object, wanted: object, what: str) -> None:
-    """Fail unless ``found`` is ``wanted``, saying what was looked at."""
+    """Fail unless ``found`` equals ``wanted``. ``what`` names the value in the message."""
     if found != wanted:
         shown = str(found)
         shown = shown if len(shown) < 200 else shown[:200] + " …"
@@ -266,17 +338,25 @@ def expect(found: object, wanted: object, what: str) -> None:
 
 
 def elsewhere(act: Callable[[], object]) -> None:
-    """Do it in a thread of its own, and wait for that; what it raises is raised here."""
+    """Call ``act`` on a new thread, wait for it, and raise its exception here."""
+    failed = run_concurrently(act)
+    if failed:
+        raise failed[0]
+
+
+def run_concurrently(*bodies: Callable[[], object]) -> list[BaseException]:
+    """Call each body on a thread of its own, wait for all of them, and return their exceptions in the order of arrival."""
     failed: list[BaseException] = []
 
-    def run() -> None:
+    def run(body: Callable[[], object]) -> None:
         try:
-            act()
+            body()
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, name="elsewhere")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
+    threads = [threading.Thread(target=run, args=(body,), name=f"body {n}", daemon=True) for n, body in enumerate(bodies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failed

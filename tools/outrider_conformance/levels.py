@@ -1,4 +1,4 @@
-"""The levels of conformance. A level is passed over the abilities that the backend declares."""
+"""The levels of conformance. A backend passes a level with the abilities that it declares."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ LEVELS: Mapping[int, str] = MappingProxyType(
         2: "graphs: capture, replay, pools, failure inside a capture, addresses, outputs",
         3: "flags and graph parameters",
         4: "kernels against the references; the overlapped speculative engine",
-        5: "performance figures: reported, not judged",
+        5: "performance figures: reported, not checked",
         6: "collectives between two ranks: verbs, order, graphs, errors, a peer that dies",
     }
 )
 DEFAULT_LEVEL = 4
 REPORTED = 5
-"""The level that is reported and never judged."""
+"""The level whose tests report figures and never fail a backend."""
 _MODULE = re.compile(r"test_l(\d)_")
 
 
 def parse_level(text: str) -> int:
-    """``L4`` or ``4`` → 4. Raises :class:`ConfigError` for a level that doesn't exist."""
+    """Return the number of a level (``L4`` or ``4`` gives 4). Raises :class:`ConfigError` for an unknown level."""
     digits = text.strip().upper().removeprefix("L")
     if not digits.isdecimal() or int(digits) not in LEVELS:
         raise ConfigError(f"level {text!r} doesn't exist; expected one of {', '.join(f'L{n}' for n in LEVELS)}")
@@ -35,12 +35,12 @@ def parse_level(text: str) -> int:
 
 
 def judged(level: int) -> int:
-    """The highest level that counts where ``level`` was asked for."""
+    """Return the highest level that must be passed if ``level`` is requested."""
     return level - 1 if level == REPORTED else level
 
 
 def level_of(path: Path) -> int | None:
-    """The level of a module of the suite, None for any other file."""
+    """Return the level of a module of the suite, or None for any other file."""
     found = _MODULE.match(path.name)
     return int(found[1]) if found and path.parent == SUITE else None
 

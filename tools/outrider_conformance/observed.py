@@ -1,4 +1,4 @@
-"""One look at who answers the engine's calls of kernels: the device's own, or the references."""
+"""Observe which kernels answer the calls of the engine: the device's own, or the references."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from outrider_conformance.kit import Kit
 
 USES = ("prefill", "draft", "decode", "verify", "extend")
-"""What the engine calls attention for; decode is verification of nothing but the last token."""
+"""Purposes of the engine's attention calls. decode is a verification without draft tokens."""
 IN_A_GRAPH = ", in a graph"
 ALONE = "alone"
-"""A call by a test of the kit."""
+"""The use of a call that the kit makes itself, outside the engine."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """``calls``: of engines in every declared mode, with the backend's page size and the dtype that it likes best, and of the
-    kit's cases, in each dtype that it prefers; of overrides that computed nothing for either, those on generated operands.
-
-    ``layers``: the kernel sets that may answer, the outermost first, as (name, overrides, which of these are never used).
-    ``plans_on_host``: the outermost one plans on the host, and passes of a draft aren't planned.
-    """
+    """Counted kernel calls of the engines and of the kit's cases on one backend."""
 
     calls: KernelCalls
+    """Calls by engines in every declared mode (preferred page size and dtype), and by the kit's cases in each preferred
+    dtype. Overrides that computed nothing there are called with generated operands too.
+    """
     layers: tuple[tuple[str, frozenset[str], dict[str, str]], ...]
+    """The kernel sets, the outermost first: name, overridden kernels, and the reason for each override that is never used."""
     plans_on_host: bool
+    """Whether the outermost kernel set plans attention on the host. Draft passes aren't planned then."""
 
     def served(self, kernel: str, use: str) -> int:
-        """Calls for ``use`` that one of the kernel sets computed itself."""
+        """Return the number of calls for ``use`` that any of the kernel sets computed itself."""
         return sum(
             count
             for call, count in self.calls.counts.items()
@@ -51,28 +51,31 @@ class Observed:
         )
 
     def judged(self, kernel: str) -> tuple[str, str] | None:
-        """The name of the kernel set that overrides ``kernel``, and why it isn't used here (empty: it is); None: nobody."""
+        """Return the outermost kernel set that overrides ``kernel``, and why its override isn't used (empty if it is used).
+
+        None means that no kernel set overrides the kernel.
+        """
         for name, overrides, unused in self.layers:
             if kernel in overrides:
                 return name, unused.get(kernel, "")
         return None
 
     def passed_on(self, kernel: str) -> bool:
-        """Whether the override of :meth:`judged` left every call, and has no path of its own that could have run."""
+        """Return whether the override of :meth:`judged` left every call and has no path of its own."""
         judged = self.judged(kernel)
         return judged is not None and not self.own(kernel) and bool(self.left(kernel)) and not self.other_way(kernel)
 
     def other_way(self, kernel: str) -> str:
-        """Where it has one that never ran, as ``file.py:12``; empty where it has none."""
+        """Return the line at which the override's own path begins that never ran (``file.py:12``), or an empty string."""
         judged = self.judged(kernel)
         return "" if judged is None else self.calls.other_way(judged[0], kernel)
 
     def own(self, kernel: str, use: str = "") -> int:
-        """Calls that the kernel set of :meth:`judged` computed itself."""
+        """Return the number of calls that the kernel set of :meth:`judged` computed itself."""
         return self._count(kernel, use, own=True)
 
     def left(self, kernel: str, use: str = "") -> int:
-        """Calls that it left to what it overrides."""
+        """Return the number of calls that the kernel set of :meth:`judged` left to the overridden method."""
         return self._count(kernel, use, own=False)
 
     def _count(self, kernel: str, use: str, *, own: bool) -> int:
@@ -86,13 +89,13 @@ class Observed:
         )
 
     def shapes(self, kernel: str) -> str:
-        """The shapes that were left to others, for a message."""
+        """Return up to four shapes of calls that were left to the overridden method, for a message."""
         found = {call.shape for call in self.calls.counts if call.kernel == kernel and not call.own}
         return "; ".join(sorted(found)[:4])
 
 
 def modes_of(backend: Backend) -> tuple[str, ...]:
-    """The step modes that the backend's policy allows; ``graphs`` is staged mode whose stages are replayed from graphs."""
+    """Return the engine modes that the backend's policy allows. ``graphs``: staged mode, replayed from graphs."""
     sync, has = backend.speculative_sync, backend.capabilities
     rebinds = not sync.exact_host_lengths or (sync.rebind_params and has.updates_graph_params)
     runs = {
@@ -104,9 +107,9 @@ def modes_of(backend: Backend) -> tuple[str, ...]:
 
 
 def observe(kit: Kit) -> Observed:
-    """Run the engine in every declared mode, plainly and with a draft, and each kernel's cases; count who answers.
+    """Run engines in every declared mode, with and without a draft, and each kernel's cases, and count their kernel calls.
 
-    What they compute is judged by other tests.
+    Other tests check the results. The kit keeps the counts for later tests of the session.
     """
     if kit.observed is None:
         backend = kit.open()
@@ -182,7 +185,7 @@ def _dtypes(backend: Backend) -> list[torch.dtype]:
 
 @contextmanager
 def _named(backend: Backend, calls: KernelCalls) -> Generator[None]:
-    """Calls that the engine's stages make are counted for what the stage does."""
+    """Count the kernel calls of each engine stage under the purpose of the stage."""
 
     def naming(kind: type, method: str, use: Callable[[Any], str]) -> Any:
         own = getattr(kind, method)

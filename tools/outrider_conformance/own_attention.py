@@ -1,4 +1,4 @@
-"""Attention as the engine asks for it: pages and dtypes that it prefers, host lengths where its policy wants any."""
+"""Check attention as the engine calls it: with the preferred page size and dtypes, and with host lengths if needed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from outrider.device import (
     QuantizedWeight,
     Stream,
 )
+from outrider_conformance.case import attention_metadata, in_float64, largest_error
 from outrider_conformance.counting import KernelCalls, calls_of, layers_of
 from outrider_conformance.lab import Lab
 from outrider_conformance.verdict import not_applicable
@@ -27,27 +28,29 @@ _HEADS, _KV_HEADS, _SIZE = 4, 2, 64
 _SCALE = 0.125
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _LENGTHS = "lengths"
-_JOINED = ("attention_norm_linear_quantized", "attention_norm_linear_silu_mul_quantized")
-"""Kernels that are one call with attention."""
+_FUSED = ("attention_norm_linear_quantized", "attention_norm_linear_silu_mul_quantized")
+"""Kernels that compute attention and the following product in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``new`` tokens of each sequence. ``context``: tokens cached before, in pages, so that any page size has its ends."""
+    """The lengths of a batch of sequences, and the kind of its attention."""
 
     new: tuple[int, ...]
+    """New tokens of each sequence."""
     context: tuple[float, ...]
+    """Cached tokens of each sequence before the new ones, in pages: lengths lie around a page's end for any page size."""
     tree: bool = False
     window: int = 0
     padding: int = 0
 
     @property
     def uniform(self) -> bool:
-        """As the engine knows it: the sequences are of one length, and there is no padding."""
+        """True if all sequences have the same number of new tokens, without padding."""
         return len(set(self.new)) == 1 and not self.padding
 
     def lengths(self, page_size: int) -> list[int]:
-        """Cached tokens, the new ones included."""
+        """Return the cached tokens of each sequence, including the new ones."""
         return [n + int(c * page_size) for n, c in zip(self.new, self.context, strict=True)]
 
 
@@ -64,7 +67,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 
 
 class OwnBatch:
-    """Operands of a shape: keys and values behind each sequence, and in page 0, are NaN."""
+    """Operands of a shape. Keys and values after the end of each sequence, and in page 0, are NaN."""
 
     def __init__(self, backend: Backend, shape: Shape, dtype: torch.dtype, *, room: int = 0) -> None:
         self.backend, self.shape, self.dtype = backend, shape, dtype
@@ -96,48 +99,36 @@ class OwnBatch:
             self.host["tree_mask"] = branches.repeat(len(lengths), 1)
 
     def upload(self, stream: Stream) -> dict[str, Tensor]:
-        """On the device."""
-        with self.backend.on(stream):
-            made = {name: tensor.to(self.backend.device, copy=True) for name, tensor in self.host.items()}
-        stream.synchronize()
-        return made
+        """Copy all operands to the device on ``stream``, and wait for the copies."""
+        return Lab(self.backend).upload(stream, self.host)
 
     def metadata(self, o: Mapping[str, Tensor], exact: HostParam | None) -> AttentionMetadata:
-        """Of this batch."""
-        return AttentionMetadata(
-            query_start=o["query_start"],
-            seq_lens=o["seq_lens"],
-            block_table=o["block_table"],
-            max_query=max(self.shape.new),
-            max_kv=o["block_table"].shape[1] * self.page_size,
-            tree_mask=o.get("tree_mask"),
-            uniform=self.shape.uniform,
-            seq_lens_host=exact,
-        )
+        """Return the metadata of this batch, with the host lengths ``exact`` if given."""
+        max_kv = o["block_table"].shape[1] * self.page_size
+        host = {"tree_mask": o.get("tree_mask"), "uniform": self.shape.uniform, "seq_lens_host": exact}
+        return attention_metadata(o, max_query=max(self.shape.new), max_kv=max_kv, **host)
 
     def attend(self, kernels: KernelSet, o: Mapping[str, Tensor], exact: HostParam | None) -> Tensor:
-        """What the engine would call."""
+        """Call attention as the engine does, and return the rows without padding."""
         operands = o["q"], o["k_cache"], o["v_cache"], self.metadata(o, exact)
         out = kernels.paged_attention(*operands, scale=_SCALE, window=self.shape.window)
         return out[: sum(self.shape.new)]
 
     def check(self, found: Tensor, lengths: list[int], how: str) -> None:
-        """Against the reference on the host, in float64."""
-        wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in self.host.items()}
-        wide["seq_lens"] = torch.tensor(lengths, dtype=torch.int32)
-        wanted = self.attend(KernelSet(), wide, None)
-        off = float((found.cpu().double() - wanted).abs().nan_to_num(nan=float("inf")).max())
+        """Compare ``found`` with the reference on the host, which computes in float64."""
+        wide = {**in_float64(self.host), "seq_lens": torch.tensor(lengths, dtype=torch.int32)}
+        off = largest_error(found, self.attend(KernelSet(), wide, None))
         assert off <= _TOLERANCE[self.dtype], f"attention in {self.dtype}, pages of {self.page_size}, {how}: off by {off:.3g}"
 
 
 def dtypes_of(backend: Backend) -> tuple[torch.dtype, ...]:
-    """Those that the backend's own kernels are for; else all that it declares."""
+    """Return the preferred dtypes of the backend, or all declared dtypes if it prefers none."""
     has = backend.capabilities
     return has.preferred_dtypes or tuple(sorted(has.dtypes, key=str))
 
 
 def check_called(lab: Lab, shape: Shape) -> None:
-    """Called behind a busy stream, in each of these dtypes."""
+    """Check attention that is enqueued after slow work, in each dtype of :func:`dtypes_of`."""
     (stream,) = lab.streams("s")
     backend = lab.backend
     for dtype in dtypes_of(backend):
@@ -154,7 +145,7 @@ def check_called(lab: Lab, shape: Shape) -> None:
 
 
 def check_in_graph(lab: Lab, shape: Shape) -> None:
-    """Captured once, replayed for other lengths; what the host says of them is rebound."""
+    """Capture attention once, replay it for other lengths, and rebind the host lengths before each replay."""
     (stream,) = lab.streams("s")
     backend = lab.backend
     dtype = dtypes_of(backend)[0]
@@ -185,8 +176,10 @@ def check_in_graph(lab: Lab, shape: Shape) -> None:
 
 
 def check_joined(lab: Lab, shape: Shape) -> None:
-    """Asked for by a layer with quantised weights, in one call with what follows attention, up to gate and up or with their
-    activation. Numbers are judged elsewhere.
+    """Check that a layer with quantised weights uses the backend's own attention in its fused calls.
+
+    The fused calls compute attention, the output projection, and gate and up, with and without the activation. Other tests
+    check the numbers.
     """
     (stream,) = lab.streams("s")
     backend = lab.backend
@@ -210,28 +203,28 @@ def check_joined(lab: Lab, shape: Shape) -> None:
         norm = torch.ones(hidden, dtype=dtype, device=backend.device)
         both = _ones(formats[0], hidden, backend.device, rows=2 * hidden)
         attended = made["q"], made["k_cache"], made["v_cache"], batch.metadata(made, exact), weight, None
-        behind = residual, norm, 1e-5, both, None
-        for name, more in zip(_JOINED, ((), (weight, None)), strict=True):
-            before = _asked(calls, own)
-            getattr(kernels, name)(*attended, *behind, *more, scale=_SCALE, window=shape.window)
-            assert _asked(calls, own) > before, (
-                f"{own!r} has attention of its own, and wasn't asked for that of a layer with quantised weights: "
-                f"{name} of the kernels around it, or beneath, attended instead"
+        following = residual, norm, 1e-5, both, None
+        for name, more in zip(_FUSED, ((), (weight, None)), strict=True):
+            before = _attention_calls(calls, own)
+            getattr(kernels, name)(*attended, *following, *more, scale=_SCALE, window=shape.window)
+            assert _attention_calls(calls, own) > before, (
+                f"{own!r} has attention of its own, and a layer with quantised weights didn't call it: "
+                f"{name} of an outer or inner kernel set computed attention instead"
             )
     stream.synchronize()
 
 
-def _asked(calls: KernelCalls, kernels: str) -> int:
-    """Calls of attention that came to these kernels, by itself or in one with what follows, which they computed."""
+def _attention_calls(calls: KernelCalls, kernels: str) -> int:
+    """Return the number of attention calls of these kernels: plain calls, and fused calls that they computed themselves."""
     return sum(
         count
         for call, count in calls.counts.items()
-        if call.kernels == kernels and (call.kernel == "paged_attention" or (call.own and call.kernel in _JOINED))
+        if call.kernels == kernels and (call.kernel == "paged_attention" or (call.own and call.kernel in _FUSED))
     )
 
 
 def _ones(format: str, size: int, device: torch.device, *, rows: int = 0) -> QuantizedWeight:
-    """A weight of small numbers, a scale a row; square where no ``rows`` are given."""
+    """Return a weight of equal small numbers with one scale per row. It is square unless ``rows`` is given."""
     rows = rows or size
     data = torch.ones(rows, size // (2 if format == "int4" else 1), device=device).to(QUANTIZED_FORMATS[format])
     scales = torch.full((rows, 1), 1 / size, device=device)
@@ -239,7 +232,7 @@ def _ones(format: str, size: int, device: torch.device, *, rows: int = 0) -> Qua
 
 
 def _check_own(backend: Backend) -> None:
-    """Nothing was left to others by the kernel set whose attention this is, unless it has no path of its own."""
+    """Fail if the kernel set that overrides attention left calls to the overridden method, and has a path that never ran."""
     calls = calls_of(backend.kernels_in_use)
     for layer in layers_of(backend.kernels_in_use):
         if "paged_attention" not in calls.overridden[layer.name]:

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page, and the badge."""
+"""Render a report as one self-contained HTML page, and as a badge."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ summary .tag { margin-right: .5rem; } details p { margin: .4rem 0 .4rem 1rem; } 
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Return the HTML page of a report."""
     backend, tier = report["backend"], report["tier"]
     title = f"Conformance of {backend['name']}"
     reached, asked = report["reached"], report["level"]
     lead = (
-        f"Every level that was asked for is passed: L0 to {asked}."
+        f"All requested levels are passed: L0 to {asked}."
         if reached == asked
-        else f"{f'Passed up to {reached}' if reached else 'No level is passed'}; the levels up to {asked} were asked for."
+        else f"{f'Passed up to {reached}' if reached else 'No level is passed'}; the levels up to {asked} were requested."
     )
     colour = _COLOURS["passed" if _all_passed(reached, asked) else "failed"]
-    # A simulated device says so in its name already.
+    # The name of a simulated device says that it is simulated.
     known = tier["device"].startswith(tier["kind"])
     device = tier["device"] if known else f"{tier['kind']}: {tier['device']}" if tier["device"] else tier["kind"]
     declared = report["capabilities"] or {}
@@ -83,8 +83,8 @@ def page(report: Mapping[str, Any]) -> str:
 <pre>{escape(report["command"])}</pre>
 <div class="scroll"><table>{"".join(_row(key, value) for key, value in _facts(report))}</table></div>
 <h2>What the backend declares</h2>
-<p class="dim">A level is passed over these abilities: what isn't declared isn't claimed, and what works without being
-declared is a failure.</p>
+<p class="dim">The levels test these abilities. An ability that isn't declared isn't claimed, and one that works
+without being declared is a failure.</p>
 <ul class="abilities">{abilities}</ul>
 <div class="scroll"><table>{others}</table></div>
 {_kernels(report)}
@@ -95,14 +95,14 @@ declared is a failure.</p>
 {"".join(map(_test, report["tests"]))}
 <h2>Check this report</h2>
 <p>Its data is <code>report.json</code>. <code>outrider conform --verify report.json</code> computes the seal again and
-checks that the results follow from the tests. The seal shows that nothing was changed since; it doesn't say who ran it.</p>
+checks that the results follow from the tests. The seal shows that the report is unchanged; it doesn't say who made it.</p>
 <pre>{escape(report["seal"])}</pre>
 </html>
 """
 
 
 def badge(report: Mapping[str, Any]) -> str:
-    """A small SVG: the level reached, in a colour that says how."""
+    """Return a small SVG with the level that was reached, coloured by the result."""
     reached = report["reached"]
     results = {level["result"] for level in report["levels"].values()}
     text = f"{reached} {report['tier']['kind']}" if reached else "not passed"
@@ -176,13 +176,13 @@ def _figures(report: Mapping[str, Any]) -> str:
         for name, value, unit in report["figures"]
     )
     return (
-        "<h2>Figures</h2><p class='dim'>Measured in this run, reported and not judged.</p>"
+        "<h2>Figures</h2><p class='dim'>Measured in this run. No figure passes or fails a backend.</p>"
         f"<div class='scroll'><table>{rows}</table></div>"
     )
 
 
 def _kernels(report: Mapping[str, Any]) -> str:
-    """Who computed: a row for each kernel, kernel set and use."""
+    """Return the table of kernel calls, with one row for each kernel, kernel set and use."""
     found: dict[tuple[str, str, str], dict[bool, Mapping[str, int]]] = {}
     for row in report.get("kernel_calls", ()):
         found.setdefault((row["kernel"], row["kernels"], row["use"]), {})[row["own"]] = row["shapes"]
@@ -195,9 +195,10 @@ def _kernels(report: Mapping[str, Any]) -> str:
         for (kernel, kernels, use), answers in sorted(found.items())
     )
     return (
-        "<h2>Who computed</h2><p class='dim'>Calls of each kernel that the kernel set computed itself, and those that it "
-        "left to what it overrides or doesn't override at all (the references). A call in a graph is counted when it's "
-        "captured.</p><div class='scroll'><table><tr><th>kernel<th>kernel set<th>for<th>own<th>left<th>operands</tr>"
+        "<h2>Kernels that answered</h2><p class='dim'>Calls of each kernel that the kernel set computed itself, and calls "
+        "that it left to the method that it overrides, or doesn't override (the references). A call in a graph is counted "
+        "when it's captured.</p><div class='scroll'><table>"
+        "<tr><th>kernel<th>kernel set<th>for<th>own<th>left<th>operands</tr>"
         f"{rows}</table></div>"
     )
 

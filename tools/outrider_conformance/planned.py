@@ -1,4 +1,4 @@
-"""Attention that was planned against the reference, also when its plan is renewed, called and in a graph."""
+"""Check planned attention against the reference: with a new plan, with a renewed plan, and in a graph."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, AttentionShape, CaptureContext, HostParam, KernelSet, Stream
+from outrider_conformance.case import attention_metadata, in_float64, largest_error
 from outrider_conformance.lab import Lab
 
 _HEADS, _KV_HEADS, _SIZE, _PAGE, _PAGES = 4, 2, 64, 16, 5
 _SCALE = 0.125
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 _LENGTHS = ((17, 40, 3), (61, 5, 16))
-"""Cached tokens before the new ones, of one batch and of the next."""
+"""Cached tokens of each sequence before the new ones, for two batches in turn."""
 
 
 class PlannedBatch:
-    """Three sequences on the device: what a batch has of its own is written anew for each."""
+    """Operands of three sequences on the device. Each batch writes its own lengths into them."""
 
     def __init__(self, lab: Lab, stream: Stream, new: Sequence[int], *, window: int = 0) -> None:
         self.lab, self.stream, self.new, self.window = lab, stream, tuple(new), window
@@ -40,26 +41,21 @@ class PlannedBatch:
             "seq_lens": torch.ones(count, dtype=torch.int32),
             "block_table": (torch.randperm(pages - 1, generator=draw) + 1).view(count, _PAGES).to(torch.int32),
         }
-        with lab.backend.on(stream):
-            self.made = {name: tensor.to(lab.backend.device, copy=True) for name, tensor in self.host.items()}
-        stream.synchronize()
+        self.made = lab.upload(stream, self.host)
         self.plan: object | None = None
 
     def metadata(self, context: Sequence[int], tensors: dict[str, Tensor]) -> AttentionMetadata:
-        """The batch with these lengths."""
-        return AttentionMetadata(
-            query_start=tensors["query_start"],
-            seq_lens=tensors["seq_lens"],
-            block_table=tensors["block_table"],
-            max_query=max(self.new),
-            max_kv=_PAGES * _PAGE,
-            uniform=len(set(self.new)) == 1,
-            seq_lens_host=HostParam("lengths", [n + c for n, c in zip(self.new, context, strict=True)]),
-            host_query_start=self.starts,
-        )
+        """Return the metadata of the batch with these cached tokens per sequence."""
+        host = {"seq_lens_host": HostParam("lengths", self.lengths(context)), "host_query_start": self.starts}
+        uniform = len(set(self.new)) == 1
+        return attention_metadata(tensors, max_query=max(self.new), max_kv=_PAGES * _PAGE, uniform=uniform, **host)
+
+    def lengths(self, context: Sequence[int]) -> list[int]:
+        """Return the length of each sequence, including its new tokens."""
+        return [n + c for n, c in zip(self.new, context, strict=True)]
 
     def planned(self, context: Sequence[int]) -> AttentionMetadata:
-        """Write these lengths and plan for them, or renew the plan."""
+        """Write these lengths to the device, and plan for them or renew the existing plan."""
         backend, stream = self.lab.backend, self.stream
         shape = AttentionShape(
             heads=_HEADS,
@@ -80,22 +76,20 @@ class PlannedBatch:
         return planned
 
     def attend(self, kernels: KernelSet, tensors: dict[str, Tensor], metadata: AttentionMetadata) -> Tensor:
-        """Attention of the batch."""
+        """Compute attention of the batch with ``kernels``."""
         return kernels.paged_attention(
             tensors["q"], tensors["k_cache"], tensors["v_cache"], metadata, scale=_SCALE, window=self.window
         )
 
     def check(self, found: Tensor, context: Sequence[int], how: str) -> None:
-        """Against the reference on the host, in float64."""
-        host = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in self.host.items()}
-        host["seq_lens"] = torch.tensor([n + c for n, c in zip(self.new, context, strict=True)], dtype=torch.int32)
-        wanted = self.attend(KernelSet(), host, self.metadata(context, host))
-        off = float((found.cpu().double() - wanted).abs().nan_to_num(nan=float("inf")).max())
+        """Compare ``found`` with the reference on the host, which computes in float64."""
+        host = {**in_float64(self.host), "seq_lens": torch.tensor(self.lengths(context), dtype=torch.int32)}
+        off = largest_error(found, self.attend(KernelSet(), host, self.metadata(context, host)))
         assert off <= _TOLERANCE[self.dtype], f"planned attention in {self.dtype}, {how}: off by {off:.3g}"
 
 
 def check_renewed(lab: Lab, new: Sequence[int], window: int) -> None:
-    """One plan, for one batch and then for one with other lengths."""
+    """Use one plan for a batch, renew it for a batch with other lengths, and renew it back."""
     (stream,) = lab.streams("s")
     batch = PlannedBatch(lab, stream, new, window=window)
     for number, context in enumerate((*_LENGTHS, _LENGTHS[0])):
@@ -107,7 +101,7 @@ def check_renewed(lab: Lab, new: Sequence[int], window: int) -> None:
 
 
 def check_in_graph(lab: Lab) -> None:
-    """Captured once, replayed for two batches whose plans were made in the place of the first."""
+    """Capture attention once, and replay it for two batches whose plans replaced the captured plan in place."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     batch = PlannedBatch(lab, stream, (4, 4, 4))
@@ -129,7 +123,7 @@ def check_in_graph(lab: Lab) -> None:
 
 
 def check_unplanned(lab: Lab) -> None:
-    """Without shapes the metadata comes back without a plan that anything would need."""
+    """Plan without shapes: attention must work with the metadata that comes back."""
     (stream,) = lab.streams("s")
     batch = PlannedBatch(lab, stream, (1, 1, 1))
     with lab.backend.on(stream):

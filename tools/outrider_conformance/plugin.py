@@ -1,7 +1,6 @@
-"""The pytest plugin: options, fixtures, which tests belong to a run, and how each is judged.
+"""The pytest plugin of the kit: options, fixtures, the selection of tests, and the verdict of each test.
 
-Load it by name (``-p outrider_conformance.plugin``); it has no entry point of pytest's, so that it never joins a run that
-didn't ask for it.
+Load it by name (``-p outrider_conformance.plugin``). It has no pytest entry point, so other test runs never load it.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
     from outrider_conformance.observed import Observed
     from outrider_conformance.ranks import RankRunner
 
-TIMEOUT = 120.0
-COUNTED = 4
-"""The first level whose tests call kernels."""
+TIMEOUT_S = 120.0
+FIRST_KERNEL_LEVEL = 4
+"""The first level whose kernel calls are counted."""
 DRAWS = 6
 WAIVERS = pytest.StashKey[Sequence[Waiver]]()
 RECORDER = pytest.StashKey[Recorder]()
@@ -40,7 +39,7 @@ _CLOCK = "outrider-conformance-clock"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The kit's options."""
+    """Add the options of the kit to pytest's command line."""
     group = parser.getgroup("outrider conformance")
     group.addoption("--backend", metavar="NAME", help="backend under test, as in NAME, NAME:1 or NAME:key=value")
     group.addoption(
@@ -51,31 +50,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--report", metavar="DIR", help="write report.json, report.xml, report.html and badge.svg there")
     group.addoption("--waivers", metavar="FILE", help="TOML file of known failures, each with a reason, a link and a date")
-    group.addoption("--kit-timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="limit for one test of the kit")
+    group.addoption("--kit-timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="limit for one test of the kit")
     group.addoption(
         "--programs",
         type=int,
         default=DEFAULT_PROGRAMS,
         metavar="N",
-        help="random programs over the interface, in all (default: %(default)s); 0 leaves them out, so nothing is passed",
+        help="total number of random programs (default: %(default)s); 0 skips them, so that no level is passed",
     )
-    group.addoption("--kit-seed", type=int, default=0, metavar="N", help="what operands and programs are drawn from")
+    group.addoption("--kit-seed", type=int, default=0, metavar="N", help="random seed of operands and programs")
     group.addoption(
-        "--kit-draws", type=int, default=DRAWS, metavar="N", help="draws for each kernel and dtype, beside the fixed ones"
+        "--kit-draws",
+        type=int,
+        default=DRAWS,
+        metavar="N",
+        help="random operand sets for each kernel and dtype, in addition to the fixed ones",
     )
-    group.addoption("--kit-test", action="append", default=[], metavar="ID", help="run this test alone; may be repeated")
-    group.addoption("--kit-command", metavar="TEXT", help="the command line that the report names, if not pytest's own")
+    group.addoption("--kit-test", action="append", default=[], metavar="ID", help="run only this test; may be repeated")
+    group.addoption("--kit-command", metavar="TEXT", help="command line that the report names (default: pytest's own)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read the options; a mistake in them is a usage error, not a failed test."""
+    """Read the options, and register the clock and the recorder. A wrong option is a usage error."""
     config.addinivalue_line("markers", "promise(member, words): the promise of the backend interface that the test checks")
     config.addinivalue_line("markers", "needs(*abilities): declared abilities that the test is about")
     try:
         if KIT not in config.stash:
             name = config.getoption("--backend")
             if name is None:
-                return  # loaded, but not asked for anything: a run of other tests
+                return  # a run of other tests
             config.stash[KIT] = Kit(name)
         parse_level(config.getoption("--level"))
         path = config.getoption("--waivers")
@@ -89,29 +92,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the levels that were asked for, in order."""
-    ours = [(item, level) for item in items if (level := level_of(item.path)) is not None]
-    if not ours:
+    """Keep the tests of the requested levels, ordered by level."""
+    suite = [(item, level) for item in items if (level := level_of(item.path)) is not None]
+    if not suite:
         return
     if KIT not in config.stash:
         raise pytest.UsageError("the conformance suite needs --backend NAME; `outrider backends` lists what is installed")
     limit = parse_level(config.getoption("--level"))
     others = [item for item in items if level_of(item.path) is None]
-    kept = sorted((pair for pair in ours if pair[1] <= limit), key=lambda pair: pair[1])
+    kept = sorted((pair for pair in suite if pair[1] <= limit), key=lambda pair: pair[1])
     items[:] = [*others, *(item for item, _ in kept)]
     config.stash[RECORDER].requested(test_id(item) for item, _ in kept)
     chosen = set(config.getoption("--kit-test"))
     if chosen:
         absent = sorted(chosen - {test_id(item) for item, _ in kept})
         if absent:
-            raise pytest.UsageError(f"no test is called {', '.join(absent)} at these levels; a report has the ids")
+            raise pytest.UsageError(f"no test has the id {', '.join(absent)} at these levels; report.json lists the ids")
         left = [item for item, _ in kept if test_id(item) not in chosen]
         config.hook.pytest_deselected(items=left)
         items[:] = [*others, *(item for item, _ in kept if test_id(item) in chosen)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What the suite has imported stays: no later collection of garbage looks through it again, the last ones included."""
+    """Exclude the imported modules from garbage collection, which becomes faster, also at the end of the process."""
     if KIT in session.config.stash:
         gc.freeze()
 
@@ -120,7 +123,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Judge the outcome: what may be skipped, what is waived, and waived tests that passed."""
+    """Set the verdict of a test by the kit's rules for skips and waivers."""
     report = yield
     if level_of(item.path) is not None and KIT in item.config.stash:
         today = datetime.datetime.now(datetime.UTC).date()
@@ -129,7 +132,7 @@ def pytest_runtest_makereport(
 
 
 def _alone(item: pytest.Item) -> str:
-    """The command that runs a test by itself, drawing what this run drew."""
+    """Return the command that runs one test by itself, with the seed and number of programs of this run."""
     command = ["outrider", "conform", "--backend", str(item.config.stash[KIT].spec), "--test", test_id(item)]
     for option, name, default in (("--programs", "--programs", DEFAULT_PROGRAMS), ("--kit-seed", "--seed", 0)):
         if (value := item.config.getoption(option)) != default:
@@ -138,7 +141,7 @@ def _alone(item: pytest.Item) -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test about abilities that the backend doesn't declare, and say so."""
+    """Skip a test whose abilities the backend doesn't declare, with a reason that names them."""
     if level_of(item.path) is None:
         return
     abilities = mark_of(item, "needs")
@@ -151,7 +154,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def undeclared(abilities: list[object]) -> None:
-    """Skip: the test is about abilities that the backend doesn't declare."""
+    """Skip the running test because the backend doesn't declare these abilities."""
     pytest.skip(f"not declared: {', '.join(map(str, abilities))}")
 
 
@@ -160,7 +163,7 @@ def undeclared(abilities: list[object]) -> None:
 
 @pytest.fixture(scope="session")
 def kit(pytestconfig: pytest.Config) -> Kit:
-    """The backend under test, and where it's looked up."""
+    """Return the backend under test with its registry."""
     if KIT not in pytestconfig.stash:
         raise pytest.UsageError("the conformance suite needs --backend NAME")
     return pytestconfig.stash[KIT]
@@ -168,15 +171,15 @@ def kit(pytestconfig: pytest.Config) -> Kit:
 
 @pytest.fixture
 def info(kit: Kit) -> BackendInfo:
-    """What the plugin says about itself."""
+    """Return the plugin's description of itself."""
     return kit.info
 
 
 @pytest.fixture
 def backend(kit: Kit, request: pytest.FixtureRequest) -> Generator[Backend]:
-    """A new backend; drained after the test, whether it passed or failed. From L4 on, calls of its kernels are counted."""
+    """Yield a new backend, and drain it after the test. From L4 on, the calls of its kernels are counted."""
     backend = kit.open()
-    if (level_of(request.path) or 0) < COUNTED:
+    if (level_of(request.path) or 0) < FIRST_KERNEL_LEVEL:
         yield backend
         backend.synchronize()
         return
@@ -188,8 +191,8 @@ def backend(kit: Kit, request: pytest.FixtureRequest) -> Generator[Backend]:
 
 @pytest.fixture
 def observed(kit: Kit, request: pytest.FixtureRequest) -> Observed:
-    """Who answers the engine's calls of kernels. The first test of a process that asks for it runs the engines."""
-    from outrider_conformance.observed import observe  # the engine: the levels below need the backend interface alone
+    """Return which kernels answer the engine's calls. The first test of a process that uses it runs the engines."""
+    from outrider_conformance.observed import observe  # imports the engine, which the levels below L4 don't need
 
     first = kit.observed is None
     found = observe(kit)
@@ -200,14 +203,14 @@ def observed(kit: Kit, request: pytest.FixtureRequest) -> Observed:
 
 @pytest.fixture
 def lab(kit: Kit, backend: Backend, pytestconfig: pytest.Config) -> Lab:
-    """The new backend with the means to provoke orders on it."""
+    """Return the new backend with the means to run programs in many orders."""
     seed, draws = (pytestconfig.getoption(name) for name in ("--kit-seed", "--kit-draws"))
     return Lab(backend, kit.pace, seed=seed, draws=draws)
 
 
 @pytest.fixture(scope="session")
 def ranks(kit: Kit) -> Generator[RankRunner]:
-    """Runs a program on several ranks, each with a device of its own."""
+    """Yield a runner of programs on several ranks, each with a device of its own."""
     from outrider_conformance.ranks import RankRunner
 
     runner = RankRunner(kit)
@@ -217,7 +220,7 @@ def ranks(kit: Kit) -> Generator[RankRunner]:
 
 @pytest.fixture
 def random_programs(kit: Kit, pytestconfig: pytest.Config) -> Callable[[str], None]:
-    """Try this backend's share of random programs of a family: ``random_programs("copies")``."""
+    """Return a function that tries the random programs of a family: ``random_programs("copies")``."""
     from outrider_conformance.programs.trial import convict, share
 
     clock = pytestconfig.pluginmanager.get_plugin(_CLOCK)
@@ -240,7 +243,7 @@ def random_programs(kit: Kit, pytestconfig: pytest.Config) -> Callable[[str], No
 
 @pytest.fixture
 def figure(record_property: Callable[[str, object], None]) -> Callable[[str, float, str], None]:
-    """Report a measured figure: ``figure("launch cost", 4.2, "µs")``."""
+    """Return a function that reports a measured figure: ``figure("launch cost", 4.2, "µs")``."""
 
     def note(name: str, value: float, unit: str) -> None:
         record_property("figure", [name, float(value), unit])

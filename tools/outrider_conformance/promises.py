@@ -1,4 +1,4 @@
-"""Which promise of the interface a test holds a backend to, in the words of the interface's own docstrings."""
+"""Mark a test with the promise that it checks, quoted from the docstrings of the backend interface."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 def promise(member: str, words: str) -> Callable[[_Test], _Test]:
     """Mark a test with the promise that it checks.
 
-    ``member`` is a name of ``outrider.device`` (``Stream.wait``), ``words`` a passage of its docstring. A test of the
-    kit's own compares the two, so that a report never quotes what the backend interface doesn't say.
+    ``member`` is a name of ``outrider.device`` (``Stream.wait``). ``words`` is a passage of its docstring. A test of the kit
+    compares the two, so that a report quotes only words of the backend interface.
     """
 
     def mark(test: _Test) -> _Test:
@@ -27,7 +27,7 @@ def promise(member: str, words: str) -> Callable[[_Test], _Test]:
 
 
 def needs(*abilities: str) -> Callable[[_Test], _Test]:
-    """Mark a test as being about declared abilities: where they're declared it may not be skipped."""
+    """Mark a test with the abilities that it needs. A backend that declares them may not skip the test."""
 
     def mark(test: _Test) -> _Test:
         return pytest.mark.needs(*abilities)(test)  # type: ignore[no-any-return]
@@ -36,7 +36,7 @@ def needs(*abilities: str) -> Callable[[_Test], _Test]:
 
 
 def docstring(member: str) -> str:
-    """The docstring of a name of the backend interface, in one line. A field's is the string that follows it."""
+    """Return the docstring of a member of the backend interface on one line. A field's docstring is the string after it."""
     owner, _, attribute = member.partition(".")
     thing: Any = getattr(outrider.device, owner)
     if attribute and not callable(inspect.getattr_static(thing, attribute, None)):

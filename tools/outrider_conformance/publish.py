@@ -1,4 +1,4 @@
-"""A report as files: JSON for programs, JUnit for CI, a page for people, a badge."""
+"""Write a report as files: JSON, JUnit XML, an HTML page and a badge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILES = ("report.json", "report.xml", "report.html", "badge.svg")
 
 
 def publish(report: Mapping[str, Any], directory: Path) -> None:
-    """Write the four files."""
+    """Write the four files of :data:`FILES` to ``directory``, which is created if it doesn't exist."""
     directory.mkdir(parents=True, exist_ok=True)
     texts = (json.dumps(report, indent=1, ensure_ascii=False) + "\n", junit(report), page(report), badge(report))
     for name, text in zip(FILES, texts, strict=True):
@@ -23,7 +23,7 @@ def publish(report: Mapping[str, Any], directory: Path) -> None:
 
 
 def junit(report: Mapping[str, Any]) -> str:
-    """JUnit XML: a suite for each level."""
+    """Return JUnit XML with one test suite per level."""
     root = ElementTree.Element("testsuites", name=f"outrider conformance: {report['backend']['spec']}")
     for level in report["levels"]:
         tests = [test for test in report["tests"] if f"L{test['level']}" == level]
@@ -54,5 +54,5 @@ def _line(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """XML has no way to write most control characters."""
+    """Replace control characters, most of which XML can't represent."""
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

@@ -1,4 +1,4 @@
-"""Programs for two ranks about what goes wrong, what tools are told, fused kernels, and memory that ranks share."""
+"""Programs for two ranks: misuse, failing peers, reports to observers, fused kernels, and memory that ranks share."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from outrider_conformance.lab import expect
 from outrider_conformance.rank_programs import placed
 from outrider_conformance.ranks import Rank
 
-_WAIT_S = 20.0
+_MAX_OVERRUN_S = 20.0
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def misuse(rank: Rank) -> None:
-    """Wrong operands raise before anything is enqueued: the other rank, which does the same, isn't waited for."""
+    """Check that wrong operands raise before anything is enqueued. The other rank makes the same mistakes."""
     with closing(rank.group()) as group:
         stream = rank.stream()
 
@@ -47,14 +47,14 @@ def misuse(rank: Rank) -> None:
         wrong: dict[str, Callable[[], None]] = {
             "gathered into another shape": lambda: group.all_gather(empty(3, 4), x, stream=stream),
             "scattered into another shape": lambda: group.reduce_scatter(other, empty(2, 4), stream=stream),
-            "halves that aren't": lambda: group.all_to_all(other, other, stream=stream),
+            "a count that isn't a multiple of the group size": lambda: group.all_to_all(other, other, stream=stream),
             "two dtypes": lambda: group.all_gather(empty(2, 4, dtype=torch.int32), x, stream=stream),
-            "a sum of truths": lambda: group.all_reduce(empty(4, dtype=torch.bool), stream=stream),
-            "gaps": lambda: group.all_reduce(empty(4, 4)[:, ::2], stream=stream),
+            "a sum of booleans": lambda: group.all_reduce(empty(4, dtype=torch.bool), stream=stream),
+            "a strided tensor": lambda: group.all_reduce(empty(4, 4)[:, ::2], stream=stream),
             "no such root": lambda: group.broadcast(x, root=2, stream=stream),
             "a root before the first": lambda: group.broadcast(x, root=-1, stream=stream),
             "a message to itself": lambda: group.send(x, to=rank.index, stream=stream),
-            "a message from nobody": lambda: group.receive(x, source=5, stream=stream),
+            "a message from a rank outside the group": lambda: group.receive(x, source=5, stream=stream),
             "a tensor without memory": lambda: group.all_reduce(torch.zeros(4, device="meta"), stream=stream),
         }
         if rank.backend.device.type != "cpu":
@@ -69,8 +69,8 @@ def misuse(rank: Rank) -> None:
 
 
 def bad_groups(rank: Rank) -> None:
-    """Ranks that can't be a group are refused on the spot."""
-    for what, ranks in (("a stranger", (7, 8)), ("one rank twice", (rank.index, rank.index)), ("nobody", ())):
+    """Check that ranks that can't form a group are refused at once."""
+    for what, ranks in (("ranks without this one", (7, 8)), ("one rank twice", (rank.index, rank.index)), ("no ranks", ())):
         _raises(
             ConfigError,
             what,
@@ -88,8 +88,8 @@ def _raises(kind: type[Exception], what: str, call: Callable[[], object]) -> Non
     raise AssertionError(f"{what}: nothing was raised, expected {kind.__name__}")
 
 
-def nobody_comes(rank: Rank) -> None:
-    """A group of which one rank never comes isn't made, within the limit."""
+def peer_never_joins(rank: Rank) -> None:
+    """Check that creating a group fails within the limit if one rank never joins."""
     if rank.index == 1:
         return
     began = time.monotonic()
@@ -99,11 +99,13 @@ def nobody_comes(rank: Rank) -> None:
         expect((error.group, error.rank, error.kind, error.sequence), ("never", 0, "create_group", 0), "what the error says")
     else:
         raise AssertionError("a group was made without its second rank")
-    assert time.monotonic() - began < rank.timeout_s + _WAIT_S, "the limit was far exceeded"
+    assert time.monotonic() - began < rank.timeout_s + _MAX_OVERRUN_S, "the limit was far exceeded"
 
 
 def peer_dies(rank: Rank, how: str) -> None:
-    """The first call works; then rank 1 ``"closes"`` its group, ``"exits"`` its process, or ``"hangs"`` past the limit."""
+    """Check rank 0's second call after rank 1 ``"closes"`` its group, ``"exits"`` its process, or ``"hangs"`` past the
+    limit.
+    """
     lab = rank.lab
     group = rank.group()
     stream = rank.stream()
@@ -120,7 +122,7 @@ def peer_dies(rank: Rank, how: str) -> None:
     began = time.monotonic()
     try:
         group.all_reduce(x, stream=stream)
-        done = lab.record(stream, "behind").synchronize_within(rank.timeout_s)
+        done = lab.record(stream, "after the call").synchronize_within(rank.timeout_s)
     except CollectiveError as error:
         raised: CollectiveError | None = error
     else:
@@ -130,12 +132,12 @@ def peer_dies(rank: Rank, how: str) -> None:
     if raised is not None:
         found = (raised.group, raised.rank, raised.kind, raised.sequence)
         expect(found, (group.name, 0, "all_reduce", 2), "what the error says")
-        assert not raised.device_lost, "a peer that died doesn't take this device with it"
-        _raises(CollectiveError, "a call behind the failure", lambda: _waited(group, x, stream))
+        assert not raised.device_lost, "the error of a failed peer says that this device is lost"
+        _raises(CollectiveError, "a call after the failure", lambda: _waited(group, x, stream))
     else:
         assert rank.asynchronous, "the call came back without its peer, and nothing was raised"
         assert not done, "the stream went past a call that its peer never made"
-    assert time.monotonic() - began < 2 * rank.timeout_s + _WAIT_S, "the limit was far exceeded"
+    assert time.monotonic() - began < 2 * rank.timeout_s + _MAX_OVERRUN_S, "the limit was far exceeded"
     if not rank.asynchronous or rank.backend.control is not None:
         group.close()
 
@@ -146,7 +148,7 @@ def _waited(group: Group, x: Tensor, stream: Stream) -> None:
 
 
 def peer_is_late(rank: Rank) -> None:
-    """Late, but within the limit, is no error."""
+    """Check that a peer that is late within the limit causes no error."""
     lab = rank.lab
     with closing(rank.group()) as group:
         stream = rank.stream()
@@ -160,31 +162,31 @@ def peer_is_late(rank: Rank) -> None:
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
-class _Listening(Observer):
-    """What a tool is told of calls and decisions."""
+class _CallLog(Observer):
+    """An observer that records collective calls and decisions."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def collective(
         self, group: Group, call: Collective, stream: Stream, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]
     ) -> None:
-        """A call, with how many operands it reads and writes."""
+        """Record a call with the numbers of operands that it reads and writes."""
         peers = (call.reduction, call.root, call.peer)
-        self.heard.append((group.name, call.kind, call.sequence, call.count, peers, stream.name, len(reads), len(writes)))
+        self.calls.append((group.name, call.kind, call.sequence, call.count, peers, stream.name, len(reads), len(writes)))
 
     def decided(self, group: Group, name: str, value: Decision) -> None:
-        """A decision."""
-        self.heard.append((group.name, name, value))
+        """Record a decision of the group with its name and value."""
+        self.calls.append((group.name, name, value))
 
 
-def reported(rank: Rank) -> None:
-    """A tool hears of each call and decision, in their order, before the call waits for anybody."""
-    listening = _Listening()
+def calls_are_reported(rank: Rank) -> None:
+    """Check that an observer receives each call and decision in order, before the call waits for a peer."""
+    log = _CallLog()
     with closing(rank.group()) as group:
         stream = rank.stream()
         x, every = rank.lab.full(stream, 1), placed(rank, stream, torch.zeros(2, 64))
-        rank.backend.attach(listening)
+        rank.backend.attach(log)
         try:
             group.decide("bucket", 4)
             group.all_reduce(x, stream=stream, reduction=Reduction.MAX)
@@ -208,15 +210,15 @@ def reported(rank: Rank) -> None:
             ("all", "broadcast", 3, 64, (None, 0, None), stream.name, reads, writes),
             ("all", ("send", "receive")[rank.index], 1, 64, (None, None, 1 - rank.index), stream.name, reads, writes),
         ]
-        for found, expected in zip(listening.heard, wanted, strict=True):
-            expect(found, expected, "what a tool was told")
+        for found, expected in zip(log.calls, wanted, strict=True):
+            expect(found, expected, "a report to the observer")
 
 
 # -- kernels, and memory of the peers ----------------------------------------------------------------------------------
 
 
 def fused_norm(rank: Rank, dtype: str, shapes: list[list[int]]) -> list[float]:
-    """The backend's fused all-reduce and norm against the reference, again and again; returns each rank's own results."""
+    """Compare the fused all-reduce and norm with the reference, three calls per shape; return the rank's own results."""
     kind = getattr(torch, dtype)
     backend, kernels, reference = rank.backend, rank.backend.kernels_in_use, KernelSet()
     found: list[float] = []
@@ -258,7 +260,9 @@ def _near(found: Tensor, wanted: Tensor, kind: torch.dtype, what: str) -> None:
 
 
 def shared_memory(rank: Rank) -> bool:
-    """Each rank writes into every rank's buffer; each finds what the others wrote. False: not between these devices."""
+    """Check that each rank finds the values that the others wrote into its buffers. False if the devices have no peer
+    memory.
+    """
     lab = rank.lab
     with closing(rank.group()) as group:
         if not group.has_peer_memory:
@@ -267,7 +271,7 @@ def shared_memory(rank: Rank) -> bool:
         stream = rank.stream()
         first, second = (group.peer_buffers(name, (rank.size, 64), torch.float32) for name in ("first", "second"))
         for buffer in (*first, *second):
-            expect(lab.read(stream, buffer), 0.0, "a buffer that nobody has written to")
+            expect(lab.read(stream, buffer), 0.0, "a buffer before the first write")
         gate = lab.full(stream, 0)
         group.all_reduce(gate, stream=stream)
         for index, buffer in enumerate(first):

@@ -1,4 +1,4 @@
-"""Ranks as processes: each opens a device of its own, and does what it's told until it's ended."""
+"""Ranks as processes: each process opens its own device and runs tasks until it is killed."""
 
 from __future__ import annotations
 
@@ -23,34 +23,41 @@ _START_S = 120.0
 
 
 class RanksFailed(OutriderError):
-    """A rank failed, or wasn't done in time; the message says which, and how."""
+    """A rank failed or exceeded its time limit. The message names the rank and the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a task finds itself: ``rank`` of ``size``, with its device and a store that only this task's ranks use."""
+    """The surroundings of a task on one rank."""
 
     backend: Backend
+    """The rank's own device."""
     rank: int
     size: int
+    """Number of ranks."""
     store: Any
+    """A store that only the ranks of this task use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a task on one rank: ``value``, or ``error`` as text; ``ended``: the process is gone."""
+    """The result of a task on one rank."""
 
     value: Any = None
+    """The task's return value."""
     error: str = ""
+    """The error as text; empty if the task returned."""
     collective: tuple[str, int, int, str] | None = None
+    """Group, rank, sequence number and kind of a :class:`CollectiveError`."""
     ended: bool = False
+    """Whether the process has ended or must be killed."""
 
 
 class RankProcesses:
-    """``size`` processes; rank i opens device i of ``spec``. Leaving the scope ends them.
+    """``size`` processes, of which process i opens device i of ``spec``. Leaving the scope kills them.
 
-    A task is ``"module:function"``, called as ``function(place, **work)`` on every rank at once; what it's given and returns
-    is plain data. A process that died is started anew for the next task.
+    A task is ``"module:function"``, called as ``function(place, **work)`` on every rank concurrently. Arguments and results
+    are plain data. The next task starts a new process for each one that has died.
     """
 
     def __init__(self, spec: str, size: int) -> None:
@@ -69,7 +76,7 @@ class RankProcesses:
         self.end()
 
     def end(self) -> None:
-        """Kill what still runs."""
+        """Kill all running processes and close their pipes."""
         for rank, process in enumerate(self._ranks):
             if process is not None:
                 process[0].kill()
@@ -78,16 +85,18 @@ class RankProcesses:
                 self._ranks[rank] = None
 
     def run(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[Any]:
-        """Each rank's value. Raises :class:`RanksFailed` where a rank has none, after ``limit_s`` seconds at most."""
+        """Run a task and return each rank's value. Raises :class:`RanksFailed` if a rank fails or exceeds ``limit_s``
+        seconds.
+        """
         answers = self.answers(task, work, limit_s=limit_s)
         wrong = [(rank, answer) for rank, answer in enumerate(answers) if answer.error]
-        if wrong:  # all of them: that a rank waited in vain may come of what another one says
+        if wrong:  # the message names all failed ranks: one rank's timeout may follow from another rank's error
             self.end()
             raise RanksFailed("; ".join(f"rank {rank} of {self.size}: {answer.error}" for rank, answer in wrong))
         return [answer.value for answer in answers]
 
     def answers(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[Answer]:
-        """What came of it on each rank, where some may fail. A rank that isn't done in time is killed."""
+        """Run a task that may fail on some ranks, and return each rank's result. A rank beyond ``limit_s`` is killed."""
         started = [self._started(rank) for rank in range(self.size)]
         self._tasks += 1
         for _, pipe in started:
@@ -124,7 +133,7 @@ class RankProcesses:
 
 
 def on_device(spec: str, rank: int) -> str:
-    """``spec`` with the device of this rank: ``cuda`` → ``cuda:1``. A backend of one device gives it to every rank."""
+    """Return ``spec`` with this rank's device (``cuda`` becomes ``cuda:1``), unchanged for a backend with one device."""
     from outrider.registry import Registry
     from outrider.registry.backends import parse_spec
 
@@ -134,7 +143,7 @@ def on_device(spec: str, rank: int) -> str:
 
 
 def _serve(pipe: Connection, spec: str, rank: int, size: int, port: int) -> None:
-    """What a process does: one task after the other."""
+    """Run tasks from ``pipe`` until it is closed. The main function of a process."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     from outrider.registry import Registry

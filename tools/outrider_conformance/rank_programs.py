@@ -1,4 +1,4 @@
-"""Programs for two ranks or three: what each does with a group, and what it must see. Run by the suite's tests of L6."""
+"""Programs for two or three ranks of a group, with the checks of their results. The suite's L6 tests run them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from outrider.device import CapabilityError, Group, InterfaceError, Reduction, S
 from outrider_conformance.lab import expect
 from outrider_conformance.ranks import Rank
 
-_MODULUS = 7  # values stay whole numbers that every dtype holds, also added up
+_MODULUS = 7  # values and their sums stay integers that every dtype represents
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
-    """What a rank contributes: different on each, in each place."""
+    """Return a rank's input: integers that differ by rank and by position."""
     count = 1
     for each in shape:
         count *= each
@@ -26,14 +26,14 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0
 
 
 def same(found: Tensor, wanted: Tensor, what: str) -> None:
-    """Fail unless equal, bit for bit."""
+    """Fail unless the tensors are equal in every element."""
     if not torch.equal(found.cpu().to(torch.complex128), wanted.to(torch.complex128)):
         shown = [tensor.flatten()[:6].tolist() for tensor in (found.cpu(), wanted)]
         raise AssertionError(f"{what}: found {shown[0]} …, expected {shown[1]} …")
 
 
 def placed(rank: Rank, stream: Stream, tensor: Tensor) -> Tensor:
-    """The tensor on the rank's device, finished."""
+    """Return a complete copy of the tensor on the rank's device."""
     with rank.backend.on(stream):
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=rank.backend.device)
         made.copy_(tensor)
@@ -42,7 +42,7 @@ def placed(rank: Rank, stream: Stream, tensor: Tensor) -> Tensor:
 
 
 def reduced(parts: list[Tensor], reduction: str) -> Tensor:
-    """The ranks' tensors as one; whole numbers, so in any order."""
+    """Return the reduction of the ranks' tensors. Their integers make it independent of the order."""
     stacked = torch.stack([part.to(torch.float64) for part in parts])
     found = {"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0)}[reduction]
     return found.to(parts[0].dtype)
@@ -52,14 +52,14 @@ def reduced(parts: list[Tensor], reduction: str) -> Tensor:
 
 
 def reduces(rank: Rank, dtype: str, shapes: list[list[int]], reduction: str) -> None:
-    """all_reduce and reduce_scatter, by every way that the group has."""
+    """Check all_reduce and reduce_scatter with each implementation of the group."""
     kind = getattr(torch, dtype)
     with closing(rank.group()) as group:
         stream = rank.stream()
-        for way in group.ways:
-            group.take(way)
+        for implementation in group.ways:
+            group.take(implementation)
             for shape in shapes:
-                where = f"{dtype} {shape} by {way}"
+                where = f"{dtype} {shape} by {implementation}"
                 parts = [values(index, tuple(shape), kind) for index in range(rank.size)]
                 tensor = placed(rank, stream, parts[rank.index])
                 group.all_reduce(tensor, stream=stream, reduction=Reduction(reduction))
@@ -73,21 +73,21 @@ def reduces(rank: Rank, dtype: str, shapes: list[list[int]], reduction: str) -> 
 
 
 def moves(rank: Rank, dtype: str, shapes: list[list[int]]) -> None:
-    """all_gather, broadcast from each root, all_to_all, and messages both ways, by every way that the group has."""
+    """Check all_gather, broadcast from each root, all_to_all and messages in both directions, with each implementation."""
     kind = getattr(torch, dtype)
     with closing(rank.group()) as group:
         stream = rank.stream()
-        for way in group.ways:
-            group.take(way)
+        for implementation in group.ways:
+            group.take(implementation)
             for shape in shapes:
-                where = f"{dtype} {shape} by {way}"
+                where = f"{dtype} {shape} by {implementation}"
                 parts = [values(index, tuple(shape), kind) for index in range(rank.size)]
                 tensor = placed(rank, stream, parts[rank.index])
                 output = placed(rank, stream, torch.zeros((rank.size, *shape), dtype=kind))
                 group.all_gather(output, tensor, stream=stream)
                 stream.synchronize()
                 same(output, torch.stack(parts), f"all_gather of {where}")
-                same(tensor, parts[rank.index], f"what all_gather of {where} read")
+                same(tensor, parts[rank.index], f"the input of all_gather of {where}")
                 for root in range(rank.size):
                     tensor = placed(rank, stream, parts[rank.index])
                     group.broadcast(tensor, root=root, stream=stream)
@@ -111,13 +111,13 @@ def moves(rank: Rank, dtype: str, shapes: list[list[int]]) -> None:
 
 
 def bits(rank: Rank, dtype: str) -> list[float]:
-    """A sum of numbers that round; each rank's result is returned as it is."""
+    """Return the rank's own result of a sum that rounds."""
     kind = getattr(torch, dtype)
     with closing(rank.group()) as group:
         stream = rank.stream()
         found: list[float] = []
-        for way in group.ways:
-            group.take(way)
+        for implementation in group.ways:
+            group.take(implementation)
             for width in (5, 1030):
                 made = torch.randn(3, width, generator=torch.Generator().manual_seed(rank.index)).to(kind)
                 tensor = placed(rank, stream, made)
@@ -128,7 +128,7 @@ def bits(rank: Rank, dtype: str) -> list[float]:
 
 
 def messages(rank: Rank) -> None:
-    """Several messages each way arrive in the order in which they were sent."""
+    """Check that several messages in each direction arrive in the order in which they were sent."""
     with closing(rank.group()) as group:
         stream = rank.stream()
         made = [placed(rank, stream, values(number, (4,), torch.float32)) for number in range(4)]
@@ -148,7 +148,9 @@ def messages(rank: Rank) -> None:
 
 
 def groups(rank: Rank) -> None:
-    """Groups of some of three ranks, in another order than the world's, and two groups of the same ranks, don't mix."""
+    """Check that calls of different groups don't mix: subsets of three ranks, other orders, and two groups of the same
+    ranks.
+    """
     stream = rank.stream()
     with closing(rank.group("whole")) as whole, closing(rank.group("twin")) as twin:
         parts = [values(index, (5,), torch.float32) for index in range(rank.size)]
@@ -184,67 +186,71 @@ def groups(rank: Rank) -> None:
 
 
 def in_order(rank: Rank, slow: int, kind: str) -> None:
-    """A kernel before the call, late on rank ``slow``; the call; a kernel behind it; then another stream, by an event."""
+    """Check a call between two kernels of a stream. The first kernel is late on rank ``slow``; another stream reads the
+    result.
+    """
     lab = rank.lab
     with closing(rank.group()) as group:
-        for way in group.ways:
-            group.take(way)
+        for implementation in group.ways:
+            group.take(implementation)
             stream, other = rank.stream(), rank.stream("other")
             with rank.backend.on(stream):
                 x = torch.zeros(64, device=rank.backend.device)
                 every = torch.zeros(rank.size, 64, device=rank.backend.device)
                 output = torch.zeros(rank.size, 64, device=rank.backend.device)
-                behind = torch.zeros_like(output)
+                after = torch.zeros_like(output)
                 seen = torch.zeros_like(output)
             stream.synchronize()
             if rank.index == slow:
                 lab.slow(stream)
             lab.fill(stream, x, rank.index + 1)
             lab.fill(stream, every, rank.index + 1)
+            wanted = [slow + 1.0]
             if kind == "all_reduce":
                 group.all_reduce(x, stream=stream)
-                wanted = [[3.0], [3.0]]
+                wanted = [3.0]
             elif kind == "all_gather":
                 group.all_gather(output, x, stream=stream)
-                wanted = [[1.0, 2.0], [1.0, 2.0]]
+                wanted = [1.0, 2.0]
             elif kind == "broadcast":
                 group.broadcast(x, root=slow, stream=stream)
-                wanted = [[slow + 1.0], [slow + 1.0]]
             elif kind == "reduce_scatter":
                 group.reduce_scatter(x, every, stream=stream)
-                wanted = [[3.0], [3.0]]
+                wanted = [3.0]
             elif kind == "all_to_all":
                 group.all_to_all(output, every, stream=stream)
-                wanted = [[1.0, 2.0], [1.0, 2.0]]
+                wanted = [1.0, 2.0]
+            elif rank.index == slow:
+                group.send(x, to=1 - slow, stream=stream)
             else:
-                if rank.index == slow:
-                    group.send(x, to=1 - slow, stream=stream)
-                else:
-                    group.receive(x, source=slow, stream=stream)
-                wanted = [[slow + 1.0], [slow + 1.0]]
+                group.receive(x, source=slow, stream=stream)
             made = output if kind in ("all_gather", "all_to_all") else x
             with rank.backend.on(stream):
-                behind.copy_(made if made is output else x.expand(rank.size, 64))
-                made.fill_(-1.0)  # the operand again, in stream order: nobody sees this
+                after.copy_(made if made is output else x.expand(rank.size, 64))
+                made.fill_(-1.0)  # overwrites the operand in stream order, after the copy above has read it
                 x.fill_(-2.0)
                 every.fill_(-2.0)
-            other.wait(lab.record(stream, "behind"))
+            other.wait(lab.record(stream, "after the call"))
             with rank.backend.on(other):
-                seen.copy_(behind)
+                seen.copy_(after)
             other.synchronize()
             found = [row[0] if len(set(row)) == 1 else row for row in seen.cpu().tolist()]
-            expected = wanted[rank.index] * (rank.size if len(wanted[rank.index]) == 1 else 1)
-            expect(found, expected, f"{kind} by {way} between two kernels, on rank {rank.index}, with rank {slow} late")
+            expected = wanted * (rank.size if len(wanted) == 1 else 1)
+            expect(
+                found,
+                expected,
+                f"{kind} by {implementation} between two kernels, on rank {rank.index}, with rank {slow} late",
+            )
             stream.synchronize()
 
 
 def many_in_order(rank: Rank) -> None:
-    """A long exchange on one stream: each sum uses the one before, and operands are used again at once."""
+    """Check a long exchange on one stream: each sum uses the previous one, and operands are reused at once."""
     lab = rank.lab
     with closing(rank.group()) as group, closing(rank.group("second")) as second:
-        for way in group.ways:
-            group.take(way)
-            second.take(way)
+        for implementation in group.ways:
+            group.take(implementation)
+            second.take(implementation)
             stream = rank.stream()
             x, every = lab.full(stream, 1), placed(rank, stream, torch.zeros(rank.size, 64))
             for turn in range(12):
@@ -259,17 +265,17 @@ def many_in_order(rank: Rank) -> None:
             value = 1.0
             for _ in range(12):
                 value = value % 5.0 + (2 * value) % 5.0
-            expect(lab.read(stream, x), value, f"a sum of sums by {way} on rank {rank.index}")
+            expect(lab.read(stream, x), value, f"a sum of sums by {implementation} on rank {rank.index}")
 
 
 def returns_at_once(rank: Rank) -> None:
-    """Of an asynchronous device the host goes on, and the stream isn't empty, while another rank hasn't called yet."""
+    """Check on an asynchronous device that a call returns, with its stream busy, before the other rank has called."""
     lab = rank.lab
     with closing(rank.group()) as group:
         stream = rank.stream()
         x = lab.full(stream, rank.index + 1)
-        for way in group.ways:  # whatever is made at first is made
-            group.take(way)
+        for implementation in group.ways:  # the first call of each implementation may initialise a library
+            group.take(implementation)
             group.all_reduce(x, stream=stream)
         stream.synchronize()
         group.take(*group.ways)
@@ -286,7 +292,7 @@ def returns_at_once(rank: Rank) -> None:
 
 
 def has_run(rank: Rank) -> None:
-    """Elsewhere a call has run when it returns: the host reads the result at once."""
+    """Check on a synchronous device that the result is complete when the call returns."""
     with closing(rank.group()) as group:
         stream = rank.stream()
         x = torch.full((64,), float(rank.index + 1), device=rank.backend.device)
@@ -300,14 +306,14 @@ def has_run(rank: Rank) -> None:
 
 
 def captured(rank: Rank) -> None:
-    """A graph of kernels and all verbs: each replay makes the calls anew, between kernels of the graph and calls around it.
+    """Check a graph of kernels and all verbs, replayed between calls of the same group outside the graph.
 
-    Where there are no graphs, or collectives aren't captured, replays are eager.
+    Replays are eager on a device without graphs.
     """
     lab = rank.lab
     with closing(rank.group()) as group:
-        for way in group.ways:
-            group.take(way)
+        for implementation in group.ways:
+            group.take(implementation)
             stream = rank.stream()
             x, total = lab.full(stream, 0), lab.full(stream, 0)
             every, swapped = (placed(rank, stream, torch.zeros(rank.size, 64)) for _ in range(2))
@@ -341,16 +347,16 @@ def captured(rank: Rank) -> None:
                     group.all_reduce(eager, stream=stream)
                 graph.replay(stream)
                 added = 20.0 * turn + 1
-                told = f"by {way} in replay {turn} on rank {rank.index}"
-                expect(lab.read(stream, message), 10.0 * turn, f"the message {told}")
-                expect(lab.peek(swapped), added, f"all_to_all {told}")
-                expect(lab.peek(total), 2 * (added + 1), f"what was reduced, scattered and broadcast {told}")
+                where = f"by {implementation} in replay {turn} on rank {rank.index}"
+                expect(lab.read(stream, message), 10.0 * turn, f"the message {where}")
+                expect(lab.peek(swapped), added, f"all_to_all {where}")
+                expect(lab.peek(total), 2 * (added + 1), f"what was reduced, scattered and broadcast {where}")
                 if eager is not None:
-                    expect(lab.peek(eager), 1.0, f"a call before the {told}")
+                    expect(lab.peek(eager), 1.0, f"a call before the {where}")
 
 
 def closed_with_its_graphs(rank: Rank) -> None:
-    """A group is closed while a graph holds its calls: that ends, and the graph can't be replayed any more."""
+    """Close a group whose calls a graph holds: the close must return, and a further replay must raise."""
     lab, stream = rank.lab, rank.stream()
     group = rank.group()
     x = lab.full(stream, rank.index + 1)
@@ -372,7 +378,7 @@ def closed_with_its_graphs(rank: Rank) -> None:
 
 
 def not_captured(rank: Rank) -> None:
-    """Where it isn't declared a call in a capture raises, and the group goes on."""
+    """Check that a captured call raises without ``captures_collectives``, and that the group still works."""
     lab = rank.lab
     with closing(rank.group()) as group:
         stream = rank.stream()
@@ -386,4 +392,4 @@ def not_captured(rank: Rank) -> None:
         else:
             raise AssertionError("a captured call raised nothing, though captures_collectives isn't declared")
         group.all_reduce(x, stream=stream)
-        expect(lab.read(stream, x), 3.0, "the sum behind a capture that was refused")
+        expect(lab.read(stream, x), 3.0, "the sum after a refused capture")

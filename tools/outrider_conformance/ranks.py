@@ -1,14 +1,13 @@
-"""How the suite runs a program on several ranks, each with a device of its own.
+"""Run a program on several ranks, each with a device of its own.
 
-A *program* is a function that every rank runs at the same time; it checks what it sees. Ranks are threads where the device is
-the host's or simulated, and processes elsewhere: a driver may want one process a device. A simulated device tries several
-schedules.
+A *program* is a function that every rank runs concurrently, and that checks its own results. Ranks are threads if the device
+is synchronous or simulated, and processes otherwise, since a driver may need one process per device. A simulated device runs
+the program in several schedules.
 """
 
 from __future__ import annotations
 
 import importlib
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,63 +15,65 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import Backend, CollectiveError, ControllableDevice, Group, Stream
-from outrider_conformance.lab import BrokenPromiseError, Lab, Pace
+from outrider_conformance.lab import Lab, Pace, raise_failed_schedule, run_concurrently
 from outrider_conformance.rank_processes import Place, RankProcesses, RanksFailed
 
 if TYPE_CHECKING:
     from outrider_conformance.kit import Kit
 
 TIMEOUT_S = 4.0
-"""Of a group, where the program doesn't ask for another: what hangs ends by it, before the kit's own limit."""
+"""Default time limit of a group, shorter than the kit's limit for a test."""
 SCHEDULES = 8
-_SERVE = "outrider_conformance.ranks:serve"
-_BEYOND_S = 60.0
+_SERVE = f"{__name__}:serve"
+_MAX_TASK_S = 60.0
 
 Program = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank of a running program: ``index`` of ``size``. ``store``: where its groups meet."""
+    """One rank of a running program."""
 
     index: int
     size: int
+    """Number of ranks."""
     backend: Backend
     store: Any
+    """The store through which the ranks' groups are created."""
     timeout_s: float = TIMEOUT_S
     pace: Pace = field(default_factory=Pace)
 
     @property
     def lab(self) -> Lab:
-        """Slowness and data on this rank's device."""
+        """Delays and data on this rank's device."""
         return Lab(self.backend, self.pace)
 
     @property
     def asynchronous(self) -> bool:
-        """Whether work may be pending when its call returns."""
+        """True if work may be pending when its call returns."""
         return self.backend.capabilities.asynchronous
 
     def group(self, name: str = "all", ranks: Sequence[int] = ()) -> Group:
-        """A group of these ranks, all of them by default."""
+        """Create a group of these ranks, of all ranks by default."""
         return self.backend.create_group(
             name, ranks=ranks or range(self.size), rank=self.index, store=self.store, timeout_s=self.timeout_s
         )
 
     def stream(self, name: str = "main") -> Stream:
-        """A new stream."""
+        """Create a stream on this rank's device."""
         return self.backend.create_stream(name)
 
     def say(self, word: str) -> None:
-        """Let other ranks that :meth:`hear` go on."""
+        """Release the ranks that wait in :meth:`hear` for this word."""
         self.store.set(f"said/{word}", "1")
 
     def hear(self, word: str) -> None:
-        """Wait on the host until another rank has said it."""
-        self.store.wait([f"said/{word}"], timedelta(seconds=_BEYOND_S))
+        """Wait on the host until another rank has called :meth:`say` with this word."""
+        self.store.wait([f"said/{word}"], timedelta(seconds=_MAX_TASK_S))
 
 
 class RankRunner:
-    """Runs programs for one backend under test."""
+    """Run programs on ranks of the backend under test."""
 
     def __init__(self, kit: Kit) -> None:
         self._kit = kit
@@ -81,10 +82,10 @@ class RankRunner:
     def run(
         self, program: Program, *args: Any, size: int = 2, timeout_s: float = TIMEOUT_S, schedules: int = SCHEDULES
     ) -> list[Any]:
-        """Run ``program(rank, *args)`` on every rank, and return what each returned. ``args`` are plain data.
+        """Run ``program(rank, *args)`` on every rank, and return each rank's result. ``args`` are plain data.
 
-        Raises what a rank found wrong; what only followed from that, such as a collective that nobody joined any more, comes
-        second.
+        Raises the error of a rank. A failed check takes precedence over a :class:`CollectiveError`, which may only follow
+        from it.
         """
         first = self._kit.open()
         if first.control is not None:
@@ -92,23 +93,23 @@ class RankRunner:
         if not first.capabilities.asynchronous:
             return self._threads(first, program, args, size, timeout_s)
         work = {"program": f"{program.__module__}:{program.__qualname__}", "args": args, "timeout_s": timeout_s}
-        return self._in_processes(size).run(_SERVE, work, limit_s=_BEYOND_S + timeout_s)
+        return self._in_processes(size).run(_SERVE, work, limit_s=_MAX_TASK_S + timeout_s)
 
     def run_leaving(self, program: Program, *args: Any, leaving: int, timeout_s: float) -> None:
-        """As :meth:`run` on two ranks that are processes, of which rank ``leaving`` ends its own."""
+        """Run a program on two rank processes, of which rank ``leaving`` ends its own process."""
         work = {"program": f"{program.__module__}:{program.__qualname__}", "args": args, "timeout_s": timeout_s}
-        answers = self._in_processes(2).answers(_SERVE, work, limit_s=_BEYOND_S + timeout_s)
+        answers = self._in_processes(2).answers(_SERVE, work, limit_s=_MAX_TASK_S + timeout_s)
         for rank, answer in enumerate(answers):
             if rank != leaving and answer.error:
                 raise RanksFailed(f"rank {rank} of 2: {answer.error}")
 
     def in_processes(self) -> bool:
-        """Whether ranks are processes here."""
+        """Return whether the ranks of this backend are processes."""
         first = self._kit.open()
         return first.control is None and first.capabilities.asynchronous
 
     def end(self) -> None:
-        """End what still runs."""
+        """Kill the rank processes that still run."""
         if self._processes is not None:
             self._processes.end()
             self._processes = None
@@ -121,7 +122,7 @@ class RankRunner:
         return self._processes
 
     def _device(self, rank: int) -> Backend:
-        """Another device of a simulated host; the first one's options hold for all."""
+        """Open another device of a simulated host. The options of the first device hold for all."""
         return self._kit.registry.create(replace(self._kit.spec, ordinal=rank, options={}))
 
     def _simulated(
@@ -151,10 +152,7 @@ class RankRunner:
 
         failure = control.explore(whole, strategy="mixed", iterations=schedules, seed=0).failure
         if failure is not None:
-            orderings = "".join(f"\n  {sentence}" for sentence in failure.orderings) or "\n  (the program's own order)"
-            raise BrokenPromiseError(
-                f"{type(failure.error).__name__}: {failure.error}\nsmallest schedule: {failure.shrunk}{orderings}"
-            ) from failure.error
+            raise_failed_schedule(failure)
         return results
 
     def _threads(self, first: Backend, program: Program, args: Sequence[Any], size: int, timeout_s: float) -> list[Any]:
@@ -162,28 +160,20 @@ class RankRunner:
 
         store = HashStore()
         results: list[Any] = [None] * size
-        errors: list[BaseException] = []
 
         def one(index: int) -> None:
-            try:
-                backend = first if index == 0 else self._kit.open()
-                rank = Rank(index=index, size=size, backend=backend, store=store, timeout_s=timeout_s, pace=self._kit.pace)
-                results[index] = program(rank, *args)
-            except BaseException as error:  # handed on to the caller's thread
-                errors.append(error)
+            backend = first if index == 0 else self._kit.open()
+            rank = Rank(index=index, size=size, backend=backend, store=store, timeout_s=timeout_s, pace=self._kit.pace)
+            results[index] = program(rank, *args)
 
-        threads = [threading.Thread(target=one, args=(index,), name=f"rank {index}", daemon=True) for index in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        errors = run_concurrently(*(partial(one, index) for index in range(size)))
         if errors:
             raise next((error for error in errors if not isinstance(error, CollectiveError)), errors[0])
         return results
 
 
 def serve(place: Place, *, program: str, args: Sequence[Any], timeout_s: float) -> Any:
-    """One rank's part of a program, in its process."""
+    """Run one rank's part of a program in its process, and return its result."""
     module, _, function = program.partition(":")
     rank = Rank(index=place.rank, size=place.size, backend=place.backend, store=place.store, timeout_s=timeout_s)
     result = getattr(importlib.import_module(module), function)(rank, *args)

@@ -1,4 +1,4 @@
-"""Collects verdicts while the suite runs, in one process or over pytest-xdist's workers, and writes the report."""
+"""Collect verdicts while the suite runs, in one process or in pytest-xdist's workers, and write the report."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from outrider_conformance.kit import Kit, host_facts
 from outrider_conformance.levels import LEVELS, REPORTED, parse_level
 from outrider_conformance.report import complete, levels_of
 from outrider_conformance.run import UNWRITTEN
-from outrider_conformance.verdict import VERDICT, Verdict
+from outrider_conformance.verdict import VERDICT, Verdict, verdict_entry
 
 CALLS = "kernel calls"
-"""The user property of a test that holds how its calls of kernels were answered."""
+"""The user property of a test that holds its counted kernel calls."""
 _WORST_LAST = ("passed", "not applicable", "not declared", "waived", "not run", "failed")
 
 
 class Recorder:
-    """One for each pytest process; the one that isn't a worker writes the report."""
+    """The collector of one pytest process. The process that isn't an xdist worker writes the report."""
 
     def __init__(self, config: pytest.Config, kit: Kit) -> None:
         self._config = config
@@ -47,17 +47,17 @@ class Recorder:
             self._journal.write_text("", encoding="utf-8")
 
     def requested(self, tests: Iterable[str]) -> None:
-        """The tests that the levels asked for hold, before pytest deselects any."""
+        """Store the tests of the requested levels, before pytest deselects any."""
         self._requested = set(tests)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
-        """Note what is running, so that a report of a crash can name it."""
-        self._note({"started": f"{Path(location[0]).stem}::{nodeid.partition('::')[2]}"})
+        """Write the running test to the journal, so that the message about a crash can name it."""
+        self._write_journal({"started": f"{Path(location[0]).stem}::{nodeid.partition('::')[2]}"})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add one phase of a test; the worst phase decides."""
+        """Add one phase of a test. The worst phase decides the outcome."""
         properties = report.user_properties
         calls: list[Any] = [value for key, value in properties if key == CALLS]
         verdicts: list[Any] = [value for key, value in properties if key == VERDICT]
@@ -72,11 +72,11 @@ class Recorder:
             record["figures"] = [value for key, value in properties if key == "figure"]
         if report.when == "teardown":
             self._calls += calls
-            self._note({"finished": record})
+            self._write_journal({"finished": record})
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Hand the facts to the controller, or write the report."""
+        """Send the facts to the controller from a worker, or write the report."""
         del session
         if self._worker:
             self._config.workeroutput["outrider_facts"] = dict(self._kit.facts)  # type: ignore[attr-defined]
@@ -87,18 +87,18 @@ class Recorder:
             try:
                 publish(self.report(), self._directory)
             except OSError as error:
-                self._give_up(error, self._directory)
+                self._end_run(error, self._directory)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """A worker of pytest-xdist is done: take over its results."""
+        """Take over the facts of a pytest-xdist worker that has finished."""
         del error
         output = getattr(node, "workeroutput", {})
         self._facts = self._facts or output.get("outrider_facts", {})
         self._requested |= set(output.get("outrider_requested", []))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print the levels' results."""
+        """Print the result of each level, the figures, and the path of the report."""
         if self._worker or not self._records:
             return
         terminalreporter.section(f"conformance of {self._kit.spec}")
@@ -107,13 +107,15 @@ class Recorder:
         for test in self._records.values():
             for name, value, unit in test["figures"] if test["level"] != REPORTED else ():
                 terminalreporter.write_line(f"{name}: {value:g} {unit}")
-        if self._directory is not None and self._directory != self._config.rootpath:  # that one goes away with the run
+        if (
+            self._directory is not None and self._directory != self._config.rootpath
+        ):  # the scratch directory is deleted after the run
             terminalreporter.write_line(f"report: {self._directory / 'report.html'}")
 
     # -- the report ------------------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """Everything, sealed."""
+        """Return the complete report with its seal."""
         return complete(
             kit=self._kit,
             host=host_facts(),
@@ -131,36 +133,23 @@ class Recorder:
 
     def _tests(self) -> Iterable[dict[str, Any]]:
         for test in sorted(self._requested - set(self._records)):
-            yield {
-                "id": test,
-                "level": int(test.removeprefix("test_l")[0]),
-                "outcome": str(Verdict.NOT_RUN),
-                "reason": "deselected, or the run ended before it",
-                "what": "",
-                "promise": None,
-                "where": "",
-                "causes": [],
-                "alone": "",
-                "needs": [],
-                "waiver": None,
-                "seconds": 0.0,
-                "figures": [],
-            }
+            level, reason = int(test.removeprefix("test_l")[0]), "deselected, or the run ended before it"
+            yield {**verdict_entry(test, level, Verdict.NOT_RUN, reason), "seconds": 0.0, "figures": []}
         yield from self._records.values()
 
-    def _note(self, entry: dict[str, Any]) -> None:
+    def _write_journal(self, entry: dict[str, Any]) -> None:
         if self._journal is not None:
             try:
                 with self._journal.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(entry) + "\n")
             except OSError as error:
-                self._give_up(error, self._journal)
+                self._end_run(error, self._journal)
 
-    def _give_up(self, error: OSError, path: Path) -> NoReturn:
-        """End the run, without a report: what can't be written now is no report later."""
+    def _end_run(self, error: OSError, path: Path) -> NoReturn:
+        """End the run without a report, because a file of the report can't be written."""
         if self._journal is not None:
             with suppress(OSError):
                 self._journal.unlink(missing_ok=True)
         self._directory = self._journal = None
-        said = f"writing {error.filename or path} failed: {error.strerror or error}"
-        pytest.exit(said, returncode=UNWRITTEN + (error.errno or 0))
+        message = f"writing {error.filename or path} failed: {error.strerror or error}"
+        pytest.exit(message, returncode=UNWRITTEN + (error.errno or 0))

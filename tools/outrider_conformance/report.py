@@ -1,7 +1,7 @@
-"""The report: what was tested, on what, with which result, sealed by a hash that anybody can compute again.
+"""Compose, seal and verify reports of the suite.
 
-The seal shows that a report wasn't changed after it was made, and by which version of the kit it was made. It is no
-signature: it doesn't say by whom.
+The seal is a hash of the report's content, and anyone can compute it again. It shows that a report is unchanged and which
+version of the kit made it. It is no signature: it doesn't identify the author.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def complete(
     started: datetime.datetime,
     seconds: float,
 ) -> dict[str, Any]:
-    """The whole report, sealed."""
+    """Return the report of a run with its seal."""
     ordered = sorted(tests, key=lambda test: (test["level"], test["id"]))
     tier = {**facts.get("tier", {"kind": "not run", "device": ""}), "date": started.date().isoformat()}
     return seal(
@@ -62,7 +62,7 @@ def complete(
 
 
 def levels_of(tests: Sequence[Mapping[str, Any]], level: int) -> dict[str, dict[str, str]]:
-    """Result and counts of each level up to ``level``."""
+    """Return result and counts of each level up to ``level``."""
     found = {}
     for number in range(level + 1):
         counts = Counter(str(test["outcome"]) for test in tests if test["level"] == number)
@@ -78,13 +78,13 @@ def _result(counts: Counter[str]) -> str:
     if counts["failed"]:
         return FAILED
     if counts["not run"] or not counts["passed"]:
-        # Only abilities that aren't declared: the level is passed over nothing, which is what it says.
+        # All tests of the level need abilities that the backend doesn't declare: the level is passed.
         return PASSED if counts and not counts["not run"] and not counts["waived"] else NOT_RUN
     return WAIVED if counts["waived"] else PASSED
 
 
 def reached(tests: Sequence[Mapping[str, Any]], level: int) -> str | None:
-    """The highest level that is passed together with every one below it; L5 is never a reason to fail."""
+    """Return the highest level that is passed together with all lower levels. L5 never fails."""
     highest = None
     for name, result in levels_of(tests, level).items():
         if result["result"] in (PASSED, WAIVED):
@@ -95,19 +95,19 @@ def reached(tests: Sequence[Mapping[str, Any]], level: int) -> str | None:
 
 
 def seal(report: dict[str, Any]) -> dict[str, Any]:
-    """The report with the hash of everything else in it."""
+    """Return the report with the hash of its other content as ``seal``."""
     content = {key: value for key, value in report.items() if key != "seal"}
     return {**content, "seal": digest(content)}
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """SHA-256 of the canonical JSON."""
+    """Return the SHA-256 of the canonical JSON of ``content``."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def suite_hash() -> str:
-    """SHA-256 of the suite's sources: which tests, exactly."""
+    """Return the SHA-256 of the suite's sources, which identifies its tests."""
     found = hashlib.sha256()
     for path in sorted(SUITE.glob("*.py")):
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -115,7 +115,7 @@ def suite_hash() -> str:
 
 
 def suite_functions() -> dict[str, int]:
-    """Every test function of the installed suite with its level, without importing it."""
+    """Return each test function of the installed suite with its level, without importing the suite."""
     found = {}
     for path in sorted(SUITE.glob("test_l*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -125,10 +125,10 @@ def suite_functions() -> dict[str, int]:
 
 
 def verify(report: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a report; empty when it holds.
+    """Return the problems of a report; an empty list if it holds.
 
-    Checks the seal, and that results follow from the tests. Which tests there must be is checked when the report was made
-    by the very suite that is installed; otherwise that is itself reported.
+    Checks the seal, and that the results follow from the tests. If the installed suite made the report, its list of tests
+    is checked too. If another suite made it, that is a problem.
     """
     try:
         return _problems(report)
@@ -172,11 +172,11 @@ def _problems(report: Mapping[str, Any]) -> list[str]:
 
 
 MOST_BYTES = 1 << 28
-"""Of a report's file: more than any has."""
+"""Maximum size of a report's file; real reports are far smaller."""
 
 
 def load_report(text: str, where: str) -> dict[str, Any]:
-    """Read a report's JSON. Raises :class:`ConfigError` for anything else."""
+    """Parse a report's JSON. ``where`` names the file in errors. Raises :class:`ConfigError` for other content."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Running again what failed, when the plugin's files change: ``outrider conform --watch``."""
+"""Run failed tests again when files of the plugin change: ``outrider conform --watch``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, NoReturn
 from outrider.device.errors import ConfigError
 
 _SUFFIXES = (".py", ".so", ".pyd", ".toml", ".json")
-_PAUSE_S = 0.3
+_POLL_INTERVAL_S = 0.3
 
 State = Mapping[Path, tuple[int, int]]
-"""Of each file the time of its last change, in ns, and its size."""
+"""Time of the last change, in ns, and size in bytes of each file."""
 Run = Callable[[Sequence[str]], dict[str, Any]]
-"""Runs the tests of these ids, or all where there are none, and returns the report."""
+"""Run the tests with these ids, or all tests for an empty sequence, and return the report."""
 
 
 def directory_of(entry_point: str) -> Path:
-    """Where the package of an entry point (``package.module:name``) lies; nothing is imported.
+    """Return the directory of the package of an entry point (``package.module:name``), without importing it.
 
-    Raises :class:`ConfigError` where it has no directory.
+    Raises :class:`ConfigError` if the package has no directory.
     """
     package = entry_point.partition(":")[0].partition(".")[0].strip()
     found = importlib.machinery.PathFinder.find_spec(package)
@@ -32,7 +32,7 @@ def directory_of(entry_point: str) -> Path:
 
 
 def state_of(directory: Path) -> State:
-    """The files whose change counts. One that vanishes meanwhile is left out."""
+    """Return the watched files of ``directory`` with their times and sizes."""
     found = {}
     for path in directory.rglob("*"):
         if path.suffix in _SUFFIXES:
@@ -44,8 +44,10 @@ def state_of(directory: Path) -> State:
     return found
 
 
-def wait_for_change(directory: Path, before: State, *, pause_s: float = _PAUSE_S) -> Sequence[str]:
-    """Block until files differ from ``before`` and then stay the same for ``pause_s``; returns their names."""
+def wait_for_change(directory: Path, before: State, *, pause_s: float = _POLL_INTERVAL_S) -> Sequence[str]:
+    """Block until files differ from ``before`` and stay unchanged for ``pause_s`` seconds; return the names of changed
+    files.
+    """
     while True:
         time.sleep(pause_s)
         now = state_of(directory)
@@ -59,22 +61,22 @@ def wait_for_change(directory: Path, before: State, *, pause_s: float = _PAUSE_S
 
 
 def failing(report: Mapping[str, Any]) -> tuple[str, ...]:
-    """The ids of the tests that failed."""
+    """Return the ids of the failed tests of a report."""
     return tuple(test["id"] for test in report["tests"] if test["outcome"] == "failed")
 
 
-def watch(run: Run, directory: Path, say: Callable[[str], None], *, pause_s: float = _PAUSE_S) -> NoReturn:
-    """Run everything; then, at each change, what failed, and everything again once that passes. Until it's interrupted.
+def watch(run: Run, directory: Path, say: Callable[[str], None], *, pause_s: float = _POLL_INTERVAL_S) -> NoReturn:
+    """Run all tests, then the failed tests after each change, and all tests again once those pass, until an interrupt.
 
-    A run that ends in no report (the plugin can't be loaded, the process died) is told by ``say``, and counts as failed as
-    a whole.
+    ``say`` prints the reason if a run ends without a report (the plugin can't be loaded, the process died). The next run
+    then runs all tests.
     """
     failed: tuple[str, ...] = ()
     while True:
-        before = state_of(directory)  # what is saved during a run is seen after it
+        before = state_of(directory)  # a change during the run counts after it
         found = _failing(run, failed, say)
         if failed and found == ():
-            say("what failed passes now: running everything")
+            say("the failed tests pass now: running all tests")
             failed = ()
             continue
         failed = found or ()

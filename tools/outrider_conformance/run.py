@@ -1,4 +1,4 @@
-"""Running the suite in a child process, so that a plugin that crashes takes no report with it."""
+"""Run the suite in a child process, so that a crashing plugin can't end the caller."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ _PYTEST = (
 )
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""The suite's operands are small. With several threads, torch waits actively at the end of each operation: on a busy host, or
-one with fewer free cores than torch counts, that takes ten times as long. The environment of the caller takes precedence.
+"""Environment of the suite, whose operands are small; the caller's environment takes precedence.
+
+With several threads torch waits actively at the end of each operation. On a busy host the suite then takes ten times as long.
 """
 
 UNWRITTEN = 100
-"""Where a file of the report can't be written, pytest ends with this plus the system's error number, and without a journal: a
-crash leaves one, whatever the exit code.
+"""Exit code, plus the system's error number, of a run that can't write its report. Such a run leaves no journal, a crash
+does.
 """
 
 
 class ConformanceError(OutriderError):
-    """The suite couldn't be run, or a backend didn't pass it."""
+    """The suite didn't run, or a backend failed it."""
 
 
 def conform(
@@ -54,10 +55,10 @@ def conform(
 ) -> dict[str, Any]:
     """Run the suite for ``backend`` and return the report.
 
-    Progress goes to ``output`` (standard output without it). ``workers`` spreads the tests over that many processes with
-    pytest-xdist. ``programs``: how many random programs are tried, drawn from ``seed``; ``only``: of the tests those with
-    this word in their names; ``tests``: those with these ids. Either of the two passes nothing. Raises
-    :class:`ConformanceError` where no report comes about.
+    Progress is written to ``output``, by default standard output. ``workers`` is the number of pytest-xdist processes.
+    ``programs`` is the number of random programs, generated from ``seed``. ``only`` selects tests with this word in their
+    names, ``tests`` those with these ids; a run with either of them passes no level. Raises :class:`ConformanceError` if the
+    run ends without a report.
     """
     for needed in ("pytest", "hypothesis", *(["xdist"] if workers else [])):
         if importlib.util.find_spec(needed) is None:
@@ -66,10 +67,10 @@ def conform(
         directory = (report or scratch).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "report.json").unlink(missing_ok=True)
-        given = command or shlex.join(["outrider", "conform", "--backend", backend, "--level", level])
+        named_command = command or shlex.join(["outrider", "conform", "--backend", backend, "--level", level])
         arguments = [
             *("-p", "outrider_conformance.plugin", "--pyargs", "outrider_conformance", "-p", "no:cacheprovider"),
-            *("--backend", backend, "--level", level, "--report", str(directory), "--kit-command", given),
+            *("--backend", backend, "--level", level, "--report", str(directory), "--kit-command", named_command),
             *("--tb=short", "-rN", "-W", "error::pytest.PytestUnhandledThreadExceptionWarning"),
             *(["-p", "xdist", "-n", str(workers)] if workers else []),
             *(["--programs", str(programs)] if programs is not None else []),
@@ -79,25 +80,16 @@ def conform(
             *(["--waivers", str(waivers.absolute())] if waivers is not None else []),
             *extra,
         ]
-        # Away from the caller's project: its pytest settings and conftest files are none of the suite's business, and no
-        # more are plugins of pytest that happen to be installed: they change orders, or take a second to import.
-        # What tests write goes with it, also when the run is ended early.
+        # The suite runs in a scratch directory, without the caller's pytest settings and conftest files, and without other
+        # installed pytest plugins, which may change the order of tests or take a second to import. Files that tests write
+        # are deleted with the directory, also after an interrupt.
         environment = {**_ONE_THREAD, **os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        place = [
-            "-p",
-            "hypothesispytest",
-            "--rootdir",
-            str(scratch),
-            "-c",
-            _settings(scratch),
-            "--basetemp",
-            str(scratch / "tests"),
-        ]
-        suite = [sys.executable, "-c", _PYTEST, *place, *arguments]
+        place = ["--rootdir", str(scratch), "-c", _settings(scratch), "--basetemp", str(scratch / "tests")]
+        suite = [sys.executable, "-c", _PYTEST, "-p", "hypothesispytest", *place, *arguments]
         with started(suite, environment=environment, cwd=scratch, stdout=output) as child:
             code = child.wait()
         if code == 4:
-            raise ConformanceError(f"pytest refused the run for backend {backend!r}; it said why above")
+            raise ConformanceError(f"pytest refused the run for backend {backend!r}; the reason stands above")
         journal = directory / "journal.jsonl"
         if code >= UNWRITTEN and not journal.exists():
             raise ConformanceError(
@@ -113,7 +105,7 @@ def conform(
 
 
 def check(backend: str, *, level: str = "L4", waivers: Path | None = None) -> None:
-    """The whole conformance test of a plugin, in one line of its test suite: raises unless every level is passed."""
+    """Run the suite as one test of a plugin. Raises :class:`ConformanceError` unless it passes up to ``level``."""
     report = conform(backend, level=level, waivers=waivers)
     if not passed(report):
         failed = [f"\n  {test['id']}: {test['reason']}" for test in report["tests"] if test["outcome"] == "failed"]
@@ -121,13 +113,13 @@ def check(backend: str, *, level: str = "L4", waivers: Path | None = None) -> No
 
 
 def passed(report: Mapping[str, Any]) -> bool:
-    """Whether every level that was asked for is passed; L5 reports and isn't judged."""
+    """Return whether all requested levels are passed. L5 only reports figures."""
     asked = judged(int(report["level"][1:]))
     return report["reached"] is not None and int(report["reached"][1:]) >= asked
 
 
 def failed(report: Mapping[str, Any]) -> bool:
-    """Whether a test failed, whatever was left out."""
+    """Return whether at least one test failed."""
     return any(test["outcome"] == "failed" for test in report["tests"])
 
 
@@ -138,7 +130,7 @@ def _settings(scratch: Path) -> str:
 
 
 def _post_mortem(journal: Path, code: int, backend: str) -> str:
-    """What was running when the process ended without a report."""
+    """Return a message about a process that ended without a report, with the test that was running."""
     if not journal.exists():
         return f"the suite didn't start for backend {backend!r} (pytest ended with {code})"
     running = ""
@@ -146,7 +138,7 @@ def _post_mortem(journal: Path, code: int, backend: str) -> str:
         try:
             entry = json.loads(line)
         except ValueError:
-            break  # the last line, cut off where the process ended
+            break  # the process ended while it wrote this line
         running = entry.get("started", running)
         if "finished" in entry and entry["finished"]["id"] == running:
             running = ""

@@ -1,8 +1,7 @@
-"""The support table: what each backend was seen to do, by whom and how far that goes. Made from recorded evidence alone.
+"""Render the support table from records: the abilities that each backend has shown, with the kind of evidence.
 
-A record is a small JSON file. A report of the conformance suite becomes one (:func:`from_report`); what was checked without
-running anything is written by hand. A cell never says more than its record: a capability counts where a record declares it
-and the record's level that tests it passed.
+A record is a small JSON file. :func:`from_report` makes one from a report of the suite; records of static checks are written
+by hand. A capability counts if a record declares it and passed the level that tests it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from outrider.device.errors import ConfigError
 
 
 class Tier(IntEnum):
-    """How far a piece of evidence goes; a higher one includes no lower one, and is shown first."""
+    """The kind of a piece of evidence. A higher tier is shown first and doesn't include the lower ones."""
 
     STATIC = 1
     SIMULATED = 2
@@ -34,10 +33,10 @@ WORDS: Mapping[Tier, str] = {
     Tier.DEVICE: "run",
 }
 MEANINGS: Mapping[Tier, str] = {
-    Tier.STATIC: "names and calls were checked against the vendor's package, without running it",
-    Tier.SIMULATED: "the plugin ran on a simulated device, which behaves as documentation says",
-    Tier.STAND_IN: "the plugin ran on another maker's device, which answers under the same names",
-    Tier.DEVICE: "the plugin ran on the device that is named, on that date, with those versions",
+    Tier.STATIC: "names and calls were checked against the vendor's package, without running the plugin",
+    Tier.SIMULATED: "the plugin ran on a simulated device that follows the vendor's documentation",
+    Tier.STAND_IN: "the plugin ran on another vendor's device that has the same interface",
+    Tier.DEVICE: "the plugin ran on the named device, on the given date, with the given versions",
 }
 
 _TESTED_IN: Mapping[str, str] = {
@@ -50,39 +49,40 @@ _TESTED_IN: Mapping[str, str] = {
     "captures_collectives": "L6",
     "peer_memory": "L6",
 }
-"""Capability → the level whose tests show it; L1 where it isn't here."""
+"""The level whose tests show a capability. Capabilities without an entry belong to L1."""
 _ENGINE = "overlapped speculative decoding"
 _KERNELS = "kernels"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One piece of evidence.
-
-    ``levels``: result of each conformance level. ``capabilities``: as the backend declared them. ``figures``: what a static
-    check counted. ``note``: what a reader must know beside the table, ``command``: what was run.
-    """
+    """One piece of evidence about a backend."""
 
     backend: str
     tier: Tier
     device: str
     date: str
     command: str
+    """The command line of the run."""
     versions: Mapping[str, str] = field(default_factory=dict)
     levels: Mapping[str, str] = field(default_factory=dict)
+    """Result of each conformance level."""
     capabilities: Mapping[str, Any] = field(default_factory=dict)
+    """Capabilities that the backend declared."""
     figures: Mapping[str, int] = field(default_factory=dict)
+    """Counts of a static check."""
     note: str = ""
+    """A remark for readers of the table."""
 
     def as_dict(self) -> dict[str, Any]:
-        """What is written to the file; empty fields are left out."""
+        """Return the content of the record's file, without empty fields."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["tier"] = self.tier.name.lower().replace("_", "-")
         return {name: value for name, value in values.items() if value}
 
 
 def parse_record(text: str, where: str) -> Record:
-    """Raises :class:`ConfigError` for a file that is no record."""
+    """Parse a record. ``where`` names the file in errors. Raises :class:`ConfigError` for other content."""
     try:
         data = json.loads(text)
         tier = Tier[data.pop("tier").upper().replace("-", "_")]
@@ -92,17 +92,17 @@ def parse_record(text: str, where: str) -> Record:
 
 
 def load_records(directory: Path) -> list[Record]:
-    """Every record in a directory, in the order of their files' names."""
+    """Return all records of a directory, ordered by file name."""
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory} with records of support")
     return [parse_record(read_utf8(path, "a record"), str(path)) for path in sorted(directory.glob("*.json"))]
 
 
 def from_report(report: Mapping[str, Any], *, tier: Tier | None = None, note: str = "") -> Record:
-    """The record of a conformance report. ``tier`` lowers what the report says of itself; it can't be raised."""
+    """Return the record of a conformance report. ``tier`` may lower the report's own tier, and never raises it."""
     kind = Tier.SIMULATED if report["tier"]["kind"] == "simulated" else Tier.DEVICE
     if report["tier"]["kind"] not in ("simulated", "run on a device"):
-        raise ConfigError(f"the report's tier is {report['tier']['kind']!r}: it shows nothing")
+        raise ConfigError(f"the report's tier is {report['tier']['kind']!r}, which is no evidence")
     if tier is not None and tier > kind:
         raise ConfigError(f"the report says {report['tier']['kind']!r}, which isn't {WORDS[tier]!r}")
     return Record(
@@ -129,7 +129,7 @@ def _shows(record: Record, capability: str) -> bool:
 
 
 def _cell(records: Sequence[Record], capability: str) -> str:
-    """The best evidence that a backend has for a capability."""
+    """Return the word of the best evidence that a backend has for a capability."""
     showing = [record for record in records if _shows(record, capability)]
     if showing:
         best = max(showing, key=lambda record: record.tier)
@@ -143,7 +143,7 @@ def _cell(records: Sequence[Record], capability: str) -> str:
 
 
 def render(records: Sequence[Record], command: str) -> str:
-    """The page, in Markdown."""
+    """Return the support page in Markdown. ``command`` is the command that writes it."""
     names = sorted({record.backend for record in records})
     by_name = {name: sorted((r for r in records if r.backend == name), key=lambda r: (-r.tier, r.date)) for name in names}
     lines = [

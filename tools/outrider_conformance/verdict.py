@@ -1,4 +1,4 @@
-"""From pytest's outcome to the kit's: what a test says about the backend."""
+"""Derive the kit's verdict about the backend from pytest's outcome of a test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import datetime
 import textwrap
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -16,30 +16,31 @@ from outrider_conformance.waivers import Waiver
 
 VERDICT = "verdict"
 _NOT_APPLICABLE = "not applicable: "
+_NO_DIAGNOSIS = Diagnosis(None)
 
 
 class Verdict(StrEnum):
-    """What a test says about the backend."""
+    """The result of a test for the backend."""
 
     PASSED = "passed"
     FAILED = "failed"
     WAIVED = "waived"
-    """Failed, as a waiver that is still valid foretold."""
+    """Failed, and a waiver that hasn't expired covers the test."""
     NOT_DECLARED = "not declared"
-    """The test is about an ability that the backend doesn't declare."""
+    """The test needs an ability that the backend doesn't declare."""
     NOT_APPLICABLE = "not applicable"
-    """The test's situation doesn't exist on this device; the reason says why."""
+    """The tested situation can't arise on this device. The reason says why."""
     NOT_RUN = "not run"
-    """Deselected, or the run ended before it."""
+    """Deselected, or the run ended before the test."""
 
 
 def not_applicable(reason: str) -> NoReturn:
-    """Leave a test whose situation can't arise on this device. For the suite alone: a plugin can't call it."""
+    """End a test whose situation can't arise on this device. Only tests of the suite may call it."""
     pytest.skip(_NOT_APPLICABLE + reason)
 
 
 def mark_of(item: pytest.Item, name: str) -> tuple[object, ...]:
-    """The arguments of a test's marker, empty without it."""
+    """Return the arguments of a marker of a test, or an empty tuple without the marker."""
     marker = item.get_closest_marker(name)
     return tuple(marker.args) if marker is not None else ()
 
@@ -53,9 +54,9 @@ def judge(
     *,
     alone: str,
 ) -> None:
-    """Set the report's outcome by the kit's rules, and leave what the recorder needs in its user properties.
+    """Set the outcome of pytest's report by the kit's rules, and add the verdict to its user properties.
 
-    ``alone``: the command that runs the test by itself.
+    ``alone`` is the command that runs the test by itself.
     """
     test = test_id(item)
     waiver = next((waiver for waiver in waivers if waiver.covers(test)), None)
@@ -69,7 +70,7 @@ def judge(
         elif reason.startswith(_NOT_APPLICABLE):
             verdict, reason = Verdict.NOT_APPLICABLE, reason.removeprefix(_NOT_APPLICABLE)
         else:
-            reason = f"skipped ({reason}): a test of what the backend declares may not be skipped"
+            reason = f"skipped ({reason}): a test of declared abilities may not be skipped"
             verdict = _fail(report, reason)
     elif report.failed:
         verdict = Verdict.FAILED
@@ -85,31 +86,38 @@ def judge(
         elif waiver is not None:
             reason += f"\n(its waiver expired on {waiver.expires}: {waiver.link})"
     elif report.when == "call" and waiver is not None:
-        reason = f"passed, though {waiver.link} waives it: remove the waiver"
+        reason = f"passed although {waiver.link} waives it: remove the waiver"
         verdict = _fail(report, reason)
+    what = " ".join((getattr(getattr(item, "function", None), "__doc__", "") or "").split())
+    entry = verdict_entry(test, level_of(item.path), verdict, reason, what, diagnosis)
+    entry["alone"] = alone if verdict is Verdict.FAILED else ""
+    entry["needs"] = list(mark_of(item, "needs"))
+    entry["waiver"] = waiver.as_dict() if verdict is Verdict.WAIVED and waiver is not None else None
+    report.user_properties.append((VERDICT, entry))
+
+
+def verdict_entry(
+    test: str, level: int | None, verdict: Verdict, reason: str, what: str = "", diagnosis: Diagnosis = _NO_DIAGNOSIS
+) -> dict[str, Any]:
+    """Return a test's entry in the report as plain data, without seconds and figures."""
     promise = diagnosis.promise
-    report.user_properties.append(
-        (
-            VERDICT,
-            {
-                "id": test,
-                "level": level_of(item.path),
-                "outcome": str(verdict),
-                "reason": reason,
-                "what": " ".join((getattr(getattr(item, "function", None), "__doc__", "") or "").split()),
-                "promise": {"member": promise[0], "words": promise[1]} if promise else None,
-                "where": diagnosis.where,
-                "causes": list(diagnosis.causes),
-                "alone": alone if verdict is Verdict.FAILED else "",
-                "needs": list(mark_of(item, "needs")),
-                "waiver": waiver.as_dict() if verdict is Verdict.WAIVED and waiver is not None else None,
-            },
-        )
-    )
+    return {
+        "id": test,
+        "level": level,
+        "outcome": str(verdict),
+        "reason": reason,
+        "what": what,
+        "promise": {"member": promise[0], "words": promise[1]} if promise else None,
+        "where": diagnosis.where,
+        "causes": list(diagnosis.causes),
+        "alone": "",
+        "needs": [],
+        "waiver": None,
+    }
 
 
 def test_id(item: pytest.Item) -> str:
-    """How reports and waivers name a test: ``test_l1_events::test_…[…]``, wherever the suite is installed."""
+    """Return the id of a test in reports and waivers: ``test_l1_events::test_…[…]``, without the path of the installation."""
     return f"{item.path.stem}::{item.name}"
 
 
@@ -130,9 +138,9 @@ def _promise(item: pytest.Item) -> Promise | None:
 def _explain(diagnosis: Diagnosis, checked: Promise | None) -> str:
     if diagnosis.promise is not None:
         member, words = diagnosis.promise
-        said = f"{member} promises:\n" + textwrap.fill(f"“{words}”", 100, initial_indent="  ", subsequent_indent="  ")
+        text = f"{member} promises:\n" + textwrap.fill(f"“{words}”", 100, initial_indent="  ", subsequent_indent="  ")
     elif checked is not None:
-        said = "(what failed is nothing that the backend interface promises)"
+        text = "(the backend interface promises nothing about this failure)"
     else:
-        said = "(this test checks the kit's own rules)"
-    return "\n".join(filter(None, [said, diagnosis.text()]))
+        text = "(this test checks the kit's own rules)"
+    return "\n".join(filter(None, [text, diagnosis.text()]))

@@ -1,4 +1,4 @@
-"""Waivers: a failure that is known, explained and tracked, until a date."""
+"""Waivers: known failures with a reason, a link to an issue and an expiry date."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ _KEYS = ("test", "reason", "link", "expires")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiver:
-    """One known failure. ``test`` is an id as the report prints it; ``*`` and ``?`` match as in file names."""
+    """One known failure of a test, accepted until a date."""
 
     test: str
+    """Id of the test as the report prints it; ``*`` and ``?`` match as in file names."""
     reason: str
     link: str
     expires: datetime.date
 
     def covers(self, test: str) -> bool:
-        """Whether it's about this test."""
+        """Return whether the waiver covers the test with this id."""
         return fnmatchcase(test.replace("[", "("), self.test.replace("[", "("))  # brackets aren't wildcards here
 
     def expired(self, today: datetime.date) -> bool:
-        """Whether its date is over."""
+        """Return whether the waiver's last valid day is before ``today``."""
         return today > self.expires
 
     def as_dict(self) -> dict[str, str]:
-        """For the report."""
+        """Return the waiver as plain data for the report."""
         return {"test": self.test, "reason": self.reason, "link": self.link, "expires": self.expires.isoformat()}
 
 
 def read_waivers(path: Path) -> tuple[Waiver, ...]:
-    """The waivers of a TOML file: tables ``[[waiver]]`` with ``test``, ``reason``, ``link`` and ``expires``.
+    """Return the waivers of a TOML file with tables ``[[waiver]]`` of ``test``, ``reason``, ``link`` and ``expires``.
 
-    Raises :class:`ConfigError` for a file that can't be read and for a waiver that lacks any of them.
+    Raises :class:`ConfigError` for an unreadable file, and for a waiver with missing or unknown keys.
     """
     try:
         data = tomllib.loads(read_utf8(path, "waivers"))

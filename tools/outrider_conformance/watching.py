@@ -1,4 +1,4 @@
-"""An observer that records its calls."""
+"""An observer that stores the reports of a backend, for tests of observers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outrider.device import Access, Event, Observer, Operation, Stream
 
 
 class Diary(Observer):
-    """Entries in the order of the calls."""
+    """Reports in the order in which the backend makes them."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, ...]] = []
@@ -16,41 +16,41 @@ class Diary(Observer):
         self.rows: list[tuple[Access, ...]] = []
 
     def stream_created(self, stream: Stream) -> None:
-        """Record it."""
+        """Store the name of a new stream."""
         self.entries.append(("stream", stream.name))
 
     def scope_entered(self, stream: Stream) -> None:
-        """Record it."""
+        """Store the stream of an entered scope."""
         self.entries.append(("entered", stream.name))
 
     def scope_left(self, stream: Stream) -> None:
-        """Record it."""
+        """Store the stream of a left scope."""
         self.entries.append(("left", stream.name))
 
     def recorded(self, stream: Stream, event: Event, generation: int) -> None:
-        """Record it."""
+        """Store the stream and the generation of a record."""
         self.entries.append(("recorded", stream.name, generation))
 
     def waited(self, stream: Stream, event: Event, generation: int) -> None:
-        """Record it."""
+        """Store the stream and the generation of a wait."""
         self.entries.append(("waited", stream.name, generation))
 
     def event_synchronized(self, event: Event, generation: int) -> None:
-        """Record it."""
+        """Store the generation that the host waited for."""
         self.entries.append(("event synchronized", generation))
 
     def stream_synchronized(self, stream: Stream) -> None:
-        """Record it."""
+        """Store the stream that the host waited for."""
         self.entries.append(("stream synchronized", stream.name))
 
     def device_synchronized(self) -> None:
-        """Record it."""
+        """Store that the host waited for the device."""
         self.entries.append(("device synchronized",))
 
     def launched(self, operation: Operation) -> None:
-        """Keep it."""
+        """Store an operation with its accesses."""
         self.operations.append(operation)
 
     def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
-        """Keep them."""
+        """Store the exact rows of an operation."""
         self.rows.append(accesses)

@@ -1,8 +1,8 @@
-"""Whether an override that leaves every call to what it overrides could have done anything else.
+"""Find out if an override that leaves every call to the overridden method has a path of its own.
 
-One that only passes calls on has no path of its own: the reference runs, and that is what a report says. One that has a path
-of its own which never ran is a device of which nothing was shown. The two are told apart by the source of the functions that
-left the calls, and by the lines of it that ran.
+An override that only passes calls on has no path of its own: the reference runs, and that is what a report says. One that
+has a path of its own which never ran is a device of which nothing was shown. The two are told apart by the source of the
+functions that left the calls, and by the lines of it that ran.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Ways:
 
     @contextmanager
     def traced(self, package: str) -> Generator[None]:
-        """Note the lines of ``package`` that the calling thread runs inside. Other tracing goes on behind it."""
+        """Note the lines of ``package`` that the calling thread runs inside. Other tracing continues afterwards."""
         with _tracing(self._tracer(package)):
             yield
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """What runs inside isn't of interest."""
+        """Ignore the lines that run inside the scope."""
         with _tracing(None):
             yield
 

@@ -1,13 +1,21 @@
-"""Prefill and decode in two processes, proved: drawn programs give the tokens of one engine, also where a side is killed.
+"""Prove prefill/decode disaggregation: random programs on a pair of servers give the tokens of one engine.
+
+Examples on the simulated device:
 
     python -m outrider_proof.apart --transport nixl --programs 200
     python -m outrider_proof.apart --kill decode --programs 40
+
+Several data-parallel ranks:
+
     python -m outrider_proof.apart --data 2 --models mtp "ngram, images" --transport nixl
+
+Two GPUs:
+
     python -m outrider_proof.apart --models bundled --backends cuda:0 cuda:1 --transport nixl --programs 200
 
-Every model has a pair of servers, whose engines have drawn sizes. A program is a batch mix of requests; some are aborted.
-With ``--kill`` a server is killed (SIGKILL) in the middle of every few programs, and started again on its port. With
-``--data`` the decode server's engine has so many data-parallel ranks, a process each.
+Every model has a prefill server and a decode server, whose engines have random sizes. A program is a batch mix of requests;
+the client aborts some of them. ``--kill`` kills a server (SIGKILL) in the middle of every few programs and restarts it on its
+port. ``--data`` sets the number of data-parallel ranks of the decode server's engine, each in its own process.
 """
 
 from __future__ import annotations
@@ -60,7 +68,7 @@ _GUIDES = (
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of one engine. ``page_size`` is that of its partner too."""
+    """Sizes of one engine. Both engines of a pair have the same ``page_size``."""
 
     page_size: int
     max_requests: int
@@ -69,7 +77,7 @@ class Sizes:
 
     @classmethod
     def draw(cls, rng: random.Random, page_size: int) -> Sizes:
-        """Any, small ones too."""
+        """Return random sizes; small sizes make requests wait and be preempted."""
         return cls(page_size, rng.randint(2, 6), rng.choice((0, 8, 40)), rng.choice((5, 16, 64)))
 
 
@@ -171,7 +179,7 @@ class Pair:
 
     @property
     def linked(self) -> bool:
-        """Whether a prompt sent now would be prefilled elsewhere."""
+        """Return True if the decode server is connected to a prefill server."""
         return any(status.get("prefill_peers") for status in self.client.status())
 
     def start(self, role: str) -> None:
@@ -191,12 +199,12 @@ class Pair:
         self.processes[role] = self._stack.enter_context(started(command, stdout=subprocess.DEVNULL))
 
     def kill(self, role: str) -> None:
-        """At once, and for good."""
+        """Kill the server of ``role`` with SIGKILL and wait for its process to end."""
         self.processes[role].kill()
         self.processes[role].wait()
 
     def until(self, condition: Any) -> None:
-        """Poll until it holds."""
+        """Poll the client until ``condition()`` is true. Raises if a server ends or the time limit passes."""
         end = time.monotonic() + LIMIT_S
         while not condition():
             self.client.poll(0.05)
@@ -242,7 +250,7 @@ class Pair:
         return [None if ended[index] == "abort" else (ended[index], tuple(got[index])) for index in range(len(arrivals))]
 
     def settled(self) -> str:
-        """What the decode server holds once all requests have ended; empty: nothing."""
+        """Return the pages, rows or requests that the decode server still holds after 20 s, or an empty string."""
         end = time.monotonic() + 20
         while True:
             (status,) = self.client.status()
@@ -304,7 +312,7 @@ def drawn(model: str, seed: int) -> list[tuple[Arrival, tuple[int, ...], tuple[M
 
 
 def params_of(arrival: Arrival) -> SamplingParams:
-    """What a request asks for."""
+    """Return the sampling parameters of an arrival."""
     guide = _GUIDES[arrival.start % len(_GUIDES)] if arrival.guided else None
     return SamplingParams(max_tokens=arrival.max_tokens, guide=guide)
 
@@ -317,7 +325,7 @@ class Reference:
         self._engine: Engine | None = None
 
     def tokens(self, arrival: Arrival, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """What a request's output must be."""
+        """Return the tokens that one engine generates for the request."""
         if self._model != "bundled":
             return setups.plain(self._model, setups.alone(arrival))
         from outrider.engine.engine import Engine
@@ -329,7 +337,7 @@ class Reference:
 
 
 def prove(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the programs; what came of them."""
+    """Run the programs and return counts, wrong outputs and resources still held."""
     found: dict[str, Any] = {
         "programs": 0,
         "requests": 0,

@@ -1,4 +1,4 @@
-"""Running one host program of one setup, and what must hold."""
+"""Run one host program of one setup, and check its tokens, acceptance, pages and statistics."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from outrider_sim.strategies import make_strategy
 
 
 class WrongCounts(OutriderError):
-    """An engine's stats say something else than its outputs."""
+    """The statistics of an engine contradict its outputs."""
 
 
 @dataclass
 class Outcome:
-    """The result of a run.
-
-    ``error``, ``text``: name and message of what it failed with, empty where it passed. ``implied``: the fences that the
-    findings imply. ``left_out``: how often half a fence was; ``covered``: everything that it orders was ordered all the
-    same. ``counts``: of :func:`serve`.
-    """
+    """The result of one run of a program under one schedule."""
 
     error: str = ""
+    """Class name of the error; empty if the run passed."""
     text: str = ""
+    """Message of the error."""
     implied: tuple[str, ...] = ()
+    """Fences that the sanitizer's findings imply."""
     left_out: int = 0
+    """Number of waits or records of the dropped fence that were not carried out."""
     covered: bool = False
+    """True if other fences or stream order already give every order of the dropped fence."""
     counts: dict[str, int] = field(default_factory=dict)
+    """Counts that :func:`serve` returns."""
 
 
 def serve(setup: Setup, program: HostProgram, log: FenceLog) -> dict[str, int]:
-    """Run the program and compare; returns counts of what happened in it.
+    """Run the program, compare its results with references and return counts of requests, iterations and launches.
 
-    Raises :class:`WrongTokens`, what :class:`Pace` raises, and whatever the engine raises.
+    Raises :class:`WrongTokens`, :class:`WrongCounts`, the errors of :class:`Pace` and the errors of the engine.
     """
     pace = Pace()
     engines = engines_for(setup, program, lambda fence: pace.wrap(log.wrap(fence)))
@@ -55,7 +56,7 @@ def serve(setup: Setup, program: HostProgram, log: FenceLog) -> dict[str, int]:
     try:
         served.run()
     except Exception as error:
-        pace.raise_if_any(error)  # what went wrong first
+        pace.raise_if_any(error)  # the recorded fault is the cause of the error
         raise
     finally:
         stop()
@@ -66,7 +67,7 @@ def serve(setup: Setup, program: HostProgram, log: FenceLog) -> dict[str, int]:
             raise WrongTokens(f"request {index} got {list(got)}, plain decoding gives {list(wanted)}")
     if [(engine.free_pages, engine.free_rows) for engine in engines] != free:
         raise WrongTokens("pages or rows weren't given back at the end")
-    # Where lengths change with iterations, which of them a request is in decides how much it accepts.
+    # If the draft length varies between iterations, acceptance depends on the iterations that a request is in.
     proposer = engines[0].proposer
     changing = proposer.remembers or draft_length_of(program, proposer) is not None
     reference = {} if changing else synchronous(setup.proposer, program)
@@ -93,7 +94,7 @@ def serve(setup: Setup, program: HostProgram, log: FenceLog) -> dict[str, int]:
 
 
 def _check_stats(engines: Sequence[Engine], served: Served, pace: Pace) -> None:
-    """What engines count is what came out of them. Raises :class:`WrongCounts`."""
+    """Compare the engines' statistics with their outputs. Raises :class:`WrongCounts`."""
     records, stats = served.records.values(), [engine.stats for engine in engines]
     found = {name: sum(getattr(each, name) for each in stats) for name in ("iterations", "emitted_tokens")}
     wanted = {"iterations": pace.launches, "emitted_tokens": sum(map(len, served.got.values()))}
@@ -118,10 +119,10 @@ def once(
     half: str = "wait",
     consumer: str | None = None,
 ) -> Outcome:
-    """One run under one schedule.
+    """Run the program once under one schedule and return its outcome.
 
-    ``watched``: with the sanitizer, which decides what the outcome is. ``drop``, ``half``, ``consumer``: the fence, and what
-    of it, that is left out.
+    ``watched`` runs it with the sanitizer; a finding then is the outcome. ``drop`` names the fence to leave out, ``half`` its
+    wait or record, and ``consumer`` the stream whose waits are left out (None: every stream).
     """
     backend = simulated(setup.like, setup.emulations)
     log = FenceLog(lambda stream: backend.control.steps(stream)[1], drop=drop, half=Drop(half), consumer=consumer)
@@ -144,7 +145,7 @@ def once(
         if problem is not None:
             raise problem
 
-    # What is computed on the host comes first: it must not be part of the schedule.
+    # Compute the references on the host first: this work must not be part of the schedule.
     for arrival in program.arrivals:
         plain(setup.proposer, alone(arrival))
     if not program.draft_lengths and not program.by_load:
@@ -160,7 +161,7 @@ def once(
 
 
 def prove(setup: Setup, number: int, schedules: int) -> dict[str, Any]:
-    """One host program under many schedules, the first two watched; its record, for proof.json."""
+    """Run one host program under many schedules, the first two watched, and return its record for proof.json."""
     program = draw(number)
     start = time.perf_counter()
     record: dict[str, Any] = {"setup": setup.name, "program": number, "schedules": 0, "failures": []}
@@ -176,19 +177,19 @@ def prove(setup: Setup, number: int, schedules: int) -> dict[str, Any]:
 
 
 def ordered_otherwise(setup: Setup, fence: str) -> str:
-    """Why a fence may be left out of a setup without a finding, though there is work around it; empty where it may not."""
+    """Return why a setup passes without this fence although work on both sides uses it; empty if the fence is needed."""
     if fence == "draft_outputs_ready" and setup.proposer == "none":
         return "nothing is drafted"
     if fence == "params_free" and setup.proposer.startswith(("none", "ngram")):
-        return "the host has waited for the lengths, behind the only stage that has parameters"
+        return "the host has waited for the lengths, after the only stage that has parameters"
     return ""
 
 
 def drop(setup: Setup, fence: str, half: str, consumer: str | None, programs: Sequence[int]) -> dict[str, Any]:
-    """Leave half a fence out, in one program after the other, until a watched run finds it.
+    """Leave half a fence out of one program after the other, until a watched run has a finding.
 
-    The result is *live* where its findings imply that fence alone; *unused* where nothing was left out, or everything that
-    it orders was ordered all the same.
+    The result is *live* if the findings imply that fence alone. The result is *unused* if no wait or record was left out, or
+    if other fences give the same order.
     """
     left_out, covered = 0, True
     for number in programs:
@@ -204,7 +205,7 @@ def drop(setup: Setup, fence: str, half: str, consumer: str | None, programs: Se
 
 
 def rate(setup: Setup, fence: str, consumer: str | None, number: int, schedules: int) -> dict[str, Any]:
-    """How many schedules of one program show a dropped wait by tokens, acceptance, pages or errors alone."""
+    """Count the schedules of one program in which a dropped wait shows without the sanitizer, by error class."""
     shown: dict[str, int] = {}
     program = draw(number)
     for seed in range(schedules):

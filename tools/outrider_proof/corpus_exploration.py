@@ -1,6 +1,6 @@
-"""``outrider explore corpus``: every corrected program of the corpus under drawn schedules, the sanitizer watching.
+"""``outrider explore corpus``: run each corrected program of the corpus under random schedules, watched by the sanitizer.
 
-A false alarm, a wrong value or a hang is a failure of the sanitizer, of the device or of the program; none of them is right.
+A false alarm, a wrong value or a hang is a failure of the sanitizer, of the device or of the program.
 """
 
 from __future__ import annotations
@@ -25,33 +25,36 @@ if TYPE_CHECKING:
 CORPUS = "corpus"
 
 _DEVICES = ("sim", "sim:like=npu")
-"""Between them they have what every program needs."""
+"""Simulated devices that together have every capability that a program needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusWanted:
-    """What is run. ``backend``: a device instead of the simulated ones; programs whose needs it lacks are left out."""
+    """Options of ``outrider explore corpus``."""
 
     registry: Registry
     iterations: int
     seed: int
     strategy: str = "mixed"
     backend: str | None = None
+    """Device to use instead of the simulated ones; programs that need a capability that it lacks are skipped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What came of one corrected program. ``distinct``: schedules that aren't alike; ``alarm``: empty, or what was said."""
+    """The result of one corrected program."""
 
     program: str
     runs: int
     distinct: int
+    """Number of different schedules among the runs."""
     alarm: str
+    """Error and schedule of the first failure; empty if every run was silent."""
     seconds: float
 
 
 def explore_corpus(wanted: CorpusWanted) -> Report:
-    """See the module. Exit code 0 where every program was silent."""
+    """Run the corrected programs and return their report; exit code 0 if every program was silent."""
     began = time.monotonic()
     rows = list(_rows(wanted))
     alarms = sum(bool(row.alarm) for row in rows)
@@ -72,7 +75,7 @@ def _rows(wanted: CorpusWanted) -> Iterator[Row]:
     from outrider_sanitizer.races import RACES
 
     waiting = dict(RACES)
-    # One device after the other: what a program makes outside every scope belongs to the device that was made last.
+    # Open one device at a time: a tensor created outside every stream scope belongs to the device opened last.
     for spec in (wanted.backend,) if wanted.backend else _DEVICES:
         device = wanted.registry.create(spec)
         control = device.control

@@ -1,4 +1,4 @@
-"""``outrider explore decode``: the engine on drawn host programs, under drawn schedules or in the order of the program."""
+"""``outrider explore decode``: run the engine on random host programs, under random schedules or in program order."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ _PROGRAM_ORDER = "program"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exploration:
-    """What is run, and how often.
-
-    ``make`` opens the device anew: one that decides its schedules itself has few streams, and an engine keeps its own.
-
-    ``strategy``: how schedules are drawn; None: mixed, or the order of the program where the device decides itself, since the
-    sanitizer then needs one run alone. ``drop_fence``: a name, or ``every``: one after the other.
-    """
+    """Options of the command, and the device."""
 
     make: Callable[[], Backend]
+    """Opens a fresh device: a real device has few streams, and each engine keeps its own."""
     iterations: int
     seed: int
     strategy: str | None = None
+    """Strategy of the schedules. None: *mixed* on a controllable device, else *program*, which the sanitizer needs once."""
     drop_fence: str | None = None
+    """Name of the fence to leave out, or ``every`` for each fence in turn."""
     drop: str = "wait"
+    """Half of the fence to leave out: wait or record."""
     speculate: str = "eagle"
     draft_topk: int = 1
     mode: str = "staged"
@@ -45,7 +43,7 @@ class Exploration:
     images: bool = False
 
     def explorer(self, device: Backend) -> DecodeExplorer:
-        """The engine's programs on a device."""
+        """Return an explorer of these options on ``device``."""
         return DecodeExplorer(
             device,
             speculate=self.speculate,
@@ -59,7 +57,7 @@ class Exploration:
 
     @property
     def described(self) -> dict[str, Any]:
-        """What a report says about it."""
+        """Return the options that a report repeats."""
         return {
             "program": DECODE,
             "strategy": self.strategy,
@@ -99,8 +97,9 @@ def explore_decode(exploration: Exploration) -> Report:
 
 
 def _explored(chosen: Exploration, device: Backend, explorer: DecodeExplorer) -> dict[str, Any]:
-    """The programs one after the other: how many ran, and what the first failure was. ``left_out``: how often a half of the
-    fence was in programs where nothing else has its order.
+    """Run one program after the other and return the number of runs and the first failure.
+
+    ``left_out`` counts waits or records that were left out in programs where no other fence gives their order.
     """
     found: dict[str, Any] = {"runs": 0, "failed": False, "left_out": 0}
     for number in range(chosen.seed, chosen.seed + chosen.iterations):
@@ -127,7 +126,7 @@ def _explored(chosen: Exploration, device: Backend, explorer: DecodeExplorer) ->
 def _run(
     chosen: Exploration, device: Backend, explorer: DecodeExplorer, program: HostProgram, number: int
 ) -> tuple[BaseException | None, dict[str, Any]]:
-    """One program once: what went wrong, and where a tool decided it, the schedule in which it did."""
+    """Run one program once; return its error and, on a controllable device, the schedule that caused it."""
     control = device.control
     if control is None:
         try:
@@ -146,7 +145,7 @@ def _run(
 
 
 def _explore_every_fence(chosen: Exploration, device: Backend) -> Report:
-    """Run with every fence, then without each of them in turn: no finding at first, then one for each fence that is used."""
+    """Run with every fence, then without each in turn: expect no finding first, then one per fence that is used."""
     from outrider.engine.fences import FENCES
 
     rows: list[dict[str, Any]] = []
@@ -172,7 +171,7 @@ def _explore_every_fence(chosen: Exploration, device: Backend) -> Report:
 
 
 def _as_it_should(row: Mapping[str, Any]) -> bool:
-    """Whether a row is right: no finding with every fence, a race without one that is used."""
+    """Return True if a row is as expected: no finding with every fence, a race without a fence that is used."""
     if row["dropped"] is None:
         return not row["found"] and row["error"] is None
     return bool(row["found"]) or not row["used"]

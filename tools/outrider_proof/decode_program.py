@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from outrider.device.errors import ConfigError, OutriderError
@@ -23,6 +23,7 @@ from outrider_proof.pace import Pace
 from outrider_proof.subjects import Subject, bundled_text, tiny_images
 
 if TYPE_CHECKING:
+    from outrider import EngineConfig
     from outrider.device import Backend, Fence
     from outrider.engine.engine import Engine
     from outrider.engine.requests.draft_length import DraftLengthPolicy
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from outrider_sanitizer import Finding
     from outrider_sanitizer import Report as Findings
 
-_CONTEXT = 96
+CONTEXT = 96
+"""Maximum context length of the engines, in tokens."""
+
 _LONGEST = 14
 _MOVING = 0.3
 """How many of the programs hand requests over."""
@@ -75,10 +78,10 @@ class Arrival:
 class HostProgram:
     """Requests, and the sizes of the engine that serves them.
 
-    ``draft_lengths``: how many tokens iterations draft, one after the other and again; none: always as many as can be.
-    ``by_load``: as many as the load and the acceptance so far make fastest instead, by synthetic costs.
-    ``token_budget``: tokens of an iteration in which requests decode, prompts' among them; None: a whole chunk beside them.
-    ``prefill_graphs``: where decoding is replayed, so are chunks of prompts of up to so many tokens; None: every one.
+    ``draft_lengths`` are the draft lengths of consecutive iterations, repeated cyclically; empty means the maximum length.
+    ``by_load`` chooses the draft length by load and acceptance instead, with synthetic costs. ``token_budget`` is the
+    token limit of a mixed iteration (decode and prefill tokens); None means a whole prefill chunk in addition to decoding.
+    ``prefill_graphs`` is the largest prefill chunk, in tokens, that runs as a graph where decoding does; None: every chunk.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -120,7 +123,7 @@ class HostProgram:
             program = replace(program, arrivals=tuple(chosen))
         mixing, loading = random.Random(f"mixed {seed}"), random.Random(f"by load {seed}")
         if mixing.random() < _BUDGETED:
-            # Hardly more than what decoding takes, so that a prompt comes in pieces beside it.
+            # Hardly more tokens than decoding needs, so that a prompt is prefilled in pieces during decoding.
             most = program.max_requests * (program.draft_tokens + 1)
             program = replace(program, token_budget=mixing.randint(max(2, most // 2), most + 6))
         kind = mixing.random()
@@ -134,6 +137,28 @@ class HostProgram:
         among = (0, 1, changing.randint(0, program.draft_tokens), program.draft_tokens)
         lengths = [changing.choice(among) for _ in range(changing.randint(2, 7))]
         return replace(program, draft_lengths=tuple(lengths))
+
+    def config(self, longest: int, **fields: Any) -> EngineConfig:
+        """Return a config with the sizes of the program, and pages for a request of ``longest`` tokens and the spare ones.
+
+        ``fields`` are further fields of :func:`~outrider_proof.tiny.plain_config`; overlap is on by default.
+        """
+        from outrider_proof.tiny import plain_config
+
+        sizes: dict[str, Any] = {
+            "max_requests": self.max_requests,
+            "page_size": self.page_size,
+            "num_pages": 1 + -(-longest // self.page_size) + self.spare_pages,
+            "prefill_chunk": self.prefill_chunk,
+            "max_context": CONTEXT,
+            "overlap": True,
+        }
+        return plain_config(**sizes | fields)
+
+    def longest(self, proposer: Proposer, *, images: bool) -> int:
+        """Return the tokens of the longest request with its output, its draft slots and, with ``images``, its image."""
+        longest = max(arrival.length + arrival.max_tokens for arrival in self.arrivals)
+        return longest + max(12, proposer.nodes + 2) + (16 if images else 0)
 
 
 MOVING = HostProgram(
@@ -250,17 +275,11 @@ class DecodeExplorer:
     def _engine(self, program: HostProgram) -> Engine:
         from outrider.engine.engine import Engine
         from outrider.speculative.build import DraftOptions, build
-        from outrider_proof.tiny import plain_config
 
-        config = plain_config(
+        config = program.config(
+            CONTEXT + 16 + self._subject.extra,
             dtype=self._subject.dtype,
-            max_requests=program.max_requests,
-            page_size=program.page_size,
-            num_pages=1 + -(-(_CONTEXT + 16 + self._subject.extra) // program.page_size) + program.spare_pages,
-            prefill_chunk=program.prefill_chunk,
             draft_tokens=program.draft_tokens,
-            max_context=_CONTEXT,
-            overlap=True,
             mode=self._mode,
             graphs=self._graphs,
             token_budget=program.token_budget,
@@ -378,7 +397,7 @@ class Serving:
                 after = self._arrivals[index].abort_after
                 side, request = self._request[index]
                 if after is not None and age >= after:
-                    with suppress(RequestError):  # over by now: a hand-over beside it has read its results
+                    with suppress(RequestError):  # already finished: a concurrent hand-over has read its results
                         self._engines[side].abort(request)
                 elif self._moves[index] and age >= self._moves[index][0]:
                     self._move(index, side, request)
@@ -468,7 +487,7 @@ def _plain(subject: Subject, arrival: Arrival) -> tuple[int, ...]:
     from outrider.engine.requests.sampling import SamplingParams
     from outrider_proof.tiny import plain_config
 
-    config = plain_config(max_requests=1, max_context=_CONTEXT, dtype=subject.dtype)
+    config = plain_config(max_requests=1, max_context=CONTEXT, dtype=subject.dtype)
     engine = Engine(model, Registry().create("cpu"), config=config, vision=vision)
     (completion,) = engine.generate([tokens], SamplingParams(max_tokens=arrival.max_tokens), media=[media])
     return completion.token_ids

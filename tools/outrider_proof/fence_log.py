@@ -1,7 +1,7 @@
-"""Proving fences: drop one, and name a fence from what a detector found.
+"""A log of the fences of an engine that can leave one fence out and name the fence that a race implies.
 
-A log notes where each fence is declared, as positions among the operations of its streams, whether or not it was carried
-out. A finding (two accesses that nothing orders) then implies the fences that would have ordered it.
+The log records where each fence is declared, as positions among the operations of its streams, whether or not the fence is
+carried out. A finding (two accesses without an order) then implies the fences that would have ordered the accesses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HOST = "host"
 
 
 class Drop(StrEnum):
-    """Which half of a fence isn't carried out."""
+    """The half of a fence that the log leaves out."""
 
     WAIT = "wait"
     RECORD = "record"
@@ -24,8 +24,10 @@ class Drop(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One wait for one record: what ``producer`` enqueued before its position ``start`` comes before what ``consumer``
-    enqueues from ``end`` on. ``done``: it was carried out.
+    """One wait for one record.
+
+    Operations of ``producer`` before its position ``start`` precede operations of ``consumer`` from position ``end`` on.
+    ``done`` is False if the log left the wait or the record out.
     """
 
     fence: str
@@ -37,12 +39,11 @@ class Edge:
 
 
 class FenceLog:
-    """Notes every declared edge of an engine, and leaves out one fence if asked to.
+    """Records each declared edge of an engine, and leaves out the fence named ``drop``, if any.
 
-    ``position(stream)``: how many operations the stream has been given so far; of None, how many steps the calling thread
-    has taken. The first record of a dropped record is
-    carried out, so that its waits stay legal: they wait for something long over. ``consumer``: of a dropped wait, the stream
-    whose waits are left out, or ``host``; None: all.
+    ``position(stream)`` returns the number of operations enqueued on the stream so far; for None, the number of steps of the
+    calling thread. ``half=RECORD`` carries out the first record only, so that later waits are legal and wait for old work.
+    ``consumer`` names the stream, or ``host``, whose waits ``half=WAIT`` leaves out; None means every consumer.
     """
 
     def __init__(
@@ -58,19 +59,20 @@ class FenceLog:
         self.half = half
         self.consumer = consumer
         self.left_out = 0
-        """How often something was left out: 0 at the end says that the fence isn't used."""
+        """Number of waits or records left out; 0 at the end means that the engine does not use the fence."""
         self.edges: list[Edge] = []
         self.streams: dict[str, Stream] = {}
-        """Streams that fences were seen on: what is enqueued there after a wait of the host comes after that too."""
+        """Streams that carry a fence. Operations enqueued there after a host wait come after the producer's record, too."""
 
     def wrap(self, fence: Fence) -> Fence:
-        """The same fence, noted; pass this as the engine's ``wrap_fence``."""
+        """Return a recording fence around ``fence``; pass this method as the engine's ``wrap_fence``."""
         return _Noted(fence, self)
 
     def implied(self, first: tuple[str, int], second: tuple[str, int]) -> tuple[str, ...]:
-        """The fences each of which, carried out, orders operation ``first`` (stream, index) before ``second``.
+        """Return each fence that, if carried out, orders operation ``first`` (stream, index) before ``second``.
 
-        An index of -1 isn't known; any wait for a record after ``first`` counts then. Empty where the two are ordered anyway.
+        Index -1 means an unknown position; any wait for a record after ``first`` then counts. Returns an empty tuple if the
+        carried-out edges already order the two operations.
         """
         if self._orders("", first, second):
             return ()
@@ -79,7 +81,7 @@ class FenceLog:
 
     @property
     def covered(self) -> bool:
-        """Whether each edge that wasn't carried out is there all the same, by others that were, or by its stream's order."""
+        """True if carried-out edges or stream order already give every order that was left out."""
         return all(
             self._orders("", (edge.producer, edge.start - 1), (edge.consumer, edge.end))
             for edge in self.edges
@@ -104,25 +106,44 @@ class FenceLog:
         return second[1] < 0 or reached[second[0]] <= second[1]
 
 
-class _Noted(Fence):
-    """A fence that tells the log of each call, and skips the half that is dropped."""
+class WrappedFence(Fence):
+    """A fence that passes each call on to the fence ``inner``, of the same name."""
 
-    def __init__(self, inner: Fence, log: FenceLog) -> None:
+    def __init__(self, inner: Fence) -> None:
         super().__init__(inner.name)
         self._inner = inner
+
+    @property
+    def mechanism(self) -> str:
+        """The mechanism of the wrapped fence."""
+        return self._inner.mechanism
+
+    def signal(self, stream: Stream) -> None:
+        """Signal the wrapped fence on ``stream``."""
+        self._inner.signal(stream)
+
+    def wait(self, stream: Stream) -> None:
+        """Make ``stream`` wait for the wrapped fence."""
+        self._inner.wait(stream)
+
+    def done(self) -> bool:
+        """Return True if the wrapped fence is done."""
+        return self._inner.done()
+
+
+class _Noted(WrappedFence):
+    """A fence that records each call in the log, and skips the dropped half."""
+
+    def __init__(self, inner: Fence, log: FenceLog) -> None:
+        super().__init__(inner)
         self._log = log
         self._name = inner.name.split("[")[0]
         self._dropped = log.half if log.drop == self._name else None
         self._declared: tuple[str, int] | None = None
         self._carried_out: tuple[str, int] | None = None
 
-    @property
-    def mechanism(self) -> str:
-        """That of the fence itself."""
-        return self._inner.mechanism
-
     def signal(self, stream: Stream) -> None:
-        """Note it; carry it out unless records are dropped, the first one always."""
+        """Record the signal and carry it out, unless records are dropped; the first record is always carried out."""
         self._log.streams[stream.name] = stream
         self._declared = (stream.name, self._log.position(stream))
         if self._dropped is not Drop.RECORD or self._carried_out is None:
@@ -167,7 +188,7 @@ class _Noted(Fence):
         return True
 
     def done(self) -> bool:
-        """Note it where the answer is yes: the host goes on from there. Always yes where waits are dropped."""
+        """Return the fence's answer, or True if waits are dropped; record a wait of the host if the answer is True."""
         skipped = self._skips(HOST)
         came = skipped or self._inner.done()
         if came:

@@ -31,12 +31,12 @@ class Residues:
 
     @property
     def over(self) -> bool:
-        """Never."""
+        """Return False: every output can continue."""
         return False
 
     @property
     def residue(self) -> int:
-        """That of the next token."""
+        """Return the residue, modulo the number of classes, that the next token must have."""
         return (sum(self._tokens) + len(self._tokens)) % _MODULUS
 
     def accept(self, token: int) -> bool:
@@ -47,7 +47,7 @@ class Residues:
         return True
 
     def rollback(self, count: int) -> None:
-        """Undo tokens."""
+        """Remove the last ``count`` tokens from the state."""
         del self._tokens[len(self._tokens) - count :]
 
     def fill(self, words: Tensor, index: int) -> None:
@@ -56,7 +56,7 @@ class Residues:
 
     @classmethod
     def greedy(cls, model: Decoder, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """The likeliest allowed tokens behind a prompt, by a forward over the whole text for each of them."""
+        """Return the ``count`` most likely allowed tokens after a prompt, by one forward over the whole text per token."""
         import torch
 
         from outrider.device import AttentionMetadata
@@ -96,15 +96,16 @@ class Residues:
 
 
 class ResidueGrammars:
-    """What an engine has its guides compiled by, for one without a tokenizer: whatever guide comes is :class:`Residues`. So a
-    guide takes the way of any other, to all ranks and along with a hand-over.
+    """A guide compiler for an engine without a tokenizer: it compiles every guide to :class:`Residues`.
+
+    The engine sends such a guide to all ranks and with a hand-over, like any other guide.
     """
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
     def guidance(self, params: SamplingParams, stops: frozenset[int]) -> Guidance:
-        """The state of a new request."""
+        """Return the guidance state of a new request."""
         from outrider.engine.requests.guidance import Guidance
 
         del params, stops
@@ -112,7 +113,7 @@ class ResidueGrammars:
 
     @classmethod
     def into(cls, engine: Engine) -> None:
-        """Have ``engine`` use it."""
+        """Replace the guide compiler of ``engine`` by one of this class."""
         from dataclasses import replace
 
         grammars: Any = cls(engine.model.config.vocab_size)

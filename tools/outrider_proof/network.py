@@ -37,7 +37,7 @@ class Network:
         self._arrived: tuple[set[bytes], set[bytes]] = set(), set()
 
     def has_arrived(self, side: int, notice: bytes) -> bool:
-        """Whether the notice has come to that side; asked until it's yes, once."""
+        """Return True once after the notice has arrived at ``side``; callers poll until then."""
         self._arrived[side].update(self.links[side].notices())
         if notice not in self._arrived[side]:
             return False
@@ -45,7 +45,7 @@ class Network:
         return True
 
     def close(self) -> None:
-        """End the links."""
+        """Close the first link, which ends both sides."""
         self.links[0].close()
 
 

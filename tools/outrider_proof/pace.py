@@ -1,6 +1,6 @@
-"""Whether an engine is as fast as it is built to be: batches are whole, launches run ahead, and no launch waits.
+"""A monitor of batching and overlap: batches are complete, launches run ahead, and no launch blocks the host.
 
-Tokens say nothing of it: an engine that leaves a request out of a batch, or waits for each iteration, is right and slow.
+Tokens do not show these faults: an engine that omits a request from a batch, or waits for each iteration, is only slow.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outrider.device import Fence, Observer, OutriderError, Stream, Waiter
+from outrider.device import Fence, Observer, OutriderError, Waiter
+from outrider_proof.fence_log import WrappedFence
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
 _R = TypeVar("_R")
 _BLOCKS = ("event_synchronized", "stream_synchronized", "device_synchronized")
-"""What an observer is told when the host was blocked."""
+"""Observer callbacks that report a blocked host."""
 
 
 class LostBatching(OutriderError):
-    """A request that could have been in a batch wasn't."""
+    """A batch omitted a request that was ready."""
 
 
 class FreedInFlight(OutriderError):
@@ -36,30 +37,28 @@ class LostOverlap(OutriderError):
 
 
 class Pace:
-    """Looks on while engines run and keeps the lapses, ``faults``; :meth:`raise_if_any` raises the first one, behind the run.
+    """A monitor that collects ``faults`` while engines run; :meth:`raise_if_any` raises the first fault after the run.
 
-    *Batching.* Each batch has every running request whose context was launched and whose output isn't sure to be complete.
-    *Overlap.* An iteration that follows another is launched before the results of that one are handled, unless the engine
-    had to settle what is in flight: before it preempts, or for a hand-over; or unless those results could complete all there
-    is to do. One with a guided request runs alone.
-    *Rows.* A row and its pages are given back when no iteration of their request is in flight.
-    *Launch.* Nothing in a launch blocks the host, but at the fences where the backend's policy says so, and where it prefills
-    images.
+    *Batching.* Each batch has every running request whose context was launched and whose output may be incomplete.
+    *Overlap.* The engine launches an iteration before it handles the results of the previous one. Exceptions: the engine must
+    wait for results before a preemption or a hand-over; the results may complete all requests; a guided request runs alone.
+    *Rows.* The engine frees a row and its pages when no iteration of their request is in flight.
+    *Launch.* No launch blocks the host, except at fences where the backend's policy is a host wait, and in image prefill.
 
-    ``wrap`` is for the engines' ``wrap_fence``; :meth:`watch` then takes each engine, and ``observer`` the device's reports.
+    Pass :meth:`wrap` as the engines' ``wrap_fence``, call :meth:`watch` per engine and :meth:`observe` with the backend.
     """
 
     def __init__(self) -> None:
         self.faults: list[OutriderError] = []
         self.launches = 0
         self.ran_ahead = 0
-        """Launches behind another iteration that was still in flight."""
+        """Number of launches while the previous iteration was in flight."""
         self._launching = False
         self._passing: str | None = None
         self._may_block: frozenset[str] = frozenset()
 
     def wrap(self, fence: Fence) -> Fence:
-        """The same fence; whoever waits at it on the host is known by its name."""
+        """Return a fence around ``fence`` that tells the monitor its name during a host wait."""
         return _Named(fence, self)
 
     def watch(self, engine: Engine, *, overlap: bool) -> None:
@@ -90,12 +89,12 @@ class Pace:
         return stop
 
     def raise_if_any(self, error: Exception | None = None) -> None:
-        """Raise the first lapse, if there was one, from what came of it."""
+        """Raise the first fault, if any, with ``error`` as its cause."""
         if self.faults:
             raise self.faults[0] from error
 
     def note(self, fault: OutriderError) -> None:
-        """Keep a lapse. The run goes on: what comes of it may say more."""
+        """Append a fault; the run continues, because later errors may explain it."""
         self.faults.append(fault)
 
     def _blocking(self, original: Callable[..., None], name: str) -> Callable[..., None]:
@@ -135,7 +134,7 @@ class _Watched:
         original(**named)
 
     def _may_be_the_last(self) -> bool:
-        """Whether what is in flight could complete every output, if all that was drafted passes."""
+        """Return True if the iterations in flight complete every request when all draft tokens are accepted."""
         scheduler: Any = self._loop.scheduler
         groups = getattr(scheduler, "_schedulers", (scheduler,))
         return not any(group._waiting for group in groups) and all(
@@ -171,7 +170,10 @@ class _Watched:
 
     @staticmethod
     def _left_out(request: Request, batch: Batch | None) -> bool:
-        """Counts are those behind the batch: of a request that isn't in it they are the same as before."""
+        """Return True if a ready request is not in the batch.
+
+        The counts are those after the batch; for a request that is not in the batch they are unchanged.
+        """
         if batch is not None and request in batch.requests:
             return False
         unsure = len(request.output) + request.tokens_in_flight < request.params.max_tokens
@@ -193,37 +195,20 @@ class _Watched:
         return ticket
 
 
-class _Named(Fence):
-    """Says who waits."""
+class _Named(WrappedFence):
+    """A fence that tells the monitor its name during a host wait."""
 
     def __init__(self, inner: Fence, pace: Pace) -> None:
-        super().__init__(inner.name)
-        self._inner, self._pace = inner, pace
-
-    @property
-    def mechanism(self) -> str:
-        """That of the fence itself."""
-        return self._inner.mechanism
-
-    def signal(self, stream: Stream) -> None:
-        """That of the fence itself."""
-        self._inner.signal(stream)
-
-    def wait(self, stream: Stream) -> None:
-        """That of the fence itself."""
-        self._inner.wait(stream)
+        super().__init__(inner)
+        self._pace = pace
 
     def wait_host(self) -> None:
-        """Wait, by name."""
+        """Wait on the host under the name of the fence."""
         self._passing(self._inner.wait_host)
 
     def wait_host_within(self, seconds: float) -> bool:
-        """Wait, by name."""
+        """Wait on the host under the name of the fence, for at most ``seconds``."""
         return self._passing(lambda: self._inner.wait_host_within(seconds))
-
-    def done(self) -> bool:
-        """That of the fence itself."""
-        return self._inner.done()
 
     def _passing(self, wait: Callable[[], _R]) -> _R:
         self._pace._passing = self.name.split("[")[0]

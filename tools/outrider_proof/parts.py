@@ -1,4 +1,4 @@
-"""What one of several ranks has of a model that is whole in memory; for models that no checkpoint holds."""
+"""Tensor-parallel parts of models that are complete in memory, for models without a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _Eagle3 = TypeVar("_Eagle3", bound=Eagle3Weights)
 
 
 def table_part(table: Tensor, shards: Shards) -> Tensor:
-    """A part of the rows of a table with one for each token, as many as the first part has, zeros behind the last."""
+    """Return this rank's rows of an embedding or head, [vocabulary, hidden], padded with zeros to the first rank's size."""
     start, stop = shards.vocabulary.uneven(table.shape[0])
     missing = shards.vocabulary.width(table.shape[0]) - (stop - start)
     return torch.nn.functional.pad(table[start:stop], (0, 0, 0, missing)).contiguous()
 
 
 def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> LayerWeights:
-    """A part of a layer; ``config`` is that of the whole."""
+    """Return this rank's part of a layer; ``config`` describes the complete model."""
     size, heads, kv_heads = config.head_size, config.num_heads, config.num_kv_heads
     own, own_kv, inner = shards.heads(config), shards.kv_heads(config), shards.mlp.even(config.intermediate_size)
 
@@ -75,14 +75,14 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
 
 
 def _experts_part(gate_up: Tensor, down: Tensor, shards: Shards) -> tuple[Tensor, Tensor]:
-    """A part of the inner size of each of a stack of MLPs."""
+    """Return this rank's inner columns of stacked MLPs: (gate and up, down)."""
     first, last = shards.mlp.even(down.shape[2])
     gates = torch.cat([half[:, first:last] for half in gate_up.chunk(2, dim=1)], dim=1)
     return gates, down[:, :, first:last].contiguous()
 
 
 def decoder_part(weights: DecoderWeights, config: ModelConfig, shards: Shards) -> DecoderWeights:
-    """A part of a decoder."""
+    """Return this rank's part of a decoder's weights."""
     embedding = table_part(weights.embedding, shards)
     tied = weights.head is weights.embedding
     return replace(
@@ -94,7 +94,7 @@ def decoder_part(weights: DecoderWeights, config: ModelConfig, shards: Shards) -
 
 
 def eagle_part(weights: EagleWeights, config: ModelConfig, shards: Shards) -> EagleWeights:
-    """A part of an EAGLE head with an embedding of its own."""
+    """Return this rank's part of an EAGLE head with its own embedding."""
     return replace(
         weights,
         embedding=table_part(weights.embedding, shards),
@@ -103,7 +103,7 @@ def eagle_part(weights: EagleWeights, config: ModelConfig, shards: Shards) -> Ea
 
 
 def eagle3_part(weights: _Eagle3, config: ModelConfig, shards: Shards) -> _Eagle3:
-    """A part of an EAGLE-3 or P-EAGLE head with an embedding of its own."""
+    """Return this rank's part of an EAGLE-3 or P-EAGLE head with its own embedding."""
     return replace(
         weights,
         embedding=table_part(weights.embedding, shards),
@@ -114,10 +114,10 @@ def eagle3_part(weights: _Eagle3, config: ModelConfig, shards: Shards) -> _Eagle
 
 
 def dflash_part(weights: DFlashWeights, config: ModelConfig, shards: Shards) -> DFlashWeights:
-    """A part of a DFlash head."""
+    """Return this rank's part of a DFlash head."""
     return replace(weights, layers=tuple(layer_part(layer, config, shards) for layer in weights.layers))
 
 
 def mtp_part(weights: MtpWeights, config: ModelConfig, shards: Shards) -> MtpWeights:
-    """A part of a head of multi-token prediction."""
+    """Return this rank's part of an MTP head."""
     return replace(weights, layer=layer_part(weights.layer, config, shards))

@@ -38,7 +38,7 @@ Job = tuple[str, tuple[Any, ...]]
 
 PARTS = ("programs", "fences", "rate")
 DROPPED_IN = (1, 3, 7, 0, 4, 5)
-"""The numbers of the host programs in which a fence is left out, until one of them shows it."""
+"""Numbers of the host programs that run without a fence, in this order, until one has a finding."""
 DIFFERENT = (
     "published",
     "lengths_on_host",
@@ -47,11 +47,11 @@ DIFFERENT = (
     "results_ready",
     "results_copied",
 )
-"""Fences that personalities carry out in different ways; the others are tried on one personality."""
+"""Fences whose mechanism differs between personalities; other fences are dropped on one personality only."""
 
 
 def cells() -> Iterator[tuple[str, str, str | None]]:
-    """(fence, half, consumer) of every line of the table of fences."""
+    """Yield (fence, half, consumer) for every row of the table of fences."""
     from outrider.engine.fences import FENCES
 
     for fence in FENCES:
@@ -61,7 +61,7 @@ def cells() -> Iterator[tuple[str, str, str | None]]:
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """(part, arguments) of everything that is to be run, the longest first."""
+    """Yield (part, arguments) of every job, the longest jobs first."""
     from outrider_proof.setups import PERSONALITIES, PROPOSERS, Setup, all_setups
 
     wanted = options.proposers or PROPOSERS
@@ -84,11 +84,11 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
 
 
 NAMES = {"programs": (), "fences": ("fence", "half", "consumer"), "rate": ("fence", "consumer", "program")}
-"""What a record of each part says of its job, beside the setup."""
+"""Fields that identify the job in a record of each part, in addition to the setup."""
 
 
 def described(part: str, arguments: tuple[Any, ...]) -> Record:
-    """A job as its record names it."""
+    """Return the fields that identify a job in its record."""
     setup, *rest = arguments
     if part == "programs":
         return {"setup": setup.name, "program": rest[0]}
@@ -97,7 +97,7 @@ def described(part: str, arguments: tuple[Any, ...]) -> Record:
 
 
 def work(part: str, arguments: tuple[Any, ...]) -> Record:
-    """Run one job, in a process of the pool."""
+    """Run one job in a pool process and return its record."""
     import torch
 
     torch.set_num_threads(1)
@@ -113,7 +113,7 @@ def work(part: str, arguments: tuple[Any, ...]) -> Record:
 
 
 def earlier(options: argparse.Namespace, todo: list[Job]) -> tuple[defaultdict[str, list[Record]], list[Job]]:
-    """What earlier runs recorded of these jobs, by part, and the jobs that are left."""
+    """Return the records of earlier runs for these jobs, by part, and the jobs without a record."""
     by_name = {str(sorted(described(*job).items(), key=str)): job for job in todo}
     records: defaultdict[str, list[Record]] = defaultdict(list)
     for file in options.resume:
@@ -127,7 +127,10 @@ def earlier(options: argparse.Namespace, todo: list[Job]) -> tuple[defaultdict[s
 
 
 def run(options: argparse.Namespace) -> tuple[defaultdict[str, list[Record]], Counter[str]]:
-    """Run the jobs; records by part, and how many jobs each part has. What failed outside a check is in part "broken"."""
+    """Run the jobs; return their records by part, and the number of jobs of each part.
+
+    Errors outside a check are records of the part "broken".
+    """
     todo = list(jobs(options))
     planned = Counter(part for part, _ in todo)
     records, todo = earlier(options, todo)

@@ -43,7 +43,7 @@ NEW_TOKENS = 10
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Weights, copied to a device: a tensor, or tuples and dataclasses of them; anything else is returned as it is."""
+    """Weights, copied to a device: a tensor, or tuples and dataclasses of them; other values are returned unchanged."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, tuple):

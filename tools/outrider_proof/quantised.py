@@ -1,6 +1,6 @@
-"""The tiny target and its EAGLE head with quantised weights, for proofs: all formats, quantised activations, a split one.
+"""The tiny target and its EAGLE head with quantised weights: every format, quantised activations and a split weight.
 
-The target's cache is quantised too: the first layer's by scales of its heads, the others' without.
+The target's KV cache is quantised, too: the first layer has a scale per KV head, the other layers have none.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _GROUP = 16
 
 
 def fp8(weight: torch.Tensor) -> QuantizedWeight:
-    """A scale for each row, activations quantised by the token."""
+    """Quantise to FP8 with one scale per row; activations are quantised per token."""
     scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 448
     data = (weight / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
     return _made("fp8", data, scales, weight, (1, weight.shape[1]), activations="fp8")
 
 
 def int8(weight: torch.Tensor) -> QuantizedWeight:
-    """A scale for each row, activations quantised by one stored scale."""
+    """Quantise to INT8 with one scale per row; activations are quantised with one stored scale."""
     scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127.5
     data = (weight / scales).round().clamp(-128, 127).to(torch.int8)
     static = torch.tensor([0.05])
@@ -43,7 +43,7 @@ def int8(weight: torch.Tensor) -> QuantizedWeight:
 
 
 def int4(weight: torch.Tensor) -> QuantizedWeight:
-    """A scale and a zero point for each 16 columns, activations as they are."""
+    """Quantise to INT4 with a scale and a zero point per 16 columns; activations stay unquantised."""
     grouped = weight.unflatten(1, (-1, _GROUP))
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
     scales = (high - low).clamp(min=1e-9) / 15
@@ -62,7 +62,7 @@ def _made(
 
 
 def layer(weights: LayerWeights) -> LayerWeights:
-    """Queries and keys in fp8 beside plain values, and each of the other products in a format of its own."""
+    """Quantise a layer: queries and keys in FP8, values unquantised, and each other weight in a different format."""
     qkv = plain(weights.qkv)
     rows = tiny.KV_HEADS * tiny.HEAD_SIZE
     return replace(
@@ -75,13 +75,13 @@ def layer(weights: LayerWeights) -> LayerWeights:
 
 
 def _scales(model: Decoder) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """Of keys and of values of each layer."""
+    """Return the (key, value) scales of each layer's cache, [KV heads] each, or None."""
     first = torch.linspace(0.004, 0.02, tiny.KV_HEADS, dtype=torch.float64)
     return [(first, first.flip(0)), *[None] * (len(model.weights.layers) - 1)]
 
 
 def target(backend: Backend) -> Decoder:
-    """The tiny target with quantised layers, a quantised output head, and a quantised cache where the kernels have it."""
+    """Return the tiny target with quantised layers and output head, and a quantised cache if the kernels support it."""
     model = tiny.target()
     caches: list[CacheFormat | None] = [None] * len(model.weights.layers)
     if "fp8" in backend.kernels_in_use.cache_formats:
@@ -98,7 +98,10 @@ def target(backend: Backend) -> Decoder:
 
 
 def proposer(model: Decoder) -> Proposer:
-    """The tiny EAGLE head, quantised; it draws with a copy of the output head in a format of its own, from some tokens."""
+    """Return a proposer with the quantised tiny EAGLE head.
+
+    It drafts a subset of the vocabulary with an FP8 copy of the output head.
+    """
     head = tiny.eagle_head()
     some = torch.arange(tiny.VOCABULARY)[torch.arange(tiny.VOCABULARY) % 8 != 5]
     copy = fp8(plain(tiny.target().weights.head)[some])

@@ -1,9 +1,9 @@
-"""The real engine on several simulated ranks: drawn host programs, layouts, proposers and modes, each run watched.
+"""Run the engine on several simulated ranks: random host programs, layouts, proposers and modes, watched by the sanitizer.
 
-What must hold: tokens are those of one rank, the sanitizer is silent over all ranks, every rank ends, and no page or row is
-lost on any of them. ``inject`` puts a divergence into the last rank: its device's (a tie, one ulp), its host's (slow), its
-memory, all of which the engine must not care about; or into what it's told (an abort that it doesn't hear of, a draft of
-another length, another bucket), which must be found and named.
+Each run must satisfy: the tokens equal those of one rank, the sanitizer has no finding on any rank, every rank ends, and no
+rank loses a page or row. ``inject`` puts a divergence into the last rank. The engine must tolerate a divergence of the device
+(a tie, one ulp), of the host (slow) or of its memory. A divergence of the replicated decisions (a missing abort, a different
+draft length, a different bucket) must be found and named.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -35,20 +36,20 @@ if TYPE_CHECKING:
     from outrider_sanitizer import Report as Findings
 
 TOLERATED = ("tie", "ulp", "slow", "memory")
-"""What the engine must not care about."""
+"""Divergences that the engine must tolerate."""
 NAMED = ("abort", "length", "bucket")
-"""What must be found, and named."""
+"""Divergences that the sanitizer must find and name."""
 MODES = ("staged", "graphs", "fused")
 IMAGES = ("ngram, images", "eagle, images")
-"""Proposers over a tiny model that reads images."""
-_ROUND = 1_000_003
-"""Between the seeds of a program's schedules."""
+"""Proposers of the tiny vision-language model."""
+_SCHEDULE_SEED_STRIDE = 1_000_003
+"""Difference between the seeds of two schedules of one program."""
 _LIKES = ("cuda", "rocm", "cuda", "npu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """How a program is run: ``tensor`` times ``data`` ranks like ``like``; ``mode``: staged, graphs or fused."""
+    """A configuration: ``tensor`` times ``data`` ranks of personality ``like``; ``mode`` is staged, graphs or fused."""
 
     tensor: int
     data: int
@@ -58,17 +59,17 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        """How many."""
+        """The number of ranks, tensor-parallel times data-parallel."""
         return self.tensor * self.data
 
     @property
     def images(self) -> bool:
-        """Whether requests have images, and positions on three axes."""
+        """True if requests have images, with positions on three axes."""
         return self.proposer in IMAGES
 
     @property
     def reads(self) -> str:
-        """The setup of one rank whose prompts and tokens are those of this one."""
+        """The proposer name of the one-rank setup with the same prompts and tokens."""
         from outrider_proof.setups import VISION
 
         return VISION if self.images else self.proposer
@@ -78,12 +79,12 @@ class Setup:
 
 
 def layouts(ranks: int) -> list[tuple[int, int]]:
-    """(tensor, data) that make so many ranks, of which the tiny model's heads can be shared out."""
+    """Return each (tensor, data) layout of so many ranks that divides the heads of the tiny model."""
     return [(tensor, ranks // tensor) for tensor in (1, 2, 4) if ranks % tensor == 0 and ranks // tensor <= ranks]
 
 
 def drawn_setup(seed: int, wanted: RanksWanted) -> Setup:
-    """The setup of program ``seed``."""
+    """Return the random setup of program ``seed``."""
     from outrider_proof.proposers import MAKERS
 
     rng = random.Random(f"ranks {seed}")
@@ -96,8 +97,9 @@ def drawn_setup(seed: int, wanted: RanksWanted) -> Setup:
 
 
 class OneServing(Serving):
-    """Requests that are handed over go back to the same engine, which is that of all ranks. Their guides go with them, as a
-    user's do, since other ranks must hear of them too.
+    """Serves requests on one engine over all ranks: a hand-over returns the request to the same engine.
+
+    The guide travels with the request, like a user's guide, because the other ranks must receive it, too.
     """
 
     def _params(self, arrival: Arrival) -> SamplingParams:
@@ -106,7 +108,7 @@ class OneServing(Serving):
         return replace(super()._params(arrival), guide=Regex("residues") if arrival.guided else None)
 
     def _guide(self, engine: Engine, request: int) -> None:
-        """It has come with the request."""
+        """Do nothing: the sampling parameters already carry the guide."""
 
     def _move(self, index: int, side: int, request: int) -> None:
         from outrider.errors import RequestError
@@ -122,18 +124,21 @@ class OneServing(Serving):
 
 @dataclass
 class Outcome:
-    """What came of one program. ``error``, ``text``: of what it failed with; ``named``: the decision that was named."""
+    """The result of one program."""
 
     setup: Setup
     number: int
     error: str = ""
+    """Class name of the error; empty if the program passed."""
     text: str = ""
+    """Message of the error."""
     named: str = ""
+    """The decision in which the ranks first differ, as the sanitizer names it."""
     schedule: str = ""
     counts: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the fields as JSON-compatible values."""
         return {
             "setup": str(self.setup),
             "number": self.number,
@@ -145,19 +150,19 @@ class Outcome:
 
 
 class RankExplorer:
-    """Runs programs on ranks; devices are made once for each number of ranks and family."""
+    """Runs programs on ranks; opens the devices once for each number of ranks and personality."""
 
     def __init__(self, registry: Any, *, wrap: Callable[[int, Fence], Fence] | None = None) -> None:
-        """``wrap(rank, fence)``: the engines' ``wrap_fence``."""
+        """Create an explorer; ``wrap(rank, fence)`` becomes the ``wrap_fence`` of each rank's engine."""
         self.registry = registry
         self.wrap = wrap
         self._devices: dict[tuple[int, str, str], list[Backend]] = {}
         self.change: Callable[[int, Engine], None] | None = None
-        """Called with each rank's engine when it was made."""
+        """Function called with each rank and its new engine, or None."""
         self.report: Findings | None = None
 
     def devices(self, setup: Setup, inject: str | None = None) -> list[Backend]:
-        """The devices of a setup."""
+        """Return one simulated device per rank of the setup; ``inject="memory"`` limits the last to 48 MiB."""
         key = (setup.ranks, setup.like, "memory" if inject == "memory" else "")
         if key not in self._devices:
             last = ",memory=48MiB" if inject == "memory" else ""
@@ -170,15 +175,15 @@ class RankExplorer:
         return self._devices[key]
 
     def run(self, setup: Setup, program: HostProgram, *, inject: str | None = None) -> dict[str, int]:
-        """One program on the schedule that is set; counts of what happened. Raises what was wrong with it."""
+        """Run one program on the current schedule and return counts of its requests. Raises the first error found."""
         from outrider.engine.ranks.parallel import ParallelConfig
         from outrider.engine.ranks.ranks import Ranks
-        from outrider_proof.setups import plain, prompt_and_media
+        from outrider_proof.setups import alone, plain, prompt_and_media
         from outrider_sanitizer.races.rank_program import control_of
 
         backends = self.devices(setup, inject)
         store = control_of(backends[0]).create_store()
-        wanted = [plain(setup.reads, _alone(arrival)) for arrival in program.arrivals]
+        wanted = [plain(setup.reads, alone(arrival)) for arrival in program.arrivals]
         counts: dict[str, int] = {}
         lost: list[str] = []
 
@@ -203,7 +208,7 @@ class RankExplorer:
                 lost.append(f"rank {rank}: {before} pages and rows were free, now {(engine.free_pages, engine.free_rows)}")
             ranks.close()
 
-        run_watched(backends, body, lost=lost, told=self._watched)
+        run_watched(backends, body, lost=lost, on_report=self._watched)
         return counts
 
     def _watched(self, report: Findings) -> None:
@@ -216,8 +221,8 @@ class RankExplorer:
         from outrider.model import load_decoder, load_vision
         from outrider_proof.guides import ResidueGrammars
         from outrider_proof.proposers import decoder
-        from outrider_proof.setups import CONTEXT, vision_checkpoint
-        from outrider_proof.tiny import plain_config, target
+        from outrider_proof.setups import vision_checkpoint
+        from outrider_proof.tiny import target
 
         stream = backend.create_stream("load")
         vision: VisionTower | None = None
@@ -230,16 +235,9 @@ class RankExplorer:
                 model = decoder(target(), backend, ranks.model)
             proposer = _proposer(setup, model, backend)
         stream.synchronize()
-        longest = max(arrival.length + arrival.max_tokens for arrival in program.arrivals) + max(12, proposer.nodes + 2)
-        longest += 16 if setup.images else 0
-        config = plain_config(
-            max_requests=program.max_requests,
-            page_size=program.page_size,
-            num_pages=1 + -(-longest // program.page_size) + program.spare_pages,
-            prefill_chunk=program.prefill_chunk,
-            max_context=CONTEXT,
+        config = program.config(
+            program.longest(proposer, images=setup.images),
             dtype="float64",
-            overlap=True,
             mode="fused" if setup.mode == "fused" else "staged",
             graphs=setup.mode == "graphs",
         )
@@ -250,7 +248,7 @@ class RankExplorer:
             config=config,
             ranks=ranks,
             vision=vision,
-            wrap_fence=None if self.wrap is None else _called(self.wrap, ranks.rank),
+            wrap_fence=None if self.wrap is None else partial(self.wrap, ranks.rank),
             draft_length=draft_length_of(program, proposer),
         )
         ResidueGrammars.into(engine)
@@ -271,23 +269,10 @@ def _proposer(setup: Setup, model: Any, backend: Backend) -> Proposer:
     return build(name, options)
 
 
-def _called(function: Callable[..., Any], rank: int) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        return function(rank, *arguments)
-
-    return call
-
-
-def _alone(arrival: Any) -> Any:
-    from outrider_proof.setups import alone
-
-    return alone(arrival)
-
-
 def _serve(
     engine: Engine, setup: Setup, program: HostProgram, wanted: Sequence[tuple[int, ...]], prompt: Callable[..., Any]
 ) -> dict[str, int]:
-    """The first rank's part: requests to their ends, compared."""
+    """Serve all requests on the first rank and compare their tokens with those of one rank."""
     serving = OneServing([engine], program, lambda arrival: prompt(setup.reads, arrival))
     serving.run()
     for index, tokens in enumerate(wanted):
@@ -302,7 +287,7 @@ def _serve(
 
 
 def _mislead(engine: Engine, inject: str) -> None:
-    """Let a rank that follows hear something else than it was told."""
+    """Change the decisions that a follower rank receives, or its bucket."""
     from outrider.engine.ranks.codec import decode
     from outrider.engine.ranks.commands import Abort, Command
 
@@ -334,8 +319,9 @@ def _mislead(engine: Engine, inject: str) -> None:
 
 
 def explore_engine(wanted: RanksWanted, explorer: RankExplorer | None = None) -> Report:
-    """Programs one after the other, each under a schedule of its own; stops at the first that fails. ``explorer``: one whose
-    devices are there already.
+    """Run programs, each under its own schedule, until one fails, and return the report.
+
+    ``explorer`` provides open devices; None opens new ones.
     """
     from outrider_proof.setups import draw
     from outrider_sanitizer.races import decision_named
@@ -375,7 +361,7 @@ def explore_engine(wanted: RanksWanted, explorer: RankExplorer | None = None) ->
 def _once(
     explorer: RankExplorer, backend: Backend, outcome: Outcome, program: HostProgram, wanted: RanksWanted
 ) -> BaseException | None:
-    """One run, under a drawn schedule or, with something injected, in the order of the program; what it raised."""
+    """Run a program once and return its error. The schedule is random, or program order if a divergence is injected."""
     from outrider_sanitizer.races.rank_program import control_of
     from outrider_sim.explore import run_once
     from outrider_sim.strategies import make_strategy
@@ -383,7 +369,7 @@ def _once(
     def run(_: object) -> None:
         outcome.counts.update(explorer.run(outcome.setup, program, inject=wanted.inject))
 
-    seed = outcome.number + _ROUND * wanted.schedule
+    seed = outcome.number + _SCHEDULE_SEED_STRIDE * wanted.schedule
     chosen = make_strategy(wanted.strategy if wanted.inject is None else "program", seed, {})
     error = run_once(backend, run, chosen)  # type: ignore[arg-type]
     outcome.schedule = "" if error is None else control_of(backend).schedule()

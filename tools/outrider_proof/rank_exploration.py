@@ -1,10 +1,11 @@
-"""``outrider explore ranks``: programs of several ranks on simulated devices, and what brings the ranks apart.
+"""``outrider explore ranks``: programs of several ranks on simulated devices, with injected divergences.
 
-Without more it runs the real engine on drawn host programs (:mod:`outrider_proof.rank_engine`). ``--inject`` puts a
-divergence in: by the name of an injection or of a program of the corpus, or ``every``: all of them, one after the other, each
-of which must be found and named at its first different decision, and each corrected program must be silent. With a layout
-(``--tensor``, ``--data``) some go into the engine instead. ``--corrected``: the corrected programs of the corpus alone, under
-drawn schedules, any number of runs.
+Without options the command runs the engine on random host programs (:mod:`outrider_proof.rank_engine`). ``--inject NAME``
+runs the corpus program of that name or injection. ``--inject every`` runs each of them: the sanitizer must find the
+divergence and name its first different decision, and the corrected program must be silent. With a layout (``--tensor``,
+``--data``) some injections go into the engine instead.
+
+``--corrected`` runs only the corrected programs, under random schedules.
 """
 
 from __future__ import annotations
@@ -33,23 +34,25 @@ EVERY = "every"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksWanted:
-    """What is run, and how often. ``ranks``: of the corpus' programs; ``tensor`` and ``data`` lay out the engine's.
-    ``schedule``: which of the schedules of each program of the engine.
-    """
+    """Options of ``outrider explore ranks``."""
 
     registry: Registry
     iterations: int
     seed: int
     ranks: int = 2
+    """Number of ranks of a corpus program, and of the engine."""
     tensor: int | None = None
+    """Number of tensor-parallel ranks of the engine."""
     data: int | None = None
+    """Number of data-parallel ranks of the engine."""
     inject: str | None = None
     corrected: bool = False
     strategy: str = "mixed"
     schedule: int = 0
+    """Index of the schedule of each engine program."""
 
     def layout(self) -> tuple[int, int]:
-        """(tensor-parallel, data-parallel) ranks. Raises :class:`ConfigError` where they don't make ``ranks``."""
+        """Return (tensor-parallel, data-parallel) sizes. Raises :class:`ConfigError` if their product is not ``ranks``."""
         tensor = self.tensor or (self.ranks // (self.data or 1) if self.data else self.ranks)
         data = self.data or self.ranks // tensor
         if tensor * data != self.ranks:
@@ -60,14 +63,14 @@ class RanksWanted:
 
 
 class Devices:
-    """Simulated hosts, made once for each set of options."""
+    """Simulated hosts, opened once for each set of options."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._made: dict[tuple[object, ...], list[Backend]] = {}
 
     def of(self, race: RankRace, ranks: int) -> list[Backend]:
-        """The devices that a program wants."""
+        """Return ``ranks`` devices with the options of a program."""
         key = (ranks, *sorted(race.options.items()))
         if key not in self._made:
             self._made[key] = race.devices(self._registry, ranks)
@@ -76,7 +79,7 @@ class Devices:
 
 @dataclass(kw_only=True)
 class Row:
-    """What came of one program of the corpus."""
+    """The result of one program of the corpus."""
 
     race: RankRace
     found: bool = False
@@ -89,11 +92,11 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """The fault was found and named at its decision, and the corrected program was silent."""
+        """True if the sanitizer found the fault and named its decision, and the corrected program was silent."""
         return self.found and not self.alarm
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the fields as JSON-compatible values."""
         return {
             "program": self.race.name,
             "class": self.race.of,
@@ -108,7 +111,7 @@ class Row:
 
 
 def explore_ranks(wanted: RanksWanted) -> Report:
-    """See the module. Exit code 0 where everything is as it should be."""
+    """Run the command (see the module); exit code 0 if every result is as expected."""
     if wanted.ranks < 2:
         raise ConfigError(f"--ranks {wanted.ranks}: ranks come apart where there are two at least")
     from outrider_proof.rank_engine import NAMED, TOLERATED, explore_engine
@@ -156,7 +159,7 @@ def _chosen(name: str) -> list[RankRace]:
 
 
 def _wrong(devices: Devices, race: RankRace, wanted: RanksWanted) -> Row:
-    """The program with its fault, once, in the order of the program."""
+    """Run the program with its fault once, in program order."""
     from outrider_sanitizer.races import decision_named
 
     error, report = _run(devices.of(race, _ranks(race, wanted)), race, fixed=False)
@@ -190,7 +193,7 @@ def _run(backends: Sequence[Backend], race: RankRace, *, fixed: bool) -> tuple[O
 
 
 def _alarm(devices: Devices, race: RankRace, wanted: RanksWanted, seed: int) -> str:
-    """The corrected program under one drawn schedule: what was wrong with it; empty: nothing."""
+    """Run the corrected program under one random schedule and return its error, or an empty string."""
     from outrider_sanitizer import watch_ranks
     from outrider_sanitizer.races.rank_program import control_of
 
@@ -209,7 +212,7 @@ def _alarm(devices: Devices, race: RankRace, wanted: RanksWanted, seed: int) -> 
 
 
 def _one(row: Row, wanted: RanksWanted) -> Report:
-    """One divergence, as a program that fails."""
+    """Report one divergence as a failing program."""
 
     def render(console: Console) -> None:
         console.print(Text(f"{row.race.name} on {_ranks(row.race, wanted)} ranks: {row.race.about}", style="bold"))

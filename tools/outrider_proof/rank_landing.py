@@ -1,10 +1,10 @@
-"""Prefill on one simulated device, decode on data-parallel ranks of several, joined by the network card, each run watched.
+"""Prove disaggregation with ranks: prefill on one simulated device, decode on data-parallel ranks of other devices.
 
     python -m outrider_proof.rank_landing --programs 50
 
-What must hold: tokens are those of one rank, the sanitizer is silent, and no page or row is lost on either side. ``--drop``
-leaves a fence of the network card out on every device: the sanitizer, or the tokens, tell; not of ``pages_free``, which other
-edges cover in these programs.
+A simulated network card connects both sides, and the sanitizer watches each run. Each run must satisfy: the tokens equal
+those of one rank, the sanitizer has no finding, and no side loses a page or row. ``--drop`` leaves a network fence out
+on every device; the sanitizer or the tokens must show it. ``pages_free`` is an exception: other edges cover it here.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 NETWORK = ("pages_ready", "pages_read", "pages_free", "pages_written")
 PROPOSERS = ("mtp", "eagle", "eagle-tree", "draft-model", "none", setups.VISION)
 _PEER = 1
-_TIGHT = 0.5
-"""Of programs: requests come at once and there are few pages, so that each page finds its next owner as soon as it's free."""
+_CROWDED_FRACTION = 0.5
+"""Fraction of programs whose requests arrive at once with few pages, so that each freed page gets a new owner at once."""
 
 
 class Devices:
-    """Simulated devices of one machine, made once."""
+    """Three simulated devices of one machine, opened once."""
 
     def __init__(self) -> None:
         registry = Registry()
@@ -54,7 +54,7 @@ class Devices:
         self._models: dict[str, setups.Models] = {}
 
     def prefill_models(self, proposer: str) -> setups.Models:
-        """Those of the prefill engine, on the first device."""
+        """Return the models of the prefill engine, loaded once on the first device."""
         if proposer not in self._models:
             self._models[proposer] = setups.Models(proposer, self.backends[0])
         return self._models[proposer]
@@ -63,7 +63,7 @@ class Devices:
 def run(
     devices: Devices, seed: int, *, data: int = 2, proposer: str | None = None, drop: str | None = None
 ) -> dict[str, int]:
-    """One drawn program on the schedule that is set; counts of what happened. Raises what was wrong with it."""
+    """Run one random program on the current schedule and return counts of its requests. Raises the first error found."""
     from outrider_sanitizer.races.rank_program import control_of
 
     rng = random.Random(f"landing {seed}")
@@ -71,7 +71,7 @@ def run(
     chosen = proposer or chosen
     program = setups.draw(seed)
     program = replace(program, arrivals=tuple(replace(arrival, guided=False) for arrival in program.arrivals))
-    if rng.random() < _TIGHT:
+    if rng.random() < _CROWDED_FRACTION:
         program = replace(program, spare_pages=0, arrivals=tuple(replace(arrival, step=0) for arrival in program.arrivals))
     giver_program = replace(program, max_requests=rng.randint(2, 4), spare_pages=rng.choice((8, 40)))
     wanted = [setups.plain(chosen, setups.alone(arrival)) for arrival in program.arrivals]
@@ -118,7 +118,7 @@ def _serve(
     proposer: str,
     wanted: list[tuple[int, ...]],
 ) -> dict[str, int]:
-    """Requests to their ends, compared; both sides are in the first rank's thread."""
+    """Serve all requests and compare their tokens; both sides run in the first rank's thread."""
     giver, taker = prefill.engine, decode.engine
     house = RankLandings(taker)
     landing = house.make(transport.open(taker.page_memory, taker.backend, accepts=False, host=""), "")
@@ -190,7 +190,7 @@ def _deliver(prefill: PrefillSide, decode: DecodeSide, to_prefill: deque[Message
 
 
 def main() -> int:
-    """Run programs; what came of them, as JSON."""
+    """Run programs and print their counts and errors as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--programs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

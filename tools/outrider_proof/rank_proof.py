@@ -1,10 +1,10 @@
-"""The long run over ranks: clean runs of the corpus, programs of the engine, and each injected divergence.
+"""Run the long proof of ranks: corrected corpus programs, engine programs and each injected divergence.
 
     python -m outrider_proof.rank_proof -n 16 --corpus 10000 --engine 400 --seconds 170 --out build/rank-proof.jsonl
 
-Work is shared out over processes. Each job that is done is a line of ``--out``; a second call with the same file does what
-isn't there yet, so that `--seconds` may cut the run into pieces. Exit code 1 for a false alarm, a wrong token, or a
-divergence that wasn't found, in any of the pieces.
+A pool of processes runs the jobs. Each finished job is a line of ``--out``; a second call with the same file runs the missing
+jobs, so `--seconds` can split the proof over several calls. The exit code is 1 if any job had a false alarm, a wrong token or
+a divergence that was not found.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outrider_proof.rank_engine import RankExplorer
 
 CHUNK = {"corpus": 100, "engine": 2, "injected": 1}
-"""Runs that one job makes."""
+"""Number of runs of one job, by part."""
 
 Job = tuple[str, int, int, int, int]
 """Part, ranks, the first seed, runs, and which of the schedules of each program."""
@@ -33,7 +33,7 @@ Job = tuple[str, int, int, int, int]
 
 @functools.cache
 def explorer() -> RankExplorer:
-    """The simulated devices of this process, and what was loaded onto the host for comparison."""
+    """Return the explorer of this process, with its devices and reference models."""
     import torch
 
     torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def explorer() -> RankExplorer:
 
 
 def work(part: str, ranks: int, first: int, count: int, schedule: int) -> dict[str, Any]:
-    """One job, in a process of the pool."""
+    """Run one job in a pool process and return its record."""
     devices = explorer()
     from outrider_proof.rank_engine import explore_engine
     from outrider_proof.rank_exploration import EVERY, RanksWanted, explore_ranks
@@ -73,7 +73,7 @@ def work(part: str, ranks: int, first: int, count: int, schedule: int) -> dict[s
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """Everything: the injected divergences, then parts of the corpus between programs of the engine."""
+    """Yield every job: the injected divergences first, then corpus jobs between engine jobs."""
     for place in range(3):
         yield "injected", (2, 3, 4)[place], options.seed + place, 1, 0
     size = CHUNK["engine"]
@@ -95,7 +95,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
 
 
 def summary(done: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-    """What all of it came to."""
+    """Return the totals of all finished jobs."""
     runs: Counter[str] = Counter()
     cpu: Counter[str] = Counter()
     for each in done:
@@ -111,7 +111,7 @@ def summary(done: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]
 
 
 def main() -> int:
-    """Run it all, or what is missing of it."""
+    """Run the jobs that have no line in ``--out`` yet, and print the totals."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-n", type=int, default=2, help="processes")
     parser.add_argument("--corpus", type=int, default=10_000, help="clean runs of corrected programs")

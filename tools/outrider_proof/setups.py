@@ -1,4 +1,4 @@
-"""What is proved: a proposer, how the step is run, and which device is imitated. Tiny models in float64."""
+"""Setups of the proof: a proposer, an execution mode and a simulated device, with tiny models in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import quantised, tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
-from outrider_proof.decode_program import Arrival, HostProgram, Serving, draft_length_of, limited_prefill_graphs
+from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram, Serving, draft_length_of, limited_prefill_graphs
 from outrider_proof.guides import guide
 from outrider_proof.proposers import EXTREMES, MAKERS, decoder
 from outrider_proof.quantised import QUANTISED
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from outrider.model import Media, VisionTower
     from outrider.speculative.proposer import Proposer
 
-CONTEXT, TEXT, LONGEST = 96, 400, 14
+TEXT, LONGEST = 400, 14
 VISION = "ngram, images"
 MIXTURE = ", experts"
-"""Behind the name of a proposer: its target is a mixture of experts."""
+"""Suffix of the name of a proposer whose target is a mixture of experts."""
 PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
 MODES = ("staged", "graphs", "fused")
 PERSONALITIES = ("cuda", "rocm", "npu")
 PLUGINS = {"outrider_npu": "emulation", "outrider_rocm": "emulation_hip"}
-"""A vendor's plugin instead of a personality: its code on the emulation of its package, alone in its process.
+"""Vendor plugins that replace a personality: the plugin's code runs on an emulation of the vendor's package.
 
 The value is the module of the emulation, in the directory that :attr:`Setup.emulations` names. It has ``make()``, which
 returns the plugin's backend, and that of ``outrider_npu`` has ``lift_limits()``, which lets CANN's operators take float64.
@@ -68,33 +68,31 @@ class Setup:
 
     @property
     def family(self) -> str:
-        """The device that is imitated, whoever does it."""
+        """The device that the personality or the plugin imitates: cuda, rocm or npu."""
         return self.like.removeprefix("outrider_")
 
     @property
     def name(self) -> str:
-        """As records and tables name it."""
+        """The name of the setup in records and tables."""
         return f"{self.proposer}, {self.mode}, {self.like}"
 
 
 def runs(setup: Setup) -> bool:
-    """Whether the imitated device runs this: where parameters are rebound there is no fused mode; nor does the plugin for
-    ROCm declare it.
-    """
+    """Return True if the device supports the mode: ``npu`` and the ROCm plugin have no fused mode."""
     if setup.like == "outrider_rocm" and setup.mode == "fused":
         return False
     return setup.family != "npu" or setup.mode != "fused"
 
 
 def all_setups(likes: Iterable[str] = PERSONALITIES, emulations: Path | None = None) -> list[Setup]:
-    """Every setup that a device runs."""
+    """Return every setup that its device supports."""
     each = (Setup(proposer, mode, like, emulations) for proposer in PROPOSERS for mode in MODES for like in likes)
     return [setup for setup in each if runs(setup)]
 
 
 @functools.cache
 def text() -> tuple[int, ...]:
-    """The tokens that prompts are slices of: repetitive enough for n-grams."""
+    """Return the token sequence that prompts are slices of, with enough repetition for n-grams."""
     rng = random.Random(0)
     words = [[rng.randrange(tiny.VOCABULARY) for _ in range(rng.randint(2, 5))] for _ in range(12)]
     tokens: list[int] = []
@@ -104,7 +102,7 @@ def text() -> tuple[int, ...]:
 
 
 def draw(seed: int) -> HostProgram:
-    """The host program numbered ``seed``: an odd one is any, an even one is crowded, with prefixes to share and few pages."""
+    """Return host program ``seed``: odd numbers are arbitrary; even numbers share prefixes and have few pages."""
     program = HostProgram.draw(seed, TEXT)
     if seed % 2:
         return program
@@ -127,7 +125,7 @@ def draw(seed: int) -> HostProgram:
 
 @functools.cache
 def simulated(like: str, emulations: Path | None) -> Any:
-    """The device of a setup, one a process; it has a ``control``. An emulation's directory is put on ``sys.path``.
+    """Return the controllable device of a setup, one per process. Puts the emulation's directory on ``sys.path``.
 
     Raises :class:`ConfigError` for a plugin without the directory of its emulation.
     """
@@ -147,7 +145,7 @@ def simulated(like: str, emulations: Path | None) -> Any:
 
 
 class Models:
-    """The models of a proposer on one backend, loaded once; of one of several ranks, its part of them."""
+    """The models of a proposer on one backend, loaded once; with ``ranks``, this rank's part of them."""
 
     def __init__(self, proposer: str, backend: Backend, ranks: Ranks | None = None) -> None:
         self.proposer, self.backend, self.ranks = proposer, backend, ranks
@@ -168,7 +166,7 @@ class Models:
         backend.synchronize()
 
     def make(self) -> Proposer:
-        """A proposer, with caches that no engine has yet."""
+        """Return a new proposer with its own caches."""
         if self.proposer == VISION:
             return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
         stream = self.backend.create_stream("load")
@@ -188,17 +186,11 @@ class Models:
         overlap: bool = True,
         wrap: Callable[[Fence], Fence] | None = None,
     ) -> Engine:
-        """An engine of the program's sizes. ``wrap``: the engine's ``wrap_fence``."""
-        # Room for the longest request, its image and its draft's slots, and little more: others wait, or are preempted.
-        longest = max(arrival.length + arrival.max_tokens for arrival in program.arrivals)
+        """Return an engine with the sizes of the program; ``wrap`` becomes its ``wrap_fence``."""
+        # Pages for the longest request with its image and draft slots, and few more: other requests wait or are preempted.
         proposer = self.make()
-        longest += max(12, proposer.nodes + 2) + (16 if self.vision is not None else 0)
-        config = plain_config(
-            max_requests=program.max_requests,
-            page_size=program.page_size,
-            num_pages=1 + -(-longest // program.page_size) + program.spare_pages,
-            prefill_chunk=program.prefill_chunk,
-            max_context=CONTEXT,
+        config = program.config(
+            program.longest(proposer, images=self.vision is not None),
             dtype="float64",
             overlap=overlap,
             mode="fused" if mode == "fused" else "staged",
@@ -220,13 +212,13 @@ class Models:
 
 @functools.cache
 def models(proposer: str, like: str | None, emulations: Path | None = None) -> Models:
-    """On a simulated device, or on the host where ``like`` is None."""
+    """Return the models of a proposer on a simulated device, or on the host if ``like`` is None."""
     return Models(proposer, CpuBackend() if like is None else simulated(like, emulations))
 
 
 @functools.cache
 def vision_checkpoint() -> Path:
-    """The directory of a tiny vision-language checkpoint, written once a process."""
+    """Return the directory of a tiny vision-language checkpoint, written once per process."""
     directory = Path(tempfile.mkdtemp(prefix="outrider-proof-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     write_vision_checkpoint(directory, "qwen2_vl")
@@ -235,13 +227,13 @@ def vision_checkpoint() -> Path:
 
 @functools.cache
 def pictures() -> tuple[Media, Media]:
-    """Two preprocessed images of different sizes."""
+    """Return two preprocessed images of different sizes."""
     processor = MediaProcessor.from_checkpoint(vision_checkpoint())
     return processor.image(picture(20, 28)), processor.image(picture(16, 16, seed=1))
 
 
 def prompt_and_media(proposer: str, arrival: Arrival) -> tuple[tuple[int, ...], tuple[Media, ...]]:
-    """The tokens of an arrival, and its images: two of three requests of a multimodal program have one."""
+    """Return the tokens and images of an arrival; two of three requests of a vision setup have one image."""
     tokens = text()[arrival.start : arrival.start + arrival.length]
     if proposer != VISION:
         return tokens, ()
@@ -253,7 +245,7 @@ def prompt_and_media(proposer: str, arrival: Arrival) -> tuple[tuple[int, ...], 
 
 
 class Served(Serving):
-    """Keeps the engine's records of the requests."""
+    """Serves a program and keeps the engine's :class:`Request` of each arrival."""
 
     def __init__(self, engines: Sequence[Engine], program: HostProgram, proposer: str) -> None:
         super().__init__(engines, program, lambda arrival: prompt_and_media(proposer, arrival))
@@ -264,7 +256,7 @@ class Served(Serving):
         self.records[index] = self._engines[side]._requests[request]
 
     def acceptance(self) -> dict[int, tuple[int, int]]:
-        """(iterations, verified tokens) of each request that ran undisturbed to its end."""
+        """Return (iterations, verified tokens) of each request that finished without abort or preemption."""
         return {
             index: (record.iterations, record.verified_tokens)
             for index, record in self.records.items()
@@ -274,7 +266,7 @@ class Served(Serving):
 
 @functools.cache
 def plain(proposer: str, arrival: Arrival) -> tuple[int, ...]:
-    """Plain greedy tokens of a request, alone in an engine on the host, for the longest that any may write."""
+    """Return the non-speculative greedy tokens of a request, alone in an engine on the host."""
     tokens, media = prompt_and_media(proposer, arrival)
     host = models(proposer, None)
     config = plain_config(max_requests=1, max_context=CONTEXT, dtype="float64")
@@ -289,12 +281,12 @@ def plain(proposer: str, arrival: Arrival) -> tuple[int, ...]:
 
 
 def alone(arrival: Arrival) -> Arrival:
-    """The same request, whatever else a program says of it."""
+    """Return the request without its arrival step, abort and moves, so that caches share it between programs."""
     return Arrival(arrival.start, arrival.length, arrival.max_tokens, 0, None, guided=arrival.guided)
 
 
 def engines_for(setup: Setup, program: HostProgram, wrap: Callable[[Fence], Fence] | None = None) -> list[Engine]:
-    """The engine of a program, or two where requests move. ``wrap``: their ``wrap_fence``."""
+    """Return the engine of a program, or two engines if requests move; ``wrap`` becomes their ``wrap_fence``."""
     moves = any(arrival.moves for arrival in program.arrivals)
     loaded = models(setup.proposer, setup.like, setup.emulations)
     return [loaded.engine(program, mode=setup.mode, wrap=wrap) for _ in range(2 if moves else 1)]
@@ -302,7 +294,7 @@ def engines_for(setup: Setup, program: HostProgram, wrap: Callable[[Fence], Fenc
 
 @functools.cache
 def synchronous(proposer: str, program: HostProgram) -> dict[int, tuple[int, int]]:
-    """The acceptance of each request in engines on the host that wait for every iteration."""
+    """Return the acceptance of each request in engines on the host without overlap."""
     moves = any(arrival.moves for arrival in program.arrivals)
     loaded = models(proposer, None)
     served = Served([loaded.engine(program, overlap=False) for _ in range(2 if moves else 1)], program, proposer)

@@ -1,4 +1,4 @@
-"""What ``outrider explore decode`` serves: the bundled model over text, or a tiny one over text and images."""
+"""Models that ``outrider explore decode`` serves: the bundled one over text, or a tiny one over text and images."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint in ``directory``, the directory of its EAGLE head, the dtype that it's loaded in, and the tokens that
-    prompts are slices of.
-
-    ``images``: two of three requests have one; positions are then on three axes. ``extra``: tokens that an image adds to a
-    prompt, at most.
-    """
+    """A checkpoint and the text that its prompts come from."""
 
     directory: Path
     eagle: Path
+    """Directory of the EAGLE head."""
     dtype: str
     text: tuple[int, ...]
+    """Tokens that prompts are slices of."""
     images: bool = False
+    """True if two of three requests have an image; positions are then on three axes."""
     extra: int = 0
+    """Maximum number of tokens that an image adds to a prompt."""
 
     def load(self, backend: Backend) -> tuple[Decoder, VisionTower | None]:
-        """The model, and the tower that reads images, on a backend."""
+        """Load the decoder, and the vision tower if requests have images, on a backend."""
         import torch
 
         from outrider.model import load_decoder, load_vision
@@ -46,7 +45,7 @@ class Subject:
         return model, vision
 
     def prompt(self, arrival: Arrival) -> tuple[tuple[int, ...], tuple[Media, ...]]:
-        """The tokens of a request, and its images."""
+        """Return the tokens and the images of a request."""
         if self.images:
             from outrider_proof.setups import VISION, prompt_and_media
 
@@ -55,18 +54,18 @@ class Subject:
 
     @functools.cached_property
     def reference(self) -> tuple[Decoder, VisionTower | None]:
-        """The same on the host, loaded once."""
+        """The decoder and the vision tower on the host, loaded once."""
         return self.load(Registry().create("cpu"))
 
     @functools.cached_property
     def plain(self) -> dict[Arrival, tuple[int, ...]]:
-        """Plain greedy tokens of requests, as far as they were needed: the same for whoever explores."""
+        """Non-speculative greedy tokens by request, filled on demand and shared by all explorers."""
         return {}
 
 
 @functools.cache
 def bundled_text() -> Subject:
-    """The bundled model; its prompts are pieces of the engine's source."""
+    """Return the bundled model, with prompts from the engine's source code."""
     from outrider.engine.engine import Engine
     from outrider.model import Tokenizer
 
@@ -76,7 +75,7 @@ def bundled_text() -> Subject:
 
 @functools.cache
 def tiny_images() -> Subject:
-    """A random vision-language model of a few layers, with a random EAGLE head; written once a process."""
+    """Return a tiny random vision-language model with a random EAGLE head, written once per process."""
     from outrider_proof.checkpoints import IMAGE, write_eagle
     from outrider_proof.setups import text, vision_checkpoint
 

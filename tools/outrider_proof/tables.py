@@ -1,4 +1,4 @@
-"""The tables of a proof, in Markdown, from the records of its runs."""
+"""Markdown tables of a proof, from the records of its runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 Record = dict[str, Any]
-"""What a job recorded, as proof.json has it."""
+"""The record of a job in proof.json."""
 
 RATED = (("eagle", "staged"), ("eagle-tree", "staged"), ("eagle", "graphs"), ("eagle", "fused"), ("none", "staged"))
 """(proposer, mode) of the setups whose rates are measured."""
@@ -26,13 +26,13 @@ _COUNTS = (
 
 
 def reason(row: Record) -> str:
-    """Why a fence isn't used in a cell."""
+    """Return why the setup of a row does not use the fence."""
     fence, mode, consumer = row["fence"], row["mode"], row["consumer"]
     like = row["like"].removeprefix("outrider_")
     if row.get("why"):
         return str(row["why"])
     if row.get("left_out"):
-        return "what it orders is ordered by its stream or by other fences"
+        return "its stream or other fences give the same order"
     if fence.startswith("params") and (like != "npu" or mode != "graphs"):
         return "no graph has host parameters"
     if fence == "lengths_on_host" and like != "npu":
@@ -42,7 +42,7 @@ def reason(row: Record) -> str:
     if fence.startswith("results_") and like == "rocm":
         return "results are copied on forward"
     if fence == "published" and consumer == "schedule" and like == "rocm":
-        return "the host waits in its place"
+        return "the host waits instead"
     if fence.startswith("pages_"):
         return "no request moves by the network card, or none at such a moment"
     if fence == "handed_over" and consumer == "host":
@@ -50,12 +50,12 @@ def reason(row: Record) -> str:
     if mode == "fused":
         return "the iteration is one graph on forward"
     if fence in ("accept_ready", "extend_plan_ready") and row["proposer"] in ("none", "ngram", "ngram, images"):
-        return "nothing runs behind verify"
+        return "no stage runs after verify"
     return "not reached by these programs"
 
 
 def programs_table(rows: Sequence[Record], lines: list[str]) -> None:
-    """Append the totals of all host programs, a line for each proposer, and the failures."""
+    """Append the totals of all host programs, one row per proposer, and the failures."""
     from outrider_proof.setups import draw
 
     total: Counter[str] = Counter()
@@ -89,7 +89,7 @@ def programs_table(rows: Sequence[Record], lines: list[str]) -> None:
 
 
 def fences_table(rows: Sequence[Record], lines: list[str]) -> None:
-    """Append a line for each half of a fence that was left out, a column for each device and mode."""
+    """Append one row per dropped half of a fence, with one column per device and mode."""
     from outrider_proof.setups import MODES
 
     order = {mode: number for number, mode in enumerate(MODES)}
@@ -125,7 +125,7 @@ def fences_table(rows: Sequence[Record], lines: list[str]) -> None:
 
 
 def rate_table(rows: Sequence[Record], lines: list[str]) -> None:
-    """Append how many runs without a wait failed, and with which errors."""
+    """Append the number of runs without a wait that failed, and their errors."""
     runs: Counter[tuple[str, str, str]] = Counter()
     shown: Counter[tuple[str, str, str]] = Counter()
     kinds: Counter[str] = Counter()

@@ -44,12 +44,12 @@ VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INNER = 24, 32, 4, 2, 8, 48
 
 
 def random(generator: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Normally distributed float64 of ``shape``, times ``scale``."""
+    """Return normally distributed float64 values of ``shape``, times ``scale``."""
     return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
 
 
 def config(layers: int = 3, **overrides: Any) -> ModelConfig:
-    """The shape of every model here; ``overrides``: fields of :class:`ModelConfig`."""
+    """Return the config of a tiny model; ``overrides`` replaces fields of :class:`ModelConfig`."""
     fields: dict[str, Any] = {
         "family": "llama",
         "vocab_size": VOCABULARY,
@@ -68,8 +68,9 @@ def config(layers: int = 3, **overrides: Any) -> ModelConfig:
 
 
 def layer(generator: torch.Generator, noise: float, *, width: int = HIDDEN, norm: bool = True) -> LayerWeights:
-    """A random layer. ``noise``: how much it adds to its input; ``width``: of what its projections read; ``norm``: whether
-    attention has a norm before it.
+    """Return a random layer.
+
+    ``noise`` scales its output, ``width`` is the input width of its projections, and ``norm`` adds a norm before attention.
     """
     ones = torch.ones(HIDDEN, dtype=torch.float64)
     scale = noise / HIDDEN**0.5
@@ -85,7 +86,7 @@ def layer(generator: torch.Generator, noise: float, *, width: int = HIDDEN, norm
 
 @functools.cache
 def embeddings() -> torch.Tensor:
-    """One row a token, [VOCABULARY, HIDDEN], nearly orthogonal."""
+    """Return nearly orthogonal embeddings, [VOCABULARY, HIDDEN]."""
     square = random(torch.Generator().manual_seed(1), HIDDEN, HIDDEN)
     rows: torch.Tensor = torch.linalg.qr(square).Q[:VOCABULARY] * HIDDEN**0.5
     return rows
@@ -93,14 +94,14 @@ def embeddings() -> torch.Tensor:
 
 @functools.cache
 def successors() -> torch.Tensor:
-    """The successor of each token: a permutation of the vocabulary, int64."""
+    """Return the successor of each token, [VOCABULARY] int64: a permutation of the vocabulary."""
     return torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))
 
 
 def decoder(
     *, layers: int = 3, noise: float = 1.0, seed: int = 3, kernels: KernelSet | None = None, **overrides: Any
 ) -> Decoder:
-    """A decoder on the host, whose next token mostly is the successor of the last one."""
+    """Return a decoder on the host whose next token mostly is the successor of the last token."""
     generator = torch.Generator().manual_seed(seed)
     head = torch.zeros(VOCABULARY, HIDDEN, dtype=torch.float64)
     head[successors()] = embeddings() / HIDDEN**0.5
@@ -117,7 +118,7 @@ EXPERTS = ExpertsConfig(count=5, per_token=2, intermediate_size=16, renormalize=
 
 
 def _mixed(generator: torch.Generator, dense: LayerWeights, noise: float) -> LayerWeights:
-    """A layer with experts in place of its MLP, and a shared one."""
+    """Return the layer with experts and a shared expert instead of its MLP."""
     scale, each = noise / HIDDEN**0.5, (EXPERTS.count, EXPERTS.intermediate_size)
     return replace(
         dense,
@@ -132,7 +133,7 @@ def _mixed(generator: torch.Generator, dense: LayerWeights, noise: float) -> Lay
 
 @functools.cache
 def mixture(noise: float = 1.0) -> Decoder:
-    """A target with experts in its first and last layer, of the same successors; heads of :func:`target` draft for it."""
+    """Return a target with experts in its first and last layer and the same successors; the heads here draft for it, too."""
     generator = torch.Generator().manual_seed(13)
     weights = target().weights
     layers = tuple(
@@ -147,21 +148,23 @@ BACKEND = CpuBackend()
 
 @functools.cache
 def target() -> Decoder:
-    """The model that every head and draft model here is made for."""
+    """Return the target of every head and draft model in this module."""
     return decoder()
 
 
 @functools.cache
 def plain(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """Tokens of plain greedy decoding, alone."""
+    """Return the tokens of non-speculative greedy decoding of one request."""
     made = plain_config(max_requests=1, max_context=len(prompt) + max_tokens, dtype="float64")
     engine = Engine(target(), BACKEND, proposer=PlainProposer(), config=made)
     return engine.generate([prompt], SamplingParams(max_tokens=max_tokens))[0].token_ids
 
 
 def plain_config(**fields: Any) -> EngineConfig:
-    """A config whose launching and sizes don't depend on the device: staged, no graphs, no overlap, float32, 8 requests,
-    pages of 16 tokens, chunks of 256, drafts of one length. ``fields`` go before these. Context and pages are left open.
+    """Return a config that does not depend on the device; ``fields`` override it.
+
+    Defaults: staged, no graphs, no overlap, float32, 8 requests, 16 tokens per page, prefill chunks of 256 tokens and a fixed
+    draft length. The context length and the number of pages stay unset.
     """
     named: dict[str, Any] = {"mode": "staged", "graphs": False, "overlap": False, "dtype": "float32", "draft_length": "fixed"}
     sizes: dict[str, Any] = {"page_size": 16, "prefill_chunk": 256}
@@ -171,14 +174,14 @@ def plain_config(**fields: Any) -> EngineConfig:
 
 
 def engine(proposer: Proposer, **fields: Any) -> Engine:
-    """An engine of the target on the host. ``fields``: of its :func:`plain_config`."""
+    """Return an engine of the target on the host; ``fields`` are passed to :func:`plain_config`."""
     made = plain_config(**{"dtype": "float64", "max_context": 64} | fields)
     return Engine(target(), BACKEND, proposer=proposer, config=made)
 
 
 @functools.cache
 def eagle_head() -> EagleHead:
-    """Passes the embedding of the next token on as its hidden state, slightly disturbed: it knows the successors."""
+    """Return a head whose output is the embedding of its token with some noise, so that it drafts the successor."""
     generator = torch.Generator().manual_seed(4)
     eye, zero = torch.eye(HIDDEN, dtype=torch.float64), torch.zeros(HIDDEN, HIDDEN, dtype=torch.float64)
     weights = EagleWeights(
@@ -192,7 +195,7 @@ def eagle_head() -> EagleHead:
 
 @functools.cache
 def draft_model() -> Decoder:
-    """A smaller decoder of the same successors, with other disturbances."""
+    """Return a one-layer decoder with the same successors and different noise."""
     return decoder(layers=1, noise=0.5, seed=9)
 
 
@@ -214,7 +217,7 @@ def _self_attention(generator: torch.Generator, heads: int, constant: torch.Tens
 
 @functools.cache
 def eagle3_head(draft_vocabulary: int = 23) -> Eagle3Head:
-    """Reads the token through its attention and three states of the target through its fusion; drafts 23 of 24 tokens."""
+    """Return an EAGLE-3 head that reads the token by attention and fuses three target states; drafts 23 of 24 tokens."""
     generator = torch.Generator().manual_seed(6)
     ids = torch.randperm(VOCABULARY, generator=generator)[:draft_vocabulary].sort().values
     ones, heads = torch.ones(HIDDEN, dtype=torch.float64), 2 * HIDDEN // HEAD_SIZE
@@ -231,13 +234,15 @@ def eagle3_head(draft_vocabulary: int = 23) -> Eagle3Head:
 
 
 MASK = 0
-"""The token that stands for unknown ones in the P-EAGLE head; it knows nothing of what follows the real one."""
+"""The mask token of the P-EAGLE head, which stands for unknown tokens; its embedding predicts no token."""
 
 
 def _looks_back(generator: torch.Generator, constant: torch.Tensor) -> LayerWeights:
-    """A layer that adds what should follow: half of its heads look one position back and add the successor of what is there,
-    the others two positions back, and add the successor's successor. Queries and keys are one direction in all heads, as far
-    as ``constant`` says it; queries are turned by the distance.
+    """Return a layer that adds the successor of an earlier token.
+
+    Half of the heads read the token one position back and add its successor. The other heads read the token two positions
+    back and add the successor's successor. Queries and keys of all heads have one direction, scaled by the product of the
+    input with ``constant``; the rotation of the queries selects the distance.
     """
     angles = torch.tensor([100.0 ** (-index / (HEAD_SIZE // 2)) for index in range(HEAD_SIZE // 2)], dtype=torch.float64)
     keys = torch.full((HEAD_SIZE,), 8.0, dtype=torch.float64)
@@ -253,16 +258,16 @@ def _looks_back(generator: torch.Generator, constant: torch.Tensor) -> LayerWeig
 
 @functools.cache
 def peagle_head() -> PEagleHead:
-    """The EAGLE-3 head, with a layer behind it that looks back from places without a token: right for two of them.
+    """Return the EAGLE-3 head with a second layer that predicts two mask positions from the last real token.
 
-    The mask's embedding and state are at right angles to those of all tokens, so that nothing follows from them.
+    The embedding and state of the mask are orthogonal to those of all tokens, so they predict no token.
     """
     head, generator = eagle3_head(), torch.Generator().manual_seed(10)
-    beside, state = torch.linalg.qr(embeddings().t(), mode="complete").Q[:, -2:].t() * HIDDEN**0.5
+    mask_embedding, state = torch.linalg.qr(embeddings().t(), mode="complete").Q[:, -2:].t() * HIDDEN**0.5
     constant = torch.linalg.lstsq(embeddings(), torch.ones(VOCABULARY, 1, dtype=torch.float64)).solution.squeeze(1)
-    constant = constant + beside / HIDDEN  # 1 for the mask as well
+    constant = constant + mask_embedding / HIDDEN  # 1 for the mask as well
     own = {each.name: getattr(head.weights, each.name) for each in fields(head.weights)}
-    own["embedding"] = embeddings().index_copy(0, torch.tensor([MASK]), beside.unsqueeze(0))
+    own["embedding"] = embeddings().index_copy(0, torch.tensor([MASK]), mask_embedding.unsqueeze(0))
     own["layer"] = _self_attention(generator, 2 * HIDDEN // HEAD_SIZE, constant)
     own["later"] = (_looks_back(generator, constant),)
     weights = PEagleWeights(**own, mask_state=state)
@@ -272,7 +277,7 @@ def peagle_head() -> PEagleHead:
 
 @functools.cache
 def dflash_head(block_size: int = 4) -> DFlashHead:
-    """Two random layers over the block's embeddings: it knows nothing of the successors, but what it computes is its own."""
+    """Return a DFlash head of two random layers; it does not know the successors, so most drafts are rejected."""
     generator = torch.Generator().manual_seed(8)
     ones, each = torch.ones(HIDDEN, dtype=torch.float64), torch.ones(HEAD_SIZE, dtype=torch.float64)
     weights = DFlashWeights(
@@ -287,7 +292,7 @@ def dflash_head(block_size: int = 4) -> DFlashHead:
 
 @functools.cache
 def mtp_heads(count: int = 3) -> tuple[MtpHead, ...]:
-    """Each passes the embedding of its token on, slightly disturbed."""
+    """Return MTP heads whose output is the embedding of their token with some noise."""
     generator = torch.Generator().manual_seed(7)
     ones, eye = torch.ones(HIDDEN, dtype=torch.float64), torch.eye(HIDDEN, dtype=torch.float64)
     return tuple(

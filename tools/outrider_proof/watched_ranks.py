@@ -1,4 +1,4 @@
-"""Ranks as threads of simulated devices, on the schedule that is set, and watched."""
+"""Run ranks as host threads on simulated devices, watched by the sanitizer."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ def run_watched(
     body: Callable[[int], None],
     *,
     lost: Sequence[str],
-    told: Callable[[Report], None] = lambda report: None,
+    on_report: Callable[[Report], None] = lambda report: None,
 ) -> None:
-    """``body(rank)`` for each of ``backends``, on a thread of its own. ``told`` gets the sanitizer's report before they run.
+    """Run ``body(rank)`` for each of ``backends`` in its own thread, on the current schedule.
 
-    Raises :class:`RaceError` for what the sanitizer found, what a body raised, and :class:`WrongTokens` for what is ``lost``
-    at the end.
+    ``on_report`` receives the sanitizer's report before the threads start. Raises :class:`RaceError` if the sanitizer has a
+    finding, then the error of a body, then :class:`WrongTokens` if ``lost`` names pages or rows.
     """
     from outrider_sanitizer import RaceError, watch_ranks
     from outrider_sanitizer.races.rank_program import control_of
 
-    # The engine orders whole tensors of rows, never some rows of one against others.
+    # The engine orders accesses to whole tensors of rows, not to single rows.
     with watch_ranks(backends, rows_apart=False) as report:
-        told(report)
+        on_report(report)
         problem: Exception | None = None
         try:
             control_of(backends[0]).run_threads(*((lambda rank=rank: body(rank)) for rank in range(len(backends))))
         except Exception as error:
             problem = error
     if not report.clean:
-        # A race explains a wrong token, not the other way round; what ended the run may explain a call left out.
+        # A race explains wrong tokens, so it is the error; the error that ended the run may explain a missing collective.
         raise RaceError(report) from problem
     if problem is not None:
         raise problem

@@ -25,7 +25,7 @@ class Advice:
     cost_us: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the fields as JSON-compatible values."""
         return {name: getattr(self, name) for name in Advice.__slots__}
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a captured graph does at each replay."""
+"""The steps of a captured graph, which each replay repeats."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ class Verb(NamedTuple):
 
 @dataclass(eq=False)
 class Captured:
-    """The steps of one graph, in the order of capture.
-
-    ``summary`` holds, for a graph without branches and flags, each operation with those of its accesses that an outsider
-    can conflict with: all its accesses lie in one epoch of one stream, so the same region needs to be looked at once.
-    ``dead`` are storages that it uses and that were freed since, with where that was.
-    """
+    """The steps of one graph, in the order of capture."""
 
     main: str
     verbs: list[Verb] = field(default_factory=list)
     branches: dict[str, Actor] = field(default_factory=dict)
     summary: list[tuple[Operation, list[Access]]] | None = None
+    """For a graph without branches and flags: each operation, with the accesses that operations outside can conflict with.
+
+    All accesses of a replay then lie in one epoch of one stream, so one check per region is enough.
+    """
     temporaries: set[int] = field(default_factory=set)
     dead: dict[int, tuple[Shadow, str]] = field(default_factory=dict)
+    """Storages that the graph uses and that were freed after capture, with the location of the release."""
 
     def outside(self) -> set[int]:
-        """Storages that it uses and doesn't own."""
+        """Return the storages that the graph uses and does not own."""
         launched = (verb.subject.accesses for verb in self.verbs if verb.what == "launch")
         return {access.storage for accesses in launched for access in accesses} - self.temporaries
 
     def finish(self) -> None:
-        """The capture is over: make the summary."""
+        """Build the summary at the end of the capture."""
         if any(verb.branch != self.main or verb.what not in ("launch", "allocate") for verb in self.verbs):
             return
         seen: set[tuple[object, ...]] = set()
@@ -52,7 +52,7 @@ class Captured:
             for access in verb.subject.accesses:
                 place = (access.storage, access.start, access.end, access.shape, access.stride, access.by_rows)
                 region = (*place, access.write)
-                # Whoever conflicts with a read of what the graph itself wrote conflicts with that write.
+                # An access that conflicts with a read of data that the graph wrote conflicts with that write, too.
                 if region not in seen and (*place, True) not in seen:
                     seen.add(region)
                     kept.append(access)
@@ -62,5 +62,5 @@ class Captured:
 
     @property
     def flags(self) -> bool:
-        """Whether a replay waits for flags."""
+        """True if a replay waits for flags."""
         return any(verb.what == "await" for verb in self.verbs)

@@ -1,9 +1,10 @@
 """Vector clocks with epochs, over streams and host threads.
 
-A clock maps an actor's number to how much of that actor is known to have happened. An access keeps its *epoch*: its
-actor's own entry at that time. It happened before whatever knows that entry or a later one, so one comparison decides
-(the epochs of FastTrack). An actor's entry grows only when it accesses memory after somebody took its clock; so a
-record that follows no new access brings nothing new, and a wait for it shows as redundant.
+A clock maps the number of each actor to the last epoch of that actor which is known to have happened. An access keeps its
+*epoch*, the entry of its own actor at that time. The access happened before every point whose clock has that entry or a
+later one, so one comparison decides (the epochs of FastTrack). An actor opens a new epoch only when it accesses memory after
+another actor has copied its clock. A record without a new access before it therefore adds no order, and the sanitizer
+reports a wait for that record as redundant.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Actor:
         self.name = name
         self.host = host
         self.clock: Clock = NOTHING
-        self.taken = True  # somebody may hold this clock, so the next access opens a new epoch
+        self.taken = True  # another actor may hold this clock, so the next access opens a new epoch
         self.launcher: Clock = NOTHING  # the host clock that this stream joined last
 
     def open_epoch(self) -> None:
@@ -53,7 +54,7 @@ class Actor:
         return True
 
     def launched_by(self, thread: Actor) -> None:
-        """What this stream does next comes after what ``thread`` did so far."""
+        """Order the next operations of this stream after all past steps of ``thread``."""
         clock = thread.clock
         if self.launcher is not clock:
             self.join(clock)
@@ -61,7 +62,7 @@ class Actor:
         thread.taken = True
 
     def release(self) -> Clock:
-        """A copy of what is known now, to be joined later."""
+        """Return the current clock, for another actor to join later."""
         self.taken = True
         return self.clock
 
@@ -70,7 +71,7 @@ class Actor:
 
 
 class Replay:
-    """One replay of a graph, as the points of its operations name it. ``step`` is its launch, as schedules name it."""
+    """One replay of a graph, named by the points of its operations. ``step`` names its launch in schedules."""
 
     __slots__ = ("generation", "graph", "location", "step")
 
@@ -82,7 +83,7 @@ class Replay:
 
 
 class Point:
-    """One operation, or one access of the host, with what it knew: shared by all its accesses."""
+    """One operation, or one access of the host, with the clock of its actor at that time; all its accesses share it."""
 
     __slots__ = (
         "actor",
@@ -121,5 +122,5 @@ class Point:
         self.between = False  # before ``step``, and no step itself
 
     def before(self, other: Point) -> bool:
-        """Whether this point happened before ``other``."""
+        """Return True if this point happened before ``other``."""
         return self.epoch <= other.clock.get(self.number, 0)

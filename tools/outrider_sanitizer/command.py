@@ -29,7 +29,7 @@ _SIMULATED = "sim"
 
 
 class Watched(StrEnum):
-    """What ``--require`` may name: counts of a report."""
+    """Counts of a report that ``--require`` can name."""
 
     OPERATIONS = "operations"
     STREAMS = "streams"
@@ -121,7 +121,7 @@ def _run_ranks(
 
 
 def _ignore(_: object) -> None:
-    """What the scope gives isn't needed."""
+    """Discard the value that the scope yields."""
 
 
 def _watch(backend: Backend, first: Backend) -> AbstractContextManager[Findings]:

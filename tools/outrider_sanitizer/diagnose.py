@@ -97,7 +97,7 @@ class Diagnosis:
         )
 
     def rebind(self, old: Record, point: Point, access: Access | None, graph: str) -> Finding:
-        """A host parameter was written beside a replay that reads it."""
+        """Return the finding of a host parameter that was written while a replay may read it."""
         name = access.argument if access else ""
         return Finding(
             kind=Kind.REBIND,
@@ -136,7 +136,7 @@ class Diagnosis:
         )
 
     def edge(self, first: Point, second: Point) -> str:
-        """What would order the two."""
+        """Return the advice that would order ``first`` before ``second``."""
         one, two = first.actor, second.actor
         after, before = _moment(first), _moment(second)
         if first.replay is not None and first.replay is second.replay:
@@ -153,7 +153,7 @@ class Diagnosis:
         return f"record an event on {one.name!r} after {after} and make {two.name!r} wait for it before {before}"
 
     def hint(self, first: Point, second: Point) -> str:
-        """Which ordering is present, and why it isn't enough."""
+        """Return the orderings that are present, and the reason why they are not enough."""
         parts = []
         if isinstance(second.actor, Lane) and not first.actor.host:
             edge = second.actor.edges.get(first.number)

@@ -113,7 +113,7 @@ def _operands(func: Any) -> _Operands:
 
 
 class _Pinned:
-    """Pinned memory behind a numpy array: its reads and writes are told while the run is watched."""
+    """The pinned memory of a numpy array; reports each read and write of the array to the sanitizer."""
 
     def __init__(self, sanitizer: DerivedSanitizer, number: int, tensor: Tensor) -> None:
         self._sanitizer = sanitizer
@@ -175,7 +175,7 @@ class DerivedSanitizer(Sanitizer):
         return found
 
     def innermost(self, mode: _Mode) -> bool:
-        """Whether no other mode of this sanitizer lies inside ``mode`` on the calling thread."""
+        """Return True if ``mode`` is the innermost mode of this sanitizer on the calling thread."""
         return not self._modes or self._modes[-1] is mode
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
@@ -268,7 +268,7 @@ class DerivedSanitizer(Sanitizer):
                 self.host_accessed(extent(tensor, known[0], False, "", getattr(tensor, _BORN, -1)), here())
 
     def thread_scope(self) -> AbstractContextManager[Any]:
-        """What a watched thread runs in."""
+        """Return the dispatch mode in which a watched thread runs."""
         return _Mode(self)
 
     def dispatched(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
@@ -381,7 +381,7 @@ class DerivedSanitizer(Sanitizer):
         """A storage was seen for the first time, as a result."""
 
     def _over(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]], blocking: bool) -> bool:
-        """Whether it has run when it returns: a copy with the host that may block, or one with pageable memory at an end."""
+        """Return True for a copy that has run on return: a blocking copy with the host, or a copy with pageable memory."""
         if self._host_only:
             return False
         host = [t for _, t in (*inputs, *outputs) if t.device.type == "cpu" and t.dim() > 0]
@@ -411,17 +411,17 @@ class _Mode(TorchDispatchMode):
 
 
 def of_python() -> bool:
-    """Whether Python made the calling thread."""
+    """Return True if Python's ``threading`` created the calling thread."""
     known: dict[int, threading.Thread] = getattr(threading, "_active", {})
     thread = known.get(threading.get_ident())
     return thread is not None and not isinstance(thread, threading._DummyThread)
 
 
 def _of_a_library() -> bool:
-    """Whether the calling thread is one of a library's own, gloo's say, which works for a call that is reported as a whole.
+    """Return True on a library's own thread (for example gloo's), which works for a call that is reported as a whole.
 
-    Torch hands the mode on to threads of C++, which Python's ``threading`` doesn't know. Those that run a backward do what
-    the program asked for.
+    Torch passes the mode on to C++ threads, which Python's ``threading`` does not know. C++ threads that run a backward pass
+    execute operations of the program, so they return False.
     """
     return not of_python() and torch._C._current_graph_task_id() < 0
 

@@ -1,4 +1,4 @@
-"""Directories of commands that may be interrupted: gone behind their scope."""
+"""Temporary directories of commands, removed at the end of their scope even after an interruption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.registry.interruptions import interruptions_held
 
 @contextmanager
 def scratch_directory(prefix: str, parent: Path | None = None) -> Generator[Path]:
-    """A temporary directory, in ``parent`` if given, that is gone behind the scope, whenever a signal comes."""
+    """Create a temporary directory, in ``parent`` if set, and remove it after the scope, even if a signal arrives."""
     with ExitStack() as stack:
         with interruptions_held():
             made = tempfile.TemporaryDirectory(prefix=prefix, dir=parent)

@@ -11,7 +11,7 @@ from outrider.device import OutriderError
 
 
 class Kind(StrEnum):
-    """What is wrong."""
+    """The kind of fault that a finding reports."""
 
     READ_AFTER_WRITE = "read after write"
     WRITE_AFTER_READ = "write after read"
@@ -90,7 +90,7 @@ class Site:
 
     @property
     def position(self) -> int:
-        """Where it is among everything that its stream or thread was given: behind the launch, in a replay; -1: not known."""
+        """Index among the operations of its stream or thread, counted after the launch in a replay; -1 if unknown."""
         return self.index if self.launch < 0 else self.launch + 1 + self.index
 
     @property
@@ -100,7 +100,7 @@ class Site:
 
     @property
     def brief(self) -> str:
-        """Name and line alone."""
+        """Operation name and source line, without the stream."""
         return f"{self.operation} at {self.location}" if self.location else self.operation
 
 
@@ -136,7 +136,7 @@ class Finding:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the fields as JSON-compatible values."""
         return {
             "kind": self.kind.name.lower(),
             "title": self.kind.value,
@@ -168,10 +168,11 @@ def _site_dict(site: Site | None) -> dict[str, Any] | None:
 
 @dataclass
 class Report:
-    """What one watched run showed. It fills while the run goes on.
+    """The findings of one watched run; the sanitizer fills the report during the run.
 
-    ``advice``: waits that can be removed; ``blind_spots``: what the sanitizer didn't see. ``operations``, ``streams`` (those
-    that were given any) and ``replays`` (of graphs) are what was watched: a run that did nothing is clean, too.
+    ``operations``, ``streams`` (streams with operations) and ``replays`` (of graphs) count the watched work. A report without
+    any watched work is clean, too. ``blind_spots`` lists work that the sanitizer cannot see; ``advice`` lists waits that can
+    be removed.
     """
 
     backend: str = ""
@@ -201,7 +202,7 @@ class Report:
 
     @property
     def clean(self) -> bool:
-        """Nothing was found."""
+        """True if there is no finding."""
         return not self._found
 
     def __iter__(self) -> Iterator[Finding]:
@@ -219,7 +220,7 @@ class Report:
             raise RaceError(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the fields as JSON-compatible values."""
         return {
             "backend": self.backend,
             "clean": self.clean,

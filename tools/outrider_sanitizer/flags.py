@@ -1,4 +1,4 @@
-"""Resettable flags: who set them, who waited for them, and what can go wrong in some schedule."""
+"""State of resettable flags: their sets, waits and resets, and the faults that some schedule can show."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from outrider_sanitizer.clocks import NOTHING, Clock, Point
 
 
 class FlagState:
-    """One flag, as far as the steps that could run have brought it.
+    """The state of one flag after the steps that were able to run.
 
-    Orders: a wait comes after the set that it consumes. For a round to be safe, a reset must come after the waits of
-    its round, and the next set after the reset; else the device may take them the other way round.
+    A wait comes after the set that it consumes. A round is safe if its reset comes after its waits, and the next set comes
+    after the reset. Otherwise the device may execute them in the opposite order.
     """
 
     __slots__ = ("clock", "lowered", "raised", "seen")
@@ -22,11 +22,11 @@ class FlagState:
 
     @property
     def up(self) -> bool:
-        """Whether a wait passes."""
+        """True if the flag is set, so a wait passes."""
         return self.raised is not None
 
     def set(self, point: Point) -> tuple[str, Point] | None:
-        """Raise it; what is wrong with that, if anything."""
+        """Set the flag. Returns the fault ("up" or "lowered") and the conflicting point, or None."""
         if self.raised is not None:
             return "up", self.raised
         lowered = self.lowered
@@ -37,11 +37,11 @@ class FlagState:
         return None
 
     def wait(self, point: Point) -> None:
-        """Pass, when it's up."""
+        """Record a wait that passes; the caller checks ``up`` first."""
         self.seen = [*self.seen[-15:], point]
 
     def reset(self, point: Point) -> Point | None:
-        """Lower it; a wait of this round that may come later, if any."""
+        """Reset the flag and return a wait of this round that may come later, or None."""
         early = next((seen for seen in self.seen if not seen.before(point)), None)
         self.raised = None
         self.lowered = point

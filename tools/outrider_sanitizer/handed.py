@@ -27,7 +27,7 @@ _KEPT = 4096
 
 
 class Pieces:
-    """What was given and not taken yet, for each queue, semaphore or pipe."""
+    """Tokens of items and permits that were handed over and not yet taken, per queue, semaphore or pipe."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -38,7 +38,7 @@ class Pieces:
         self._elsewhere: list[object] = []  # a token: what other processes may have been told
 
     def changes(self) -> list[Wrapped]:
-        """Owner, name, and what to put there for what is there."""
+        """Return (owner, attribute name, wrapper factory) of each method to wrap."""
         return [
             (queue.Queue, "put", self.put),
             (queue.Queue, "get", self.get),
@@ -66,7 +66,7 @@ class Pieces:
     # -- queues ------------------------------------------------------------------------------------------------------
 
     def put(self, original: Any) -> Any:
-        """`put(item)` of a queue."""
+        """Wrap ``Queue.put``: the item carries the clock of the thread."""
 
         def put(this: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
             tokens = self._items.setdefault(this, defaultdict(deque))[id(item)]
@@ -82,7 +82,7 @@ class Pieces:
         return put
 
     def get(self, original: Any) -> Any:
-        """`get()` of a queue."""
+        """Wrap ``Queue.get``: the thread acquires the clock of the item."""
 
         def get(this: Any, *args: Any, **kwargs: Any) -> Any:
             item = original(this, *args, **kwargs)
@@ -102,7 +102,7 @@ class Pieces:
     # -- semaphores --------------------------------------------------------------------------------------------------
 
     def _free(self, semaphore: Any) -> deque[Once | None]:
-        """Who gave each permit, in the order in which they're taken; nobody gave those that it had at first."""
+        """Return the token of each permit, in the order of acquisition; None for an initial permit."""
         found = self._permits.get(semaphore)
         return found if found is not None else self._permits.setdefault(semaphore, deque([None] * semaphore._value))
 
@@ -165,7 +165,7 @@ class Pieces:
     # -- futures and event loops -------------------------------------------------------------------------------------
 
     def _done_callback(self, original: Any) -> Any:
-        """Where the future is done already, whoever adds the callback calls it at once."""
+        """Wrap ``add_done_callback``: on a finished future, the adding thread calls the callback at once."""
 
         def add(this: Any, fn: Callable[[Any], object]) -> None:
             def call(future: Any) -> object:
@@ -188,7 +188,7 @@ class Pieces:
         return leave
 
     def _one_of_all(self, original: Any) -> Any:
-        """Whoever waits for all futures learns of each, though the last one alone wakes it."""
+        """Wrap the waiter of all futures: the waiting thread acquires each future, though only the last one wakes it."""
 
         def count(this: Any) -> None:
             self._observer.host_released(this.event)

@@ -140,7 +140,7 @@ def _both(observer: Observer) -> Callable[[Any], Any]:
 
 
 def _own(condition: threading.Condition) -> bool:
-    """Whether a program made the condition, and not one of the classes here, which tell more exactly."""
+    """Return True if a program created the condition, and not a wrapped class, which reports more exactly."""
     found: bool = condition.__dict__.get("_outrider_own", False)
     return found
 
@@ -193,7 +193,7 @@ def _condition_entered(observer: Observer) -> Callable[[Any], Any]:
 
 
 def _condition_waits(observer: Observer) -> Callable[[Any], Any]:
-    """Waiting gives the lock up, and takes it again, also where nobody notified."""
+    """Wrap ``Condition.wait``: it releases the lock and acquires it again, also after a timeout."""
 
     def wrap(original: Any) -> Any:
         def wait(self: threading.Condition, *args: Any, **kwargs: Any) -> Any:

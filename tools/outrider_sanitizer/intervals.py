@@ -1,10 +1,10 @@
-"""Who accessed which bytes last: a map of disjoint intervals for one storage.
+"""The last accesses of each byte of one storage, as a map of disjoint intervals.
 
-Each interval keeps the last writes and the reads since, as (point, access) pairs. A dense write that comes after
-everything there replaces it: whoever conflicts with what was there conflicts with the write as well, so nothing is
-missed and the map stays as small as the storage is divided. Accesses with many holes, or whose rows aren't known, divide
-nothing: they are kept in a list beside the map, and go when one that covers them comes after them, or when everything that
-is still to come is ordered behind them.
+Each interval keeps the last writes and the reads since then, as (point, access) pairs. A dense write that is ordered after
+all records of an interval replaces them: a later access that conflicts with a replaced record also conflicts with the write.
+So no conflict is lost, and the map has no more intervals than the accesses need. Accesses with many holes, or with unknown
+rows, do not split intervals. They are in a separate list. Such an access is dropped when a later access covers it, or when
+all future operations are ordered after it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ written.
 
 
 class Sink(Protocol):
-    """Where a history reports what it finds; the last argument is the owner of the history."""
+    """The receiver of conflicts that a history finds; the last argument is the owner of the history."""
 
     @property
     def conflict(self) -> Callable[[Record, Point, Access | None, Any], None]:
-        """An older record, and the access that nothing orders against it."""
+        """Function that receives an older record, and the point and access that are not ordered after it."""
 
     @property
     def stale(self) -> Callable[[str, Record | None, Point, Access, Any], None]:
@@ -40,7 +40,7 @@ class Sink(Protocol):
 
     @property
     def settled(self) -> Callable[[], Clock]:
-        """What everything that is still to be enqueued comes after."""
+        """Function that returns a clock which every future operation comes after."""
 
 
 UNKNOWN_END = 1 << 62
@@ -340,7 +340,7 @@ def _unless_covered(records: Records, point: Point) -> Records:
 
 
 def _covers(access: Access, old: Access) -> bool:
-    """Whether whoever conflicts with the old access, for the bytes that it touched, conflicts with this one as well."""
+    """Return True if each access that conflicts with the bytes of ``old`` also conflicts with ``access``."""
     if access.by_rows and not old.by_rows:
         return False
     if access.start > old.start or old.end > access.end:

@@ -1,4 +1,4 @@
-"""Actors and their steps: streams that may be held, host threads, and hand-overs between those."""
+"""Actors and their steps: streams that may be held, host threads, and hand-overs between threads."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point
 
 _TOKENS = 4096
 
-# While a run is watched, a program that asks this is told of: what is asked here isn't the program's.
+# The original method: in a watched run, a program's call of is_alive is reported as a synchronization.
 _ALIVE = threading.Thread.is_alive
 
 Step = Callable[[], bool]
-"""Something enqueued on a stream; False while it has to wait for a flag, or for what waits for one."""
+"""An enqueued step of a stream; returns False while the step, or a step before it, waits for a flag."""
 
 
 class Once:
-    """What a host thread hands over to one other: nobody acquires it twice."""
+    """A token that one host thread releases and exactly one other thread acquires."""
 
     __slots__ = ()
 
 
 class Edge:
-    """The last wait by which one actor learnt of another, for hints."""
+    """The last wait that ordered one actor after another, for the hints of a finding."""
 
     __slots__ = ("event", "generation", "location")
 
@@ -52,11 +52,11 @@ class Lanes:
     """The actors of one device. Not thread-safe: the caller holds a lock around each call."""
 
     def __init__(self, number: Callable[[], int] | None = None) -> None:
-        """``number`` gives the numbers of actors, unlike those of the actors of other devices whose clocks come here."""
+        """Create the actors. ``number`` returns actor numbers that are unique across devices whose clocks are joined."""
         self._number = number or itertools.count(1).__next__
         self.lanes: dict[str, Lane] = {}
         self.sequence = 0
-        self._stamp: int | None = None  # of the step that is being taken, where it was held
+        self._stamp: int | None = None  # sequence number of the running step, if it was held
         self._free_numbers: list[tuple[int, int]] = []
         self._local = threading.local()
         self._threads: list[tuple[ReferenceType[threading.Thread], Actor]] = []
@@ -67,7 +67,7 @@ class Lanes:
     # -- actors ----------------------------------------------------------------------------------------------------
 
     def lane(self, name: str) -> Lane:
-        """The actor of a stream."""
+        """Return the actor of the stream ``name``; creates it on first use."""
         lane = self.lanes.get(name)
         if lane is None:
             lane = self.lanes[name] = Lane(self._number(), name)
@@ -90,7 +90,7 @@ class Lanes:
                 alive.append((thread, actor))
         self._threads = alive
         current = _current()
-        # A thread that is over leaves its number to a new one, so that clocks don't grow with every thread.
+        # A new thread reuses the number of a finished thread, so that clocks do not grow with each thread.
         number, epoch = self._free_numbers.pop() if self._free_numbers else (self._number(), 0)
         new = Actor(number, f"host thread {current.name}", host=True)
         if epoch:
@@ -99,9 +99,9 @@ class Lanes:
         return new
 
     def settled(self) -> Clock:
-        """What everything that is still to be enqueued comes after: all that every live host thread knows."""
+        """Return a clock that every future operation comes after: the minimum of all live host threads' clocks."""
         if self._held:
-            return NOTHING  # what is held was enqueued by somebody who knew less
+            return NOTHING  # held steps were enqueued with an older clock
         clocks = [actor.clock for thread, actor in self._threads if _lives(thread())]
         if len(clocks) == 1:
             return clocks[0]
@@ -109,7 +109,7 @@ class Lanes:
         return {n: min([epoch, *(clock.get(n, 0) for clock in others)]) for n, epoch in first.items()}
 
     def host_released(self, token: object) -> None:
-        """The calling thread releases what it knows."""
+        """Release the clock of the calling thread to ``token``."""
         known = self._tokens.get(id(token))
         clock = self.thread().release()
         if known is not None:

@@ -15,10 +15,10 @@ _LOOSE = 1024
 
 
 class Shadow(IntervalMap):
-    """What is known of one storage: its history, and where it comes from.
+    """The shadow state of one storage: its access history and its origin.
 
-    ``aged`` is set while views of it can become stale: it's written by graph replays. ``label`` says whose it is.
-    ``promised``: launched operations that write some of it and haven't yet said which bytes.
+    ``aged`` is not None while views of the storage can become stale, because graph replays write it. ``label`` names the
+    owner in reports. ``promised`` counts launched operations that write the storage and have not yet reported which bytes.
     """
 
     __slots__ = ("aged", "label", "location", "nbytes", "promised", "shared", "storage", "stream")
@@ -34,7 +34,7 @@ class Shadow(IntervalMap):
         self.label = ""
         self.promised = 0
         self.aged: list[tuple[int, int, object]] | None = None
-        self.shared: tuple[str, ...] = ()  # streams that the allocator waits for, beside its own
+        self.shared: tuple[str, ...] = ()  # streams that the allocator waits for, in addition to the storage's stream
 
     @property
     def described(self) -> str:
@@ -62,7 +62,7 @@ class Memory:
         self._loose: dict[str, list[Loose]] = {}
 
     def shadow(self, storage: int) -> Shadow:
-        """The shadow of a storage; one that was allocated before anybody looked starts empty."""
+        """Return the shadow of a storage; a storage allocated before the watched run starts with an empty history."""
         shadow = self.shadows.get(storage)
         if shadow is None:
             shadow = self.shadows[storage] = Shadow(storage, 0, "", "")
@@ -84,7 +84,7 @@ class Memory:
             shadow.shared = (*shadow.shared, stream)
 
     def waits_for(self, stream: str) -> bool:
-        """Whether memory that was released too early may be handed out by the next allocation there."""
+        """Return True if the next allocation of ``stream`` may reuse memory that was released too early."""
         return stream in self._loose
 
     def _unordered(self, waiting: list[Loose], point: Point) -> None:
@@ -94,10 +94,10 @@ class Memory:
                     self._reused(shadow, record, point, freed)
 
     def free(self, storage: int, stream: str, releaser: Actor, location: Callable[[], str]) -> None:
-        """Memory went back to the order of ``stream``.
+        """Return the memory of ``storage`` to the allocator's pool of ``stream``.
 
-        Work that isn't ordered before the release is a fault only if the stream hands the memory out again before it's
-        ordered; the next allocation there tells. Which block the allocator would take is luck, so any allocation counts.
+        An access that is not ordered before the release is a fault only if the stream reuses the memory before that order
+        exists. The next allocation of the stream decides. The allocator may choose any block, so every allocation counts.
         """
         shadow = self.shadows.pop(storage, None)
         if shadow is None:

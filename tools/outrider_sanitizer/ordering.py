@@ -45,15 +45,15 @@ class Ordering(StreamOrdering):
 
     @property
     def capturing(self) -> bool:
-        """Whether the calling thread captures."""
+        """True while the calling thread captures a graph."""
         return getattr(self._local, "capture", None) is not None
 
     def capture_began(self, graph: Graph, stream: str) -> None:
-        """What the calling thread enqueues from here belongs to ``graph``."""
+        """Add the next operations of the calling thread to ``graph``."""
         self._local.capture = self._graphs[graph] = Captured(stream)
 
     def capture_ended(self, graph: Graph, failed: bool) -> None:
-        """The capture is over."""
+        """End the capture of the calling thread; a failed capture drops the graph."""
         capture: Captured | None = getattr(self._local, "capture", None)
         self._local.capture = None
         if capture is None:
@@ -66,11 +66,11 @@ class Ordering(StreamOrdering):
             self._users.setdefault(storage, WeakSet()).add(capture)
 
     def captured(self, graph: Graph) -> Captured | None:
-        """What was captured, or None for a graph that runs eagerly."""
+        """Return the captured steps of ``graph``, or None for a graph that runs eagerly."""
         return self._graphs.get(graph)
 
     def replayed(self, graph: Graph, stream: str, generation: int) -> None:
-        """The accesses of ``graph`` happen again."""
+        """Repeat the accesses of ``graph`` on ``stream``."""
         captured = self._graphs.get(graph)
         if captured is None:
             return
@@ -170,7 +170,7 @@ class Ordering(StreamOrdering):
                 while not self._flag_verb(verb.what, branch, verb.subject, replay.location, replay):
                     yield False
                 if verb.what == "await" and not params_read:
-                    # A parameter behind a flag is read by the operation that the flag holds.
+                    # The operation that the flag holds reads the parameters.
                     self._read_params(graph, branch, replay)
                     params_read = True
         for branch in touched.values():

@@ -1,4 +1,4 @@
-"""Where in the person's program something happened."""
+"""Source locations in the watched program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROGRAMS = "outrider_sanitizer.races"
 
 
 def here() -> str:
-    """``file:line`` of the innermost caller outside torch, the interface, the sanitizer and plugins; or an empty string."""
+    """Return ``file:line`` of the innermost caller outside torch, the interface, the sanitizer and plugins, or ""."""
     frame = sys._getframe(1)
     while frame is not None:
         if not _inside(frame.f_globals.get("__name__", "")):
@@ -34,5 +34,5 @@ def here() -> str:
 
 @lru_cache(1 << 12)
 def _inside(module: str) -> bool:
-    """Whether a module's code is no place of the program."""
+    """Return True if the module belongs to a library and not to the watched program."""
     return module.startswith(_INSIDE) and not module.startswith(_PROGRAMS)

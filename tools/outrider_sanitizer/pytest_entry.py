@@ -1,4 +1,4 @@
-"""What pytest loads by itself where Outrider is installed: the plugin, unless ``-p`` has named it already."""
+"""Entry point of pytest: loads the sanitizer's plugin, unless ``-p`` has already loaded it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def sanitized() -> Sanitized:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The two options."""
+    """Add the two command-line options of the sanitizer."""
     group = parser.getgroup("outrider", "races and stale reads on streams")
     group.addoption(
         "--outrider-sanitize",
@@ -100,7 +100,7 @@ class _Watcher:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
-        """Fail the test with the report; where it failed by itself, show the report beside that."""
+        """Fail the test with the report; if the test failed itself, show the report in addition to its error."""
         failed = True
         try:
             result = yield

@@ -1,10 +1,9 @@
-"""What several ranks do together: matching of collectives, order across ranks, and the decisions that ranks take alike.
+"""Checks across ranks: matching of collectives, order between ranks, and decisions that all ranks must take alike.
 
-Each rank's device has a sanitizer of its own; they share one object of this module. A collective is one operation with a half
-on each rank. Halves meet by group and number, in the order in which the hosts issue them, so one run tells for every
-schedule: what differs between the halves is found when the second is issued, and the clocks of the ranks join where a
-rank's half needs another's. Of what the ranks' hosts decided, the first difference is kept: it's where the ranks went
-apart, and what is found later names it.
+Each rank's device has its own sanitizer; all sanitizers share one object of this module. A collective is one operation with a
+half on each rank. Halves are matched by group and number, in the order in which the hosts issue them, so one run is valid for
+every schedule. The check of two halves happens when the second is issued. The clocks of two ranks join where the half of one
+rank needs the half of the other. The first decision in which the hosts differ is kept, and later findings name it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Half:
 
     @property
     def kind(self) -> str:
-        """Which calls it can meet."""
+        """The kind of call that the half matches: send and receive match as "message"."""
         return "message" if self.call.kind in ("send", "receive") else self.call.kind
 
     @property
@@ -63,16 +62,16 @@ class Half:
 
     @property
     def ready(self) -> bool:
-        """Whether everything that it waits for has been enqueued."""
+        """True if every half that this half waits for has been enqueued."""
         halves = self.meeting.halves
         return all(index in halves and halves[index].clock is not None for index in self.needs)
 
     def clocks(self) -> list[Clock]:
-        """What the ranks that it waits for knew."""
+        """Return the clocks of the ranks that this half waits for."""
         return [clock for index in self.needs if (clock := self.meeting.halves[index].clock) is not None]
 
     def site(self, group: str) -> Site:
-        """As reports name it."""
+        """Return the site of this half for a report."""
         how = " in a graph" if self.in_graph else ""
         call = replace(self.call, sequence=self.number)  # in a graph it was counted once, and is called again and again
         return Site(f"{call}{how} of group {group!r}", f"rank {self.rank}", True, -1, self.location, rank=self.rank)
@@ -99,7 +98,7 @@ class Decided:
     number: int
 
     def site(self, group: str) -> Site:
-        """As reports name it."""
+        """Return the site of this decision for a report."""
         return Site(
             f"decision {self.name} = {self.value!r} of group {group!r}",
             f"rank {self.rank}",
@@ -141,7 +140,7 @@ class Ranks:
         self.lock = threading.RLock()
         self.report = Report()
         self.orderings: list[Ordering] = []
-        self.broken = False  # the device passed collectives that some rank never made: what comes after isn't ordered
+        self.broken = False  # the device passed collectives that some rank never issued: later operations are not ordered
         self.differing: str = ""  # the first decision in which ranks differ
         self._numbers = itertools.count(1)
         self._states: dict[Key, _State] = {}
@@ -346,7 +345,7 @@ class Ranks:
                 )
 
     def _shorter(self, state: _State, present: int, missing: list[int]) -> None:
-        """Where a rank took no such decision at all, that is the first difference."""
+        """Report a decision that a rank did not take as the first difference."""
         if state.differs:
             return
         mine = state.decisions.get(present, [])

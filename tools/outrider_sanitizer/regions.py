@@ -1,7 +1,7 @@
-"""Byte regions: where an access lies in its storage, and whether two of them really share a byte.
+"""Byte regions of accesses, and the exact test for a shared byte.
 
-An access is an interval, or a strided set of runs inside one. Intervals are enough to find candidates; the exact test
-here is asked only once two accesses conflict, so that disjoint columns of one matrix raise no alarm.
+An access is an interval, or a strided set of runs inside an interval. Intervals are enough to find candidates. The exact test
+runs only for two accesses that conflict by their intervals, so that disjoint columns of one matrix raise no alarm.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from outrider.device import Access
 
-_ENUMERATED = 1 << 16
-"""Runs that the exact test walks through; two regions of more runs than this each count as overlapping."""
+_MAX_ENUMERATED_RUNS = 1 << 16
+"""Maximum number of runs that the exact test enumerates; two regions that both have more runs count as overlapping."""
 
 
 class Runs(NamedTuple):
@@ -25,16 +25,16 @@ class Runs(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many runs there are."""
+        """The number of runs of the region."""
         return prod(count for count, _ in self.dims)
 
     @property
     def extent(self) -> int:
-        """Bytes from the first to behind the last."""
+        """The distance from the first byte to the end of the last run, in bytes."""
         return self.length + sum((count - 1) * stride for count, stride in self.dims)
 
     def __iter__(self) -> Iterator[int]:
-        """Where each run begins."""
+        """Iterate over the start of each run, in bytes."""
         return self._starts(self.start, 0)
 
     def _starts(self, base: int, dim: int) -> Iterator[int]:
@@ -47,7 +47,7 @@ class Runs(NamedTuple):
 
 
 def runs(access: Access) -> Runs:
-    """The runs of an access; dimensions that continue each other are one run."""
+    """Return the runs of an access; contiguous dimensions are merged."""
     if access.shape is None or access.stride is None:
         return Runs(access.start, access.end - access.start, ())
     pairs = [(n, abs(s)) for n, s in zip(access.shape, access.stride, strict=True) if n > 1 and s != 0]
@@ -64,7 +64,7 @@ def runs(access: Access) -> Runs:
 
 
 def overlap(one: Access, other: Access) -> bool:
-    """Whether two accesses of one storage share a byte."""
+    """Return True if two accesses of one storage share a byte."""
     if one.start >= other.end or other.start >= one.end:
         return False
     if one.shape is None and other.shape is None:
@@ -72,13 +72,13 @@ def overlap(one: Access, other: Access) -> bool:
     a, b = runs(one), runs(other)
     if a.number > b.number:
         a, b = b, a
-    if a.number > _ENUMERATED:
+    if a.number > _MAX_ENUMERATED_RUNS:
         return True
     return any(_hits(b, b.start, 0, start, start + a.length) for start in a)
 
 
 def _hits(region: Runs, base: int, dim: int, low: int, high: int) -> bool:
-    """Whether the runs of ``region`` from dimension ``dim`` on, based at ``base``, have a byte in [low, high)."""
+    """Return True if the runs of ``region`` from dimension ``dim`` on, based at ``base``, have a byte in [low, high)."""
     if dim == len(region.dims):
         return base < high and low < base + region.length
     count, stride = region.dims[dim]
@@ -89,7 +89,7 @@ def _hits(region: Runs, base: int, dim: int, low: int, high: int) -> bool:
 
 
 def dense_parts(access: Access, most: int) -> tuple[tuple[int, int], ...] | None:
-    """The access as at most ``most`` intervals, or None when it has more runs."""
+    """Return the access as at most ``most`` intervals, or None if it has more runs."""
     if access.shape is None:
         return ((access.start, access.end),)
     region = runs(access)

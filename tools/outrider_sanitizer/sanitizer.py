@@ -80,15 +80,15 @@ class Sanitizer(Observer):
         return 0 if steps is None else steps[1]
 
     def thread_scope(self) -> AbstractContextManager[Any]:
-        """What a watched thread runs in."""
+        """Return the scope in which a watched thread runs."""
         return nullcontext()
 
     def scope(self) -> AbstractContextManager[Any]:
-        """What a whole watched run is inside."""
+        """Return the scope of a whole watched run."""
         return nullcontext()
 
     def locate(self, tensor: Tensor) -> Access | None:
-        """Where a tensor lies; overridden where accesses are derived."""
+        """Return the storage and byte range of a tensor, or None if the backend cannot tell."""
         try:
             return self.backend.locate(tensor)
         except (CapabilityError, InterfaceError):
@@ -248,7 +248,7 @@ class Sanitizer(Observer):
             place = self._locate(tensor)
             if place is None:
                 return
-            # Whoever renews says that the last reader and writer are over: a write that checks it.
+            # Renewal claims that all readers and writers have finished: model it as a write, which checks the claim.
             label = f"pinned buffer {owner!r}"
             self._ordering.memory.shadow(place.storage).label = label
             self._ordering.host_accessed(Access(place.storage, place.start, place.end, True, argument="renew"), here())

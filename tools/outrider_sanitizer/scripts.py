@@ -86,17 +86,17 @@ def _ended(run: Callable[[], object]) -> tuple[int, str | None]:
 
 
 class _Script(SourceFileLoader):
-    """Runs a script's file, and leaves no bytecode beside it."""
+    """Runs a script's file without writing bytecode."""
 
     def set_data(self, path: str, data: object, *, _mode: int = 0o666) -> None:
-        """Nothing is written."""
+        """Discard the bytecode instead of writing it."""
 
 
 class _Main:
     """The module ``__main__``, of which each rank has its own."""
 
     def save(self) -> ModuleType:
-        """The running rank's."""
+        """Return the ``__main__`` module of the running rank."""
         return sys.modules["__main__"]
 
     def restore(self, saved: ModuleType) -> None:
@@ -129,7 +129,7 @@ class RankEnvironment:
     """The process's environment and arguments as a rank that is one of its threads sees them (a ``ProcessView``)."""
 
     def save(self) -> tuple[Any, list[str]]:
-        """What the running rank sees."""
+        """Return the environment and arguments of the running rank."""
         return os.environ, sys.argv
 
     def restore(self, saved: tuple[Any, list[str]]) -> None:

@@ -49,8 +49,8 @@ def watch(backend: Backend, *, rows_apart: bool = True, torch_calls: bool = Fals
 def watch_ranks(backends: Iterable[Backend], *, rows_apart: bool = True) -> Generator[Report]:
     """:func:`watch` over the devices of several ranks, which are threads of this process: one report for all of them.
 
-    Beside what each rank does for itself, it finds collectives that don't match, that nothing orders or that a rank leaves
-    out, and names the first decision (``Group.decide``) in which ranks differ.
+    In addition to the faults of each rank, it finds collectives that do not match, have no order or are missing on a rank. It
+    names the first decision (``Group.decide``) in which ranks differ.
     """
     ranks = Ranks()
     with ExitStack() as stack:

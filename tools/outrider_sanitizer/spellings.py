@@ -56,7 +56,7 @@ def spelled(backend: Backend) -> Generator[None]:
 
 
 def _here(device: Any, place: torch.device) -> Any:
-    """``place`` for what names CUDA; anything else as it is."""
+    """Return ``place`` for a device that names CUDA; return any other device unchanged."""
     if isinstance(device, torch.device):
         found = device.type == _KIND
     else:

@@ -148,7 +148,7 @@ class Staleness:
         return self._ordering._point(self._ordering.lane(stream), f"replay of graph {age.name!r}", location)
 
     def _padding(self, age: Age, name: str, place: Access, stream: str, generation: int, location: str) -> None:
-        """A statement that wrote more of the input for an earlier replay than for this one left the rest behind."""
+        """Report input bytes that a statement wrote for an earlier replay and did not write for this replay."""
         shadow = self._ordering.memory.shadow(place.storage)
         fresh: list[Record] = []
         old: list[tuple[int, int, Record]] = []  # bytes that it wrote last; of one with holes, between which it wrote some
@@ -216,7 +216,7 @@ class Staleness:
 
     @property
     def watches_reads(self) -> bool:
-        """Whether any rule needs to see reads."""
+        """True if any rule needs to see reads."""
         return bool(self._mirrors or self._ages)
 
     def read(self, point: Point, access: Access, shadow: Shadow) -> None:

@@ -87,7 +87,7 @@ class Storages:
         return made
 
     def key(self, tensor: Tensor) -> int:
-        """Which storage it is, while that lives."""
+        """Return the key of the tensor's storage, which is unique while the storage lives."""
         return _key(tensor.untyped_storage())
 
     def note(self, tensor: Tensor) -> None:

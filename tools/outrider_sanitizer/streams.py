@@ -49,7 +49,7 @@ class _EventState:
 
 
 class StreamOrdering(Lanes):
-    """What happens on streams and host threads outside graphs; inside a capture it's noted for the replays."""
+    """The order of operations on streams and host threads; inside a capture, operations are recorded for the replays."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class StreamOrdering(Lanes):
         for access in operation.accesses:
             if access.by_rows and access.write:
                 self.memory.shadow(access.storage).promised -= 1
-        # What comes behind it in the same replay may have been looked at: temporaries of a graph lie over each other.
+        # Later operations of the same replay may already be checked: temporaries of a graph share memory.
         late = point.sequence != self.sequence or point.epoch != point.actor.clock[point.number]
         for access in accesses:
             self.touch(point, access, self.memory.shadow(access.storage), late)
@@ -246,7 +246,7 @@ class StreamOrdering(Lanes):
         step: tuple[str, int] | None,
         replay: Replay | None = None,
     ) -> bool:
-        """The half begins. Others learn what came before it; of its own accesses they learn nothing."""
+        """Begin the half: other ranks can join the clock before it, without the half's own accesses."""
         assert self.ranks is not None
         half.clock = actor.release()
         point = self._point(actor, half.call.kind, half.location)
@@ -256,7 +256,7 @@ class StreamOrdering(Lanes):
         return True
 
     def _meet(self, actor: Actor, group: Group, half: Half) -> bool:
-        """What comes after the half comes after what the other ranks contributed."""
+        """Order the operations after the half after the contributions of the other ranks."""
         assert self.ranks is not None
         if not half.ready:
             return False
@@ -294,7 +294,7 @@ class StreamOrdering(Lanes):
         self._enqueue(lane, step)
 
     def waited(self, stream: str, event: Event, generation: int) -> None:
-        """What follows on the stream comes after that generation."""
+        """Order the next operations of ``stream`` after that generation of the event."""
         capture: Captured | None = getattr(self._local, "capture", None)
         if capture is not None:
             capture.verbs.append(Verb("join" if generation else "wait", stream, (event, generation)))

@@ -70,8 +70,8 @@ class TorchGraph:
 class TorchSanitizer(DerivedSanitizer):
     """The sanitizer of a program that uses torch alone, or torch next to the backend interface.
 
-    Streams and events reach it through torch, whoever made them; what the interface says of its own is left out, but for the
-    names of its streams, its graphs (of which it knows inputs and outputs), and its marks.
+    Torch reports every stream and event, including those of the backend interface. The sanitizer therefore ignores the
+    reports of the interface, except the names of its streams, its graphs (with their inputs and outputs) and its marks.
     """
 
     def __init__(self, backend: Backend, trace: Any, ranks: Ranks | None = None, *, rows_apart: bool = True) -> None:
@@ -379,34 +379,34 @@ class TorchSanitizer(DerivedSanitizer):
         super().stream_created(stream)
 
     def scope_entered(self, stream: Stream) -> None:
-        """Torch knows which stream is current."""
+        """Ignore the report: torch knows the current stream."""
 
     def scope_left(self, stream: Stream) -> None:
-        """Torch knows which stream is current."""
+        """Ignore the report: torch knows the current stream."""
 
     def recorded(self, stream: Stream, event: Event, generation: int) -> None:
-        """Torch told it."""
+        """Ignore the report: torch reports the same call."""
 
     def waited(self, stream: Stream, event: Event, generation: int) -> None:
-        """Torch told it."""
+        """Ignore the report: torch reports the same call."""
 
     def event_synchronized(self, event: Event, generation: int) -> None:
-        """Torch told it."""
+        """Ignore the report: torch reports the same call."""
 
     def event_queried(self, event: Event, generation: int, done: bool) -> None:
-        """Torch told it."""
+        """Ignore the report: torch reports the same call."""
 
     def stream_synchronized(self, stream: Stream) -> None:
-        """Torch told it."""
+        """Ignore the report: torch reports the same call."""
 
     def stream_queried(self, stream: Stream, done: bool) -> None:
-        """Torch told it."""
+        """Ignore the report: torch reports the same call."""
 
     def device_synchronized(self) -> None:
-        """Torch told it."""
+        """Ignore the report: torch reports the same call."""
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
-        """The capture that torch has just begun is of a graph of the backend interface, which knows more of it."""
+        """Assign the capture that torch has just begun to a graph of the backend interface, which knows its inputs."""
         native = getattr(self._scopes, "native", None)
         with self._lock:
             if native is not None:

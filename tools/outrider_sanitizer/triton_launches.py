@@ -1,7 +1,7 @@
 """Launches of Triton kernels: what each reads and writes, taken from its arguments and its compiled form.
 
-A kernel's intermediate representation says which of its pointers it loads from and which it stores to. Which bytes
-behind a pointer it touches isn't known, so an access is the whole tensor.
+A kernel's intermediate representation shows which of its pointers it loads from and which it stores to. It does not show
+which bytes of the tensor a kernel touches, so an access is the whole tensor.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Pointers(NamedTuple):
 
 
 def pointers(ttir: str) -> Pointers | None:
-    """What a kernel does with its pointers, from its Triton IR as text; None where the text doesn't say.
+    """Return the loads and stores of each pointer argument from the kernel's Triton IR, or None if they are unknown.
 
-    A pointer that is computed from another stands for the same memory; so does what a loop or a branch hands on.
+    A pointer computed from another pointer, or passed on by a loop or branch, stands for the same memory.
     """
     lines = [line.strip() for line in ttir.splitlines()]
     functions = [line for line in lines if line.startswith("tt.func")]
@@ -59,7 +59,7 @@ def pointers(ttir: str) -> Pointers | None:
 
 
 def _told_apart(lines: Sequence[str]) -> list[str]:
-    """The lines with a name of its own for each value: the text uses a name again in a region beside the first one."""
+    """Return the lines with a unique name for each value: the text reuses names in sibling regions."""
     regions: list[tuple[int, dict[str, str]]] = []  # those of a function that are open
     told: list[str] = []
     count, within = 0, False

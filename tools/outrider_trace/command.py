@@ -1,4 +1,4 @@
-"""``outrider trace``: run a script and draw what ran when."""
+"""``outrider trace``: run a script, and write a timeline and a picture of its streams."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
 def trace(
     script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="The script and its arguments.")],
     backend: BackendOption = None,
-    out: Annotated[Path, typer.Option(help="The timeline, for Perfetto.")] = Path("trace.json"),
-    picture: Annotated[Path | None, typer.Option(help="The picture; FILE.svg or a page. Default: beside --out.")] = None,
+    out: Annotated[Path, typer.Option(help="File for the timeline, in Perfetto's format.")] = Path("trace.json"),
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="File for the picture: FILE.svg, or an HTML page. Default: --out with the ending .html."),
+    ] = None,
     start: Annotated[float, typer.Option("--from", metavar="US", help="Start of the picture, in microseconds.")] = 0.0,
-    end: Annotated[float | None, typer.Option("--to", metavar="US", help="End of the picture; default: of the run.")] = None,
+    end: Annotated[float | None, typer.Option("--to", metavar="US", help="End of the picture. Default: of the run.")] = None,
     json_output: JsonOption = False,
 ) -> Report:
     """Run a Python script and write a timeline of its streams, operations and fences, and a picture of it.
@@ -44,14 +47,14 @@ def trace(
     if target == out:
         raise ConfigError(f"{out} would get the timeline and the picture; name another file for one, with --out or --picture")
     check_output("--out", out)
-    check_output("--picture" if picture is not None else "the picture beside --out", target)
+    check_output("--picture" if picture is not None else "the picture next to --out", target)
     registry = Registry()
     timelines: list[tuple[Backend, Timeline]] = []
     first = registry.create(registry.select(backend, backend_from_environment()))
     code, failure = run_script(
         path, script, first, lambda made, stack: timelines.append((made, stack.enter_context(record(made))))
     )
-    # The busiest device is the one that the script is about.
+    # A script may create several devices. The picture shows the one with the most operations.
     device, timeline = max(timelines, key=lambda pair: sum(map(len, pair[1].spans.values())))
     title = f"{path.name} on {device.label}"
     write_whole(out, json.dumps(timeline.perfetto()))

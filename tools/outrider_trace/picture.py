@@ -1,7 +1,7 @@
-"""A timeline as a picture: a lane for each stream, bars for operations, brackets for stages, arrows for fences.
+"""An SVG picture of a timeline: a lane for each stream, bars for operations, brackets for stages and arrows for fences.
 
-The picture has its own light and dark colours, and its text is readable in the column of a README. :func:`page` puts it into
-a self-contained page.
+The picture has light and dark colours, and its text is readable at the width of a README. :func:`page` puts the picture into
+a self-contained HTML page.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from outrider_trace.timeline import Timeline, Wait
 
 WIDTH = 960
 PAGE_WIDTH = 1400
-_LEFT = 76
-_RIGHT = 16
-_TOP = 30
-_NAMES = 34
-"""Height above the bars of a lane: two rows of stages' names and a bracket."""
-_BAR = 20
-_GAP = 48
+"""Widths of a picture, alone and on a page. All sizes are in pixels."""
+_LEFT_MARGIN = 76
+_RIGHT_MARGIN = 16
+_TOP_MARGIN = 30
+_STAGES_HEIGHT = 34
+"""Height above the bars of a lane, for two rows of stage names and the brackets."""
+_BAR_HEIGHT = 20
+_FENCES_HEIGHT = 48
 """Height below the bars of a lane, for the names of fences."""
-_LANE = _NAMES + _BAR + _GAP
-_LEGEND = 30
-_ROW = 14
-_CHARACTER = 6.4
-"""Width of a character of 12 pixels, about."""
-_MOST = 20_000
-_MOST_NAMED = 120
-"""More stages or fences than this are named where one points at them, and not in the picture."""
-_LANES_SORTED = 6
+_LANE_HEIGHT = _STAGES_HEIGHT + _BAR_HEIGHT + _FENCES_HEIGHT
+_LEGEND_HEIGHT = 30
+_ROW_HEIGHT = 14
+_CHARACTER_WIDTH = 6.4
+"""Approximate width of a character in a font size of 12 pixels."""
+_MAX_DRAWN = 20_000
+"""Maximum number of bars and of arrows in a picture."""
+_MAX_NAMED = 120
+"""With more stages or fences than this, their names are only shown as tooltips."""
+_MAX_SORTED_LANES = 6
 
 _STYLE = """<style>
 .paper{fill:#fff}.text{fill:#1f2328}.faint{fill:#656d76}.grid{stroke:#d8dee4}.fence{stroke:#cf222e}.head{fill:#cf222e}
@@ -57,7 +59,7 @@ rect.op:hover{{stroke:currentColor;stroke-width:1}}</style></head>
 
 @dataclass(frozen=True, slots=True)
 class _Arrow:
-    """A wait between two lanes, in pixels."""
+    """The arrow of a wait between two lanes, in pixels: from (x1, y1) to (x2, y2)."""
 
     wait: Wait
     x1: float
@@ -65,67 +67,73 @@ class _Arrow:
     x2: float
     y2: float
 
-    def at(self, y: float) -> float:
-        """Where it is at a height."""
+    def x_at(self, y: float) -> float:
+        """Return the arrow's x coordinate at the height ``y``."""
         return self.x1 + (self.x2 - self.x1) * (y - self.y1) / (self.y2 - self.y1)
 
     def crosses(self, left: float, right: float, y: float) -> bool:
-        """Whether it runs through a line of text."""
+        """Return whether the arrow crosses a line of text from ``left`` to ``right`` with the baseline ``y``."""
         upper, lower = max(y - 11, min(self.y1, self.y2)), min(y + 3, max(self.y1, self.y2))
         if upper > lower:
             return False
-        ends = sorted((self.at(upper), self.at(lower)))
+        ends = sorted((self.x_at(upper), self.x_at(lower)))
         return ends[0] < right and left < ends[1]
 
 
 @dataclass
-class _Names:
-    """Places names so that none covers another, and arrows run through few of them."""
+class _NamePlacement:
+    """Positions of names. No name covers another one, and few arrows cross a name."""
 
     width: int
+    """Width of the picture."""
     arrows: list[_Arrow]
-    taken: list[tuple[float, float, float]] = field(default_factory=list)
+    occupied: list[tuple[float, float, float]] = field(default_factory=list)
+    """(left, right, baseline) of each placed name and of each bracket."""
 
     def place(self, text: str, choices: Sequence[tuple[float, float, str]]) -> tuple[float, float, str] | None:
-        """The best of ``choices``, (x, y, anchor), where ``text`` fits, the first of equals; None where it fits nowhere."""
-        long = len(text) * _CHARACTER + 4
+        """Choose a position (x, y, anchor) for ``text`` and mark it as occupied. Return None if no position is free.
+
+        Of the free ``choices``, the method chooses the first with the fewest crossing arrows.
+        """
+        text_width = len(text) * _CHARACTER_WIDTH + 4
         best: tuple[int, tuple[float, float, str], float] | None = None
         for x, y, anchor in choices:
-            left = x - {"start": 0.0, "middle": long / 2, "end": long}[anchor]
-            if left < _LEFT - 10 or left + long > self.width:
+            left = x - {"start": 0.0, "middle": text_width / 2, "end": text_width}[anchor]
+            right = left + text_width
+            if left < _LEFT_MARGIN - 10 or right > self.width:
                 continue
-            if any(left + long > a and b > left and abs(y - at) < _ROW - 1 for a, b, at in self.taken):
+            if any(right > a and b > left and abs(y - baseline) < _ROW_HEIGHT - 1 for a, b, baseline in self.occupied):
                 continue
-            crossed = sum(arrow.crosses(left, left + long, y) for arrow in self.arrows)
-            if best is None or crossed < best[0]:
-                best = crossed, (x, y, anchor), left
+            num_crossings = sum(arrow.crosses(left, right, y) for arrow in self.arrows)
+            if best is None or num_crossings < best[0]:
+                best = num_crossings, (x, y, anchor), left
         if best is None:
             return None
         _, (x, y, anchor), left = best
-        self.taken.append((left, left + long, y))
+        self.occupied.append((left, left + text_width, y))
         return x, y, anchor
 
 
 def order(timeline: Timeline) -> list[str]:
-    """The streams from top to bottom, so that fences cross few lanes between; up to six are sorted."""
+    """Return the streams from top to bottom, sorted so that arrows cross few lanes. More than six streams aren't sorted."""
     names = list(timeline.spans)
     pairs = {frozenset((wait.source, wait.stream)) for wait in timeline.waits}
-    if len(names) > _LANES_SORTED:
+    if len(names) > _MAX_SORTED_LANES:
         return names
 
-    def crossed(lanes: Sequence[str]) -> int:
+    def total_distance(lanes: Sequence[str]) -> int:
         return sum(abs(lanes.index(a) - lanes.index(b)) for a, b in map(tuple, pairs) if a in lanes and b in lanes)
 
-    return min(map(list, permutations(names)), key=crossed)
+    return min(map(list, permutations(names)), key=total_distance)
 
 
-def _short(location: str) -> str:
-    """A place in the source, from the working directory."""
+def _relative_location(location: str) -> str:
+    """Return a source location relative to the working directory."""
     return location.removeprefix(f"{Path.cwd()}/")
 
 
 def svg(timeline: Timeline, width: int = WIDTH) -> str:
-    """The picture alone, ``width`` pixels wide."""
+    """Return the picture as an SVG document, ``width`` pixels wide."""
     drawing = _Drawing(timeline, width)
     parts = [*drawing.grid(), *drawing.lanes(), *drawing.stages(), *drawing.fences(), *drawing.legend()]
     size = f'width="{width}" height="{drawing.height}" viewBox="0 0 {width} {drawing.height}"'
@@ -138,132 +146,132 @@ def svg(timeline: Timeline, width: int = WIDTH) -> str:
 
 
 class _Drawing:
-    """The parts of a picture, each a list of elements."""
+    """The parts of a picture. Each part is a list of SVG elements."""
 
     def __init__(self, timeline: Timeline, width: int) -> None:
         self.timeline, self.width = timeline, width
         self.rows = {name: number for number, name in enumerate(order(timeline))}
-        self.height = _TOP + _LANE * max(1, len(self.rows)) - _GAP // 2 + _LEGEND
-        self.scale = (width - _LEFT - _RIGHT) / (timeline.end or 1.0)
-        self.arrows = [arrow for wait in timeline.waits[:_MOST] if (arrow := self._arrow(wait)) is not None]
-        self.names = _Names(width, self.arrows if len(self.arrows) <= _MOST_NAMED else [])
+        self.height = _TOP_MARGIN + _LANE_HEIGHT * max(1, len(self.rows)) - _FENCES_HEIGHT // 2 + _LEGEND_HEIGHT
+        self.scale = (width - _LEFT_MARGIN - _RIGHT_MARGIN) / (timeline.end or 1.0)
+        self.arrows = [arrow for wait in timeline.waits[:_MAX_DRAWN] if (arrow := self._arrow(wait)) is not None]
+        self.names = _NamePlacement(width, self.arrows if len(self.arrows) <= _MAX_NAMED else [])
 
     def x(self, time: float) -> float:
-        """Where a time in microseconds is."""
-        return _LEFT + time * self.scale
+        """Return the x coordinate of a time in microseconds."""
+        return _LEFT_MARGIN + time * self.scale
 
     def top(self, stream: str) -> int:
-        """The upper edge of a lane's bars."""
-        return _TOP + _NAMES + self.rows[stream] * _LANE
+        """Return the y coordinate of the upper edge of a stream's bars."""
+        return _TOP_MARGIN + _STAGES_HEIGHT + self.rows[stream] * _LANE_HEIGHT
 
     def grid(self) -> list[str]:
-        """Times, and a line for each."""
+        """Draw nine times, each with a vertical line."""
         parts = []
         end = self.timeline.end or 1.0
         for tick in range(9):
             x = self.x(end * tick / 8)
             anchor = "end" if tick == 8 else "middle"
-            parts.append(f'<line class="grid" x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{self.height - _LEGEND}"/>')
+            parts.append(f'<line class="grid" x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{self.height - _LEGEND_HEIGHT}"/>')
             parts.append(f'<text class="faint" x="{x:.1f}" y="14" text-anchor="{anchor}">{end * tick / 8:.0f} µs</text>')
         return parts
 
     def lanes(self) -> list[str]:
-        """A bar for each operation."""
+        """Draw the name of each stream and a bar for each of its operations."""
         parts = []
-        drawn = 0
+        num_drawn = 0
         for name, row in self.rows.items():
             top = self.top(name)
             parts.append(f'<text class="text" x="8" y="{top + 14}" font-weight="600">{escape(name)}</text>')
             for span in self.timeline.spans[name]:
-                drawn += 1
-                if drawn > _MOST:
+                num_drawn += 1
+                if num_drawn > _MAX_DRAWN:
                     break
-                x, wide = self.x(span.start), max((span.end - span.start) * self.scale - 0.6, 0.8)
-                label = f"{span.name}: {span.start:.2f} to {span.end:.2f} us {_short(span.location)}"
+                x, width = self.x(span.start), max((span.end - span.start) * self.scale - 0.6, 0.8)
+                label = f"{span.name}: {span.start:.2f} to {span.end:.2f} us {_relative_location(span.location)}"
                 parts.append(
-                    f'<rect class="op l{row % 6}" x="{x:.2f}" y="{top}" width="{wide:.2f}" height="{_BAR}" rx="1.5">'
+                    f'<rect class="op l{row % 6}" x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_BAR_HEIGHT}" rx="1.5">'
                     f"<title>{escape(label)}</title></rect>"
                 )
-                short = span.name.split("::")[-1]
-                if wide > 6.5 * len(short):
+                base_name = span.name.split("::")[-1]
+                if width > 6.5 * len(base_name):
                     parts.append(
-                        f'<text class="in" x="{x + 3:.2f}" y="{top + 14}" pointer-events="none">{escape(short)}</text>'
+                        f'<text class="in" x="{x + 3:.2f}" y="{top + 14}" pointer-events="none">{escape(base_name)}</text>'
                     )
         return parts
 
     def stages(self) -> list[str]:
-        """A bracket over the bars of each stage, and its name."""
+        """Draw a bracket above the bars of each stage, and its name."""
         parts = []
-        found = [band for band in bands(self.timeline) if band.stream in self.rows]
-        for band in found:  # no name lies on a bracket
-            self.names.taken.append((self.x(band.start), self.x(band.end), self.top(band.stream) + 4))
-        # The short ones have the fewest places for their names.
-        for band in sorted(found, key=lambda each: each.end - each.start):
+        shown = [band for band in bands(self.timeline) if band.stream in self.rows]
+        for band in shown:  # keep names off the brackets
+            self.names.occupied.append((self.x(band.start), self.x(band.end), self.top(band.stream) + 4))
+        # Short stages are placed first, because their names have the fewest positions.
+        for band in sorted(shown, key=lambda each: each.end - each.start):
             y = self.top(band.stream) - 5
             left, right = self.x(band.start), max(self.x(band.end), self.x(band.start) + 3)
             parts.append(
                 f'<path class="stage" d="M{left:.1f},{y + 3} V{y} H{right:.1f} V{y + 3}">'
                 f"<title>{escape(band.name)}: {band.start:.1f} to {band.end:.1f} us</title></path>"
             )
-            if len(found) > _MOST_NAMED:
+            if len(shown) > _MAX_NAMED:
                 continue
             middle = (left + right) / 2
             choices = [
-                (x, y - 4 - row * _ROW, anchor)
+                (x, y - 4 - row * _ROW_HEIGHT, anchor)
                 for row in range(2)
                 for x, anchor in ((middle, "middle"), (left, "start"), (right, "end"))
             ]
             choices += [(right + 4, y + 3, "start"), (left - 4, y + 3, "end")]
-            place = self.names.place(band.name, choices)
-            if place is not None:
-                parts.append(self._name("text of", band.name, place))
+            position = self.names.place(band.name, choices)
+            if position is not None:
+                parts.append(self._name("text of", band.name, position))
         return parts
 
     def fences(self) -> list[str]:
-        """An arrow for each wait, from the record to what ran behind the wait, and the name of the fence."""
-        lines, named = [], []
+        """Draw an arrow for each wait, from the record to the first operation after the wait, and the fence's name."""
+        lines, names = [], []
         for arrow in self.arrows:
             wait = arrow.wait
-            label = f"{wait.event} generation {wait.generation}, waited for at {_short(wait.location)}"
+            label = f"{wait.event} generation {wait.generation}, waited for at {_relative_location(wait.location)}"
             lines.append(
                 f'<line class="fence" x1="{arrow.x1:.2f}" y1="{arrow.y1}" x2="{arrow.x2:.2f}" y2="{arrow.y2}" '
                 f'stroke-width="1.3" marker-end="url(#a)"><title>{escape(label)}</title></line>'
             )
-            if len(self.arrows) <= _MOST_NAMED:
-                named += self._fence_name(arrow)
-        return [*lines, *named]
+            if len(self.arrows) <= _MAX_NAMED:
+                names += self._fence_name(arrow)
+        return [*lines, *names]
 
     def _arrow(self, wait: Wait) -> _Arrow | None:
-        """The arrow of a wait; None where one of its ends isn't in the timeline."""
+        """Return the arrow of a wait, or None if one of its ends isn't in the timeline."""
         ends = self.timeline.ends(wait)
         if ends is None or wait.source not in self.rows:
             return None
-        down = self.rows[wait.stream] > self.rows[wait.source]
-        y1 = self.top(wait.source) + (_BAR if down else 0)
-        y2 = self.top(wait.stream) + (0 if down else _BAR)
+        points_down = self.rows[wait.stream] > self.rows[wait.source]
+        y1 = self.top(wait.source) + (_BAR_HEIGHT if points_down else 0)
+        y2 = self.top(wait.stream) + (0 if points_down else _BAR_HEIGHT)
         return _Arrow(wait, self.x(ends[0]), y1, self.x(ends[1]), y2)
 
     def _fence_name(self, arrow: _Arrow) -> list[str]:
-        """The name beside the arrow, in the space below a lane that the arrow passes."""
+        """Draw the fence's name next to the arrow, in the space below one of the lanes that the arrow passes."""
         wait = arrow.wait
         upper = min(self.rows[wait.source], self.rows[wait.stream])
         lower = max(self.rows[wait.source], self.rows[wait.stream])
         choices = []
         for row in range(upper, lower):
-            base = _TOP + _NAMES + row * _LANE + _BAR
+            base = _TOP_MARGIN + _STAGES_HEIGHT + row * _LANE_HEIGHT + _BAR_HEIGHT
             for y in (base + 16, base + 30, base + 44):
-                x = arrow.at(y - 4)
+                x = arrow.x_at(y - 4)
                 choices += [(x + 5, y, "start"), (x - 5, y, "end")]
         name = wait.event.partition("[")[0]
-        place = self.names.place(name, choices)
-        return [] if place is None else [self._name("name", name, place)]
+        position = self.names.place(name, choices)
+        return [] if position is None else [self._name("name", name, position)]
 
     def legend(self) -> list[str]:
-        """What bars, brackets and arrows are."""
+        """Draw the meaning of bars, brackets and arrows."""
         y = self.height - 12
-        parts = [f'<rect class="l0" x="{_LEFT}" y="{y - 10}" width="12" height="12" rx="1.5"/>']
-        parts.append(f'<text class="faint" x="{_LEFT + 18}" y="{y}">an operation</text>')
-        x = _LEFT + 120
+        parts = [f'<rect class="l0" x="{_LEFT_MARGIN}" y="{y - 10}" width="12" height="12" rx="1.5"/>']
+        parts.append(f'<text class="faint" x="{_LEFT_MARGIN + 18}" y="{y}">an operation</text>')
+        x = _LEFT_MARGIN + 120
         parts.append(f'<path class="stage" d="M{x},{y - 3} V{y - 7} H{x + 26} V{y - 3}"/>')
         parts.append(f'<text class="faint" x="{x + 32}" y="{y}">a stage</text>')
         x += 104
@@ -276,13 +284,13 @@ class _Drawing:
         return parts
 
     @staticmethod
-    def _name(kind: str, text: str, place: tuple[float, float, str]) -> str:
-        x, y, anchor = place
+    def _name(kind: str, text: str, position: tuple[float, float, str]) -> str:
+        x, y, anchor = position
         return f'<text class="{kind} over" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def page(timeline: Timeline, title: str) -> str:
-    """The whole page: picture, and a table of what the waits cost."""
+    """Return an HTML page with the picture, and with a table of the costs of the waits."""
     count = sum(len(lane) for lane in timeline.spans.values())
     summary = (
         f"{count} operations on {len(timeline.spans)} streams in {timeline.end:.1f} us; {len(timeline.waits)} waits between "

@@ -1,6 +1,6 @@
-"""Which stage of an iteration a stretch of a stream belongs to, by the fences that the engine records and waits for.
+"""Stages of an iteration in a timeline. The fences that the engine records and waits for mark where a stage starts and ends.
 
-The names are those of ``outrider fences``. A script without these fences has no stages.
+The command ``outrider fences`` lists the fences. A script that doesn't use these fences has no stages.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One end of a stage: where its stream waits for a fence, or records it."""
+    """The start or the end of a stage: the position where its stream waits for a fence or records it."""
 
     fence: str
     waited: bool
+    """True: the stream waits for the fence. False: the stream records it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A stage while it ran: from the start of its first operation to the end of its last, in microseconds."""
+    """One run of a stage, from the start of its first operation to the end of its last operation, in microseconds."""
 
     stream: str
     name: str
@@ -53,40 +54,40 @@ STAGES: tuple[tuple[str, str, Edge, Edge], ...] = (
     ("copy lengths", "copy", _waits("published"), _records("lengths_on_host")),
     ("copy", "copy", _waits("results_ready"), _records("results_copied")),
 )
-"""(stage, stream, where it begins, where it ends) of a staged iteration."""
+"""(stage, stream, start, end) of each stage of an iteration that isn't fused."""
 
 ITERATION = "iteration"
-"""What gather is called where it's all there is: a fused iteration, or one of prompts alone."""
+"""Name of the stage *gather* in an iteration that has no further stage: a fused iteration, or a prefill iteration."""
 
 
 def bands(timeline: Timeline) -> list[Band]:
-    """The stages that ran in ``timeline``, by stream; one that had no operation there is left out."""
-    found: list[Band] = []
-    for stream, lane in timeline.spans.items():
+    """Return the stages that ran in ``timeline``, stream by stream. A stage without an operation is left out."""
+    stages: list[Band] = []
+    for stream, spans in timeline.spans.items():
         marks = [mark for mark in timeline.marks if mark.stream == stream]
-        for name, first, last in _stretches(stream, marks):
-            if first < last <= len(lane):
-                found.append(Band(stream, name, lane[first].start, lane[last - 1].end))
-    return found
+        for name, first, end in _stage_ranges(stream, marks):
+            if first < end <= len(spans):
+                stages.append(Band(stream, name, spans[first].start, spans[end - 1].end))
+    return stages
 
 
-def _stretches(stream: str, marks: list[Mark]) -> Iterator[tuple[str, int, int]]:
-    """(stage, its first span, the span after its last)."""
-    for name, of, begins, ends in STAGES:
-        if of != stream:
+def _stage_ranges(stream: str, marks: list[Mark]) -> Iterator[tuple[str, int, int]]:
+    """Yield (stage, index of its first span, index after its last span) for each run of a stage."""
+    for name, stage_stream, start_edge, end_edge in STAGES:
+        if stage_stream != stream:
             continue
-        since: int | None = None
+        first_span: int | None = None
         for number, mark in enumerate(marks):
             edge = Edge(mark.fence, mark.waited)
-            if edge == ends and since is not None:
-                yield (name if name != "gather" or _goes_on(marks[number:]) else ITERATION), since, mark.at
-                since = None
-            if edge == begins:
-                since = mark.at
+            if edge == end_edge and first_span is not None:
+                yield (name if name != "gather" or _has_planned_stages(marks[number:]) else ITERATION), first_span, mark.at
+                first_span = None
+            if edge == start_edge:
+                first_span = mark.at
 
 
-def _goes_on(marks: list[Mark]) -> bool:
-    """Whether the iteration waits for a plan before the next one begins."""
+def _has_planned_stages(marks: list[Mark]) -> bool:
+    """Return whether the iteration waits for a plan before the next iteration starts."""
     for mark in marks:
         if mark.waited and mark.fence in ("plan_ready", "inputs_ready"):
             return mark.fence == "plan_ready"

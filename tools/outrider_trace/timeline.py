@@ -1,8 +1,8 @@
-"""A timeline: when each operation ran, on which stream, and which fences held it.
+"""A timeline of a run: when each operation ran, on which stream, and for which fences the streams waited.
 
-Where the device tells (virtual time of a simulated one) the times are exact. Elsewhere each operator that passes the
-dispatcher, and each graph replay, is put between two timed events, or timed on the host where a device runs everything at
-once. Times are microseconds from the start.
+A simulated device reports exact virtual times. On another device, the recorder puts each dispatched operator and each graph
+replay between two timed events. On a device that runs operations synchronously, it reads the host's clock instead. Times are
+microseconds from the start of the recording.
 """
 
 from __future__ import annotations
@@ -23,120 +23,134 @@ from outrider_sanitizer.places import here
 if TYPE_CHECKING:
     from outrider.device import Backend, Event, Stream
 
-_AMBIENT = "default"
+_MAX_GENERATIONS = 16
+"""Number of latest records of an event that a recorder remembers."""
 
 
 @dataclass
 class Span:
-    """One operation on a stream."""
+    """One operation on a stream, with its start and end in microseconds."""
 
     stream: str
     name: str
     start: float
     end: float
     location: str = ""
+    """File and line of the source that launched the operation."""
 
 
 @dataclass
 class Wait:
-    """One wait: from the record on ``source`` to what follows on ``stream``. ``at`` and ``to`` count spans there."""
+    """One wait of ``stream`` for an event that was recorded on the stream ``source``."""
 
     event: str
     generation: int
     source: str
     at: int
+    """Number of spans of ``source`` before the record."""
     stream: str
     to: int
+    """Number of spans of ``stream`` before the wait: the index of the first span after it."""
     location: str
+    """File and line of the source that waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A record or a wait of a fence on its stream, before the span numbered ``at``. ``fence``: without the ring's slot."""
+    """A record of a fence on a stream, or a wait for the fence."""
 
     fence: str
+    """Name of the fence, without the index of its slot."""
     stream: str
     at: int
+    """Number of spans of the stream before the record or wait."""
     waited: bool
+    """True for a wait, False for a record."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitCost:
-    """What the waits of one line cost: ``stall_us`` in which the stream stood still for them, ``critical_us`` of that on
-    the path that decides when everything is over.
-    """
+    """The cost of all waits of one source line for one event."""
 
     stream: str
     event: str
     location: str
     count: int
     stall_us: float
+    """Time in which the stream stood still because of the waits."""
     critical_us: float
+    """Part of ``stall_us`` on the critical path, which determines the end of the run."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the fields as plain data for JSON."""
         return {name: getattr(self, name) for name in WaitCost.__slots__}
 
 
 @dataclass
 class Timeline:
-    """What ran, by stream in the order of each stream, the waits between streams, and every record and wait in order."""
+    """The operations of a run, and the order that fences enforce between streams."""
 
     spans: dict[str, list[Span]] = field(default_factory=dict)
+    """Operations by stream, in the order of the stream."""
     waits: list[Wait] = field(default_factory=list)
+    """Waits of one stream for another stream."""
     marks: list[Mark] = field(default_factory=list)
+    """All records and waits of all streams, in the order of the host's calls."""
 
     def lane(self, stream: str) -> list[Span]:
-        """The spans of a stream."""
+        """Return the list of a stream's spans, to which the caller may append."""
         return self.spans.setdefault(stream, [])
 
     @property
     def end(self) -> float:
-        """When the last operation was over."""
+        """End of the last operation, in microseconds."""
         return max((span.end for lane in self.spans.values() for span in lane), default=0.0)
 
     def between(self, start: float, end: float) -> Timeline:
-        """What ran from ``start`` to ``end``, in microseconds that count from ``start``."""
+        """Return the part of the timeline from ``start`` to ``end``, in microseconds. Its times count from ``start``."""
         part = Timeline()
         first: dict[str, int] = {}
         for stream, lane in self.spans.items():
-            kept = [number for number, span in enumerate(lane) if span.end >= start and span.start <= end]
-            if kept:
-                first[stream] = kept[0]
+            numbers = [number for number, span in enumerate(lane) if span.end >= start and span.start <= end]
+            if numbers:
+                first[stream] = numbers[0]
                 part.spans[stream] = [
                     replace(
                         lane[number], start=max(lane[number].start, start) - start, end=min(lane[number].end, end) - start
                     )
-                    for number in kept
+                    for number in numbers
                 ]
         for wait in self.waits:
             if wait.source in first and wait.stream in first:
-                moved = replace(wait, at=wait.at - first[wait.source], to=wait.to - first[wait.stream])
-                if 0 < moved.at <= len(part.spans[wait.source]) and 0 <= moved.to < len(part.spans[wait.stream]):
-                    part.waits.append(moved)
+                shifted = replace(wait, at=wait.at - first[wait.source], to=wait.to - first[wait.stream])
+                if 0 < shifted.at <= len(part.spans[wait.source]) and 0 <= shifted.to < len(part.spans[wait.stream]):
+                    part.waits.append(shifted)
         for mark in self.marks:
             if mark.stream in first:
                 at = min(max(mark.at - first[mark.stream], 0), len(part.spans[mark.stream]))
                 part.marks.append(replace(mark, at=at))
         return part
 
-    def hidden(self, stream: str, behind: str) -> tuple[float, float]:
-        """How long ``stream`` was busy, and how much of that while ``behind`` was busy too, in microseconds."""
-        others = self.spans.get(behind, [])
+    def hidden(self, stream: str, other: str) -> tuple[float, float]:
+        """Return the busy time of ``stream``, and its part in which ``other`` was busy too, in microseconds."""
+        others = self.spans.get(other, [])
         busy = shared = 0.0
-        at = 0
+        first = 0
         for span in self.spans.get(stream, []):
             busy += span.end - span.start
-            while at < len(others) and others[at].end <= span.start:
-                at += 1
-            number = at
+            while first < len(others) and others[first].end <= span.start:
+                first += 1
+            number = first
             while number < len(others) and others[number].start < span.end:
                 shared += max(0.0, min(others[number].end, span.end) - max(others[number].start, span.start))
                 number += 1
         return busy, shared
 
     def ends(self, wait: Wait) -> tuple[float, float] | None:
-        """When the record of a wait was reached, and when what follows the wait began."""
+        """Return when the record of ``wait`` was reached, and when the first operation after the wait started.
+
+        The result is None if no operation follows the wait.
+        """
         source, target = self.spans.get(wait.source, []), self.spans.get(wait.stream, [])
         if wait.to >= len(target):
             return None
@@ -144,8 +158,8 @@ class Timeline:
         return begin, target[wait.to].start
 
     def costs(self) -> list[WaitCost]:
-        """Each line that waits, the dearest first."""
-        critical = self._critical()
+        """Return the cost of each source line that waits. The line with the most critical time comes first."""
+        critical = self._critical_waits()
         sums: dict[tuple[str, str, str], list[float]] = {}
         for number, wait in enumerate(self.waits):
             entry = sums.setdefault((wait.stream, wait.event, wait.location), [0.0, 0.0, 0.0])
@@ -153,7 +167,7 @@ class Timeline:
             entry[0] += 1
             entry[1] += stall
             entry[2] += stall if number in critical else 0.0
-        costs = [WaitCost(*key, int(count), stall, crit) for key, (count, stall, crit) in sums.items()]
+        costs = [WaitCost(*key, int(count), stall, critical_us) for key, (count, stall, critical_us) in sums.items()]
         return sorted(costs, key=lambda cost: (-cost.critical_us, -cost.stall_us))
 
     def _stall(self, wait: Wait) -> float:
@@ -161,36 +175,40 @@ class Timeline:
         if ends is None:
             return 0.0
         reached, start = ends
-        before = self.spans[wait.stream][wait.to - 1].end if wait.to > 0 else 0.0
-        # What follows began no earlier than the record; the rest of the gap is the host's.
-        return max(0.0, min(reached, start) - before)
+        previous_end = self.spans[wait.stream][wait.to - 1].end if wait.to > 0 else 0.0
+        # The stall ends when the record is reached. The host causes any further gap before the next operation.
+        return max(0.0, min(reached, start) - previous_end)
 
-    def _critical(self) -> set[int]:
-        """The waits on the path that ends last: walk back from its end, at each step along what was reached last."""
-        into: dict[tuple[str, int], list[int]] = {}
+    def _critical_waits(self) -> set[int]:
+        """Return the indices of the waits on the critical path.
+
+        The path is followed backwards from the operation that ends last. At each operation it continues with the predecessor
+        that ended last: the previous operation of the stream, or the record for which the stream waited.
+        """
+        waits_before: dict[tuple[str, int], list[int]] = {}
         for number, wait in enumerate(self.waits):
-            into.setdefault((wait.stream, wait.to), []).append(number)
-        found: set[int] = set()
+            waits_before.setdefault((wait.stream, wait.to), []).append(number)
+        critical: set[int] = set()
         stream = max(self.spans, key=lambda name: max((s.end for s in self.spans[name]), default=0.0), default=None)
         if stream is None or not self.spans[stream]:
-            return found
+            return critical
         at = len(self.spans[stream]) - 1
         while at >= 0:
-            before = self.spans[stream][at - 1].end if at > 0 else 0.0
-            best: int | None = None
-            for number in into.get((stream, at), ()):
+            latest_end = self.spans[stream][at - 1].end if at > 0 else 0.0
+            latest_wait: int | None = None
+            for number in waits_before.get((stream, at), ()):
                 ends = self.ends(self.waits[number])
-                if ends is not None and ends[0] > before:
-                    before, best = ends[0], number
-            if best is None:
+                if ends is not None and ends[0] > latest_end:
+                    latest_end, latest_wait = ends[0], number
+            if latest_wait is None:
                 at -= 1
                 continue
-            found.add(best)
-            stream, at = self.waits[best].source, self.waits[best].at - 1
-        return found
+            critical.add(latest_wait)
+            stream, at = self.waits[latest_wait].source, self.waits[latest_wait].at - 1
+        return critical
 
     def perfetto(self) -> dict[str, Any]:
-        """The trace-event format that Perfetto and browsers' tracing pages read."""
+        """Return the timeline in the trace-event format, which Perfetto and the tracing pages of browsers read."""
         events: list[dict[str, Any]] = []
         threads = {name: number for number, name in enumerate(self.spans, 1)}
         for name, thread in threads.items():
@@ -213,45 +231,46 @@ class Timeline:
             if ends is None or wait.source not in threads:
                 continue
             common = {"cat": "fence", "name": f"{wait.event} generation {wait.generation}", "id": number, "pid": 1}
-            # An arrow is bound to the span around its end, so it starts just inside the one before the record.
+            # Perfetto binds an arrow to the span at its time, so the arrow starts just before the end of the recorded span.
             events.append({**common, "ph": "s", "tid": threads[wait.source], "ts": max(0.0, ends[0] - 0.0005)})
             events.append({**common, "ph": "f", "bp": "e", "tid": threads[wait.stream], "ts": ends[1]})
         return {"displayTimeUnit": "ns", "traceEvents": events}
 
 
 class _Recorder(TimedObserver):
-    """Notes fences by how many spans their streams had at that time."""
+    """An observer that adds records and waits to a timeline, each with the number of spans launched before it."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.timeline = Timeline()
-        self.issued: dict[str, int] = {}
+        self.num_launched: dict[str, int] = {}
+        """Number of operations that the host has launched, by stream."""
         self.lock = threading.RLock()
         self._records: WeakKeyDictionary[Event, dict[int, tuple[str, int]]] = WeakKeyDictionary()
 
     def recorded(self, stream: Stream, event: Event, generation: int) -> None:
         with self.lock:
-            known = self._records.setdefault(event, {})
-            known[generation] = (stream.name, self.issued.get(stream.name, 0))
-            self._note(stream, event, waited=False)
-            if len(known) > 16:
-                del known[min(known)]
+            records = self._records.setdefault(event, {})
+            records[generation] = (stream.name, self.num_launched.get(stream.name, 0))
+            self._add_mark(stream, event, waited=False)
+            if len(records) > _MAX_GENERATIONS:
+                del records[min(records)]
 
     def waited(self, stream: Stream, event: Event, generation: int) -> None:
         with self.lock:
-            self._note(stream, event, waited=True)
+            self._add_mark(stream, event, waited=True)
             source = self._records.get(event, {}).get(generation)
             if generation and source is not None and source[0] != stream.name:
-                at = self.issued.get(stream.name, 0)
+                at = self.num_launched.get(stream.name, 0)
                 self.timeline.waits.append(Wait(event.name, generation, *source, stream.name, at, here()))
 
-    def _note(self, stream: Stream, event: Event, *, waited: bool) -> None:
+    def _add_mark(self, stream: Stream, event: Event, *, waited: bool) -> None:
         fence = event.name.partition("[")[0]
-        self.timeline.marks.append(Mark(fence, stream.name, self.issued.get(stream.name, 0), waited))
+        self.timeline.marks.append(Mark(fence, stream.name, self.num_launched.get(stream.name, 0), waited))
 
 
-class _Told(_Recorder):
-    """For devices that say when operations ran."""
+class _SimulatedRecorder(_Recorder):
+    """The recorder for simulated devices, which report when each operation ran."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
@@ -260,7 +279,7 @@ class _Told(_Recorder):
     def launched(self, operation: Operation) -> None:
         if self.backend.active_capture is None:
             with self.lock:
-                self.issued[operation.stream] = self.issued.get(operation.stream, 0) + 1
+                self.num_launched[operation.stream] = self.num_launched.get(operation.stream, 0) + 1
 
     def capture_ended(self, graph: Graph, failed: bool) -> None:
         del graph, failed
@@ -272,23 +291,23 @@ class _Told(_Recorder):
         with self.lock:
             lane = self.timeline.lane(stream)
             lane.append(Span(stream, name, start_us, end_us, operation.location))
-            self.issued[stream] = max(self.issued.get(stream, 0), len(lane))
+            self.num_launched[stream] = max(self.num_launched.get(stream, 0), len(lane))
 
 
-class _Measured(_Recorder):
-    """For devices that don't: timed events around operators and replays, or the host's clock."""
+class _MeasuringRecorder(_Recorder):
+    """The recorder for other devices. It puts operators and replays between timed events, or reads the host's clock."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self._scopes = threading.local()
         self._pending: list[tuple[Span, Event, Event]] = []
-        self._timed = backend.capabilities.event_timing
-        self._quiet = False
-        self._begin = time.perf_counter()
-        self._base: Event | None = None
+        self._has_event_timing = backend.capabilities.event_timing
+        self._is_recording_own_event = False
+        self._start_time = time.perf_counter()
+        self._first_event: Event | None = None
 
     def recorded(self, stream: Stream, event: Event, generation: int) -> None:
-        if not self._quiet:
+        if not self._is_recording_own_event:
             super().recorded(stream, event, generation)
 
     def scope_entered(self, stream: Stream) -> None:
@@ -300,53 +319,54 @@ class _Measured(_Recorder):
 
     @property
     def _streams(self) -> list[Stream]:
-        found: list[Stream] | None = getattr(self._scopes, "streams", None)
-        if found is None:
-            found = self._scopes.streams = []
-        return found
+        """The streams of the open scopes of the calling thread, the innermost last."""
+        streams: list[Stream] | None = getattr(self._scopes, "streams", None)
+        if streams is None:
+            streams = self._scopes.streams = []
+        return streams
 
     @contextmanager
     def timing(self, name: str, stream: Stream | None = None) -> Generator[None]:
-        """Time what is enqueued inside."""
-        on = stream or (self._streams[-1] if self._streams else None)
-        if on is None or self.backend.active_capture is not None:
+        """Add a span with the duration of the work that the body enqueues on ``stream``, or on the current stream."""
+        stream = stream or (self._streams[-1] if self._streams else None)
+        if stream is None or self.backend.active_capture is not None:
             yield
             return
         with self.lock:
-            span = Span(on.name, name, 0.0, 0.0, here())
-            self.timeline.lane(on.name).append(span)
-            self.issued[on.name] = self.issued.get(on.name, 0) + 1
-        if not self._timed:
-            span.start = (time.perf_counter() - self._begin) * 1e6
+            span = Span(stream.name, name, 0.0, 0.0, here())
+            self.timeline.lane(stream.name).append(span)
+            self.num_launched[stream.name] = self.num_launched.get(stream.name, 0) + 1
+        if not self._has_event_timing:
+            span.start = (time.perf_counter() - self._start_time) * 1e6
             yield
-            span.end = (time.perf_counter() - self._begin) * 1e6
+            span.end = (time.perf_counter() - self._start_time) * 1e6
             return
-        first = self._mark(on)
+        start = self._record_timed_event(stream)
         yield
-        self._pending.append((span, first, self._mark(on)))
+        self._pending.append((span, start, self._record_timed_event(stream)))
 
-    def _mark(self, stream: Stream) -> Event:
+    def _record_timed_event(self, stream: Stream) -> Event:
         event = self.backend.create_event("timing", timing=True)
-        self._quiet = True
+        self._is_recording_own_event = True
         try:
             stream.record(event)
         finally:
-            self._quiet = False
-        if self._base is None:
-            self._base = event
+            self._is_recording_own_event = False
+        if self._first_event is None:
+            self._first_event = event
         return event
 
     def finish(self) -> None:
-        """Read the clocks."""
-        if not self._timed or self._base is None:
+        """Synchronize the device, and read the timed events into the start and end of each span."""
+        if not self._has_event_timing or self._first_event is None:
             return
         self.backend.synchronize()
-        for span, first, last in self._pending:
-            span.start, span.end = self._base.elapsed_ms(first) * 1e3, self._base.elapsed_ms(last) * 1e3
+        for span, start, end in self._pending:
+            span.start, span.end = self._first_event.elapsed_ms(start) * 1e3, self._first_event.elapsed_ms(end) * 1e3
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, recorder: _Measured) -> None:
+    def __init__(self, recorder: _MeasuringRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
@@ -360,16 +380,19 @@ class _Mode(TorchDispatchMode):
 
 @contextmanager
 def record(backend: Backend) -> Generator[Timeline]:
-    """Record what runs inside the ``with``; the timeline is complete at its end, when the device has been drained."""
+    """Record the operations that the body enqueues on ``backend``. At its end the device is synchronized.
+
+    The timeline is complete when the context has ended.
+    """
     with ExitStack() as stack:
-        recorder: _Told | _Measured
+        recorder: _SimulatedRecorder | _MeasuringRecorder
         if backend.control is not None:
-            recorder = _Told(backend)
+            recorder = _SimulatedRecorder(backend)
         else:
-            recorder = measured = _Measured(backend)
-            stack.callback(measured.finish)
-            stack.enter_context(_timed_replays(measured))
-            stack.enter_context(_Mode(measured))
+            recorder = measuring = _MeasuringRecorder(backend)
+            stack.callback(measuring.finish)
+            stack.enter_context(_timed_replays(measuring))
+            stack.enter_context(_Mode(measuring))
         backend.attach(recorder)
         stack.callback(backend.detach)
         yield recorder.timeline
@@ -377,12 +400,13 @@ def record(backend: Backend) -> Generator[Timeline]:
 
 
 @contextmanager
-def _timed_replays(recorder: _Measured) -> Generator[None]:
+def _timed_replays(recorder: _MeasuringRecorder) -> Generator[None]:
+    """Replace ``Graph.replay`` for the duration of the context, so that ``recorder`` times each replay."""
     original = Graph.replay
 
     def replay(self: Graph, stream: Stream) -> int:
         if not self.backend.capabilities.captures_graphs:
-            return original(self, stream)  # it runs operator by operator, and those are timed
+            return original(self, stream)  # the replay runs operator by operator, and each operator is timed
         with recorder.timing(f"replay {self.name}", stream):
             return original(self, stream)
 

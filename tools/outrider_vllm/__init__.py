@@ -1,5 +1,5 @@
 """The simulated device as a platform of vLLM.
 
-Everything but this package is vLLM's own and unmodified: scheduler, engine core, V2 model runner, attention, samplers,
-proposers, connectors. Nothing of it is copied here.
+The run uses vLLM's unmodified scheduler, engine core, V2 model runner, attention, samplers, proposers and connectors. This
+package copies no code of vLLM.
 """

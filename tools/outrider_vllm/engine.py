@@ -1,4 +1,4 @@
-"""A tiny random Llama through vLLM's engine on the simulated device, watched, with its tokens held against transformers."""
+"""Runs of vLLM's engine on the simulated device: a tiny random Llama, under the sanitizer, compared with transformers."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from outrider_vllm.workloads import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one run showed."""
+    """The tokens, counts and findings of one run."""
 
     tokens: list[list[int]]
     right: bool
-    """Each request's tokens are those of transformers' greedy decoding."""
+    """True if each request's tokens are those of transformers' greedy decoding."""
     operations: int
     launches: int
-    """Kernels that Triton's interpreter ran."""
+    """Number of kernels that Triton's interpreter ran."""
     nowhere: dict[str, int]
-    """Ranges by kernel that lie in no known memory; nobody was told of them."""
+    """Number of accessed address ranges outside known memory, by kernel. The sanitizer doesn't see these accesses."""
     streams: int
     steps: int
     findings: list[str]
+    """Findings without a page in `docs/findings`."""
     judged: dict[str, int]
-    """Findings that are explained, by the name of their page in `docs/findings`."""
+    """Number of findings that a page in `docs/findings` explains, by the name of the page."""
     skipped: int
-    """How often the ordering was left out that the run was asked to leave out."""
+    """Number of times that the reverted ordering was left out."""
     seconds: float
 
 
 def checkpoint(folder: Path, seed: int = 0) -> Path:
-    """A random Llama of one layer; the same for the same seed."""
+    """Write a random Llama of one layer to `folder` and return the folder. Equal seeds give equal weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if not (folder / "config.json").exists():
@@ -48,98 +49,109 @@ def checkpoint(folder: Path, seed: int = 0) -> Path:
             num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
             tie_word_embeddings=False,
         )  # fmt: skip
-        made: Any = LlamaForCausalLM(config)
-        made.float().save_pretrained(folder)
+        model: Any = LlamaForCausalLM(config)
+        model.float().save_pretrained(folder)
     return folder
 
 
 def expected(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Greedy tokens of transformers on the host, `count` for each prompt."""
+    """Return the greedy tokens of transformers on the host, `count` for each prompt."""
     from transformers import LlamaForCausalLM
 
     model: Any = LlamaForCausalLM.from_pretrained(folder, trust_remote_code=False)
     model = model.float().eval()
-    found = []
+    outputs = []
     with torch.no_grad():
         for prompt in prompts:
             ids = list(prompt)
             for _ in range(count):
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-            found.append(ids[len(prompt) :])
-    return found
+            outputs.append(ids[len(prompt) :])
+    return outputs
 
 
 def run(
     backend: Any, launches: Any, folder: Path, work: Workload, *, tokens: int, asynchronous: bool, speculate: bool,
     draft_model: bool = False, revert: Callable[[Any], Callable[[], int]] | None = None,
 ) -> Outcome:  # fmt: skip
-    """Decode the requests of `work`, `tokens` each, under the sanitizer. `revert` is given the engine before its first
-    request and takes an ordering out; the result says how often it was left out. With `draft_model` speculation is with a
-    draft model, else with n-grams, which the older runner can't schedule asynchronously.
+    """Decode the requests of `work` under the sanitizer and return the outcome of the run.
+
+    Each request gets `tokens` output tokens, unless the workload stops it earlier. `revert` removes an ordering from the
+    engine before the first request. It returns a function that counts how often the ordering was left out. `speculate` uses
+    a draft model with `draft_model`, else n-grams, which the older runner can't schedule asynchronously.
     """
     from vllm import LLM, SamplingParams
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from outrider_sanitizer import watch
 
-    more: dict[str, Any] = {}
-    if speculate and draft_model:
-        draft = str(checkpoint(folder / "draft", seed=1))
-        more["speculative_config"] = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
-    elif speculate:
-        more["speculative_config"] = {
-            "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
-        }  # fmt: skip
+    options = _speculation_options(folder, draft_model) if speculate else {}
     if work.offload:
         from outrider_vllm import offload as connector
 
         connector.install()
-        more["kv_transfer_config"] = {
+        options["kv_transfer_config"] = {
             "kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
         }  # fmt: skip
     if work.zeroing:
-        vendor: Any = KVCacheConfig
-        vendor.needs_kv_cache_zeroing = property(lambda config: True)
+        vllm_config: Any = KVCacheConfig
+        vllm_config.needs_kv_cache_zeroing = property(lambda config: True)
     checkpoint(folder)
-    last = work.rounds[-1]
-    known = expected(folder, last, tokens)
-    known = [found[: work.stop_after.get(at, tokens)] for at, found in enumerate(known)]
+    last_round = work.rounds[-1]
+    reference = [
+        output[: work.stop_after.get(index, tokens)]
+        for index, output in enumerate(expected(folder, last_round, tokens))
+    ]  # fmt: skip
     started = time.monotonic()
     with watch(backend) as report:
         engine: Any = LLM(
             str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=work.longest,
             max_num_seqs=4, max_num_batched_tokens=64, num_gpu_blocks_override=work.blocks, kv_cache_memory_bytes=64 << 20,
-            async_scheduling=asynchronous, disable_log_stats=True, **more,
+            async_scheduling=asynchronous, disable_log_stats=True, **options,
         )  # fmt: skip
-        counted = _count_steps(engine)
+        step_count = _count_steps(engine)
         if work.recurrent:
-            _tell_of_recurrent_layers(engine)
-        skipped = revert(engine) if revert is not None else int  # int() is 0
+            _add_recurrent_layer_copies(engine)
+        count_skipped = revert(engine) if revert is not None else int  # int() is 0
         for prompts in work.rounds:
-            stops = work.stop_after if prompts is last else {}
+            stops = work.stop_after if prompts is last_round else {}
             sampling = [
                 SamplingParams(
                     temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False,
-                    stop_token_ids=[known[at][-1]] if at in stops else None,
+                    stop_token_ids=[reference[index][-1]] if index in stops else None,
                 )
-                for at in range(len(prompts))
+                for index in range(len(prompts))
             ]  # fmt: skip
             results = engine.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False)
             if work.offload:
                 engine.reset_prefix_cache()
         backend.synchronize()
-    got = [list(r.outputs[0].token_ids) for r in results]
+    outputs = [list(result.outputs[0].token_ids) for result in results]
     findings, judged = judge(report)
     return Outcome(
-        tokens=got, right=got == known, operations=report.operations, launches=sum(launches.counts.values()),
-        nowhere=launches.nowhere, streams=len(backend.streams), steps=counted[0], findings=findings, judged=judged,
-        skipped=skipped(), seconds=time.monotonic() - started,
+        tokens=outputs, right=outputs == reference, operations=report.operations,
+        launches=sum(launches.counts.values()), nowhere=launches.nowhere, streams=len(backend.streams),
+        steps=step_count[0], findings=findings, judged=judged, skipped=count_skipped(),
+        seconds=time.monotonic() - started,
     )  # fmt: skip
 
 
-def _tell_of_recurrent_layers(engine: Any) -> None:
-    """What the first runner does for such layers, without their states: counts of accepted tokens go to the host."""
+def _speculation_options(folder: Path, draft_model: bool) -> dict[str, Any]:
+    """Return vLLM's options for three draft tokens, from a second random Llama or from n-grams."""
+    config: dict[str, Any] = {"num_speculative_tokens": 3}
+    if draft_model:
+        config |= {"method": "draft_model", "model": str(checkpoint(folder / "draft", seed=1))}
+    else:
+        config |= {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    return {"speculative_config": config}
+
+
+def _add_recurrent_layer_copies(engine: Any) -> None:
+    """Make the first runner copy the counts of accepted tokens to the host, as it does for recurrent layers.
+
+    The model has no recurrent layers, so the copies of their states are left out.
+    """
     from vllm.config import ModelConfig
     from vllm.v1.worker import mamba_utils
 
@@ -162,12 +174,13 @@ def _runner(engine: Any) -> Any:
 
 
 def _count_steps(engine: Any) -> list[int]:
+    """Count the calls of the runner's `execute_model`. The only element of the returned list is the count."""
     runner = _runner(engine)
-    counted, before = [0], runner.execute_model
+    count, original = [0], runner.execute_model
 
     def execute_model(*args: Any, **kwargs: Any) -> Any:
-        counted[0] += 1
-        return before(*args, **kwargs)
+        count[0] += 1
+        return original(*args, **kwargs)
 
     runner.execute_model = execute_model
-    return counted
+    return count

@@ -1,4 +1,4 @@
-"""Entry point `vllm.platform_plugins`: vLLM asks each for the qualified name of a platform class, or None."""
+"""Plugin of the entry-point group `vllm.platform_plugins`. vLLM calls it for the name of a platform class, or None."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import sys
 
 
 def platform() -> str | None:
-    """The simulated platform where the program called `outrider_vllm.install.install()` before, else None."""
+    """Return the qualified name of the simulated platform if the program has called `install()`, else None."""
     module = sys.modules.get("outrider_vllm.install")
     return "outrider_vllm.platform.SimPlatform" if module is not None and module.installed() else None

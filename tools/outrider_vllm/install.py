@@ -1,4 +1,4 @@
-"""Make vLLM run on the simulated device: call `install()` before anything of vLLM is imported."""
+"""Installation of the simulated device in vLLM. Call `install()` before the first import of a vLLM module."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ if TYPE_CHECKING:
     from outrider_vllm.triton_launches import Launches
 
 VLLM_VERSION = "0.33.0"
-"""The version that this package is made and tested for."""
+"""The vLLM version that this package supports."""
 
 
 class _State:
-    """vLLM and Triton are one for the process, and neither can be told twice."""
+    """The state of the process. vLLM and Triton can be changed only once in a process."""
 
     launches: Launches | None = None
 
 
 def installed() -> bool:
-    """Whether `install` was called."""
+    """Return whether `install` was called in this process."""
     return _State.launches is not None
 
 
 def install() -> Launches:
-    """Prepare this process: Triton's interpreter, the names of torch that vLLM calls, and the platform. Idempotent.
+    """Install the simulated device in vLLM: Triton's interpreter, the names of `torch.cuda` and the platform. Idempotent.
 
-    A backend `sim` must exist. Raises `BackendLoadError` where vLLM or Triton were imported before, or where vLLM has
-    another version.
+    A backend `sim` must exist. Raises `BackendLoadError` if vLLM or Triton has been imported, or if vLLM has another
+    version. Returns the object that runs the Triton kernels.
     """
     if _State.launches is not None:
         return _State.launches
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        found = version("vllm")
+        installed_version = version("vllm")
     except PackageNotFoundError as error:
         raise BackendLoadError(f"vLLM isn't installed; install its wheel, version {VLLM_VERSION}") from error
-    if found != VLLM_VERSION:
-        raise BackendLoadError(f"vLLM {found} is installed; this package is for {VLLM_VERSION}")
+    if installed_version != VLLM_VERSION:
+        raise BackendLoadError(f"vLLM {installed_version} is installed; this package is for {VLLM_VERSION}")
     for early in ("triton", "vllm.platforms"):
         if early in sys.modules:
             raise BackendLoadError(f"{early} was imported before; call outrider_vllm.install.install() first")
-    # Triton reads this when it's imported, and has no other switch that reaches its own library of functions.
+    # Triton reads the variable at import. Its own library functions follow no other switch.
     os.environ["TRITON_INTERPRET"] = "1"
-    # vLLM's own switches: the engine in this process, kernels that take their first configuration without timing it.
+    # vLLM's switches: the engine runs in this process, and kernels use their first configuration without timing.
     for name in ("VLLM_TRITON_FORCE_FIRST_CONFIG", "VLLM_USE_V2_MODEL_RUNNER"):
         os.environ.setdefault(name, "1")
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
@@ -60,8 +60,9 @@ def install() -> Launches:
 
 
 def triton_on_sim() -> Launches:
-    """Let each launch of a Triton kernel of this process go to the simulated device. Call it before Triton is imported, with
-    `TRITON_INTERPRET` set.
+    """Make each Triton launch of this process an operation of the simulated device.
+
+    Call it before Triton is imported, with `TRITON_INTERPRET` set. Returns the object that runs the kernels.
     """
     import triton
     from triton.backends import backends
@@ -75,7 +76,7 @@ def triton_on_sim() -> Launches:
         launches.run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
     interpreter.InterpretedFunction.run = run
-    # vLLM uses Triton where exactly one driver says that it's active.
+    # vLLM uses Triton if exactly one driver is active.
     driver = next(b.driver for name, b in backends.items() if name == "nvidia")
     driver.is_active = staticmethod(lambda: True)
     del triton

@@ -1,4 +1,4 @@
-"""Findings in unmodified vLLM that were looked into: `docs/findings` has a page for each, with whether it can do harm."""
+"""Findings in unmodified vLLM that have been analysed. A page of `docs/findings` says for each whether it can do harm."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from outrider_sanitizer.findings import Finding, Kind, Report
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """How to know one again: its kind, and parts of the places of its two accesses and of its memory.
+    """The features of an analysed finding: its kind, and parts of the locations of its accesses and of its memory.
 
-    Lines are those of the one version of vLLM that this package is for: a line beside them is another finding.
+    Line numbers are those of the supported version of vLLM. The same access in another line is another finding.
     """
 
     page: str
+    """Name of the page in `docs/findings`."""
     kind: Kind
     second: str
+    """Part of the location of the second access."""
     memory: str
+    """Part of the location where the memory was allocated."""
     first: str = ""
+    """Part of the location of the first access; empty for any location."""
 
     def fits(self, finding: Finding) -> bool:
-        """Whether `finding` is this one."""
+        """Return whether `finding` has the features of this one."""
         first = finding.first.location if finding.first is not None else ""
-        near = self.first in first and self.second in finding.second.location and self.memory in finding.memory
-        return near and finding.kind == self.kind
+        has_locations = self.first in first and self.second in finding.second.location and self.memory in finding.memory
+        return has_locations and finding.kind == self.kind
 
 
 JUDGED = (
@@ -46,13 +50,13 @@ JUDGED = (
 
 
 def judge(report: Report) -> tuple[list[str], dict[str, int]]:
-    """The findings that have no page, as text; and by page how often the others were met."""
-    left: list[str] = []
-    judged: dict[str, int] = {}
+    """Return the findings that have no page, as text, and the number of occurrences of the other findings by page."""
+    unknown: list[str] = []
+    counts: dict[str, int] = {}
     for finding in report:
         page = next((known.page for known in JUDGED if known.fits(finding)), None)
         if page is None:
-            left.append(str(finding))
+            unknown.append(str(finding))
         else:
-            judged[page] = judged.get(page, 0) + finding.count
-    return left, judged
+            counts[page] = counts.get(page, 0) + finding.count
+    return unknown, counts

@@ -1,7 +1,7 @@
-"""The one driver call of vLLM's simple KV offload connector, a batched copy of blocks, as copies of the simulated device.
+"""The driver call of vLLM's simple KV offload connector, a batched copy of blocks, as copies of the simulated device.
 
-The connector's worker, its copy thread and its scheduler side are vLLM's own. It pins host memory that exists already,
-which a simulated device can't; so its host caches are made pinned.
+The connector's worker, its copy thread and its scheduler side are vLLM's. The connector pins existing host memory, which the
+simulated device doesn't support. So this module allocates the connector's host caches as pinned memory.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from vllm.v1.simple_kv_offload import copy_backend, worker
 
 
 def install() -> None:
-    """Replace the driver call for this process."""
-    vendor: Any = copy_backend
-    vendor.build_params = _build_params
-    vendor.copy_blocks = _copy_blocks
+    """Replace the connector's driver call and its allocation of host caches in this process."""
+    copy_module: Any = copy_backend
+    copy_module.build_params = _build_params
+    copy_module.copy_blocks = _copy_blocks
     connector: Any = worker
-    connector.pin_tensor = _refuse
+    connector.pin_tensor = _refuse_pinning
     connector.SimpleCPUOffloadWorker._init_cpu_mode = _init_cpu_mode
 
 
@@ -35,7 +35,7 @@ def _copy_blocks(source_blocks: list[int], destination_blocks: list[int], params
                 destination[name][d].copy_(cache[s], non_blocking=True)
 
 
-def _refuse(tensor: torch.Tensor) -> None:
+def _refuse_pinning(tensor: torch.Tensor) -> None:
     raise NotImplementedError(f"host memory of {tensor.nbytes} bytes can't become pinned afterwards on a simulated device")
 
 

@@ -1,4 +1,4 @@
-"""The platform class: what vLLM asks of a device from outside."""
+"""The platform class, by which vLLM queries the properties of an out-of-tree device."""
 
 from __future__ import annotations
 
@@ -12,82 +12,82 @@ if TYPE_CHECKING:
 
 
 class SimPlatform(Platform):
-    """A simulated device, as a vendor's plugin would describe its own."""
+    """The simulated device, described as a vendor's plugin describes its device."""
 
     _enum = PlatformEnum.OOT
     device_name = "sim"
     device_type = "sim"
     dispatch_key = "PrivateUse1"
     ray_device_key = "sim"
-    dist_backend = "gloo"  # one process: groups of one rank
+    dist_backend = "gloo"  # for process groups of one rank
     device_control_env_var = "SIM_VISIBLE_DEVICES"
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What the host computes in."""
+        """Floating-point dtypes in which the host computes the operations."""
         return [torch.float32, torch.bfloat16, torch.float16]
 
     @classmethod
     def import_kernels(cls) -> None:
-        """There are no compiled ones."""
+        """Import nothing: there are no compiled kernels."""
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """All that the host has kernels for."""
+        """Accept every dtype: the host has kernels for all of them."""
         del dtype
 
     @classmethod
     def get_current_memory_usage(cls, device: Any = None) -> float:
-        """Bytes."""
+        """Return the allocated memory of the device in bytes."""
         del device
         return float(torch.sim.memory_allocated())  # type: ignore[attr-defined]
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        """A name for logs."""
+        """Return the device's name for logs: `sim`."""
         del device_id
         return "sim"
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """Bytes."""
+        """Return the total memory of the device in bytes."""
         del device_id
         return int(torch.sim.mem_get_info()[1])  # type: ignore[attr-defined]
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> None:
-        """None: it has no such number."""
+        """Return None: the device has no compute capability."""
         del device_id
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """One device."""
+        """Do nothing: the process has one simulated device."""
         del device
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """Seed the device's random numbers."""
+        """Seed the device's random number generator."""
         torch.sim.manual_seed_all(seed)  # type: ignore[attr-defined]
 
     @classmethod
     def inference_mode(cls) -> Any:
-        """As on other devices."""
+        """Return `torch.no_grad()`, as out-of-tree platforms do."""
         return torch.no_grad()
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
-        """It is, and copies from it are asynchronous."""
+        """Return True: copies from pinned memory are asynchronous."""
         return True
 
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
-        """A number that kernels choose their grids by."""
+        """Return 1. Kernels choose their grid by this number."""
         del device_id
         return 1
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
-        """VLLM's attention in Triton, for every model that it can run."""
+        """Return the name of vLLM's Triton attention, for every model."""
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         del selected_backend, attn_selector_config, num_heads
@@ -95,11 +95,11 @@ class SimPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Eager mode, and our worker, which differs in how it names its device."""
+        """Select eager mode, weight loading on the host, and :class:`~outrider_vllm.worker.SimWorker`."""
         from vllm.config import CompilationMode, CUDAGraphMode
 
-        # Parameters of classes of vLLM's own hold what loads them, which a tensor of a device in Python can't take over.
-        # So weights are loaded on the host, and the worker moves the loaded model.
+        # vLLM's parameter classes have loader attributes, which a simulated device's tensor subclass would lose. So vLLM
+        # loads the weights on the host, and the worker moves the loaded model.
         vllm_config.load_config.device = "cpu"
         vllm_config.compilation_config.mode = CompilationMode.NONE
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
@@ -110,19 +110,19 @@ class SimPlatform(Platform):
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        """LoRA in torch."""
+        """Return the name of vLLM's LoRA implementation in torch."""
         return "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """A draft model's layers have numbers of their own."""
+        """Accept several layers with one number: the draft model's layers are numbered separately."""
 
     @classmethod
     def use_custom_op_collectives(cls) -> bool:
-        """Groups have one rank."""
+        """Return False: process groups have one rank."""
         return False
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """Attention is called as it is: nothing is compiled."""
+        """Return False: attention is called directly, because nothing is compiled."""
         return False

@@ -1,6 +1,6 @@
-"""The names of `torch.cuda` that vLLM's runner, connectors and engine call whatever their platform is, in one place.
+"""The names of `torch.cuda` that vLLM uses on every platform, redirected to `torch.sim`.
 
-They lead to `torch.sim`. Nothing else of `torch.cuda` changes: what isn't listed fails as on a machine without a GPU.
+Other names of `torch.cuda` are unchanged, and fail as on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from outrider_sim.meta import Metas
 from outrider_sim.tensor import SimTensor, wrap
-from outrider_sim.torch_module import Stream
+from outrider_sim.torch_module import SimTorchStream
 
 NAMES = (
     "Event", "Stream", "current_stream", "default_stream", "set_stream", "stream", "synchronize", "current_device",
@@ -22,26 +22,29 @@ NAMES = (
 
 
 def install_names(address: Callable[[SimTensor], int]) -> None:
-    """Replace the names for this process. `address` is what `data_ptr` gives, where the bytes are: kernels follow it."""
+    """Redirect the names in this process. `address` replaces `SimTensor.data_ptr`: it returns the host address of the bytes.
+
+    Kernels load such addresses from tables of pointers and follow them.
+    """
     module: Any = torch.sim  # type: ignore[attr-defined]
     for name in NAMES:
         setattr(torch.cuda, name, getattr(module, name))
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # one of a kernel's tile sizes hangs on it
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # a kernel chooses a tile size by it
     cuda_stream: Any = property(lambda stream: stream.stream_id)
-    Stream.cuda_stream = cuda_stream  # type: ignore[attr-defined]
-    Stream.priority_range = staticmethod(lambda: (0, -1))  # type: ignore[attr-defined]
+    SimTorchStream.cuda_stream = cuda_stream  # type: ignore[attr-defined]
+    SimTorchStream.priority_range = staticmethod(lambda: (0, -1))  # type: ignore[attr-defined]
     accelerator: Any = torch.accelerator
     accelerator.memory_stats = stats
     accelerator.memory_allocated = module.memory_allocated
     accelerator.memory_reserved = module.memory_reserved
     accelerator.get_memory_info = module.mem_get_info
     accelerator.reset_peak_memory_stats = lambda device=None: None
-    SimTensor.set_ = _over_storage  # type: ignore[assignment,method-assign]
-    SimTensor.data_ptr = lambda self: address(self)  # type: ignore[method-assign]  # blocks never move
+    SimTensor.set_ = _tensor_over_storage  # type: ignore[assignment,method-assign]
+    SimTensor.data_ptr = lambda self: address(self)  # type: ignore[method-assign]  # the bytes never move
 
 
 def stats(device: Any = None) -> dict[str, int]:
-    """What `torch.accelerator.memory_stats` gives, as far as vLLM reads it."""
+    """Return the two entries of `torch.accelerator.memory_stats` that vLLM reads, in bytes."""
     del device
     module: Any = torch.sim  # type: ignore[attr-defined]
     return {
@@ -50,8 +53,8 @@ def stats(device: Any = None) -> dict[str, int]:
     }
 
 
-def _over_storage(tensor: SimTensor, storage: Any) -> SimTensor:
-    """`torch.empty(0, ...).set_(other.untyped_storage())`: a new tensor over all of it, of the same dtype."""
+def _tensor_over_storage(tensor: SimTensor, storage: Any) -> SimTensor:
+    """Implement `tensor.set_(storage)`: return a new tensor over the whole storage, of the same dtype as `tensor`."""
     allocation = storage._allocation
     shape = (allocation.nbytes // tensor.element_size(),)
     meta = Metas().get(torch.Size(shape), (1,), tensor.dtype)

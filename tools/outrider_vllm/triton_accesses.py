@@ -1,8 +1,8 @@
-"""Which pointers a Triton kernel reads and writes, from its source.
+"""Static analysis of a Triton kernel's source: the pointer parameters that the kernel reads and writes.
 
-A parameter is read where an address made from it reaches `tl.load`, written where one reaches `tl.store`, both where one
-reaches an atomic, followed through assignments and through calls of other kernels. What was loaded is a value and no
-address, but for addresses that a kernel loads from a table of pointers: those reach the tensors of that table.
+The kernel reads a parameter if an address computed from it reaches `tl.load`, and writes it if one reaches `tl.store`. An
+atomic does both. The analysis follows addresses through assignments and through calls of other kernels. A loaded value is an
+address only if the kernel loads it from a table of pointers. It then reaches the tensors of the table.
 """
 
 from __future__ import annotations
@@ -14,48 +14,50 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_READS = frozenset({"load"})
-_WRITES = frozenset({"store"})
+_LOADS = frozenset({"load"})
+_STORES = frozenset({"store"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Directions:
-    """Parameters by what the kernel does with their memory, and with the memory that their elements point to."""
+    """The names of a kernel's parameters whose memory the kernel reads or writes."""
 
     reads: frozenset[str]
     writes: frozenset[str]
     reads_through: frozenset[str] = field(default=frozenset())
+    """Tables of pointers: the kernel reads the memory to which their elements point."""
     writes_through: frozenset[str] = field(default=frozenset())
+    """Tables of pointers: the kernel writes the memory to which their elements point."""
 
 
 class AccessTable:
-    """Directions of kernels, each worked out once."""
+    """A cache of the directions of kernels. Each kernel is analysed once."""
 
     def __init__(self) -> None:
-        self._known: dict[Callable[..., Any], Directions] = {}
+        self._directions: dict[Callable[..., Any], Directions] = {}
 
     def of(self, function: Callable[..., Any]) -> Directions:
-        """Directions of a kernel's Python function."""
-        found = self._known.get(function)
-        if found is None:
-            # Recursion sees no accesses of itself; Triton has none.
-            self._known[function] = Directions(reads=frozenset(), writes=frozenset())
-            found = self._known[function] = _Walk(self, function).directions()
-        return found
+        """Return the directions of a kernel's Python function."""
+        directions = self._directions.get(function)
+        if directions is None:
+            # During its own analysis a kernel has no accesses. Triton doesn't support recursion.
+            self._directions[function] = Directions(reads=frozenset(), writes=frozenset())
+            directions = self._directions[function] = _KernelAnalysis(self, function).directions()
+        return directions
 
 
-class _Walk(ast.NodeVisitor):
-    """One pass over a kernel's body, repeated until nothing is added. It doesn't follow branches: a union of them."""
+class _KernelAnalysis(ast.NodeVisitor):
+    """The analysis of one kernel. It visits the body until a visit adds nothing, and takes the union of all branches."""
 
     def __init__(self, table: AccessTable, function: Callable[..., Any]) -> None:
         self.table = table
         self.function = function
         self.scope: Mapping[str, Any] = function.__globals__
         self.names = list(inspect.signature(function).parameters)
-        # A variable's roots: parameters that it's an address of; with * in front, that it was loaded from.
+        # Roots of a variable: the parameters from which its address was computed, or, with a prefix *, from which its value
+        # was loaded.
         self.roots: dict[str, set[str]] = {name: {name} for name in self.names}
-        self.found: dict[str, set[str]] = {"r": set(), "w": set()}
-        self.returned: set[str] = set()
+        self.accessed: dict[str, set[str]] = {"r": set(), "w": set()}  # roots by direction
 
     def directions(self) -> Directions:
         tree = ast.parse(textwrap.dedent(inspect.getsource(self.function)))
@@ -63,7 +65,7 @@ class _Walk(ast.NodeVisitor):
         while size != self._size():
             size = self._size()
             self.visit(tree)
-        reads, writes = self.found["r"], self.found["w"]
+        reads, writes = self.accessed["r"], self.accessed["w"]
         return Directions(
             reads=frozenset(n for n in reads if n[0] != "*"),
             writes=frozenset(n for n in writes if n[0] != "*"),
@@ -72,40 +74,40 @@ class _Walk(ast.NodeVisitor):
         )
 
     def _size(self) -> int:
-        return sum(map(len, self.roots.values())) + sum(map(len, self.found.values())) + len(self.returned)
+        return sum(map(len, self.roots.values())) + sum(map(len, self.accessed.values()))
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        roots = self._of(node.value)
+        roots = self._roots_of(node.value)
         for target in node.targets:
             self._bind(target, roots)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._bind(node.target, self._of(node.value))
+        self._bind(node.target, self._roots_of(node.value))
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
-            self._bind(node.target, self._of(node.value))
+            self._bind(node.target, self._roots_of(node.value))
 
     def visit_Return(self, node: ast.Return) -> None:
         if node.value is not None:
-            self.returned |= self._of(node.value)
+            self._roots_of(node.value)
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        self._of(node.value)
+        self._roots_of(node.value)
 
     def visit_If(self, node: ast.If) -> None:
-        self._of(node.test)
+        self._roots_of(node.test)
         self.generic_visit(node)
 
     def visit_For(self, node: ast.For) -> None:
-        self._bind(node.target, self._of(node.iter))
+        self._bind(node.target, self._roots_of(node.iter))
         for part in (*node.body, *node.orelse):
             self.visit(part)
 
     def visit_While(self, node: ast.While) -> None:
-        self._of(node.test)
+        self._roots_of(node.test)
         for part in (*node.body, *node.orelse):
             self.visit(part)
 
@@ -118,40 +120,41 @@ class _Walk(ast.NodeVisitor):
 
     # -- expressions --------------------------------------------------------------------------------------------------
 
-    def _of(self, node: ast.AST) -> set[str]:
+    def _roots_of(self, node: ast.AST) -> set[str]:
+        """Return the roots of an expression, and add the accesses that it makes."""
         if isinstance(node, ast.Name):
             return set(self.roots.get(node.id, ()))
         if isinstance(node, ast.Call):
             return self._call(node)
         if isinstance(node, ast.Compare):
             for part in ast.iter_child_nodes(node):
-                self._of(part)
+                self._roots_of(part)
             return set()
-        found: set[str] = set()
+        roots: set[str] = set()
         for part in ast.iter_child_nodes(node):
-            found |= self._of(part)
-        return found
+            roots |= self._roots_of(part)
+        return roots
 
     def _call(self, node: ast.Call) -> set[str]:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        given = [self._of(a) for a in node.args]
-        named = {k.arg or "": self._of(k.value) for k in node.keywords}
-        owner = self._of(node.func.value) if isinstance(node.func, ast.Attribute) else set()
-        address = given[0] if given else named.get("pointer", owner)
-        if name in _READS:
-            self.found["r"] |= address
-            return {f"*{n}" for n in address if n[0] != "*"}
-        if name in _WRITES:
-            self.found["w"] |= address
+        positional = [self._roots_of(argument) for argument in node.args]
+        named = {keyword.arg or "": self._roots_of(keyword.value) for keyword in node.keywords}
+        owner = self._roots_of(node.func.value) if isinstance(node.func, ast.Attribute) else set()
+        address = positional[0] if positional else named.get("pointer", owner)
+        if name in _LOADS:
+            self.accessed["r"] |= address
+            return _loaded_from(address)
+        if name in _STORES:
+            self.accessed["w"] |= address
             return set()
         if name.startswith("atomic_"):
-            self.found["r"] |= address
-            self.found["w"] |= address
+            self.accessed["r"] |= address
+            self.accessed["w"] |= address
             return set()
         callee = self._callee(node)
         if callee is not None:
-            return self._through(callee, given, named)
-        return owner.union(*given, *named.values())
+            return self._kernel_call(callee, positional, named)
+        return owner.union(*positional, *named.values())
 
     def _callee(self, node: ast.Call) -> Callable[..., Any] | None:
         if isinstance(node.func, ast.Name):
@@ -161,16 +164,22 @@ class _Walk(ast.NodeVisitor):
                 return function
         return None
 
-    def _through(self, callee: Callable[..., Any], given: list[set[str]], named: dict[str, set[str]]) -> set[str]:
+    def _kernel_call(self, callee: Callable[..., Any], positional: list[set[str]], named: dict[str, set[str]]) -> set[str]:
+        """Add the accesses of a called kernel to the roots of its arguments, and return the roots of its result."""
         names = list(inspect.signature(callee).parameters)
-        bound = dict(zip(names, given, strict=False)) | {k: v for k, v in named.items() if k}
+        bound = dict(zip(names, positional, strict=False)) | {name: roots for name, roots in named.items() if name}
         inner = self.table.of(callee)
-        for mark, direct, through in (("r", inner.reads, inner.reads_through), ("w", inner.writes, inner.writes_through)):
+        for mode, direct, through in (("r", inner.reads, inner.reads_through), ("w", inner.writes, inner.writes_through)):
             for parameter, roots in bound.items():
                 if parameter in direct:
-                    self.found[mark] |= roots
+                    self.accessed[mode] |= roots
                 if parameter in through:
-                    self.found[mark] |= {f"*{n}" for n in roots if n[0] != "*"}
-        # What it returns may be an address of what went in, or loaded through it.
-        result: set[str] = set().union(*bound.values()) if bound else set()
-        return result | {f"*{n}" for n in result if n[0] != "*"}
+                    self.accessed[mode] |= _loaded_from(roots)
+        # The result may be an address computed from an argument, or a value loaded through one.
+        arguments: set[str] = set().union(*bound.values()) if bound else set()
+        return arguments | _loaded_from(arguments)
+
+
+def _loaded_from(roots: set[str]) -> set[str]:
+    """Return the roots of values that are loaded from addresses with ``roots``."""
+    return {f"*{root}" for root in roots if root[0] != "*"}

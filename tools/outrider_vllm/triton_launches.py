@@ -1,8 +1,8 @@
 """Launches of Triton kernels on tensors of the simulated device.
 
-Triton's own interpreter runs the unmodified kernel, later, when the simulated stream comes to it. At the launch its source
-says which tensors it may touch; when it has run, the interpreter says which bytes (`triton_touched`), also of memory that it
-reached through a table of addresses.
+Triton's interpreter runs the unmodified kernel when the simulated stream reaches the launch. At the launch, the kernel's
+source says which tensors the kernel may access. After the run, the interpreter reports the accessed bytes (`triton_touched`).
+They include memory that the kernel reached through a table of addresses.
 """
 
 from __future__ import annotations
@@ -20,73 +20,82 @@ from outrider_vllm.triton_touched import Place, Recorder, Touched
 
 
 class Launches:
-    """Takes the place of `InterpretedFunction.run`. Loads and stores go through the interpreter's `builder`."""
+    """The launches of Triton kernels of this process. It replaces `InterpretedFunction.run`.
+
+    `executor` is Triton's grid executor. Loads and stores go through the interpreter's `builder`, which is observed.
+    """
 
     def __init__(self, executor: Callable[..., Any], builder: Any) -> None:
         self.executor = executor
         self.recorder = Recorder(builder)
         self.table = AccessTable()
         self.counts: dict[str, int] = {}
+        """Number of launches by kernel."""
         self.nowhere: dict[str, int] = {}
-        """Ranges by kernel that lie in no known memory of the device: accesses that nobody was told of."""
-        self._shown: dict[int, Place] = {}
+        """Number of accessed address ranges outside known memory, by kernel. The sanitizer doesn't see these accesses."""
+        self._in_tables: dict[int, Place] = {}
+        """Storages whose addresses may be in tables of addresses, by base address."""
 
     def show(self, tensor: SimTensor) -> int:
-        """The host's address of a tensor, for a table of addresses. A kernel that follows it reaches a known place."""
-        place = _place(tensor, "behind a table of addresses")
-        self._shown[place.base] = place
+        """Return the host address of a tensor, and register its storage: a kernel may load the address from a table."""
+        place = _storage_range(tensor, "in a table of addresses")
+        self._in_tables[place.base] = place
         return int(tensor._inner.data_ptr())
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-        """Queue one launch."""
+        """Enqueue one launch of `kernel` on the current simulated stream, with Triton's arguments. A warm-up does nothing.
+
+        Raises `ConfigError` for a tensor on another device.
+        """
         if warmup:
             return
         names = list(kernel.arg_names)
         function, rewritten = kernel.fn, kernel.rewrite()
-        given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+        arguments = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
         name = f"triton::{function.__name__}"
         self.counts[name] = self.counts.get(name, 0) + 1
         directions = self.table.of(function)
         reads: list[tuple[str, torch.Tensor]] = []
         writes: list[tuple[str, torch.Tensor]] = []
-        places: dict[int, Place] = {}
-        for parameter, value in given.items():
+        operands: dict[int, Place] = {}
+        for parameter, value in arguments.items():
             if not isinstance(value, torch.Tensor):
                 continue
             if not isinstance(value, SimTensor):
                 raise ConfigError(f"{name}: {parameter!r} is on {value.device}; a kernel takes tensors of the device")
-            place = _place(value, parameter)
-            places.setdefault(place.base, place)
-            # Read where in doubt: what it did is told when it has run, and an operation without operands isn't asked.
+            place = _storage_range(value, parameter)
+            operands.setdefault(place.base, place)
+            # A tensor without known accesses counts as read. The exact accesses are reported after the run, but only for an
+            # operation that has operands.
             if parameter in directions.reads or parameter not in directions.writes:
                 reads.append((parameter, value))
             if parameter in directions.writes:
                 writes.append((parameter, value))
-        hosts = {k: host_view(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-        for parameter, value in given.items():
-            # The interpreter refuses a truth value that isn't a constant of the kernel: it makes it of 32 bits, and of one.
+        hosts = {k: host_view(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        for parameter, value in arguments.items():
+            # The interpreter rejects a bool that isn't a constexpr, because it would have both 32 bits and one bit.
             if isinstance(value, bool) and "constexpr" not in str(function.__annotations__.get(parameter, "")):
                 hosts[parameter] = int(value)
         if callable(grid):
-            grid = grid(dict(given))
+            grid = grid(dict(arguments))
         sizes = tuple(int(n) for n in (grid if isinstance(grid, tuple | list) else (grid,)))
         if 0 in sizes:
             return
-        executor, recorder, seen = self.executor, self.recorder, Touched()
+        executor, recorder, recorded_accesses = self.executor, self.recorder, Touched()
 
-        def now() -> None:
-            with recorder.of(seen):
+        def run_kernel() -> None:
+            with recorder.of(recorded_accesses):
                 executor(rewritten, names, sizes)(**hosts)
 
-        def touched() -> tuple[Access, ...]:
-            found, nowhere = seen.accesses({**self._shown, **places}.values())
+        def accesses() -> tuple[Access, ...]:
+            known, nowhere = recorded_accesses.accesses({**self._in_tables, **operands}.values())
             if nowhere:
                 self.nowhere[name] = self.nowhere.get(name, 0) + nowhere
-            return tuple(found)
+            return tuple(known)
 
-        launch(name, now, reads=reads, writes=writes, touched=touched)
+        launch(name, run_kernel, reads=reads, writes=writes, touched=accesses)
 
 
-def _place(tensor: SimTensor, argument: str) -> Place:
+def _storage_range(tensor: SimTensor, argument: str) -> Place:
     base = int(tensor._inner.untyped_storage().data_ptr())
     return Place(base=base, nbytes=tensor._inner.untyped_storage().nbytes(), storage=tensor._alloc.id, argument=argument)

@@ -1,7 +1,8 @@
-"""What a launch of a Triton kernel really touched: addresses that its interpreter loads and stores, as ranges of storages.
+"""Accesses of a Triton launch: the addresses that Triton's interpreter loads and stores, as byte ranges of storages.
 
-A kernel's source says which tensors it may touch; which blocks of a cache, and what lies behind a table of addresses, only
-its run says. Triton's interpreter holds each load's and store's addresses as an array, after which the mask decides.
+A kernel's source only says which tensors the kernel may access. The run shows which blocks of a cache it accessed, and which
+memory it reached through a table of addresses. The interpreter has the addresses of each load and store as an array, and a
+mask of the elements that are accessed.
 """
 
 from __future__ import annotations
@@ -18,86 +19,94 @@ from outrider.device import Access
 
 Addresses = NDArray[numpy.uint64]
 Ranges = tuple[NDArray[numpy.int64], NDArray[numpy.int64]]
-"""First bytes, and the bytes behind the last: sorted, with a gap between each two."""
+"""Start and end (exclusive) of each range: sorted, with a gap between consecutive ranges."""
 
-MOST = 512
-"""Ranges of one storage and direction; where a launch has more of them, those with the smallest gaps are joined."""
-_HELD = 1 << 18
+MAX_RANGES = 512
+"""Maximum number of ranges for one storage and direction. More ranges are joined across the smallest gaps."""
+_MAX_RAW_ADDRESSES = 1 << 18
+"""Number of recorded addresses above which they are merged into ranges, to limit memory."""
 _EMPTY: Ranges = (numpy.empty(0, numpy.int64), numpy.empty(0, numpy.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A storage, where it lies: bytes `[base, base + nbytes)` of the host. `argument` names the operand, for people."""
+    """The address range of a storage: bytes `[base, base + nbytes)` of the host's memory."""
 
     base: int
     nbytes: int
     storage: int
+    """Id of the storage for the sanitizer."""
     argument: str
+    """Name of the kernel's parameter, for reports."""
 
 
 class Touched:
-    """The loads and stores of one launch, while it runs and after."""
+    """The loads and stores of one launch, recorded while the kernel runs."""
 
     def __init__(self) -> None:
         self._raw: dict[bool, dict[int, list[Addresses]]] = {False: {}, True: {}}
-        self._done: dict[bool, Ranges] = {False: _EMPTY, True: _EMPTY}
-        self._count = 0
+        """Recorded addresses, by direction (True: write) and by element size in bytes."""
+        self._ranges: dict[bool, Ranges] = {False: _EMPTY, True: _EMPTY}
+        """Merged ranges of earlier addresses, by direction."""
+        self._num_raw = 0
 
     def note(self, pointers: Addresses, mask: Any, size: int, *, write: bool) -> None:
-        """Elements of `size` bytes at `pointers`, where `mask` is true (both of one shape, or the mask broadcasts)."""
-        kept = pointers[numpy.broadcast_to(mask, pointers.shape).astype(bool)]
-        if not kept.size:
+        """Record an access to elements of `size` bytes at `pointers` where `mask` is true. The mask may broadcast."""
+        addresses = pointers[numpy.broadcast_to(mask, pointers.shape).astype(bool)]
+        if not addresses.size:
             return
-        self._raw[write].setdefault(size, []).append(kept)
-        self._count += kept.size
-        if self._count > _HELD:
-            self._settle()
+        self._raw[write].setdefault(size, []).append(addresses)
+        self._num_raw += addresses.size
+        if self._num_raw > _MAX_RAW_ADDRESSES:
+            self._merge_raw()
 
     def ranges(self, *, write: bool) -> Ranges:
-        """What was loaded, or stored, so far."""
-        self._settle()
-        return self._done[write]
+        """Return the ranges that have been stored (`write`) or loaded so far."""
+        self._merge_raw()
+        return self._ranges[write]
 
     def accesses(self, places: Iterable[Place]) -> tuple[list[Access], int]:
-        """The ranges as accesses of the storages at `places` (disjoint), and how many ranges lie in none of them."""
-        known = sorted(places, key=lambda place: place.base)
-        bases = numpy.array([place.base for place in known], dtype=numpy.int64)
-        found: list[Access] = []
-        nowhere = 0
+        """Return the accesses to the storages at `places`, and the number of ranges outside of them.
+
+        The address ranges of `places` must be disjoint.
+        """
+        storages = sorted(places, key=lambda place: place.base)
+        bases = numpy.array([place.base for place in storages], dtype=numpy.int64)
+        accesses: list[Access] = []
+        num_outside = 0
         for write in (False, True):
             starts, ends = self.ranges(write=write)
             owners = numpy.searchsorted(bases, starts, side="right") - 1
             for owner in numpy.unique(owners).tolist():
-                mine = owners == owner
-                place = known[owner] if owner >= 0 else None
+                has_owner = owners == owner
+                place = storages[owner] if owner >= 0 else None
                 if place is None:
-                    nowhere += int(mine.sum())
+                    num_outside += int(has_owner.sum())
                     continue
-                inside = mine & (starts < place.base + place.nbytes)
-                nowhere += int(mine.sum()) - int(inside.sum())
+                inside = has_owner & (starts < place.base + place.nbytes)
+                num_outside += int(has_owner.sum()) - int(inside.sum())
                 if inside.any():
-                    found += _of_storage(place, starts[inside] - place.base, ends[inside] - place.base, write)
-        return found, nowhere
+                    accesses += _storage_accesses(place, starts[inside] - place.base, ends[inside] - place.base, write)
+        return accesses, num_outside
 
-    def _settle(self) -> None:
+    def _merge_raw(self) -> None:
         for write, sizes in self._raw.items():
-            parts = [self._done[write]]
+            parts = [self._ranges[write]]
             for size, arrays in sizes.items():
                 parts.append(runs(numpy.concatenate(arrays), size))
-            self._done[write] = _joined(parts)
+            self._ranges[write] = _union(parts)
             sizes.clear()
-        self._count = 0
+        self._num_raw = 0
 
 
 def runs(addresses: Addresses, size: int) -> Ranges:
-    """Elements of `size` bytes as ranges; neighbours are one."""
+    """Return the ranges of elements of `size` bytes at `addresses`. Adjacent elements form one range."""
     low = numpy.unique(addresses).astype(numpy.int64)
     gaps = numpy.flatnonzero(numpy.diff(low) > size) + 1
     return low[numpy.concatenate(([0], gaps))], low[numpy.concatenate((gaps - 1, [-1]))] + size
 
 
-def _joined(parts: list[Ranges]) -> Ranges:
+def _union(parts: list[Ranges]) -> Ranges:
     if len(parts) == 1:
         return parts[0]
     starts = numpy.concatenate([p[0] for p in parts])
@@ -110,17 +119,21 @@ def _joined(parts: list[Ranges]) -> Ranges:
     return starts[first], ends[numpy.concatenate((first[1:] - 1, [-1]))]
 
 
-def _of_storage(place: Place, starts: NDArray[numpy.int64], ends: NDArray[numpy.int64], write: bool) -> list[Access]:
-    """One access where the ranges are alike and at one distance, else one for each range, at most `MOST`."""
+def _storage_accesses(place: Place, starts: NDArray[numpy.int64], ends: NDArray[numpy.int64], write: bool) -> list[Access]:
+    """Return one strided access for ranges of equal length and distance. Else return one access per range.
+
+    At most `MAX_RANGES` accesses are returned.
+    """
     ends = numpy.minimum(ends, place.nbytes)
     if len(starts) > 2:
         step, length = int(starts[1] - starts[0]), int(ends[0] - starts[0])
         if bool((numpy.diff(starts) == step).all()) and bool((ends - starts == length).all()):
             shape, stride = (len(starts), length), (step, 1)
             return [Access(place.storage, int(starts[0]), int(ends[-1]), write, shape, stride, place.argument)]
-    if len(starts) > MOST:
-        kept = numpy.sort(numpy.argsort(starts[1:] - ends[:-1], kind="stable")[-(MOST - 1) :])
-        starts, ends = starts[numpy.concatenate(([0], kept + 1))], ends[numpy.concatenate((kept, [-1]))]
+    if len(starts) > MAX_RANGES:
+        largest_gaps = numpy.sort(numpy.argsort(starts[1:] - ends[:-1], kind="stable")[-(MAX_RANGES - 1) :])
+        starts = starts[numpy.concatenate(([0], largest_gaps + 1))]
+        ends = ends[numpy.concatenate((largest_gaps, [-1]))]
     return [
         Access(place.storage, start, end, write, None, None, place.argument)
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
@@ -128,37 +141,42 @@ def _of_storage(place: Place, starts: NDArray[numpy.int64], ends: NDArray[numpy.
 
 
 class Recorder:
-    """Stands before the loads and stores of Triton's interpreter and notes them for the launch that is running."""
+    """A wrapper of the loads, stores and atomics of Triton's interpreter, which records them for the running launch.
+
+    `builder` is the interpreter's builder, whose methods are replaced.
+    """
 
     def __init__(self, builder: Any) -> None:
-        self.now: Touched | None = None
+        self._current: Touched | None = None
         for name, write in (("create_masked_load", False), ("create_masked_store", True)):
-            setattr(builder, name, self._before(getattr(builder, name), (write,), mask=1 + write))
-        builder.create_atomic_rmw = self._before(builder.create_atomic_rmw, (False, True), pointer=1, mask=3)
-        builder.create_atomic_cas = self._before(builder.create_atomic_cas, (False, True), mask=None)
+            setattr(builder, name, self._recorded(getattr(builder, name), (write,), mask=1 + write))
+        builder.create_atomic_rmw = self._recorded(builder.create_atomic_rmw, (False, True), pointer=1, mask=3)
+        builder.create_atomic_cas = self._recorded(builder.create_atomic_cas, (False, True), mask=None)
 
     @contextmanager
     def of(self, touched: Touched) -> Generator[None]:
-        """Note in `touched` what the interpreter does inside."""
-        before, self.now = self.now, touched
+        """Record the interpreter's accesses in `touched` for the duration of the context."""
+        outer, self._current = self._current, touched
         try:
             yield
         finally:
-            self.now = before
+            self._current = outer
 
-    def _before(
-        self, call: Callable[..., Any], directions: tuple[bool, ...], *, pointer: int = 0, mask: int | None
+    def _recorded(
+        self, method: Callable[..., Any], directions: tuple[bool, ...], *, pointer: int = 0, mask: int | None
     ) -> Callable[..., Any]:
-        def noted(*args: Any) -> Any:
-            if self.now is not None:
+        """Return `method` with recording. `pointer` and `mask` are the indices of these arguments."""
+
+        def record_and_call(*args: Any) -> Any:
+            if self._current is not None:
                 pointers = args[pointer]
                 size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
                 for write in directions:
-                    # The interpreter casts a pointer's numbers to itself: they are unsigned, of 64 bits.
-                    self.now.note(
+                    # In the interpreter, addresses are unsigned numbers of 64 bits.
+                    self._current.note(
                         numpy.asarray(pointers.data, dtype=numpy.uint64),
                         True if mask is None else args[mask].data, size, write=write,
                     )  # fmt: skip
-            return call(*args)
+            return method(*args)
 
-        return noted
+        return record_and_call

@@ -1,4 +1,4 @@
-"""The worker: vLLM's own, but for the name of its device, as each vendor's is."""
+"""vLLM's worker for the simulated device. As in vendors' plugins, it differs in the name of its device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import vllm.utils.torch_utils as torch_utils
 
 from outrider_sim.launches import mapped
 
-# Before buffer_utils takes the name from there: a device view of pinned memory, which compiled code makes elsewhere.
+# vLLM's compiled code creates the device view of pinned memory on other devices. buffer_utils imports this function by name,
+# so it is replaced before the import of buffer_utils.
 torch_utils.get_accelerator_view_from_cpu_tensor = mapped
 
 import torch  # noqa: E402
@@ -23,10 +24,10 @@ from outrider.device import ConfigError  # noqa: E402
 
 
 class SimWorker(Worker):
-    """vLLM's worker on `sim:0`."""
+    """vLLM's GPU worker on the device `sim:0`."""
 
     def init_device(self) -> None:
-        """Name the device, make groups of one rank, then what vLLM's own does."""
+        """Set the device, create process groups of one rank, and initialise the model runner as vLLM's worker does."""
         self.device = torch.device("sim", 0)
         current_platform.check_if_supports_dtype(self.model_config.dtype)
         init_worker_distributed_environment(
@@ -38,7 +39,7 @@ class SimWorker(Worker):
         self._init_workspace_and_model_runner()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load on the host, then move: the model, and a proposer's."""
+        """Load the model and a draft model on the host, then move them to the device."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         self.model_runner.model.to(self.device)
         draft = self.get_draft_model()
@@ -46,17 +47,20 @@ class SimWorker(Worker):
             draft.to(self.device)
 
     def determine_available_memory(self) -> int:
-        """What the caller gave: a simulated device has no memory worth measuring, and the measuring run takes a minute."""
-        given = self.cache_config.kv_cache_memory_bytes
-        if given is None:
+        """Return `kv_cache_memory_bytes`. Raises `ConfigError` if it is None.
+
+        vLLM's measuring run would take a minute, and the memory of a simulated device is arbitrary.
+        """
+        kv_cache_bytes = self.cache_config.kv_cache_memory_bytes
+        if kv_cache_bytes is None:
             raise ConfigError("the KV cache's size isn't given; pass kv_cache_memory_bytes, which no run measures here")
-        return int(given)
+        return int(kv_cache_bytes)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Nothing is compiled, so nothing has to be warm."""
+        """Skip the warm-up, because nothing is compiled."""
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
-        # Pools are for sleep mode, which no platform from outside has.
+        # Memory pools serve the sleep mode, which no out-of-tree platform has.
         del tag
         return nullcontext()

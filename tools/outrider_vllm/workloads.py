@@ -1,4 +1,4 @@
-"""What the engine is asked for: small cases, each of which reaches a part of vLLM that orders streams against each other."""
+"""Small workloads. Each one reaches a part of vLLM that orders streams."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ Prompt = tuple[int, ...]
 
 
 def spread(first: int, length: int) -> Prompt:
-    """A prompt without repetitions that a look-up of n-grams would find early."""
-    return tuple(3 + (first + at * at) % 60 for at in range(length))
+    """Return a prompt without early repetitions, in which an n-gram look-up finds no proposal at first."""
+    return tuple(3 + (first + position * position) % 60 for position in range(length))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Rounds of requests; the tokens of the last round are compared."""
+    """Rounds of requests. The tokens of the last round are compared with transformers."""
 
     name: str
     purpose: str
     rounds: tuple[tuple[Prompt, ...], ...]
     offload: bool = False
-    """With the simple KV offload connector; the device's prefix cache is emptied after each round."""
+    """Use the simple KV offload connector, and empty the device's prefix cache after each round."""
     blocks: int = 64
+    """Number of blocks of the KV cache."""
     longest: int = 256
+    """Maximum number of tokens of a request."""
     stop_after: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Request of the last round → how many tokens it makes before one that stops it: the scheduler can't foresee that."""
+    """Number of output tokens of a request of the last round, by index. The last one is a stop token, which the scheduler
+    can't predict."""
     zeroing: bool = False
-    """New blocks of the cache are zeroed, as for models with recurrent layers."""
+    """Zero new blocks of the cache, as vLLM does for models with recurrent layers."""
     recurrent: bool = False
-    """The first runner is told that the model has recurrent layers whose states are aligned with blocks; there are none."""
+    """Make the first runner assume recurrent layers whose states are aligned with blocks. The model has none."""
 
 
 _SHORT = ((5, 6, 7, 8, 5, 6, 7), (9, 10, 11), (3, 4, 5, 3, 4, 5, 3, 4, 5, 3, 4))
@@ -51,5 +54,5 @@ WORKLOADS = (
 
 
 def workload(name: str) -> Workload:
-    """The workload of that name. Raises `KeyError`."""
+    """Return the workload with this name. Raises `KeyError`."""
     return {w.name: w for w in WORKLOADS}[name]

@@ -127,13 +127,13 @@ def _register(name: str, options: SimOptions) -> Registered:
         def is_built(self) -> bool:
             return True
 
-    class Guard(torch._C._acc.DeviceGuard):
+    class SimDeviceGuard(torch._C._acc.DeviceGuard):
         def type_(self) -> Any:
             return torch._C._autograd.DeviceType.PrivateUse1
 
     dispatcher: Dispatcher
     module = make_module(name)
-    hooks, guard = Hooks(), Guard()
+    hooks, guard = Hooks(), SimDeviceGuard()
     backend_registration._setup_privateuseone_for_python_backend(name, module, hooks, guard)
     dispatcher = Dispatcher(torch.device(name, 0), Sim(options))
     failed = autograd.install()

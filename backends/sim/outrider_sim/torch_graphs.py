@@ -10,7 +10,7 @@ from outrider.device import CaptureContext, CaptureError
 from outrider_sim.backend import SimGraph, SimStream
 from outrider_sim.graphs import Capture
 from outrider_sim.memory import Pool
-from outrider_sim.torch_module import Stream, _backend, current_stream, synchronize
+from outrider_sim.torch_module import SimTorchStream, _backend, current_stream, synchronize
 
 _NONE: Any = MappingProxyType({})
 
@@ -101,7 +101,7 @@ class graph:  # noqa: N801  # torch's name
         self,
         cuda_graph: CUDAGraph,
         pool: Pool | None = None,
-        stream: Stream | None = None,
+        stream: SimTorchStream | None = None,
         capture_error_mode: str = "global",
     ) -> None:
         self._arguments = (pool, capture_error_mode)
@@ -110,7 +110,7 @@ class graph:  # noqa: N801  # torch's name
 
     def __enter__(self) -> None:
         synchronize()
-        self._stream = self._stream or Stream()
+        self._stream = self._stream or SimTorchStream()
         self._stream.__enter__()
         try:
             self._graph.capture_begin(*self._arguments)

@@ -36,7 +36,7 @@ def _backend() -> SimBackend:
     return backend
 
 
-class Stream:
+class SimTorchStream:
     """A stream, in the form that torch's device modules have."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, wrapped: SimStream | None = None) -> None:
@@ -51,17 +51,17 @@ class Stream:
         """The queue behind it."""
         return self.wrapped.queue_state
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: SimTorchEvent | None = None) -> SimTorchEvent:
         """Record `event`, or a new one."""
-        event = event or Event()
+        event = event or SimTorchEvent()
         event.record(self)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: SimTorchEvent) -> None:
         """Hold what comes after until the event's latest record."""
         self.wrapped.wait(event.wrapped)
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: SimTorchStream) -> None:
         """Hold what comes after until what `other` holds now has run."""
         self.wait_event(other.record_event())
 
@@ -89,7 +89,7 @@ class Stream:
         found: int = self.queue_state.id
         return found
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> SimTorchStream:
         """Place torch work on it inside the block."""
         self._scopes.append(self.wrapped.backend.on(self.wrapped))
         self._scopes[-1].__enter__()
@@ -100,13 +100,13 @@ class Stream:
         self._scopes.pop().__exit__(None, None, None)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other.wrapped is self.wrapped
+        return isinstance(other, SimTorchStream) and other.wrapped is self.wrapped
 
     def __hash__(self) -> int:
         return hash(self.wrapped)
 
 
-class Event:
+class SimTorchEvent:
     """An event, in the form that torch's device modules have."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
@@ -114,11 +114,11 @@ class Event:
         made: Any = _backend().create_event("", timing=enable_timing)
         self.wrapped: SimEvent = made
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: SimTorchStream | None = None) -> None:
         """Record on `stream`, or on the current one."""
         (stream or current_stream()).wrapped.record(self.wrapped)
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: SimTorchStream | None = None) -> None:
         """Make `stream`, or the current one, wait."""
         (stream or current_stream()).wait_event(self)
 
@@ -131,32 +131,32 @@ class Event:
         if self.wrapped.generation:
             self.wrapped.synchronize()
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: SimTorchEvent) -> float:
         """Virtual milliseconds to `end`."""
         return self.wrapped.elapsed_ms(end.wrapped)
 
 
-def current_stream(device: Any = None) -> Stream:
+def current_stream(device: Any = None) -> SimTorchStream:
     """The calling thread's current stream."""
     del device
     backend = _backend()
     queue = backend.sim.machine.stream
     for stream in backend.streams:
         if stream.native is queue:
-            return Stream(wrapped=stream)  # type: ignore[arg-type]
+            return SimTorchStream(wrapped=stream)  # type: ignore[arg-type]
     return default_stream()
 
 
-def default_stream(device: Any = None) -> Stream:
+def default_stream(device: Any = None) -> SimTorchStream:
     """The stream of work that nobody placed."""
     del device
-    return Stream(wrapped=_backend().default_stream)
+    return SimTorchStream(wrapped=_backend().default_stream)
 
 
 class StreamContext:
     """Places torch work on a stream inside the block. Programs keep one and enter it again and again."""
 
-    def __init__(self, chosen: Stream | None) -> None:
+    def __init__(self, chosen: SimTorchStream | None) -> None:
         self.stream = chosen
         self._scopes: list[Any] = []
 
@@ -171,12 +171,12 @@ class StreamContext:
             self._scopes.pop().__exit__(*exception)
 
 
-def stream(chosen: Stream | None) -> StreamContext:
+def stream(chosen: SimTorchStream | None) -> StreamContext:
     """Place torch work on `chosen` inside the block."""
     return StreamContext(chosen)
 
 
-def set_stream(chosen: Stream) -> None:
+def set_stream(chosen: SimTorchStream) -> None:
     """Make `chosen` current from here on."""
     chosen.wrapped.backend.sim.machine.set_stream(chosen.queue_state)
 
@@ -290,8 +290,8 @@ def make_module(name: str) -> ModuleType:
     module = ModuleType(f"torch.{name}", "A simulated accelerator.")
     members: dict[str, Any] = {
         "CUDAGraph": graphs.CUDAGraph,
-        "Event": Event,
-        "Stream": Stream,
+        "Event": SimTorchEvent,
+        "Stream": SimTorchStream,
         "StreamContext": StreamContext,
         "_initialized": True,  # without it, checkpointing doesn't put random states back
         "_is_in_bad_fork": lambda: False,

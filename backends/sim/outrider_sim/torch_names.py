@@ -109,17 +109,17 @@ def _generators(kind: str) -> None:
 
 
 def _streams(kind: str) -> None:
-    from outrider_sim.torch_module import Event, Stream
+    from outrider_sim.torch_module import SimTorchEvent, SimTorchStream
 
-    class TimedEvent(Event):
+    class TimedEvent(SimTorchEvent):
         """torch.Event takes a device first."""
 
         def __init__(self, device: Any = None, **options: Any) -> None:
             del device
             super().__init__(**options)
 
-    torch.Stream = _replace("Stream", Stream, kind, default=True)  # type: ignore[misc,assignment]  # likewise
-    torch.Event = _replace("Event", TimedEvent, kind, default=True)  # type: ignore[misc,assignment]  # likewise
+    torch.Stream = _replace("Stream", SimTorchStream, kind, default=True)  # type: ignore[misc,assignment]  # also a type
+    torch.Event = _replace("Event", TimedEvent, kind, default=True)  # type: ignore[misc,assignment]  # also a type
 
 
 def _accelerator() -> None:

@@ -1,1 +1,1 @@
-"""Prefill and decode apart: an engine that prefills, one that decodes, and a link between their pages."""
+"""Prefill/decode disaggregation: one engine prefills, another decodes, and a link transfers KV pages between them."""

@@ -1,11 +1,11 @@
-"""A client of decode servers: it keeps what it has asked for, and asks again when a server goes away."""
+"""A client of decode servers. If a server goes away, the client submits its requests to another server."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -19,18 +19,22 @@ from outrider.model import Media
 
 
 @dataclass(eq=False, slots=True)
-class _Asked:
+class _OpenSample:
     state: RequestState
+    """The request with the output that has been received."""
     peer: int | None = None
-    since: float = field(default_factory=time.monotonic)
+    """Number of the server; None while no server is connected."""
+    waiting_since: float = field(default_factory=time.monotonic)
 
 
 class DecodeClient:
-    """Requests to whichever decode server has least to do. One thread.
+    """A client that distributes requests over decode servers. Each sample goes to the server with the fewest open samples.
 
-    A request whose server goes away begins again at another one, or at the same one once it's back, with the output that it
-    has; nothing that was given out is given out twice, or taken back. One that finds no server for ``patience_s`` ends with
-    an error.
+    If a server goes away, its samples continue on another server, or on the same server once it is back. They continue after
+    the output that has been received, which is neither repeated nor changed. A sample that finds no server for ``patience_s``
+    seconds ends with an error. ``silence_s`` is the time without a message after which a server counts as gone.
+
+    Use a client in one thread.
     """
 
     def __init__(
@@ -38,25 +42,25 @@ class DecodeClient:
     ) -> None:
         self._hub = Hub(Role.CLIENT, listen=None, secret=secret, silence_s=silence_s)
         self._patience_s = patience_s
-        self._asked: dict[int, _Asked] = {}
-        self._peers: dict[int, set[int]] = {}
+        self._open: dict[int, _OpenSample] = {}
+        self._samples_of_peer: dict[int, set[int]] = {}
         self._numbers = count(1)
         self._outputs: deque[StepOutput] = deque()
         self._status: dict[int, dict[str, Any]] = {}
         self.asked_again = 0
-        """How often a request was asked for again."""
+        """Number of samples that were submitted again because their server went away."""
         for server in servers:
             self._hub.reach(server)
 
     @property
     def open_requests(self) -> int:
-        """Requests that haven't ended."""
-        return len(self._asked)
+        """Number of samples that haven't ended."""
+        return len(self._open)
 
     @property
     def servers(self) -> int:
-        """How many servers are connected."""
-        return len(self._peers)
+        """Number of connected servers."""
+        return len(self._samples_of_peer)
 
     def submit(
         self,
@@ -66,83 +70,87 @@ class DecodeClient:
         priority: int = 0,
         media: Sequence[Media] = (),
     ) -> tuple[int, ...]:
-        """Ask for a request; returns the number of each of its samples. Errors come as outputs."""
+        """Submit a request and return the number of each of its samples. Errors are reported as outputs."""
         params = params or SamplingParams()
         numbers = []
         for index in range(params.n):
             number = next(self._numbers)
             sample = params.sample(index) if params.n > 1 else params
             state = RequestState(prompt=tuple(tokens), params=sample, priority=priority, media=tuple(media))
-            self._asked[number] = _Asked(state)
-            self._place(number)
+            self._open[number] = _OpenSample(state)
+            self._send_to_server(number)
             numbers.append(number)
         return tuple(numbers)
 
     def abort(self, number: int) -> None:
-        """End a request; nothing more comes of it."""
-        asked = self._asked.pop(number, None)
-        if asked is not None and asked.peer is not None:
-            self._peers[asked.peer].discard(number)
-            self._hub.send(asked.peer, Message("abort", {"id": number}))
+        """End a sample; :meth:`poll` returns no further output of it."""
+        sample = self._open.pop(number, None)
+        if sample is not None and sample.peer is not None:
+            self._samples_of_peer[sample.peer].discard(number)
+            self._hub.send(sample.peer, Message("abort", {"id": number}))
 
     def poll(self, seconds: float = 0.1) -> list[StepOutput]:
-        """Outputs that have come; waits at most so long for any. Their ids are the numbers of :meth:`submit`."""
+        """Return the outputs that have arrived; wait up to ``seconds`` for the first one.
+
+        The ``request_id`` of an output is the sample's number from :meth:`submit`.
+        """
         for event in self._hub.poll(0.0 if self._outputs else seconds):
             self._handle(event)
         now = time.monotonic()
-        for number, asked in list(self._asked.items()):
-            if asked.peer is None and now - asked.since > self._patience_s:
-                del self._asked[number]
+        for number, sample in list(self._open.items()):
+            if sample.peer is None and now - sample.waiting_since > self._patience_s:
+                del self._open[number]
                 error = f"no decode server was there for {self._patience_s:g} s"
                 self._outputs.append(StepOutput(number, (), FinishReason.ERROR, error=error))
-        found = list(self._outputs)
+        outputs = list(self._outputs)
         self._outputs.clear()
-        return found
+        return outputs
 
     def status(self, seconds: float = 10.0) -> list[dict[str, Any]]:
-        """What each server says of itself. Outputs that come meanwhile are kept."""
+        """Return the status of each server that replies within ``seconds``. Outputs stay queued for :meth:`poll`."""
         self._status.clear()
-        for peer in self._peers:
+        for peer in self._samples_of_peer:
             self._hub.send(peer, Message("status"))
         end = time.monotonic() + seconds
-        while len(self._status) < len(self._peers) and time.monotonic() < end:
+        while len(self._status) < len(self._samples_of_peer) and time.monotonic() < end:
             for event in self._hub.poll(0.1):
                 self._handle(event)
         return list(self._status.values())
 
     def close(self) -> None:
-        """End the connections; the servers end what is open."""
+        """Close the connections. The servers abort the open samples."""
         self._hub.close()
 
-    def _place(self, number: int) -> None:
-        if not self._peers:
+    def _send_to_server(self, number: int) -> None:
+        """Submit a sample to the server with the fewest open samples. Without a server, the sample waits."""
+        if not self._samples_of_peer:
             return
-        peer = min(self._peers, key=lambda each: len(self._peers[each]))
-        asked = self._asked[number]
-        asked.peer = peer
-        self._peers[peer].add(number)
-        state, blobs = codec.state_to(asked.state)
+        peer = min(self._samples_of_peer, key=lambda each: len(self._samples_of_peer[each]))
+        sample = self._open[number]
+        sample.peer = peer
+        self._samples_of_peer[peer].add(number)
+        state, blobs = codec.state_to(sample.state)
         self._hub.send(peer, Message("submit", {"id": number, "state": state}, tuple(blobs)))
 
     def _handle(self, event: Event) -> None:
         if event.kind == "joined":
-            self._peers[event.peer] = set()
-            for number in [number for number, asked in self._asked.items() if asked.peer is None]:
-                self._place(number)
+            self._samples_of_peer[event.peer] = set()
+            for number in [number for number, sample in self._open.items() if sample.peer is None]:
+                self._send_to_server(number)
         elif event.kind == "left":
-            for number in sorted(self._peers.pop(event.peer, ())):
-                asked = self._asked[number]
-                asked.peer, asked.since = None, time.monotonic()
+            for number in sorted(self._samples_of_peer.pop(event.peer, ())):
+                sample = self._open[number]
+                sample.peer, sample.waiting_since = None, time.monotonic()
                 self.asked_again += 1
-                self._place(number)
+                self._send_to_server(number)
         else:
             assert event.message is not None
             try:
-                self._take(event.peer, event.message)
+                self._receive(event.peer, event.message)
             except WireError as error:
                 self._hub.drop(event.peer, str(error))
 
-    def _take(self, peer: int, message: Message) -> None:
+    def _receive(self, peer: int, message: Message) -> None:
         with codec.Reading(f"a message {message.kind!r}"):
             if message.kind == "status":
                 self._status[peer] = dict(message.body)
@@ -150,16 +158,12 @@ class DecodeClient:
             if message.kind != "output":
                 raise WireError(f"a server doesn't say {message.kind!r}")
             number = codec.whole(message.body["id"])
-            asked = self._asked.get(number)
-            if asked is None or asked.peer != peer:
-                return  # it was aborted
+            sample = self._open.get(number)
+            if sample is None or sample.peer != peer:
+                return  # the sample was aborted
             output = codec.output_from(message.body["output"], number)
-            asked.state = replace(
-                asked.state,
-                output=(*asked.state.output, *output.tokens),
-                logprobs=(*asked.state.logprobs, *output.logprobs),
-            )
+            sample.state = codec.state_after(sample.state, output)
             if output.finish_reason is not None:
-                del self._asked[number]
-                self._peers[peer].discard(number)
+                del self._open[number]
+                self._samples_of_peer[peer].discard(number)
             self._outputs.append(output)

@@ -1,4 +1,4 @@
-"""Requests as messages have them: every field by name, checked when it's read."""
+"""Conversion of requests, outputs and tensors to message bodies and back. The decoders check every field."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ _DTYPES = {
         torch.bool,
     )
 }
-_COUNTS = {each.name for each in fields(StepOutput) if each.type == "int" and each.name != "request_id"}
-"""Fields of an output that are numbers."""
-_PLAIN = (bool, int, float, str, type(None))
-_GUIDES = {kind.__name__: kind for kind in GUIDES}
+_COUNT_FIELDS = {each.name for each in fields(StepOutput) if each.type == "int" and each.name != "request_id"}
+"""Names of the integer fields of an output, except the request id."""
+_JSON_SCALARS = (bool, int, float, str, type(None))
+_GUIDES_BY_NAME = {kind.__name__: kind for kind in GUIDES}
+_MAX_TENSOR_DIMS = 8
 
 
 def state_to(state: RequestState) -> tuple[dict[str, Any], list[bytes]]:
-    """The body and the blobs of a request. Raises :class:`RequestError` for one with an option that can't travel."""
+    """Return the message body and the blobs of a request. Raises :class:`RequestError` for an option that can't be sent."""
     blobs: list[bytes] = []
     body = {
         "prompt": list(state.prompt),
@@ -62,8 +63,9 @@ def state_to(state: RequestState) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def state_from(body: Any, blobs: Sequence[bytes]) -> RequestState:
-    """The request of a body. Raises :class:`WireError` for one that isn't of this form; whether it can be served is for the
-    engine to say.
+    """Return the request that :func:`state_to` encoded. Raises :class:`WireError` for a body of another form.
+
+    The function doesn't check whether the engine can serve the request.
     """
     with Reading("a request"):
         return RequestState(
@@ -78,22 +80,27 @@ def state_from(body: Any, blobs: Sequence[bytes]) -> RequestState:
         )
 
 
+def state_after(state: RequestState, output: StepOutput) -> RequestState:
+    """Return ``state`` with the tokens and log-probabilities of ``output`` appended to its output."""
+    return replace(state, output=(*state.output, *output.tokens), logprobs=(*state.logprobs, *output.logprobs))
+
+
 def logprobs_to(logprobs: Sequence[TokenLogprobs]) -> list[Any]:
-    """Log-probabilities as lists."""
+    """Return log-probabilities as nested lists: [token, log-probability, [[token, log-probability], ...]]."""
     return [[each.token, each.logprob, [list(pair) for pair in each.top]] for each in logprobs]
 
 
-def logprobs_from(given: Any) -> tuple[TokenLogprobs, ...]:
-    """And back. Raises :class:`WireError`."""
+def logprobs_from(encoded: Any) -> tuple[TokenLogprobs, ...]:
+    """Return the log-probabilities that :func:`logprobs_to` encoded. Raises :class:`WireError`."""
     with Reading("log-probabilities"):
         return tuple(
             TokenLogprobs(whole(token), _number(value), tuple((whole(t), _number(v)) for t, v in top))
-            for token, value, top in given
+            for token, value, top in encoded
         )
 
 
 def output_to(output: StepOutput) -> dict[str, Any]:
-    """An engine's output."""
+    """Return the message body of an engine's output, without its request id."""
     return {
         "tokens": list(output.tokens),
         "finish_reason": output.finish_reason,
@@ -101,15 +108,15 @@ def output_to(output: StepOutput) -> dict[str, Any]:
         "text": output.text,
         "error": output.error,
         "refused": output.refused,
-        "counts": {each.name: getattr(output, each.name) for each in fields(output) if each.name in _COUNTS},
+        "counts": {each.name: getattr(output, each.name) for each in fields(output) if each.name in _COUNT_FIELDS},
     }
 
 
 def output_from(body: Any, request_id: int) -> StepOutput:
-    """And back, with the id that the request has here. Raises :class:`WireError`."""
+    """Return the output that :func:`output_to` encoded, with the receiver's ``request_id``. Raises :class:`WireError`."""
     with Reading("an output"):
         reason = body["finish_reason"]
-        if not set(body["counts"]) <= _COUNTS:
+        if not set(body["counts"]) <= _COUNT_FIELDS:
             raise WireError("an output has counts that this version doesn't know; run one version on both sides")
         return StepOutput(
             request_id,
@@ -124,44 +131,45 @@ def output_from(body: Any, request_id: int) -> StepOutput:
 
 
 def relay_to(relay: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[bytes]]:
-    """The body and the blobs of what a proposer relays."""
+    """Return the message body and the blobs of a proposer's relayed draft state."""
     blobs: list[bytes] = []
     return {name: tensor_to(value, blobs) for name, value in relay.items()}, blobs
 
 
 def relay_from(body: Any, blobs: Sequence[bytes]) -> dict[str, Tensor]:
-    """And back: host tensors of their own. Raises :class:`WireError`."""
+    """Return the draft state that :func:`relay_to` encoded, as new host tensors. Raises :class:`WireError`."""
     with Reading("draft state"):
         return {str(name): tensor_from(value, blobs) for name, value in body.items()}
 
 
 def tensor_to(tensor: Tensor, blobs: list[bytes]) -> dict[str, Any]:
-    """Dtype, shape and the number of its blob, which is appended."""
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype)
-    plain.copy_(tensor)
-    blobs.append(plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    """Append the bytes of ``tensor`` to ``blobs``. Return its dtype, its shape and the index of its blob."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype)
+    host.copy_(tensor)
+    blobs.append(host.view(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b"")
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "blob": len(blobs) - 1}
 
 
-def tensor_from(given: Any, blobs: Sequence[bytes]) -> Tensor:
-    """A host tensor. Raises :class:`WireError` where shape and bytes don't fit."""
+def tensor_from(encoded: Any, blobs: Sequence[bytes]) -> Tensor:
+    """Return the tensor that :func:`tensor_to` encoded, on the host. Raises :class:`WireError` if shape and size differ."""
     with Reading("a tensor"):
-        dtype, shape, blob = _DTYPES[given["dtype"]], [whole(size) for size in given["shape"]], blobs[whole(given["blob"])]
+        dtype, shape = _DTYPES[encoded["dtype"]], [whole(size) for size in encoded["shape"]]
+        blob = blobs[whole(encoded["blob"])]
         count = 1
         for size in shape:
             count *= size
-        if count * dtype.itemsize != len(blob) or len(shape) > 8:
+        if count * dtype.itemsize != len(blob) or len(shape) > _MAX_TENSOR_DIMS:
             raise WireError(f"a tensor of shape {shape} came with {len(blob)} bytes")
-        made = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype)
         if blob:
-            made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(blob), dtype=torch.uint8))
-        return made
+            tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(blob), dtype=torch.uint8))
+        return tensor
 
 
 def fit_of(engine: Engine) -> dict[str, Any]:
-    """What two engines must have in common to go on with each other's requests, as text by name."""
+    """Return the properties, as text by name, that must be equal for one engine to continue the other's requests."""
     config, proposer, ranks = engine.model.config, engine.proposer, engine.model.ranks
-    if ranks is not None:  # a rank has its own part of each MLP
+    if ranks is not None:  # with tensor parallelism, the config has the size of this rank's part of an MLP
         config = replace(config, intermediate_size=config.intermediate_size * ranks.shards.mlp.size)
     shapes = [[list(cache.shape[1:]), str(cache.dtype)] for cache in proposer.caches]
     relay = {spec.name: [list(spec.shape), str(spec.dtype)] for spec in proposer.relay}
@@ -177,7 +185,7 @@ def fit_of(engine: Engine) -> dict[str, Any]:
 
 
 def check_fit(ours: Mapping[str, Any], theirs: Any) -> None:
-    """Raise :class:`ConfigError` that names what differs."""
+    """Raise :class:`ConfigError` that names the differing properties of this engine and the other side's engine."""
     if not isinstance(theirs, dict):
         raise WireError("the other side doesn't say what engine it has")
     differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
@@ -187,86 +195,86 @@ def check_fit(ours: Mapping[str, Any], theirs: Any) -> None:
 
 
 def _params_to(params: SamplingParams) -> dict[str, Any]:
-    found = {}
+    encoded = {}
     for each in fields(params):
         value = getattr(params, each.name)
-        if isinstance(value, Guide) and type(value).__name__ in _GUIDES:
-            value = {type(value).__name__: {of.name: getattr(value, of.name) for of in fields(value)}}
-        elif not _travels(value):
+        if isinstance(value, Guide) and type(value).__name__ in _GUIDES_BY_NAME:
+            value = {type(value).__name__: {part.name: getattr(value, part.name) for part in fields(value)}}
+        elif not _is_json_value(value):
             raise RequestError(f"a request with {each.name} can't go to another process")
-        found[each.name] = value
-    return found
+        encoded[each.name] = value
+    return encoded
 
 
-def _travels(value: object) -> bool:
+def _is_json_value(value: object) -> bool:
     if isinstance(value, tuple):
-        return all(_travels(each) for each in value)
-    return isinstance(value, _PLAIN)
+        return all(_is_json_value(each) for each in value)
+    return isinstance(value, _JSON_SCALARS)
 
 
-def _params_from(given: Any) -> SamplingParams:
+def _params_from(encoded: Any) -> SamplingParams:
     known = {each.name for each in fields(SamplingParams)}
-    if not isinstance(given, dict) or not set(given) <= known:
+    if not isinstance(encoded, dict) or not set(encoded) <= known:
         raise WireError("the request has sampling parameters that this version doesn't know; run one version on both sides")
     try:
-        return SamplingParams(**{name: _guide_or(value) for name, value in given.items()})
+        return SamplingParams(**{name: _param_from(value) for name, value in encoded.items()})
     except ConfigError as error:
         raise RequestError(str(error)) from None
 
 
-def _guide_or(value: Any) -> Any:
-    """What a guide consists of goes through its own checks again; other values as they are."""
+def _param_from(value: Any) -> Any:
+    """Return the value of a sampling parameter. A guide is constructed again, which checks its parts."""
     if not isinstance(value, dict):
-        return _frozen(value)
+        return _with_tuples(value)
     ((name, parts),) = value.items()
-    kind = _GUIDES.get(name)
+    kind = _GUIDES_BY_NAME.get(name)
     if kind is None or set(parts) != {each.name for each in fields(kind)}:
         raise WireError(
             f"the request has a guide {shown(name)} that this version doesn't know; run one version on both sides"
         )
-    return kind(**{part: _frozen(given) for part, given in parts.items()})
+    return kind(**{part: _with_tuples(part_value) for part, part_value in parts.items()})
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value
+def _with_tuples(value: Any) -> Any:
+    return tuple(_with_tuples(each) for each in value) if isinstance(value, list) else value
 
 
-def _media_from(given: Any, blobs: Sequence[bytes]) -> Media:
-    grid = given["grid"]
-    if not isinstance(grid, dict) or set(grid) != {each.name for each in fields(MediaGrid)}:
+def _media_from(encoded: Any, blobs: Sequence[bytes]) -> Media:
+    grid_fields = encoded["grid"]
+    if not isinstance(grid_fields, dict) or set(grid_fields) != {each.name for each in fields(MediaGrid)}:
         raise WireError("a medium has another grid than this version knows")
-    made, pixels = MediaGrid(**grid), tensor_from(given["pixels"], blobs)
-    # Requests share pages where digests are equal: a digest that is only claimed would give one request another one's image.
-    return Media(made, pixels, digest_of(made, pixels))
+    grid, pixels = MediaGrid(**grid_fields), tensor_from(encoded["pixels"], blobs)
+    # Requests with equal digests share KV pages. A false digest in a message would give a request another request's image.
+    return Media(grid, pixels, digest_of(grid, pixels))
 
 
-def _tokens(given: Any) -> tuple[int, ...]:
-    if not isinstance(given, list) or not all(type(each) is int for each in given):
+def _tokens(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(each) is int for each in value):
         raise WireError("tokens are a list of whole numbers")
-    return tuple(given)
+    return tuple(value)
 
 
-def whole(given: Any) -> int:
-    """A whole number, of reasonable size. Raises :class:`WireError`."""
-    if type(given) is not int or not 0 <= abs(given) < 1 << 62:
+def whole(value: Any) -> int:
+    """Return ``value`` if it is an integer below 2**62. Raises :class:`WireError`."""
+    if type(value) is not int or not 0 <= abs(value) < 1 << 62:
         raise WireError("expected a whole number")
-    return given
+    return value
 
 
-def _number(given: Any) -> float:
-    if type(given) not in (int, float):
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
         raise WireError("expected a number")
-    return float(given)
+    return float(value)
 
 
-def _text(given: Any) -> str | None:
-    if given is not None and not isinstance(given, str):
+def _text(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
         raise WireError("expected a text")
-    return given
+    return value
 
 
 class Reading:
-    """Turns what goes wrong in reading what somebody sent into :class:`WireError`."""
+    """A context that turns errors in decoding received data into :class:`WireError`. ``what`` names the data."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -1,4 +1,4 @@
-"""Guides are compiled beside the engine: requests that run don't wait for it."""
+"""Compilation of guides in threads, so that running requests don't wait for a compilation."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from outrider.engine.engine import Engine
 from outrider.engine.requests.sampling import SamplingParams
 
-_THREADS = 2
+_NUM_THREADS = 2
 
 
 class Compilers:
-    """Threads that compile for one engine; made when the first guide comes."""
+    """The threads that compile guides for one engine. The first guide starts them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._pool: ThreadPoolExecutor | None = None
 
     def begin(self, params: SamplingParams) -> Future[None] | None:
-        """What ends when a request may go to the engine; its error says why it can't. None: it may go now."""
+        """Start to compile the guide of a request, and return the future of the compilation. None: there is no guide.
+
+        The request may be added to the engine once the future is done. The future's error says why the guide is invalid.
+        """
         if params.guide is None:
             return None
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="outrider-guides")
+            self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="outrider-guides")
         return self._pool.submit(self._engine.compile_guide, params.guide)
 
     def close(self) -> None:
-        """Begin no other one. What is being compiled goes on for as long as a guide may take."""
+        """Cancel the compilations that haven't started. A running compilation continues until it is done."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None

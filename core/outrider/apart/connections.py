@@ -1,6 +1,6 @@
-"""Connections between the processes: who may speak, messages in and out, and who is gone.
+"""TCP connections between the processes: authentication, messages in both directions, and detection of lost peers.
 
-One thread; no call blocks but for the time that :meth:`Hub.poll` is given.
+Use a hub in one thread. Only :meth:`Hub.poll` waits, for at most the time that the caller passes.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from outrider.apart.wire import VERSION, Decoder, Message, WireError
 from outrider.device import ConfigError
 
-_GREETING_BYTES = 1 << 14
-"""A message of somebody who hasn't proved that it knows the secret."""
-_MESSAGE_BYTES = 256 << 20
-_UNSENT_BYTES = 512 << 20
-_READ_BYTES = 1 << 20
-_PING_S = 2.0
-_GREETING_S = 10.0
+_MAX_HANDSHAKE_MESSAGE_BYTES = 1 << 14
+"""Maximum message of a peer that hasn't proved that it knows the secret."""
+_MAX_MESSAGE_BYTES = 256 << 20
+_MAX_UNSENT_BYTES = 512 << 20
+"""Maximum number of queued bytes for one peer. The hub closes the connection of a peer that reads too slowly."""
+_RECEIVE_BYTES = 1 << 20
+_PING_INTERVAL_S = 2.0
+_HANDSHAKE_TIMEOUT_S = 10.0
+_RECONNECT_INTERVAL_S = 0.25
+_NONCE_BYTES = 32
 
 
 class Role(StrEnum):
-    """What a process is to the others."""
+    """The role of a process in disaggregated serving."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     CLIENT = "client"
 
 
-_SPEAKS_TO: Mapping[Role, frozenset[Role]] = {
+_ALLOWED_PEERS: Mapping[Role, frozenset[Role]] = {
     Role.PREFILL: frozenset({Role.DECODE, Role.CLIENT}),
     Role.DECODE: frozenset({Role.PREFILL, Role.CLIENT}),
     Role.CLIENT: frozenset({Role.PREFILL, Role.DECODE}),
@@ -46,14 +48,14 @@ _SPEAKS_TO: Mapping[Role, frozenset[Role]] = {
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens."""
+    """A host and a port on which a server listens."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """``HOST:PORT``; IPv6 in brackets. Raises :class:`ConfigError`."""
+        """Return the address of ``HOST:PORT``; an IPv6 host is in brackets. Raises :class:`ConfigError`."""
         host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if not colon or not host or not port.isdecimal() or not 0 <= int(port) < 1 << 16:
@@ -62,7 +64,7 @@ class Address:
 
     @property
     def family(self) -> int:
-        """Of the address, as sockets name it: IPv6 where it has colons."""
+        """Address family for :mod:`socket`: ``AF_INET6`` for a host with colons, else ``AF_INET``."""
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
     def __str__(self) -> str:
@@ -71,13 +73,16 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """``kind``: joined, message or left. ``why``: of one that left."""
+    """An event of one connection."""
 
     kind: str
+    """``joined`` (the peer is authenticated), ``message`` or ``left`` (the connection is closed)."""
     peer: int
+    """Number of the connection, unique within the hub."""
     role: Role
     message: Message | None = None
     why: str = ""
+    """Reason of the event ``left``."""
 
 
 @dataclass(eq=False, slots=True)
@@ -85,33 +90,37 @@ class _Connection:
     peer: int
     sock: socket.socket
     address: Address | None
-    """Of one that this side went to; it goes there again."""
+    """Address to which this process connected, and reconnects. None for an accepted connection."""
     nonce: bytes
-    decoder: Decoder = field(default_factory=lambda: Decoder(_GREETING_BYTES))
+    """Random bytes that this process sent. The peer authenticates them with the secret."""
+    decoder: Decoder = field(default_factory=lambda: Decoder(_MAX_HANDSHAKE_MESSAGE_BYTES))
     unsent: deque[memoryview] = field(default_factory=deque)
-    waiting: int = 0
-    connecting: bool = False
+    unsent_bytes: int = 0
+    is_connecting: bool = False
     role: Role | None = None
-    theirs: bytes = b""
-    proved: bool = False
-    began: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
-    said: float = field(default_factory=time.monotonic)
+    """Role of the peer, from its message *hello*."""
+    peer_nonce: bytes = b""
+    is_authenticated: bool = False
+    opened_at: float = field(default_factory=time.monotonic)
+    last_received_at: float = field(default_factory=time.monotonic)
+    last_sent_at: float = field(default_factory=time.monotonic)
 
 
 class Hub:
-    """The connections of one process.
+    """The connections of one process to its peers.
 
-    ``listen``: where it accepts others; None: nowhere. ``secret``: shared by all processes; each proves that it knows it,
-    before anything else it says is read. ``silence_s``: who says nothing for so long is gone.
+    The hub accepts connections on ``listen``; None accepts none. All processes share ``secret``. Each side proves that it
+    knows the secret before the other side reads any other message. A peer that sends nothing for ``silence_s`` seconds is
+    gone. Raises :class:`ConfigError` if the address can't be bound, or if it is exposed without a secret.
     """
 
     def __init__(self, role: Role, *, listen: Address | None, secret: bytes = b"", silence_s: float = 30.0) -> None:
         self._role, self._secret, self._silence_s = role, secret, silence_s
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
-        self._number = 0
-        self._again: dict[Address, float] = {}
+        self._num_connections = 0
+        self._reconnect_at: dict[Address, float] = {}
+        """Time of the next connection attempt, by address of the server."""
         self._events: deque[Event] = deque()
         self._listener: socket.socket | None = None
         self.address = listen
@@ -126,34 +135,34 @@ class Hub:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
 
     def reach(self, address: Address) -> None:
-        """Connect to a server, now and again whenever it's lost."""
-        self._again[address] = 0.0
+        """Connect to a server, and reconnect whenever the connection is lost."""
+        self._reconnect_at[address] = 0.0
 
     def send(self, peer: int, message: Message) -> None:
-        """Queue a message. One for somebody who is gone is dropped: *left* says so, or will."""
+        """Queue a message. A message to a peer that is gone is dropped; the event *left* reports the peer."""
         connection = self._connections.get(peer)
         if connection is not None:
             self._queue(connection, message)
 
     def drop(self, peer: int, why: str) -> None:
-        """End a connection; *left* follows."""
+        """Close a connection with the reason ``why``. The event *left* follows."""
         connection = self._connections.get(peer)
         if connection is not None:
             self._lose(connection, why)
 
     def refuse_new(self) -> None:
-        """Accept nobody any more."""
+        """Stop listening: the hub accepts no further connections."""
         if self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
 
     def poll(self, seconds: float) -> list[Event]:
-        """What has happened; waits at most so long for anything."""
+        """Send and receive, and return the events since the last call. Wait up to ``seconds`` for the first event."""
         self._reconnect()
         if self._events:
             seconds = 0.0
-        for key, mask in self._selector.select(min(seconds, _PING_S)):
+        for key, mask in self._selector.select(min(seconds, _PING_INTERVAL_S)):
             if key.data is None:
                 self._accept()
                 continue
@@ -162,14 +171,14 @@ class Hub:
                 self._flush(connection)
             if mask & selectors.EVENT_READ and connection.peer in self._connections:
                 self._receive(connection)
-        self._look_after()
-        found = list(self._events)
+        self._check_timeouts()
+        events = list(self._events)
         self._events.clear()
-        return found
+        return events
 
     def close(self) -> None:
-        """End every connection, after what can be sent at once."""
-        self._again.clear()
+        """Close every connection. Queued messages are sent as far as the sockets take them without waiting."""
+        self._reconnect_at.clear()
         for connection in list(self._connections.values()):
             self._flush(connection)
             self._lose(connection, "closed")
@@ -187,11 +196,11 @@ class Hub:
 
     def _reconnect(self) -> None:
         now = time.monotonic()
-        there = {connection.address for connection in self._connections.values()}
-        for address, after in self._again.items():
-            if address in there or now < after:
+        connected = {connection.address for connection in self._connections.values()}
+        for address, attempt_at in self._reconnect_at.items():
+            if address in connected or now < attempt_at:
                 continue
-            self._again[address] = now + 0.25
+            self._reconnect_at[address] = now + _RECONNECT_INTERVAL_S
             try:
                 info = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
                 sock = socket.socket(info[0], info[1], info[2])
@@ -205,8 +214,9 @@ class Hub:
         sock.setblocking(False)
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._number += 1
-        connection = _Connection(self._number, sock, address, secrets.token_bytes(32), connecting=address is not None)
+        self._num_connections += 1
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        connection = _Connection(self._num_connections, sock, address, nonce, is_connecting=address is not None)
         self._connections[connection.peer] = connection
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
         hello = {"version": VERSION, "role": self._role, "nonce": connection.nonce.hex()}
@@ -215,19 +225,19 @@ class Hub:
     def _queue(self, connection: _Connection, message: Message) -> None:
         data = message.encode()
         connection.unsent.append(memoryview(data))
-        connection.waiting += len(data)
-        connection.said = time.monotonic()
-        if connection.waiting > _UNSENT_BYTES:
+        connection.unsent_bytes += len(data)
+        connection.last_sent_at = time.monotonic()
+        if connection.unsent_bytes > _MAX_UNSENT_BYTES:
             self._lose(connection, "it doesn't read what it's sent")
-        elif not connection.connecting:
+        elif not connection.is_connecting:
             self._flush(connection)
 
     def _flush(self, connection: _Connection) -> None:
-        connection.connecting = False
+        connection.is_connecting = False
         try:
             while connection.unsent:
                 sent = connection.sock.send(connection.unsent[0])
-                connection.waiting -= sent
+                connection.unsent_bytes -= sent
                 if sent < len(connection.unsent[0]):
                     connection.unsent[0] = connection.unsent[0][sent:]
                     break
@@ -237,12 +247,12 @@ class Hub:
         except OSError as error:
             self._lose(connection, str(error.strerror))
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        self._selector.modify(connection.sock, wanted, connection)
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        self._selector.modify(connection.sock, mask, connection)
 
     def _receive(self, connection: _Connection) -> None:
         try:
-            data = connection.sock.recv(_READ_BYTES)
+            data = connection.sock.recv(_RECEIVE_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -251,37 +261,40 @@ class Hub:
         if not data:
             self._lose(connection, "it closed the connection")
             return
-        connection.heard = time.monotonic()
+        connection.last_received_at = time.monotonic()
         try:
             for message in connection.decoder.feed(data):
                 if connection.peer not in self._connections:
                     return
-                self._take(connection, message)
+                self._handle_message(connection, message)
         except WireError as error:
             self._lose(connection, str(error))
 
-    def _take(self, connection: _Connection, message: Message) -> None:
-        if not connection.proved:
-            self._greet(connection, message)
+    def _handle_message(self, connection: _Connection, message: Message) -> None:
+        if not connection.is_authenticated:
+            self._handle_handshake(connection, message)
         elif message.kind != "ping":
             assert connection.role is not None
             self._events.append(Event("message", connection.peer, connection.role, message))
 
-    def _greet(self, connection: _Connection, message: Message) -> None:
-        """Each side sends a number that it draws; each answers with the other's, signed by the secret and its own role."""
+    def _handle_handshake(self, connection: _Connection, message: Message) -> None:
+        """Handle the two messages of the handshake, which each side sends.
+
+        *hello* has a random nonce. *proof* has the HMAC of the other side's nonce and the sender's role under the secret.
+        """
         body = message.body
         try:
             if message.kind == "hello" and connection.role is None:
                 if body["version"] != VERSION:
                     raise WireError(f"it speaks version {body['version']!r} of these messages, this one speaks {VERSION}")
-                connection.role, connection.theirs = Role(body["role"]), bytes.fromhex(body["nonce"])
-                if connection.role not in _SPEAKS_TO[self._role] or len(connection.theirs) != 32:
+                connection.role, connection.peer_nonce = Role(body["role"]), bytes.fromhex(body["nonce"])
+                if connection.role not in _ALLOWED_PEERS[self._role] or len(connection.peer_nonce) != _NONCE_BYTES:
                     raise WireError(f"a {connection.role} has nothing to say to a {self._role}")
-                self._queue(connection, Message("proof", {"proof": self._proof(connection.theirs, self._role)}))
+                self._queue(connection, Message("proof", {"proof": self._proof(connection.peer_nonce, self._role)}))
             elif message.kind == "proof" and connection.role is not None:
                 if not hmac.compare_digest(str(body["proof"]), self._proof(connection.nonce, connection.role)):
                     raise WireError("it doesn't know the secret")
-                connection.proved, connection.decoder.limit = True, _MESSAGE_BYTES
+                connection.is_authenticated, connection.decoder.limit = True, _MAX_MESSAGE_BYTES
                 self._events.append(Event("joined", connection.peer, connection.role))
             else:
                 raise WireError(f"it says {message.kind!r} where it should say who it is")
@@ -291,14 +304,15 @@ class Hub:
     def _proof(self, nonce: bytes, role: Role) -> str:
         return hmac.new(self._secret, nonce + role.encode(), "sha256").hexdigest()
 
-    def _look_after(self) -> None:
+    def _check_timeouts(self) -> None:
+        """Close connections whose handshake or peer is too slow, and send a ping to peers that got no message lately."""
         now = time.monotonic()
         for connection in list(self._connections.values()):
-            if not connection.proved and now - connection.began > _GREETING_S:
+            if not connection.is_authenticated and now - connection.opened_at > _HANDSHAKE_TIMEOUT_S:
                 self._lose(connection, "it didn't say who it is")
-            elif now - connection.heard > self._silence_s:
+            elif now - connection.last_received_at > self._silence_s:
                 self._lose(connection, f"it said nothing for {self._silence_s:g} s")
-            elif connection.proved and now - connection.said > _PING_S:
+            elif connection.is_authenticated and now - connection.last_sent_at > _PING_INTERVAL_S:
                 self._queue(connection, Message("ping"))
 
     def _lose(self, connection: _Connection, why: str) -> None:
@@ -307,21 +321,15 @@ class Hub:
         with suppress(KeyError, ValueError):
             self._selector.unregister(connection.sock)
         connection.sock.close()
-        if connection.proved and connection.role is not None:
+        if connection.is_authenticated and connection.role is not None:
             self._events.append(Event("left", connection.peer, connection.role, why=why))
 
 
 def check_exposed(host: str, secret: bytes) -> None:
-    """Raise :class:`ConfigError` for an address that others can reach without a secret that they need."""
+    """Raise :class:`ConfigError` if other machines can reach ``host`` and there is no secret."""
     if secret or host in ("localhost", "::1") or host.startswith("127."):
         return
     raise ConfigError(
         f"{host} can be reached from other machines, and anybody there could read and write requests and pages: give "
         "--api-key-file, or listen on 127.0.0.1"
     )
-
-
-def body_of(event: Event) -> Mapping[str, Any]:
-    """The body of a message event."""
-    assert event.message is not None
-    return event.message.body

@@ -1,4 +1,4 @@
-"""What a decode server does, without its sockets: requests are prefilled elsewhere, and decoded here from their pages."""
+"""The engine of a decode server and its requests, without sockets: prefill servers prefill the prompts, it decodes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from outrider.errors import RequestError
 from outrider.transports import LinkDown
 
 Emit = Callable[[StepOutput], None]
-"""Takes the outputs of a request; the last one has a finish reason."""
+"""A function that is called with each output of a request. The last output has a finish reason."""
 
 
 class Alone(StrEnum):
-    """What a decode server does with prompts while no prefill server is connected."""
+    """The mode of a decode server while no prefill server is connected."""
 
     PREFILL = "prefill"
-    """Prefills them itself."""
+    """The decode server prefills the prompts itself."""
     WAIT = "wait"
-    """Keeps them until one is."""
+    """The prompts wait until a prefill server connects."""
 
 
 class _Stage(StrEnum):
@@ -59,24 +59,36 @@ class _Peer:
 class _Entry:
     number: int
     state: RequestState
+    """The request with its output so far."""
     emit: Emit
     stage: _Stage = _Stage.QUEUED
     compiled: Future[None] | None = None
     peer: _Peer | None = None
+    """The prefill server that prefills the request."""
     ticket: int = 0
+    """Identifies the request in messages with the peer."""
     pages: int = 0
+    """Number of pages that the prefill server will write."""
     relay: Mapping[str, Tensor] = field(default_factory=dict)
+    """Draft state from the prefill server's proposer."""
     expected: Expected | None = None
+    """The reserved pages, until the prefill server has written them."""
     request: int | None = None
+    """Id of the engine's request, once the engine decodes."""
 
 
 class DecodeSide:
-    """The engine of a decode server, and its prefill peers.
+    """The requests of a decode server: a state machine over its engine and its prefill servers ("peers").
 
-    A request's steps: its guide is compiled; a peer prefills it, and tells its first token, which goes out at once; pages are
-    reserved here, *pages free*, and the peer is told where to write; *pages written*, and it decodes. When a peer goes away,
-    those of its requests that don't decode yet begin again with the output that they have, elsewhere or here. One thread, the
-    engine's.
+    A request has these stages:
+
+    1. A thread compiles its guide.
+    2. A peer prefills the prompt and reports the first token, which is emitted at once.
+    3. The engine reserves pages. At the fence *pages free*, the peer is told which pages to write.
+    4. At the fence *pages written*, the engine starts to decode the request.
+
+    If a peer goes away, its requests before stage 4 start again, on another peer or on this engine. They keep their output.
+    Use the object in the engine's thread.
     """
 
     def __init__(self, engine: Engine, *, alone: Alone = Alone.PREFILL) -> None:
@@ -85,7 +97,7 @@ class DecodeSide:
         self._compilers = Compilers(engine)
         self._peers: dict[int, _Peer] = {}
         self.broken: set[int] = set()
-        """Peers whose links are down: their connections are to be ended."""
+        """Peers whose links are down. The server closes their connections."""
         self._entries: dict[int, _Entry] = {}
         self._by_request: dict[int, _Entry] = {}
         self._numbers, self._tickets = count(1), count(1)
@@ -93,25 +105,26 @@ class DecodeSide:
 
     @property
     def open(self) -> int:
-        """Requests that haven't ended."""
+        """Number of requests that haven't ended."""
         return len(self._entries)
 
     @property
     def peers(self) -> int:
-        """How many are linked to this side."""
+        """Number of connected prefill servers."""
         return len(self._peers)
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`turn` may find something to do without a message."""
-        waits = (_Stage.COMPILING, _Stage.WANTS_PAGES, _Stage.WAITS_FOR_PAGES, _Stage.WRITING)
-        return self.engine.has_unfinished or any(entry.stage in waits for entry in self._entries.values())
+        """True if :meth:`turn` may make progress before another message arrives."""
+        polled_stages = (_Stage.COMPILING, _Stage.WANTS_PAGES, _Stage.WAITS_FOR_PAGES, _Stage.WRITING)
+        return self.engine.has_unfinished or any(entry.stage in polled_stages for entry in self._entries.values())
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, state: RequestState, emit: Emit) -> int:
-        """Begin a request, or go on with one that has output already; returns its number. Raises :class:`RequestError` for
-        one that can't be served; for a guide that can't be compiled, an output says so.
+        """Start a request, or continue a request that already has output. Return its number.
+
+        Raises :class:`RequestError` if the request can't be served. The error of an invalid guide is emitted as an output.
         """
         entry = _Entry(next(self._numbers), state, emit)
         self.counts["requests"] += 1
@@ -124,7 +137,7 @@ class DecodeSide:
         return entry.number
 
     def abort(self, number: int) -> None:
-        """End a request; nothing more is emitted for it. Allowed for one that has ended."""
+        """End a request, which emits no further output. A request that has already ended is no error."""
         entry = self._entries.pop(number, None)
         if entry is None:
             return
@@ -133,33 +146,33 @@ class DecodeSide:
             if entry.request in self.engine.open_requests:
                 self.engine.abort(entry.request)
         elif entry.peer is not None:
-            # Reserved pages stay reserved until the peer says that it writes nothing there.
+            # Reserved pages stay reserved until the peer confirms that it doesn't write them.
             entry.stage = _Stage.CANCELLING
             entry.peer.send(Message("cancel", {"ticket": entry.ticket}))
 
     # -- peers -------------------------------------------------------------------------------------------------------
 
     def joined(self, peer: int, send: Send, landing: Landing) -> None:
-        """A prefill server, which reaches this engine's pages by ``landing``. Queued requests go to it."""
+        """Add a prefill server, which writes this engine's pages over ``landing``. Queued requests are sent to it."""
         self._peers[peer] = _Peer(peer, send, landing)
         for entry in [each for each in self._entries.values() if each.stage is _Stage.QUEUED]:
             self._begin_or_fail(entry)
 
     def left(self, peer: int) -> None:
-        """A prefill server is gone: once its link is closed its pages are free, and its requests are done again."""
+        """Remove a prefill server that is gone: close its links, then free its requests' pages and start them again."""
         self.broken.discard(peer)
-        gone = self._peers.pop(peer, None)
-        if gone is None:
+        removed = self._peers.pop(peer, None)
+        if removed is None:
             return
-        gone.landing.close()
-        for entry in list(gone.entries.values()):
-            self._free(entry)
-            gone.entries.pop(entry.ticket, None)
+        removed.landing.close()
+        for entry in list(removed.entries.values()):
+            self._release_pages(entry)
+            removed.entries.pop(entry.ticket, None)
             if entry.stage is not _Stage.CANCELLING:
-                self._again(entry)
+                self._restart(entry)
 
     def leave_all(self) -> None:
-        """End every request, and let every peer go."""
+        """Abort every request and remove every peer."""
         self._compilers.close()
         for number in list(self._entries):
             self.abort(number)
@@ -167,39 +180,40 @@ class DecodeSide:
             self.left(peer)
 
     def receive(self, peer: int, message: Message) -> None:
-        """A message of a prefill server. Raises :class:`WireError` for one that can't be: the connection ends."""
-        known = self._peers.get(peer)
-        if known is None:
-            return  # it was refused, or is gone
+        """Handle a message of a prefill server. Raises :class:`WireError` for an invalid message."""
+        sender = self._peers.get(peer)
+        if sender is None:
+            return  # the peer was refused, or is gone
         with codec.Reading(f"a message {message.kind!r}"):
             ticket = codec.whole(message.body["ticket"])
-            entry = known.entries.get(ticket)
+            entry = sender.entries.get(ticket)
             if entry is None:
                 if message.kind in ("ready", "finished", "failed", "cancelled"):
-                    return  # of a request that is over here
+                    return  # the request has already ended here
                 raise WireError(f"a prefill server doesn't say {message.kind!r}")
             if entry.stage is _Stage.CANCELLING:
                 if message.kind == "cancelled":
-                    self._forget(known, entry)
+                    self._detach_from_peer(sender, entry)
                 return
             if message.kind == "ready" and entry.stage is _Stage.PREFILLING:
-                self._ready(entry, message)
+                self._handle_ready(entry, message)
             elif message.kind == "finished" and entry.stage is _Stage.PREFILLING:
                 self.counts["finished_there"] += 1
-                self._forget(known, entry)
+                self._detach_from_peer(sender, entry)
                 self._emit(entry, codec.output_from(message.body["output"], entry.number))
             elif message.kind == "failed":
-                self._forget(known, entry)
+                self._detach_from_peer(sender, entry)
                 if message.body["request"]:
                     self._fail(entry, str(message.body["error"]))
                 else:
-                    self._again(entry)
+                    self._restart(entry)
             else:
                 raise WireError(f"ticket {ticket} is {entry.stage}, and the peer says {message.kind!r}")
 
     def turn(self) -> bool:
-        """One iteration of the engine, and whatever else can be done now. Whether anything happened. Raises what
-        :meth:`Engine.step` raises once the device is lost.
+        """Run one iteration of the engine and advance every request that can advance. Return whether anything happened.
+
+        Raises the error of :meth:`Engine.step` once the device is lost.
         """
         busy = self.engine.has_unfinished
         if busy:
@@ -212,9 +226,9 @@ class DecodeSide:
                 if error.device_lost:
                     raise
         for entry in [each for each in self._entries.values() if each.stage is _Stage.COMPILING]:
-            busy |= self._compiled(entry)
+            busy |= self._check_compiled(entry)
         for peer in list(self._peers.values()):
-            busy |= self._notices(peer)
+            busy |= self._handle_notices(peer)
             try:
                 for entry in list(peer.entries.values()):
                     busy |= self._advance(peer, entry)
@@ -224,8 +238,8 @@ class DecodeSide:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _compiled(self, entry: _Entry) -> bool:
-        """Begin a request whose guide is ready; whether it was."""
+    def _check_compiled(self, entry: _Entry) -> bool:
+        """Start the request if its guide has been compiled. Return whether the compilation is done."""
         assert entry.compiled is not None
         if not entry.compiled.done():
             return False
@@ -240,13 +254,13 @@ class DecodeSide:
         return True
 
     def _begin(self, entry: _Entry) -> None:
-        """To the prefill server that has least to do; where there is none, as :class:`Alone` says."""
-        peers = sorted(self._peers.values(), key=lambda peer: len(peer.entries))
-        if peers:
-            entry.peer, entry.ticket, entry.stage = peers[0], next(self._tickets), _Stage.PREFILLING
+        """Send the request to the prefill server with the fewest requests. Without a server, follow :class:`Alone`."""
+        if self._peers:
+            peer = min(self._peers.values(), key=lambda each: len(each.entries))
+            entry.peer, entry.ticket, entry.stage = peer, next(self._tickets), _Stage.PREFILLING
             state, blobs = codec.state_to(entry.state)
-            peers[0].entries[entry.ticket] = entry
-            peers[0].send(Message("prefill", {"ticket": entry.ticket, "state": state}, tuple(blobs)))
+            peer.entries[entry.ticket] = entry
+            peer.send(Message("prefill", {"ticket": entry.ticket, "state": state}, tuple(blobs)))
         elif self._alone is Alone.PREFILL:
             entry.request = self.engine.resume(entry.state)
             entry.peer, entry.stage = None, _Stage.DECODING
@@ -261,13 +275,13 @@ class DecodeSide:
         except (RequestError, ConfigError) as error:
             self._fail(entry, str(error))
 
-    def _again(self, entry: _Entry) -> None:
+    def _restart(self, entry: _Entry) -> None:
         self.counts["done_again"] += 1
         entry.peer, entry.stage = None, _Stage.QUEUED
         self._begin_or_fail(entry)
 
-    def _ready(self, entry: _Entry, message: Message) -> None:
-        """The first token is there, and goes out; from now on the request has output."""
+    def _handle_ready(self, entry: _Entry, message: Message) -> None:
+        """Emit the first token of a prefilled request, and store its draft state and its number of pages."""
         body = message.body
         output = codec.output_from(body["output"], entry.number)
         if len(output.tokens) != 1 or output.finish_reason is not None:
@@ -283,7 +297,7 @@ class DecodeSide:
         )
 
     def _advance(self, peer: _Peer, entry: _Entry) -> bool:
-        """The next step of a request whose pages are wanted; whether there was one."""
+        """Reserve the pages of a prefilled request, or tell the peer to write them. Return whether the request advanced."""
         if entry.stage is _Stage.WANTS_PAGES:
             try:
                 entry.expected = self.engine.expect(entry.state)
@@ -307,7 +321,8 @@ class DecodeSide:
         peer.send(Message("write", {"ticket": entry.ticket, "pages": pages, "group": entry.expected.group}))
         return True
 
-    def _notices(self, peer: _Peer) -> bool:
+    def _handle_notices(self, peer: _Peer) -> bool:
+        """Start to decode each request whose pages the peer has written. Return whether a notice has arrived."""
         try:
             notices = peer.landing.notices()
         except LinkDown:
@@ -317,15 +332,15 @@ class DecodeSide:
         for notice in notices:
             entry = waiting.get(notice)
             if entry is not None and entry.stage is _Stage.WRITING:
-                self._arrive(peer, entry)
+                self._start_decoding(peer, entry)
         return bool(notices)
 
-    def _arrive(self, peer: _Peer, entry: _Entry) -> None:
+    def _start_decoding(self, peer: _Peer, entry: _Entry) -> None:
         assert entry.expected is not None
         try:
             entry.request = self.engine.arrived(entry.expected, entry.relay)
         except ConfigError as error:
-            self._forget(peer, entry)
+            self._detach_from_peer(peer, entry)
             self._fail(entry, str(error))
             return
         del peer.entries[entry.ticket]
@@ -338,13 +353,13 @@ class DecodeSide:
         peer.send(Message("cancel", {"ticket": entry.ticket}))
         self._fail(entry, error)
 
-    def _forget(self, peer: _Peer, entry: _Entry) -> None:
-        """The peer has nothing to do with it any more, and writes nothing for it."""
+    def _detach_from_peer(self, peer: _Peer, entry: _Entry) -> None:
+        """Release the request's pages, which the peer doesn't write, and remove the request from the peer."""
         peer.entries.pop(entry.ticket, None)
-        self._free(entry)
+        self._release_pages(entry)
         entry.peer = None
 
-    def _free(self, entry: _Entry) -> None:
+    def _release_pages(self, entry: _Entry) -> None:
         if entry.expected is not None:
             if entry.peer is not None:
                 entry.peer.landing.forget(notice_of(entry.ticket), entry.expected)
@@ -352,11 +367,7 @@ class DecodeSide:
             entry.expected = None
 
     def _emit(self, entry: _Entry, output: StepOutput) -> None:
-        entry.state = replace(
-            entry.state,
-            output=(*entry.state.output, *output.tokens),
-            logprobs=(*entry.state.logprobs, *output.logprobs),
-        )
+        entry.state = codec.state_after(entry.state, output)
         if output.finish_reason is not None:
             self._entries.pop(entry.number, None)
             if entry.request is not None:

@@ -1,7 +1,8 @@
-"""Where the pages of a prefill server's requests land: on one rank, or on those of data-parallel groups.
+"""The receiving end of page transfers from a prefill server: on one rank, or on the ranks of data-parallel groups.
 
-Each rank has a link of its own with the prefill server. The first one asks the others about theirs
-(:meth:`~outrider.engine.engine.Engine.ask_ranks`), in JSON, between two iterations; they answer by :class:`RankPages`.
+Each rank of the decode server has its own link with the prefill server. The first rank controls the links of the other ranks
+with :meth:`~outrider.engine.engine.Engine.ask_ranks`, in JSON, between two iterations. On the other ranks,
+:class:`RankPages` executes the requests.
 """
 
 from __future__ import annotations
@@ -21,71 +22,74 @@ from outrider.transports import Link, LinkDown, Transport
 
 
 class Landing(ABC):
-    """The links with one prefill server."""
+    """The links of a decode server's ranks with one prefill server."""
 
     @abstractmethod
     def offers(self) -> tuple[bytes, ...]:
-        """What the other side's links connect to, one for each rank here."""
+        """Return the offer of each rank's link, for the links of the prefill server."""
 
     @abstractmethod
     def connect(self, offers: Sequence[bytes]) -> None:
-        """Take the other side's offers, as many. Raises as :meth:`Link.connect` does."""
+        """Connect each rank's link with the prefill server's offer for it. Raises as :meth:`Link.connect` does."""
 
     @abstractmethod
     def expecting(self, notice: bytes, expected: Expected) -> None:
-        """``notice`` will tell that the pages of this request are written."""
+        """Register a transfer: ``notice`` will report that the pages of the expected request are written."""
 
     def forget(self, notice: bytes, expected: Expected) -> None:
-        """That one doesn't come any more, and nobody writes its pages."""
+        """Cancel a registered transfer. The prefill server doesn't write its pages."""
         del notice, expected
 
     @abstractmethod
     def free(self, expected: Expected) -> bool:
-        """*Pages free*: whether they may be written; asked until it's so. Raises :class:`LinkDown`."""
+        """Return whether the fence *pages free* has been reached: the pages may be written. Raises :class:`LinkDown`.
+
+        Call it until it has returned True once.
+        """
 
     @abstractmethod
     def notices(self) -> list[bytes]:
-        """Notices that have come, on any rank. Raises :class:`LinkDown`."""
+        """Return the notices of finished writes that have arrived on any rank, each once. Raises :class:`LinkDown`."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the links. When it returns, no byte is written on any rank."""
+        """Close the links. After the call, no link writes on any rank."""
 
 
 class OneLanding(Landing):
-    """The pages of an engine of one rank."""
+    """The landing of an engine of one rank."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
 
     def offers(self) -> tuple[bytes, ...]:
-        """The link's."""
+        """Return the offer of the only link."""
         return (self._link.offer(),)
 
     def connect(self, offers: Sequence[bytes]) -> None:
-        """Connect the link."""
+        """Connect the only link with the only offer."""
         (offer,) = offers
         self._link.connect(offer)
 
     def expecting(self, notice: bytes, expected: Expected) -> None:
-        """Tell the link."""
+        """Register the fence *pages written* with the link."""
         self._link.expecting(notice, expected.written)
 
     def free(self, expected: Expected) -> bool:
-        """Ask the fence."""
+        """Query the fence *pages free* without waiting."""
         return expected.free.done()
 
     def notices(self) -> list[bytes]:
-        """The link's."""
+        """Return the notices that have arrived on the only link."""
         return self._link.notices()
 
     def close(self) -> None:
-        """End the link."""
+        """Close the only link and wait until it writes no more."""
         self._link.close()
 
 
 class RankLandings:
-    """The first rank of several: makes landings, and asks the other ranks for all of them at once."""
+    """The landings of an engine of several ranks. The first rank has this object, and queries the other ranks with it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -93,78 +97,88 @@ class RankLandings:
         self.landings: dict[int, RankLanding] = {}
 
     def make(self, link: Link, host: str) -> RankLanding:
-        """Over ``link`` here, and others like it on the other ranks. Raises :class:`ConfigError` where one can't be made."""
+        """Open a link on each other rank and return the landing of ``link`` and these links.
+
+        Raises :class:`ConfigError` if a rank can't open its link; ``link`` is then closed.
+        """
         number = next(self._numbers)
         try:
-            answers = self.ask({"do": "open", "link": number, "host": host})
+            replies = self.query_ranks({"do": "open", "link": number, "host": host})
         except OutriderError:
             link.close()
             raise
-        self.landings[number] = made = RankLanding(self, number, link, [_bytes(each["offer"]) for each in answers])
-        return made
+        landing = RankLanding(self, number, link, [_decode(each["offer"]) for each in replies])
+        self.landings[number] = landing
+        return landing
 
-    def ask(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each other rank says. Raises :class:`ConfigError` or :class:`LinkDown` where one of them did."""
-        answers = [json.loads(each) for each in self._engine.ask_ranks(json.dumps(asked))]
-        for rank, answer in enumerate(answers, 1):
-            if "down" in answer:
-                raise LinkDown(f"rank {rank}: {answer['down']}")
-            if "refused" in answer:
-                raise ConfigError(f"rank {rank}: {answer['refused']}")
-        return answers
+    def query_ranks(self, query: dict[str, Any]) -> list[dict[str, Any]]:
+        """Send ``query`` to the other ranks and return the reply of each. Raises :class:`ConfigError` or :class:`LinkDown`.
 
-    def look(self) -> None:
-        """Hear what has happened on the other ranks, if anything is awaited there."""
-        if not any(landing.awaits for landing in self.landings.values()):
+        The error is that of the first rank whose reply reports one.
+        """
+        replies = [json.loads(each) for each in self._engine.ask_ranks(json.dumps(query))]
+        for rank, reply in enumerate(replies, 1):
+            if "down" in reply:
+                raise LinkDown(f"rank {rank}: {reply['down']}")
+            if "refused" in reply:
+                raise ConfigError(f"rank {rank}: {reply['refused']}")
+        return replies
+
+    def poll_ranks(self) -> None:
+        """Query the link events of the other ranks, if a landing waits for one, and pass them to the landings."""
+        if not any(landing.is_waiting for landing in self.landings.values()):
             return
-        for answer in self.ask({"do": "look"}):
-            for number, found in answer["links"].items():
+        for reply in self.query_ranks({"do": "look"}):
+            for number, events in reply["links"].items():
                 landing = self.landings.get(int(number))
                 if landing is not None:
-                    landing.hear(found)
+                    landing.handle_link_events(events)
 
 
 class RankLanding(Landing):
-    """The pages of an engine of data-parallel ranks, as the first of them sees it."""
+    """The landing of an engine of data-parallel ranks, on the first rank."""
 
-    def __init__(self, house: RankLandings, number: int, link: Link, offers: Iterable[bytes]) -> None:
-        self._house, self._number, self._link = house, number, link
+    def __init__(self, landings: RankLandings, number: int, link: Link, offers: Iterable[bytes]) -> None:
+        self._landings, self._number, self._link = landings, number, link
         self._offers = (link.offer(), *offers)
-        self._open = True
-        self._wanted: set[int] = set()
+        self._is_open = True
+        self._waits_for_free: set[int] = set()
+        """Requests whose pages on another rank aren't known to be free, by their numbers in :class:`Expected`."""
         self._freed: set[int] = set()
-        self._coming: set[bytes] = set()
-        self._came: list[bytes] = []
+        """Requests whose pages on another rank are free, until :meth:`free` has returned True for them."""
+        self._pending_notices: set[bytes] = set()
+        """Notices that will arrive on another rank."""
+        self._received_notices: list[bytes] = []
         self._down: str | None = None
 
     @property
-    def awaits(self) -> bool:
-        """Whether something is to happen on other ranks."""
-        return self._open and bool(self._wanted or self._coming)
+    def is_waiting(self) -> bool:
+        """True if the landing waits for free pages or for a notice on another rank."""
+        return self._is_open and bool(self._waits_for_free or self._pending_notices)
 
     def offers(self) -> tuple[bytes, ...]:
-        """One of each rank."""
+        """Return the offer of each rank's link, the first rank's first."""
         return self._offers
 
     def connect(self, offers: Sequence[bytes]) -> None:
-        """Connect each rank's link."""
+        """Connect this rank's link, and make each other rank connect its link."""
         first, *others = offers
         self._link.connect(first)
-        listed = [base64.b64encode(each).decode() for each in others]
-        self._house.ask({"do": "connect", "link": self._number, "offers": listed})
+        encoded = [base64.b64encode(each).decode() for each in others]
+        self._landings.query_ranks({"do": "connect", "link": self._number, "offers": encoded})
 
     def expecting(self, notice: bytes, expected: Expected) -> None:
-        """Tell the link of the rank that has the pages."""
+        """Register the transfer with the link of the rank that owns the pages."""
         if expected.group == 0:
             self._link.expecting(notice, expected.written)
             return
-        self._wanted.add(expected.request)
-        self._coming.add(notice)
-        said = {"do": "expect", "link": self._number, "notice": notice.hex(), "request": expected.request}
-        self._house.ask(said | {"rank": expected.group})
+        self._waits_for_free.add(expected.request)
+        self._pending_notices.add(notice)
+        query = {"do": "expect", "link": self._number, "notice": notice.hex(), "request": expected.request}
+        self._landings.query_ranks(query | {"rank": expected.group})
 
     def free(self, expected: Expected) -> bool:
-        """Ask the fence, or whether that rank has said so."""
+        """Query the fence on this rank, or return what the owning rank has reported."""
         if self._down is not None:
             raise LinkDown(self._down)
         if expected.group == 0:
@@ -175,105 +189,106 @@ class RankLanding(Landing):
         return True
 
     def forget(self, notice: bytes, expected: Expected) -> None:
-        """Await nothing of it any more."""
-        self._coming.discard(notice)
-        self._wanted.discard(expected.request)
+        """Stop waiting for the pages and the notice of a cancelled transfer."""
+        self._pending_notices.discard(notice)
+        self._waits_for_free.discard(expected.request)
         self._freed.discard(expected.request)
 
     def notices(self) -> list[bytes]:
-        """Those of this rank's link, and of the others."""
-        self._house.look()
-        found, self._came = [*self._came, *self._link.notices()], []
-        if not found and self._down is not None:
+        """Return the notices that have arrived on this rank's link and on the other ranks' links."""
+        self._landings.poll_ranks()
+        notices, self._received_notices = [*self._received_notices, *self._link.notices()], []
+        if not notices and self._down is not None:
             raise LinkDown(self._down)
-        return found
+        return notices
 
-    def hear(self, found: dict[str, Any]) -> None:
-        """What has happened to this landing's link on another rank."""
-        self._down = found.get("down") or self._down
-        self._freed.update(self._wanted.intersection(found["free"]))
-        self._wanted.difference_update(found["free"])
-        notices = [bytes.fromhex(each) for each in found["notices"]]
-        self._coming.difference_update(notices)
-        self._came += notices
+    def handle_link_events(self, events: dict[str, Any]) -> None:
+        """Record the events of another rank's link: freed pages, received notices, and the reason if the link is down."""
+        self._down = events.get("down") or self._down
+        self._freed.update(self._waits_for_free.intersection(events["free"]))
+        self._waits_for_free.difference_update(events["free"])
+        notices = [bytes.fromhex(each) for each in events["notices"]]
+        self._pending_notices.difference_update(notices)
+        self._received_notices += notices
 
     def close(self) -> None:
-        """End the link of each rank. Allowed twice."""
-        if not self._open:
+        """Close the link of each rank. May be called twice."""
+        if not self._is_open:
             return
-        self._open = False
+        self._is_open = False
         self._link.close()
-        del self._house.landings[self._number]
-        with suppress(DeviceError, EngineStopped):  # the engine is lost: its ranks end, and their links with them
-            self._house.ask({"do": "close", "link": self._number})
+        del self._landings.landings[self._number]
+        with suppress(DeviceError, EngineStopped):  # the engine is lost: the other ranks end and close their links
+            self._landings.query_ranks({"do": "close", "link": self._number})
 
 
 class RankPages:
-    """Another rank than the first: has the links over its own pages, and answers for them. One thread, the engine's.
+    """The links over the pages of a rank other than the first. They execute the first rank's queries.
 
-    ``answer`` is what :meth:`Engine.follow` takes.
+    Pass :meth:`answer` to :meth:`Engine.follow`. Use the object in the engine's thread.
     """
 
     def __init__(self, engine: Engine, transport: Transport, *, rank: int) -> None:
         self._engine, self._transport, self._rank = engine, transport, rank
         self._links: dict[int, Link] = {}
-        self._wanted: dict[int, dict[int, Expected]] = {}
+        self._waits_for_free: dict[int, dict[int, Expected]] = {}
+        """Expected requests whose pages aren't known to be free, by number of the link and of the request."""
 
-    def answer(self, said: str) -> str:
-        """What the first rank asked. What goes wrong with a link is an answer too."""
-        asked = json.loads(said)
+    def answer(self, query_text: str) -> str:
+        """Execute a query of the first rank and return the reply. Errors of a link are part of the reply."""
+        query = json.loads(query_text)
         try:
-            return json.dumps(self._do(asked))
+            return json.dumps(self._execute(query))
         except LinkDown as error:
             return json.dumps({"down": str(error)})
         except (ConfigError, CapabilityError) as error:
             return json.dumps({"refused": str(error)})
 
     def close(self) -> None:
-        """End all links."""
+        """Close the links of all prefill servers on this rank."""
         for number in list(self._links):
             self._close(number)
 
-    def _do(self, asked: dict[str, Any]) -> dict[str, Any]:
-        if asked["do"] == "look":
-            return {"links": {number: self._look(number) for number in self._links}}
-        number = asked["link"]
-        if asked["do"] == "open":
+    def _execute(self, query: dict[str, Any]) -> dict[str, Any]:
+        if query["do"] == "look":
+            return {"links": {number: self._link_events(number) for number in self._links}}
+        number = query["link"]
+        if query["do"] == "open":
             engine = self._engine
-            link = self._transport.open(engine.page_memory, engine.backend, accepts=False, host=asked["host"])
-            self._links[number], self._wanted[number] = link, {}
+            link = self._transport.open(engine.page_memory, engine.backend, accepts=False, host=query["host"])
+            self._links[number], self._waits_for_free[number] = link, {}
             return {"offer": base64.b64encode(link.offer()).decode()}
-        if asked["do"] == "connect":
-            self._links[number].connect(_bytes(asked["offers"][self._rank - 1]))
-        elif asked["do"] == "expect":
-            if asked["rank"] == self._rank:
-                expected = self._engine.expected[asked["request"]]
-                self._links[number].expecting(bytes.fromhex(asked["notice"]), expected.written)
-                self._wanted[number][expected.request] = expected
+        if query["do"] == "connect":
+            self._links[number].connect(_decode(query["offers"][self._rank - 1]))
+        elif query["do"] == "expect":
+            if query["rank"] == self._rank:
+                expected = self._engine.expected[query["request"]]
+                self._links[number].expecting(bytes.fromhex(query["notice"]), expected.written)
+                self._waits_for_free[number][expected.request] = expected
         else:
-            assert asked["do"] == "close"
+            assert query["do"] == "close"
             self._close(number)
         return {}
 
-    def _look(self, number: int) -> dict[str, Any]:
-        wanted = self._wanted[number]
-        there = self._engine.expected
-        free = [request for request, expected in wanted.items() if request not in there or expected.free.done()]
+    def _link_events(self, number: int) -> dict[str, Any]:
+        """Return the requests whose pages have become free and the notices that have arrived, or why the link is down."""
+        waiting, current = self._waits_for_free[number], self._engine.expected
+        free = [request for request, expected in waiting.items() if request not in current or expected.free.done()]
         for request in free:
-            del wanted[request]
-        found: dict[str, Any] = {"free": free, "notices": []}
+            del waiting[request]
+        events: dict[str, Any] = {"free": free, "notices": []}
         try:
-            found["notices"] = [notice.hex() for notice in self._links[number].notices()]
+            events["notices"] = [notice.hex() for notice in self._links[number].notices()]
         except LinkDown as error:
-            found["down"] = str(error)
-        return found
+            events["down"] = str(error)
+        return events
 
     def _close(self, number: int) -> None:
-        self._wanted.pop(number, None)
+        self._waits_for_free.pop(number, None)
         link = self._links.pop(number, None)
         if link is not None:
             link.close()
 
 
-def _bytes(given: str) -> bytes:
-    return base64.b64decode(given, validate=True)
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

@@ -1,4 +1,4 @@
-"""What a prefill server does, without its sockets: prefills requests of decode servers, and writes their pages."""
+"""The engine of a prefill server and its requests, without sockets: it prefills for decode servers and writes their pages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from outrider.errors import RequestError
 from outrider.transports import Link, LinkDown, Transfer
 
 Send = Callable[[Message], None]
+"""A function that queues a message to one peer."""
 
 
 def notice_of(ticket: int) -> bytes:
-    """What the network card says when the pages of that ticket are written."""
+    """Return the notice that the link delivers to the decode server when the pages of ``ticket`` are written."""
     return b"pages %d" % ticket
 
 
@@ -36,118 +37,129 @@ class _Peer:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """One request of a peer, by its ``ticket``. ``first``: what its next token came with; ``told``: the peer knows of it."""
+    """One request of a peer."""
 
     peer: _Peer
     ticket: int
+    """Identifies the request in messages with the peer."""
     request: int | None = None
-    first: StepOutput | None = None
+    """Id of the engine's request, until its pages are lent."""
+    first_output: StepOutput | None = None
+    """The output with the first token."""
     lent: Lent | None = None
-    told: bool = False
+    """The prefilled pages, until they have been written."""
+    is_announced: bool = False
+    """True once the peer has been told that the pages are ready."""
     transfer: Transfer | None = None
-    cancelled: bool = False
+    is_cancelled: bool = False
 
 
 class PrefillSide:
-    """The engine of a prefill server, and its decode peers.
+    """The requests of a prefill server: a state machine over its engine and its decode servers ("peers").
 
-    A request goes through these steps: its guide is compiled; prefill; its first token is there and it's lent; *pages ready*,
-    and the peer is told; the peer says where to; the write is over, *pages read*, and the pages are free. Nothing waits:
-    :meth:`turn` does what can be done now. One thread, the engine's.
+    A request has these stages:
+
+    1. A thread compiles its guide.
+    2. The engine prefills the prompt and samples the first token. It then lends the pages.
+    3. At the fence *pages ready*, the peer gets the first token and the draft state.
+    4. The peer says which of its pages to write, and the link starts the transfer.
+    5. When the transfer is over (fence *pages read*), the engine frees the pages.
+
+    No method waits: :meth:`turn` advances every request that can advance. Use the object in the engine's thread.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._peers: dict[int, _Peer] = {}
         self.broken: set[int] = set()
-        """Peers whose links are down: their connections are to be ended."""
+        """Peers whose links are down. The server closes their connections."""
         self._compilers = Compilers(engine)
         self._compiling: dict[_Job, tuple[RequestState, Future[None]]] = {}
         self._by_request: dict[int, _Job] = {}
-        self._leaving: list[_Job] = []
-        """Those that wait for something: a slot, *pages ready*, or the end of a write."""
+        self._prefilled: list[_Job] = []
+        """Prefilled requests. Each waits for a lending slot, for *pages ready*, for the peer or for its transfer."""
         self.counts = {"requests": 0, "finished_here": 0, "pages_written": 0, "writes": 0, "failed": 0, "lost_with_peers": 0}
 
     @property
     def open(self) -> int:
-        """Requests that this side knows of."""
+        """Number of requests that haven't ended."""
         return sum(len(peer.jobs) for peer in self._peers.values())
 
     @property
     def peers(self) -> int:
-        """How many are linked to this side."""
+        """Number of connected decode servers."""
         return len(self._peers)
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`turn` may find something to do without a message."""
-        return bool(self._leaving or self._compiling) or self.engine.has_unfinished
+        """True if :meth:`turn` may make progress before another message arrives."""
+        return bool(self._prefilled or self._compiling) or self.engine.has_unfinished
 
     def joined(self, peer: int, send: Send, links: Sequence[Link]) -> None:
-        """A decode server; each of ``links`` reaches the pages of one of its data-parallel groups."""
+        """Add a decode server. Link i reaches the pages of its data-parallel group i."""
         self._peers[peer] = _Peer(peer, send, tuple(links))
 
     def left(self, peer: int) -> None:
-        """A decode server is gone: its requests end here, and no page is free before the link is closed."""
+        """Remove a decode server that is gone: close its links, then free the pages of its requests and end them."""
         self.broken.discard(peer)
-        gone = self._peers.pop(peer, None)
-        if gone is None:
+        removed = self._peers.pop(peer, None)
+        if removed is None:
             return
-        for link in gone.links:
+        for link in removed.links:
             link.close()
-        for job in list(gone.jobs.values()):
+        for job in list(removed.jobs.values()):
             self.counts["lost_with_peers"] += 1
-            self._drop(job)
+            self._release(job)
 
     def leave_all(self) -> None:
-        """Every peer is gone, as far as this side is concerned."""
+        """Remove every peer, which ends all requests."""
         self._compilers.close()
         for peer in list(self._peers):
             self.left(peer)
 
     def receive(self, peer: int, message: Message) -> None:
-        """A message of a decode server. Raises :class:`WireError` for one that can't be: the connection ends."""
-        known = self._peers.get(peer)
-        if known is None:
-            return  # it was refused, or is gone
+        """Handle a message of a decode server. Raises :class:`WireError` for an invalid message."""
+        sender = self._peers.get(peer)
+        if sender is None:
+            return  # the peer was refused, or is gone
         with codec.Reading(f"a message {message.kind!r}"):
             ticket = codec.whole(message.body["ticket"])
             if message.kind == "prefill":
-                self._prefill(known, ticket, message)
+                self._start_request(sender, ticket, message)
             elif message.kind == "write":
-                self._write(known, ticket, message.body["pages"], codec.whole(message.body["group"]))
+                self._write_pages(sender, ticket, message.body["pages"], codec.whole(message.body["group"]))
             elif message.kind == "cancel":
-                self._cancel(known, ticket)
+                self._cancel(sender, ticket)
             else:
                 raise WireError(f"a decode server doesn't say {message.kind!r}")
 
     def turn(self) -> bool:
-        """One iteration of the engine, and whatever else can be done now. Whether anything happened.
+        """Run one iteration of the engine and advance every request that can advance. Return whether anything happened.
 
-        Raises what :meth:`Engine.step` raises once the device is lost; other failures of it cost the requests that were
-        being lent, which their peers do again.
+        Raises the error of :meth:`Engine.step` once the device is lost. After another device error, the requests that are
+        being lent fail, and their peers start them again.
         """
         busy = self.engine.has_unfinished
         if busy:
             try:
                 for output in self.engine.step():
-                    self._take(output)
+                    self._handle_output(output)
             except DeviceError as error:
                 if error.device_lost:
                     raise
-                self._spoilt(error)
+                self._fail_lent_requests(error)
         for job, (state, compiled) in list(self._compiling.items()):
             if compiled.done():
                 busy = True
                 del self._compiling[job]
                 self._admit(job, state, compiled.exception())
-        for job in list(self._leaving):
+        for job in list(self._prefilled):
             busy |= self._advance(job)
         return busy
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _prefill(self, peer: _Peer, ticket: int, message: Message) -> None:
+    def _start_request(self, peer: _Peer, ticket: int, message: Message) -> None:
         if ticket in peer.jobs:
             raise WireError(f"ticket {ticket} is in use")
         self.counts["requests"] += 1
@@ -164,7 +176,7 @@ class PrefillSide:
             self._compiling[job] = state, compiled
 
     def _admit(self, job: _Job, state: RequestState, error: BaseException | None) -> None:
-        """Queue a request whose guide is ready; ``error``: why it isn't."""
+        """Add a request to the engine, or refuse it with the ``error`` of its guide."""
         try:
             if error is not None:
                 raise error
@@ -175,26 +187,26 @@ class PrefillSide:
         self._by_request[job.request] = job
 
     def _refuse(self, job: _Job, error: Exception) -> None:
-        self._end(job)
+        self._remove(job)
         job.peer.send(Message("failed", {"ticket": job.ticket, "error": str(error), "request": True}))
 
-    def _take(self, output: StepOutput) -> None:
+    def _handle_output(self, output: StepOutput) -> None:
         job = self._by_request.get(output.request_id)
         if job is None or output.finish_reason is FinishReason.HAND_OVER:
             return
-        if output.finish_reason is not None:  # over with its first token, or failed
+        if output.finish_reason is not None:  # the first token ended the request, or the request failed
             del self._by_request[output.request_id]
             job.request = None
-            self._end(job)
+            self._remove(job)
             self.counts["finished_here"] += 1
-            if not job.cancelled:
+            if not job.is_cancelled:
                 job.peer.send(Message("finished", {"ticket": job.ticket, "output": codec.output_to(output)}))
-        elif job.first is None:
-            job.first = output
-            self._leaving.append(job)
+        elif job.first_output is None:
+            job.first_output = output
+            self._prefilled.append(job)
 
     def _advance(self, job: _Job) -> bool:
-        """The next steps of a request that leaves; whether there was one."""
+        """Lend the pages of a prefilled request, announce them, or end its transfer. Return whether the request advanced."""
         try:
             if job.lent is None:
                 assert job.request is not None
@@ -204,11 +216,11 @@ class PrefillSide:
                 self._by_request.pop(job.request)
                 job.request = None
                 return True
-            if not job.told:
+            if not job.is_announced:
                 if not job.lent.ready.done():
                     return False
-                job.told = True
-                self._tell(job, job.lent)
+                job.is_announced = True
+                self._announce(job, job.lent)
                 return True
             if job.transfer is None or not job.transfer.done():
                 return False
@@ -217,17 +229,18 @@ class PrefillSide:
             return False
         self.counts["writes"] += 1
         self.counts["pages_written"] += len(job.lent.pages)
-        self._drop(job)
-        if job.cancelled:
+        self._release(job)
+        if job.is_cancelled:
             job.peer.send(Message("cancelled", {"ticket": job.ticket}))
         return True
 
-    def _tell(self, job: _Job, lent: Lent) -> None:
-        assert job.first is not None
+    def _announce(self, job: _Job, lent: Lent) -> None:
+        """Send the first token, the draft state and the number of pages to the peer."""
+        assert job.first_output is not None
         relay, blobs = codec.relay_to(lent.relay)
         body = {
             "ticket": job.ticket,
-            "output": codec.output_to(job.first),
+            "output": codec.output_to(job.first_output),
             "iterations": lent.state.iterations,
             "verified_tokens": lent.state.verified_tokens,
             "pages": len(lent.pages),
@@ -235,9 +248,10 @@ class PrefillSide:
         }
         job.peer.send(Message("ready", body, tuple(blobs)))
 
-    def _write(self, peer: _Peer, ticket: int, pages: Any, group: int) -> None:
+    def _write_pages(self, peer: _Peer, ticket: int, pages: Any, group: int) -> None:
+        """Start to write the request's pages to ``pages`` of the peer's data-parallel group."""
         job = peer.jobs.get(ticket)
-        if job is None or job.lent is None or not job.told or job.transfer is not None:
+        if job is None or job.lent is None or not job.is_announced or job.transfer is not None:
             raise WireError(f"ticket {ticket} has no pages to write")
         if not isinstance(pages, list) or len(pages) != len(job.lent.pages):
             raise WireError(f"ticket {ticket} has {len(job.lent.pages)} pages, and the peer has other ones for them")
@@ -251,17 +265,17 @@ class PrefillSide:
             self.broken.add(peer.number)
 
     def _cancel(self, peer: _Peer, ticket: int) -> None:
-        """The answer comes when no byte of it can be written any more."""
+        """End a request. The message *cancelled* is sent once no page of the peer can be written for it."""
         job = peer.jobs.get(ticket)
         if job is not None and job.transfer is not None:
-            job.cancelled = True
+            job.is_cancelled = True
             return
         if job is not None:
-            self._drop(job)
+            self._release(job)
         peer.send(Message("cancelled", {"ticket": ticket}))
 
-    def _drop(self, job: _Job) -> None:
-        """Free what a request has here. Nothing of it is being written, or its link is closed."""
+    def _release(self, job: _Job) -> None:
+        """End a request and free its pages. Call this only if no transfer runs for it, or after its link is closed."""
         if job.request is not None:
             self._by_request.pop(job.request, None)
             if job.request in self.engine.open_requests:
@@ -269,17 +283,20 @@ class PrefillSide:
         if job.lent is not None:
             self.engine.returned(job.lent)
             job.lent = None
-        self._end(job)
+        self._remove(job)
 
-    def _end(self, job: _Job) -> None:
+    def _remove(self, job: _Job) -> None:
         job.peer.jobs.pop(job.ticket, None)
         self._compiling.pop(job, None)
-        if job in self._leaving:
-            self._leaving.remove(job)
+        if job in self._prefilled:
+            self._prefilled.remove(job)
 
-    def _spoilt(self, error: DeviceError) -> None:
-        """A fault of the device: the engine repeats what it has, but what was lent isn't known to be whole."""
-        for job in [job for job in self._leaving if job.lent is not None and not job.told]:
+    def _fail_lent_requests(self, error: DeviceError) -> None:
+        """Fail the requests whose lent pages aren't known to be complete after a device error.
+
+        The engine itself repeats the requests that it still has.
+        """
+        for job in [job for job in self._prefilled if job.lent is not None and not job.is_announced]:
             self.counts["failed"] += 1
-            self._drop(job)
+            self._release(job)
             job.peer.send(Message("failed", {"ticket": job.ticket, "error": str(error), "request": False}))

@@ -1,14 +1,13 @@
-"""The loops of a prefill server and of a decode server: messages, turns of their engines, and who comes and goes."""
+"""The prefill server and the decode server: each runs a loop that handles messages and runs iterations of its engine."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from outrider.apart import codec
-from outrider.apart.connections import Address, Event, Hub, Role, body_of
+from outrider.apart.connections import Address, Event, Hub, Role
 from outrider.apart.decode_side import Alone, DecodeSide
 from outrider.apart.landing import Landing, OneLanding, RankLandings
 from outrider.apart.prefill_side import PrefillSide
@@ -20,107 +19,90 @@ from outrider.errors import RequestError
 from outrider.transports import Link, LinkDown, Transport
 
 Say = Callable[[str], None]
-_MOST_RANKS = 1024
-_IDLE_S = 0.5
-_SOON_S = 0.0005
-"""How long a loop waits for messages: with nothing to do, and where something is about to be over."""
-
-
-class Side(Protocol):
-    """What a server's side does for it, whichever one it is."""
-
-    broken: set[int]
-    counts: dict[str, int]
-
-    @property
-    def open(self) -> int:
-        """Requests that it knows of."""
-
-    @property
-    def peers(self) -> int:
-        """How many are linked to it."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether :meth:`turn` may find something to do without a message."""
-
-    def turn(self) -> bool:
-        """One iteration of the engine, and whatever else can be done now. Whether anything happened."""
-
-    def left(self, peer: int) -> None:
-        """A peer is gone."""
-
-    def leave_all(self) -> None:
-        """The server ends."""
-
-    def receive(self, peer: int, message: Message) -> None:
-        """A message of a peer. Raises :class:`WireError`."""
+"""A function that is called with each line of the server's log."""
+_MAX_RANKS = 1024
+_IDLE_POLL_S = 0.5
+_BUSY_POLL_S = 0.0005
+"""Maximum wait of a loop for messages: without any work, and while a request waits for a fence, a guide or a transfer."""
 
 
 class Server(ABC):
-    """What both have in common. Belongs to the thread that made it, which is its engine's. ``say``: a line for people."""
+    """The common part of the prefill server and the decode server: connections, handshakes of engines, and the loop.
+
+    Create and use a server in its engine's thread. The server listens on ``listen``. ``secret`` and ``silence_s`` are
+    arguments of :class:`~outrider.apart.connections.Hub`. ``say`` is called with each log line.
+    """
 
     _role: Role
-    side: Side
+    side: PrefillSide | DecodeSide
 
     def __init__(
-        self, engine: Engine, transport: Transport, *, listen: Address, secret: bytes, silence_s: float, say: Say
+        self,
+        engine: Engine,
+        transport: Transport,
+        *,
+        listen: Address,
+        secret: bytes = b"",
+        silence_s: float = 30.0,
+        say: Say = lambda line: None,
     ) -> None:
         self.engine, self._transport, self._say = engine, transport, say
-        # What can't register this engine's memory says so now, and not when somebody comes.
+        # A transport that can't register this engine's memory fails now, not when the first peer connects.
         self._try_link(listen.host)
         self._hub = Hub(self._role, listen=listen, secret=secret, silence_s=silence_s)
         self._fit = codec.fit_of(engine)
-        self._meeting: dict[int, Landing | None] = {}
-        """Engines that haven't said what they are, each with what was opened for it here."""
-        self._ending: float | None = None
+        self._handshakes: dict[int, Landing | None] = {}
+        """Peers that haven't described their engine, each with the landing that a decode server has opened for it."""
+        self._drain_deadline: float | None = None
+        self.side = self._create_worker()
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
+        """Address on which the server listens."""
         assert self._hub.address is not None
         return self._hub.address
 
     @property
     def counts(self) -> dict[str, int]:
-        """What has happened so far."""
+        """Counters of requests and transfers since the start."""
         return dict(self.side.counts)
 
     def end(self, within_s: float) -> None:
-        """Take nothing new, and let :meth:`run` return when all requests have ended, or after so many seconds. May be called
-        from a signal handler.
+        """Refuse new requests, and make :meth:`run` return once all requests have ended, or after ``within_s`` seconds.
+
+        A signal handler may call this method.
         """
-        self._ending = min(self._ending or float("inf"), time.monotonic() + within_s)
+        self._drain_deadline = min(self._drain_deadline or float("inf"), time.monotonic() + within_s)
 
     def run(self) -> bool:
-        """Serve until :meth:`end`. Whether every request had ended. Raises once the device is lost."""
-        refused = False
+        """Serve until :meth:`end`. Return whether all requests had ended in time. Raises once the device is lost."""
         try:
             while True:
-                if self._ending is not None:
-                    if not refused:
-                        self._hub.refuse_new()
-                        refused = True
-                    if not self.side.open or time.monotonic() > self._ending:
+                if self._drain_deadline is not None:
+                    self._hub.refuse_new()
+                    if not self.side.open or time.monotonic() > self._drain_deadline:
                         return not self.side.open
                 self.turn()
         finally:
             self.close()
 
-    def turn(self, idle_s: float = _IDLE_S) -> None:
-        """Read messages, and let the engine do one iteration."""
+    def turn(self, idle_s: float = _IDLE_POLL_S) -> None:
+        """Run one iteration of the engine and handle the messages that have arrived.
+
+        Without any work, wait up to ``idle_s`` seconds for a message.
+        """
         busy = self.side.turn()
         for peer in list(self.side.broken):
             self._hub.drop(peer, "its link is down")
-        for event in self._hub.poll(0.0 if busy else _SOON_S if self.side.has_work else idle_s):
+        for event in self._hub.poll(0.0 if busy else _BUSY_POLL_S if self.side.has_work else idle_s):
             self._handle(event)
 
     def close(self) -> None:
-        """End all connections, and wait until no byte is written any more."""
-        for landing in self._meeting.values():
+        """Close all links and connections. After the call, no transfer reads or writes the engine's pages."""
+        for landing in self._handshakes.values():
             if landing is not None:
                 landing.close()
-        self._meeting.clear()
+        self._handshakes.clear()
         self.side.leave_all()
         self._hub.close()
 
@@ -129,17 +111,17 @@ class Server(ABC):
     def _handle(self, event: Event) -> None:
         try:
             if event.kind == "left":
-                landing = self._meeting.pop(event.peer, None)
+                landing = self._handshakes.pop(event.peer, None)
                 if landing is not None:
                     landing.close()
                 self._say(f"{event.role} {event.peer} is gone: {event.why}")
-                self._left(event)
+                self._remove_peer(event)
             elif event.role is Role.CLIENT:
-                self._client(event)
+                self._handle_client(event)
             elif event.kind == "joined":
-                self._meeting[event.peer] = self._begin(event.peer)
-            elif event.peer in self._meeting:
-                self._meet(event.peer, event.message, self._meeting.pop(event.peer))
+                self._handshakes[event.peer] = self._start_handshake(event.peer)
+            elif event.peer in self._handshakes:
+                self._finish_handshake(event.peer, event.message, self._handshakes.pop(event.peer))
             else:
                 assert event.message is not None
                 self.side.receive(event.peer, event.message)
@@ -149,23 +131,23 @@ class Server(ABC):
     def _open_link(self, host: str, *, accepts: bool) -> Link:
         return self._transport.open(self.engine.page_memory, self.engine.backend, accepts=accepts, host=host)
 
-    def _engine_of(self, message: Message | None) -> tuple[bytes, ...]:
-        """The offers of the other engine, which fits. Raises :class:`ConfigError` for one that doesn't."""
+    def _check_engine(self, message: Message | None) -> tuple[bytes, ...]:
+        """Return the link offers of the peer's engine. Raises :class:`ConfigError` if the engines don't fit."""
         assert message is not None
-        theirs = message.body.get("fit")
+        peer_fit = message.body.get("fit")
         if message.kind == "refused":
-            codec.check_fit(self._fit, theirs)  # says it from this side
+            codec.check_fit(self._fit, peer_fit)  # raises an error that names this engine's values first
             raise ConfigError(str(message.body.get("error")))
-        if message.kind != "engine" or not 0 < len(message.blobs) <= _MOST_RANKS:
+        if message.kind != "engine" or not 0 < len(message.blobs) <= _MAX_RANKS:
             raise WireError(f"expected what engine it has, it says {message.kind!r}")
-        codec.check_fit(self._fit, theirs)
+        codec.check_fit(self._fit, peer_fit)
         return message.blobs
 
     def _send_engine(self, peer: int, offers: Sequence[bytes]) -> None:
-        """Say what this side's engine is, and where its pages are."""
+        """Send the description of this engine and the offers of the links over its pages."""
         self._hub.send(peer, Message("engine", {"fit": self._fit}, tuple(offers)))
 
-    def _status(self, event: Event) -> None:
+    def _send_status(self, event: Event) -> None:
         engine = self.engine
         body = {
             "role": self._role,
@@ -180,62 +162,58 @@ class Server(ABC):
         }
         self._hub.send(event.peer, Message("status", body))
 
-    def _left(self, event: Event) -> None:
-        """Somebody is gone. A client holds nothing of the side's."""
+    def _remove_peer(self, event: Event) -> None:
         if event.role is not Role.CLIENT:
             self.side.left(event.peer)
 
     @abstractmethod
-    def _client(self, event: Event) -> None: ...
+    def _create_worker(self) -> PrefillSide | DecodeSide: ...
 
     @abstractmethod
-    def _try_link(self, host: str) -> None: ...
+    def _handle_client(self, event: Event) -> None: ...
 
     @abstractmethod
-    def _begin(self, peer: int) -> Landing | None:
-        """An engine has come."""
+    def _try_link(self, host: str) -> None:
+        """Open a link and close it. Raises :class:`CapabilityError` if the transport can't register the memory."""
 
     @abstractmethod
-    def _meet(self, peer: int, message: Message | None, landing: Landing | None) -> None:
-        """It says what it is. Raises :class:`WireError`, :class:`LinkDown`, and where nothing can be done any more."""
+    def _start_handshake(self, peer: int) -> Landing | None:
+        """Start the handshake with the engine of a new peer. Return the landing that was opened for the peer, if any."""
+
+    @abstractmethod
+    def _finish_handshake(self, peer: int, message: Message | None, landing: Landing | None) -> None:
+        """Check the peer's engine and connect the links.
+
+        Raises :class:`WireError` or :class:`LinkDown`, which close the connection, or an error that ends the server.
+        """
 
 
 class PrefillServer(Server):
-    """Prefills for any number of decode servers, which come to it."""
+    """A server that prefills for any number of decode servers. They connect to it."""
 
     _role = Role.PREFILL
     side: PrefillSide
 
-    def __init__(
-        self,
-        engine: Engine,
-        transport: Transport,
-        *,
-        listen: Address,
-        secret: bytes = b"",
-        silence_s: float = 30.0,
-        say: Say = lambda line: None,
-    ) -> None:
-        super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
-        self.side = PrefillSide(engine)
+    def _create_worker(self) -> PrefillSide:
+        return PrefillSide(self.engine)
 
-    def _client(self, event: Event) -> None:
+    def _handle_client(self, event: Event) -> None:
         if event.kind == "message" and event.message is not None:
             if event.message.kind != "status":
                 raise WireError(f"a prefill server takes no {event.message.kind!r} of a client; ask a decode server")
-            self._status(event)
+            self._send_status(event)
 
     def _try_link(self, host: str) -> None:
         self._open_link(host, accepts=True).close()
 
-    def _begin(self, peer: int) -> None:
-        del peer  # the other side says first how many ranks it has
+    def _start_handshake(self, peer: int) -> None:
+        del peer  # the decode server sends the first message, with the number of its ranks
 
-    def _meet(self, peer: int, message: Message | None, landing: Landing | None) -> None:
+    def _finish_handshake(self, peer: int, message: Message | None, landing: Landing | None) -> None:
         del landing
         links: list[Link] = []
         try:
-            for offer in self._engine_of(message):
+            for offer in self._check_engine(message):
                 links.append(self._open_link(self.address.host, accepts=True))
                 links[-1].connect(offer)
         except (ConfigError, WireError, LinkDown) as error:
@@ -252,7 +230,10 @@ class PrefillServer(Server):
 
 
 class DecodeServer(Server):
-    """Serves clients, and has their prompts prefilled by ``prefill``. ``alone``: what it does while none of them is there."""
+    """A server that decodes for clients. The servers at the addresses ``prefill`` prefill the prompts.
+
+    ``alone`` is the mode while no prefill server is connected.
+    """
 
     _role = Role.DECODE
     side: DecodeSide
@@ -270,71 +251,75 @@ class DecodeServer(Server):
         say: Say = lambda line: None,
     ) -> None:
         self._ranks = RankLandings(engine) if engine.groups > 1 else None
+        self._alone = alone
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
-        self.side = DecodeSide(engine, alone=alone)
-        self._clients: dict[int, dict[int, int]] = {}
+        self._requests_of_client: dict[int, dict[int, int]] = {}
+        """Number of each open request, by peer number of the client and the client's id of the request."""
         for address in prefill:
             self._hub.reach(address)
 
-    def _left(self, event: Event) -> None:
-        super()._left(event)
-        for number in self._clients.pop(event.peer, {}).values():
+    def _create_worker(self) -> DecodeSide:
+        return DecodeSide(self.engine, alone=self._alone)
+
+    def _remove_peer(self, event: Event) -> None:
+        super()._remove_peer(event)
+        for number in self._requests_of_client.pop(event.peer, {}).values():
             self.side.abort(number)
 
-    def _client(self, event: Event) -> None:
+    def _handle_client(self, event: Event) -> None:
         if event.kind == "joined":
-            self._clients[event.peer] = {}
+            self._requests_of_client[event.peer] = {}
             return
-        body, requests = body_of(event), self._clients[event.peer]
         assert event.message is not None
-        with codec.Reading(f"a message {event.message.kind!r}"):
-            if event.message.kind == "status":
-                self._status(event)
-            elif event.message.kind == "submit":
+        kind, body = event.message.kind, event.message.body
+        with codec.Reading(f"a message {kind!r}"):
+            if kind == "status":
+                self._send_status(event)
+            elif kind == "submit":
                 self._submit(event.peer, codec.whole(body["id"]), event.message)
-            elif event.message.kind == "abort":
-                number = requests.pop(codec.whole(body["id"]), None)
+            elif kind == "abort":
+                number = self._requests_of_client[event.peer].pop(codec.whole(body["id"]), None)
                 if number is not None:
                     self.side.abort(number)
             else:
-                raise WireError(f"a client doesn't say {event.message.kind!r}")
+                raise WireError(f"a client doesn't say {kind!r}")
 
-    def _submit(self, peer: int, name: int, message: Message) -> None:
-        requests = self._clients[peer]
-        if name in requests:
-            raise WireError(f"the id {name} is in use")
+    def _submit(self, peer: int, client_id: int, message: Message) -> None:
+        requests = self._requests_of_client[peer]
+        if client_id in requests:
+            raise WireError(f"the id {client_id} is in use")
 
         def emit(output: StepOutput) -> None:
             if output.finish_reason is not None:
-                requests.pop(name, None)
-            self._hub.send(peer, Message("output", {"id": name, "output": codec.output_to(output)}))
+                requests.pop(client_id, None)
+            self._hub.send(peer, Message("output", {"id": client_id, "output": codec.output_to(output)}))
 
         try:
-            if self._ending is not None:
+            if self._drain_deadline is not None:
                 raise RequestError("this server is about to end")
             state = codec.state_from(message.body["state"], message.blobs)
-            requests[name] = -1
-            requests[name] = self.side.submit(state, emit)
+            requests[client_id] = -1
+            requests[client_id] = self.side.submit(state, emit)
         except (RequestError, ConfigError) as error:
-            requests.pop(name, None)
+            requests.pop(client_id, None)
             emit(StepOutput(0, (), FinishReason.ERROR, error=str(error)))
 
     def _try_link(self, host: str) -> None:
-        self._landing(host).close()
+        self._open_landing(host).close()
 
-    def _landing(self, host: str) -> Landing:
+    def _open_landing(self, host: str) -> Landing:
         link = self._open_link(host, accepts=False)
         return OneLanding(link) if self._ranks is None else self._ranks.make(link, host)
 
-    def _begin(self, peer: int) -> Landing:
-        landing = self._landing(self.address.host)
+    def _start_handshake(self, peer: int) -> Landing:
+        landing = self._open_landing(self.address.host)
         self._send_engine(peer, landing.offers())
         return landing
 
-    def _meet(self, peer: int, message: Message | None, landing: Landing | None) -> None:
+    def _finish_handshake(self, peer: int, message: Message | None, landing: Landing | None) -> None:
         assert landing is not None
         try:
-            offers = self._engine_of(message)
+            offers = self._check_engine(message)
             if len(offers) != len(landing.offers()):
                 raise WireError(f"it has {len(offers)} links for {len(landing.offers())} groups here")
             landing.connect(offers)

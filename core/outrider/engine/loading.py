@@ -71,7 +71,8 @@ def load_checkpoint(
     directory = find_checkpoint(directory, code=trust_remote_code)
     draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)
     builders = dict(builders or {})
-    builders |= plugin_builders(speculate, given=builders)  # before anything is loaded: it raises for an unknown name
+    # plugin_builders raises for an unknown name, before any weights are loaded.
+    builders |= plugin_builders(speculate, other_builders=builders)
     check_output_head(speculate, draft_output_head, draft_vocabulary)
     vocabulary = None if draft_vocabulary is None else DraftVocabulary.read(draft_vocabulary)
     if trust_remote_code and not through_transformers:

@@ -60,7 +60,7 @@ class Loop:
             watchdog,
             open_requests=lambda: self.open_requests,
             undo=self._undo,
-            course=course,
+            decision_log=course,
         )
         self._in_flight: deque[Ticket] = deque()
         self.requests: dict[int, Request] = {}
@@ -182,7 +182,7 @@ class Loop:
             batches = [*(ticket.batch for ticket in self._in_flight), *unlaunched]
             self._in_flight.clear()
             self.step.forget()
-            self.scheduler.take_back(batches, spoilt=not well)
+            self.scheduler.take_back(batches, corrupted=not well)
 
     def _next_batch(self) -> Batch | None:
         """Return the scheduler's next batch. If a request must be preempted, handle all iterations in flight first."""

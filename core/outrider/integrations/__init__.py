@@ -1,1 +1,1 @@
-"""Adapters for orchestrators that exist: one module for each, which needs the orchestrator's own package."""
+"""Adapters for serving orchestrators. Each module needs the package of its orchestrator."""

@@ -1,4 +1,4 @@
-"""A worker of NVIDIA Dynamo: its unified backend over one engine. Dynamo has the HTTP, tokenises and routes.
+"""A worker for NVIDIA Dynamo: Dynamo's unified backend on one engine. Dynamo handles HTTP, tokenization and routing.
 
 Needs the extra ``dynamo``. ``python -m outrider.integrations.dynamo --model DIR`` runs a worker.
 """
@@ -39,56 +39,61 @@ from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.serve.kv_events import KvEventPublisher
 
-_SNAPSHOT_S = 0.5
+_METRICS_PERIOD_S = 0.5
 _GUIDES: dict[str, Callable[[Any], Guide]] = {"json": JsonSchema, "regex": Regex, "choice": Choice, "grammar": Ebnf}
-_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "cancelled"}
+_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "cancelled"}
 
 
 @dataclass
 class _Open:
-    """A request of Dynamo's: its id here once it's admitted, and whether it was aborted."""
+    """A request of Dynamo that hasn't ended."""
 
     id: int | None = None
+    """The engine's request id; None before admission."""
     aborted: bool = False
     ending: asyncio.Future[None] | None = None
+    """A reference to the task that aborts the request, so that the task isn't garbage-collected."""
 
 
 class OutriderEngine(LLMEngine):
-    """Dynamo's view of an :class:`~outrider.AsyncEngine`, made by ``make`` in :meth:`start`. ``model``: the checkpoint's
-    directory, which has the tokenizer that Dynamo uses; ``name``: that which clients call it by.
-    """
+    """An :class:`~outrider.AsyncEngine` with the interface of Dynamo's unified backend."""
 
     def __init__(self, make: Callable[[], Engine], *, model: Path, name: str) -> None:
-        self._make, self._model, self._name = make, model, name
+        """``make``: creates the engine, in :meth:`start`. ``model``: the checkpoint directory, whose tokenizer Dynamo uses.
+        ``name``: the model name for clients.
+        """
+        self._make_engine, self._model, self._name = make, model, name
         self._engine: AsyncEngine | None = None
         self._events: KvEventPublisher | None = None
         self._events_dir: tempfile.TemporaryDirectory[str] | None = None
-        self._open: dict[str, _Open] = {}
+        self._open_requests: dict[str, _Open] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._reporting: Future[None] | None = None
+        self._metrics_task: Future[None] | None = None
         self.lost: BaseException | None = None
-        """Why the engine can't go on; None while it can."""
+        """The error that stopped the engine; None while the engine works."""
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[OutriderEngine, WorkerConfig]:
-        """The engine that a command line asks for. Ends the process, as argparse does, for options that don't exist."""
-        given = parser().parse_args(argv)
-        runtime = DynamoRuntimeConfig.from_cli_args(given)
+        """Return the engine and the worker config of a command line. Exits like argparse for invalid options."""
+        args = parser().parse_args(argv)
+        runtime = DynamoRuntimeConfig.from_cli_args(args)
         runtime.validate()
-        model = Speculation.choose(given.speculate, model=given.model, draft=given.draft, draft_tokens=given.draft_tokens)
-        sizes = Sizes(max_context=given.max_context, kv_memory=given.kv_memory, page_size=given.page_size)
-        make = partial(load, given.backend, model, max_requests=given.max_requests, dtype=given.dtype, sizes=sizes)
-        name = given.served_model_name or model.model.name
-        where = runtime.endpoint or f"dyn://{runtime.namespace}.backend.generate"
-        namespace, component, endpoint = parse_endpoint(where)
-        places: dict[str, Any] = {"namespace": namespace, "component": component, "endpoint": endpoint}
-        config = WorkerConfig.from_runtime_config(runtime, model_name=str(model.model), served_model_name=name, **places)
+        model = Speculation.choose(args.speculate, model=args.model, draft=args.draft, draft_tokens=args.draft_tokens)
+        sizes = Sizes(max_context=args.max_context, kv_memory=args.kv_memory, page_size=args.page_size)
+        make = partial(load, args.backend, model, max_requests=args.max_requests, dtype=args.dtype, sizes=sizes)
+        name = args.served_model_name or model.model.name
+        address = runtime.endpoint or f"dyn://{runtime.namespace}.backend.generate"
+        namespace, component, endpoint = parse_endpoint(address)
+        address_parts: dict[str, Any] = {"namespace": namespace, "component": component, "endpoint": endpoint}
+        config = WorkerConfig.from_runtime_config(
+            runtime, model_name=str(model.model), served_model_name=name, **address_parts
+        )
         return cls(make, model=model.model, name=name), config
 
     async def start(self, worker_id: int) -> EngineConfig:  # noqa: ARG002
-        """Load the model. Afterwards requests are taken."""
+        """Load the model and return Dynamo's registration. The engine accepts requests afterwards."""
         self._loop = asyncio.get_running_loop()
-        self._engine = engine = AsyncEngine(self._make)
+        self._engine = engine = AsyncEngine(self._make_engine)
         await engine.start()
         config = engine.engine.config
         if config.prefix_cache:
@@ -105,14 +110,18 @@ class OutriderEngine(LLMEngine):
         return EngineConfig(model=str(self._model), served_model_name=self._name, llm=registration)
 
     async def generate(self, request: GenerateRequest, context: Any) -> AsyncGenerator[GenerateChunk, None]:
-        """Stream the tokens of one request."""
+        """Stream the tokens of one request. Raises Dynamo's exceptions.
+
+        ``InvalidArgument``: the engine rejects the request. ``Unknown``: the request failed. ``EngineShutdown``: the engine
+        has stopped.
+        """
         engine = self._engine
         if engine is None:
             raise EngineShutdown("this worker hasn't started, or has ended")
         normalize_request_token_ids(request)
         params = sampling_params(request, engine.engine.max_context)
-        opened = self._open[context.id()] = _Open()
-        prompt, given = request["token_ids"], 0
+        opened = self._open_requests[context.id()] = _Open()
+        prompt, num_generated = request["token_ids"], 0
 
         def admitted(ids: range) -> None:
             opened.id = ids.start
@@ -124,32 +133,32 @@ class OutriderEngine(LLMEngine):
             async for output in stream:
                 if output.finish_reason is FinishReason.ERROR:
                     raise Unknown(output.error or "the request ended with an error")
-                given += len(output.tokens)
-                yield _chunk(output, len(prompt), given)
+                num_generated += len(output.tokens)
+                yield _chunk(output, len(prompt), num_generated)
         except OutriderError as error:
             if engine.error is None:
                 raise InvalidArgument(str(error)) from error
-            self._give_up(error)
+            self._end_worker(error)
             raise EngineShutdown(str(error)) from error
         finally:
-            self._open.pop(context.id(), None)
+            self._open_requests.pop(context.id(), None)
             await stream.aclose()  # type: ignore[attr-defined]  # an async generator
 
     async def abort(self, context: Any) -> None:
-        """End a request; its stream ends with ``cancelled``."""
-        opened = self._open.get(context.id(), _Open())
+        """Abort a request. Its stream ends with the finish reason ``cancelled``."""
+        opened = self._open_requests.get(context.id(), _Open())
         opened.aborted = True
         if opened.id is not None:
             await self._end(opened.id)
 
     async def cleanup(self) -> None:
-        """End the engine and what it tells. Allowed twice, and after a start that failed."""
-        reporting, self._reporting = self._reporting, None
+        """Close the engine and the publishers. Does nothing a second time, and works after a failed start."""
+        metrics_task, self._metrics_task = self._metrics_task, None
         engine, self._engine = self._engine, None
         events, self._events = self._events, None
         directory, self._events_dir = self._events_dir, None
-        if reporting is not None:
-            reporting.cancel()
+        if metrics_task is not None:
+            metrics_task.cancel()
         if engine is not None:
             await engine.close()
         if events is not None:
@@ -158,20 +167,20 @@ class OutriderEngine(LLMEngine):
             directory.cleanup()
 
     async def kv_event_sources(self) -> list[KvEventSource]:
-        """Where the worker hears of the prefix cache; nothing without one."""
+        """Return the address of the prefix cache's events; empty without a prefix cache."""
         return [] if self._events is None else [ZmqSource(endpoint=self._events_address)]
 
     def component_metrics_dp_ranks(self) -> list[int]:
-        """One rank."""
+        """Return rank 0, the only data-parallel rank."""
         return [0]
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
-        """Report the use of KV pages to ``publisher``, twice a second."""
-        assert self._loop is not None  # the worker calls this after start(), from a thread of its own
-        self._reporting = asyncio.run_coroutine_threadsafe(self._report(publisher), self._loop)
+        """Start to report the number of used KV pages to ``publisher``, every 0.5 seconds."""
+        assert self._loop is not None  # Dynamo calls this on another thread, after start()
+        self._metrics_task = asyncio.run_coroutine_threadsafe(self._report(publisher), self._loop)
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        """One token behind one token."""
+        """Return a request with a prompt of one token for one output token."""
         return dict(build_health_check_payload(bos_token_id=1))
 
     @property
@@ -181,11 +190,11 @@ class OutriderEngine(LLMEngine):
 
     async def _end(self, request: int) -> None:
         if self._engine is not None:
-            with suppress(OutriderError):  # it has ended meanwhile
+            with suppress(OutriderError):  # the request may have ended already
                 await self._engine.abort(request)
 
-    def _give_up(self, error: BaseException) -> None:
-        """Let the worker end whose engine can't go on, so that its supervisor starts another."""
+    def _end_worker(self, error: BaseException) -> None:
+        """End this worker after the loss of its engine, so that its supervisor starts another worker."""
         if self.lost is None:
             self.lost = error
             os.kill(os.getpid(), signal.SIGTERM)
@@ -196,92 +205,92 @@ class OutriderEngine(LLMEngine):
                 total = self._engine.engine.config.num_pages - 1
                 used = total - await self._engine.call(lambda inner: inner.free_pages)
                 publisher.publish(0, ComponentSnapshot(used, total, used / total, dp_rank=0))
-            await asyncio.sleep(_SNAPSHOT_S)
+            await asyncio.sleep(_METRICS_PERIOD_S)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Dynamo's options for a worker, and those of the engine."""
-    made = argparse.ArgumentParser(prog="python -m outrider.integrations.dynamo", allow_abbrev=False)
-    DynamoRuntimeArgGroup().add_arguments(made)
-    group = made.add_argument_group("Outrider's options, as for `outrider serve`")
-    kinds: dict[Callable[[str], object], tuple[str, ...]] = {
+    """Return the argument parser with Dynamo's worker options and the engine's options."""
+    argument_parser = argparse.ArgumentParser(prog="python -m outrider.integrations.dynamo", allow_abbrev=False)
+    DynamoRuntimeArgGroup().add_arguments(argument_parser)
+    group = argument_parser.add_argument_group("Outrider's options, as for `outrider serve`")
+    option_types: dict[Callable[[str], object], tuple[str, ...]] = {
         Path: ("--model", "--draft"),
         str: ("--speculate", "--served-model-name", "--backend", "--dtype"),
         int: ("--max-context", "--page-size"),
         float: ("--kv-memory",),
     }
-    for kind, names in kinds.items():
+    for option_type, names in option_types.items():
         for name in names:
-            group.add_argument(name, type=kind)
+            group.add_argument(name, type=option_type)
     group.add_argument("--draft-tokens", type=int, default=4)
     group.add_argument("--max-requests", type=int, default=64)
-    return made
+    return argument_parser
 
 
 def sampling_params(request: GenerateRequest, max_context: int) -> SamplingParams:
-    """What Dynamo's request asks for. Raises ``InvalidArgument`` for what this worker can't do."""
+    """Convert the sampling options of Dynamo's request. Raises ``InvalidArgument`` for unsupported options."""
     sampling, stops = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
     for name in ("multi_modal_data", "prefill_result", "encoder_result"):
         if request.get(name):
             raise InvalidArgument(f"{name}: this worker takes text alone, and both prefills and decodes it")
-    if sampling.get("use_beam_search") or _given(sampling, "n", 1) != 1:
+    if sampling.get("use_beam_search") or _get_or_default(sampling, "n", 1) != 1:
         raise InvalidArgument("n and use_beam_search: a stream of Dynamo's ends with its first sample; ask n times")
     logprobs, prompt_logprobs = parse_logprob_options(request.get("output_options") or {})
     if prompt_logprobs is not None:
         raise InvalidArgument("prompt_logprobs: this worker has log-probabilities of the output alone")
-    given: dict[str, Any] = {
-        "max_tokens": _given(stops, "max_tokens", max(1, max_context - len(request["token_ids"]))),
+    fields: dict[str, Any] = {
+        "max_tokens": _get_or_default(stops, "max_tokens", max(1, max_context - len(request["token_ids"]))),
         "min_tokens": stops.get("min_tokens") or 0,
         "ignore_eos": bool(stops.get("ignore_eos")),
         "stop": tuple(stops.get("stop") or ()),
         "stop_token_ids": (*(stops.get("stop_token_ids") or ()), *(stops.get("stop_token_ids_hidden") or ())),
-        "temperature": _given(sampling, "temperature", 1.0),
-        "top_k": max(0, _given(sampling, "top_k", 0)),
-        "seed": _given(sampling, "seed", random.getrandbits(63)),
+        "temperature": _get_or_default(sampling, "temperature", 1.0),
+        "top_k": max(0, _get_or_default(sampling, "top_k", 0)),
+        "seed": _get_or_default(sampling, "seed", random.getrandbits(63)),
         "logprobs": logprobs,
         "logit_bias": {int(token): bias for token, bias in (sampling.get("logit_bias") or {}).items()},
     }
     for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         if sampling.get(name) is not None:
-            given[name] = float(sampling[name])
+            fields[name] = float(sampling[name])
     try:
-        return SamplingParams(guide=_guide(sampling.get("guided_decoding") or {}), **given)
+        return SamplingParams(guide=_guide(sampling.get("guided_decoding") or {}), **fields)
     except OutriderError as error:
         raise InvalidArgument(str(error)) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a worker until it's told to end; returns 1 where it ended because its engine couldn't go on."""
-    made: list[OutriderEngine] = []
+    """Run a worker until Dynamo ends it. Return 1 if the worker ended because its engine was lost, else 0."""
+    engines: list[OutriderEngine] = []
 
     async def make(arguments: list[str] | None) -> tuple[OutriderEngine, WorkerConfig]:
-        both = await OutriderEngine.from_args(arguments)
-        made.append(both[0])
-        return both
+        engine, config = await OutriderEngine.from_args(arguments)
+        engines.append(engine)
+        return engine, config
 
     run(OutriderEngine, None if argv is None else list(argv), make)
-    return int(any(engine.lost is not None for engine in made))
+    return int(any(engine.lost is not None for engine in engines))
 
 
-def _guide(asked: dict[str, Any]) -> Guide | None:
-    given = {name: value for name, value in asked.items() if value}
-    if not given:
+def _guide(guided_decoding: dict[str, Any]) -> Guide | None:
+    options = {name: value for name, value in guided_decoding.items() if value}
+    if not options:
         return None
-    if len(given) > 1 or not given.keys() <= _GUIDES.keys():
-        raise InvalidArgument(f"guided_decoding: {', '.join(given)}; this worker takes one of {', '.join(_GUIDES)}")
-    ((name, value),) = given.items()
+    if len(options) > 1 or not options.keys() <= _GUIDES.keys():
+        raise InvalidArgument(f"guided_decoding: {', '.join(options)}; this worker takes one of {', '.join(_GUIDES)}")
+    ((name, value),) = options.items()
     return _GUIDES[name](value)
 
 
-def _given(options: dict[str, Any], name: str, default: Any) -> Any:
+def _get_or_default(options: dict[str, Any], name: str, default: Any) -> Any:
     return default if options.get(name) is None else options[name]
 
 
-def _chunk(output: StepOutput, prompt: int, given: int) -> GenerateChunk:
+def _chunk(output: StepOutput, num_prompt: int, num_generated: int) -> GenerateChunk:
     chunk: GenerateChunk = {"token_ids": list(output.tokens), "index": 0}
     if output.logprobs:
         chunk["log_probs"] = [each.logprob for each in output.logprobs]
-        # The text of each is made by Dynamo, from its id.
+        # Dynamo replaces "token_id:N" by the token's text.
         chunk["top_logprobs"] = [
             [
                 {"rank": rank, "token_id": token, "token": f"token_id:{token}", "logprob": logprob}
@@ -290,8 +299,12 @@ def _chunk(output: StepOutput, prompt: int, given: int) -> GenerateChunk:
             for each in output.logprobs
         ]
     if output.finish_reason is not None:
-        chunk["finish_reason"] = _FINISH[output.finish_reason]
-        chunk["completion_usage"] = {"prompt_tokens": prompt, "completion_tokens": given, "total_tokens": prompt + given}
+        chunk["finish_reason"] = _FINISH_REASONS[output.finish_reason]
+        chunk["completion_usage"] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+        }
     return chunk
 
 

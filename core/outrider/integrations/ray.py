@@ -1,7 +1,7 @@
-"""Replicas of the server behind one address, on Ray Serve: ``serve run outrider.integrations.ray:app replicas=2``.
+"""Replicas of the server with one address, on Ray Serve: ``serve run outrider.integrations.ray:app replicas=2``.
 
-Needs the extras ``ray`` and ``serve``. A replica is an actor with an engine in a process of its own. The ingress hands each
-request to a replica. Where that replica dies before the answer has begun, the request goes to another one: no client sees it.
+Needs the extras ``ray`` and ``serve``. A replica is an actor whose engine runs in a separate process. The ingress passes
+each request to a replica. If the replica dies before the response has begun, the ingress sends the request to another one.
 """
 
 from __future__ import annotations
@@ -38,33 +38,38 @@ from outrider.serve.prompts import Prompter, Wording
 
 _LOG = logging.getLogger("outrider.ray")
 _LOAD = "outrider_load"
-_REPORT_S = 1.0
-_PAUSE_S = 0.2
-_GONE = (RayActorError, ReplicaUnavailableError, DeploymentUnavailableError)
-_GONE_CODES = ("engine_lost", "draining")
-"""Codes of a 503 by which a replica says that it can't serve any more."""
+_METRICS_PERIOD_S = 1.0
+_RESEND_DELAY_S = 0.2
+_REPLICA_LOST = (RayActorError, ReplicaUnavailableError, DeploymentUnavailableError)
+_REPLICA_LOST_CODES = ("engine_lost", "draining")
+"""Error codes of status 503 from a replica that can't serve any more."""
 
 
 class RaySettings(BaseModel):
-    """What ``serve run`` is given, as ``name=value``, or the ``args`` of a Serve config file.
+    """The settings of ``serve run``, as ``name=value``, or of the ``args`` in a Serve config file.
 
-    ``replicas``: so many, or with ``max_replicas`` between both, by load. A replica's load is the larger of two shares: of
-    its requests in those that it runs at a time, and of the KV pages in use. ``target_load``: what scaling aims at. ``cpus``
-    and ``gpus``: what Ray keeps for a replica. ``resend_s``: how long a request is sent again while replicas die.
-
-    The others are options of ``outrider serve``.
+    The fields from ``model`` on are options of ``outrider serve``.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     replicas: int = Field(1, ge=1)
+    """Number of replicas; the minimum if ``max_replicas`` is set."""
     max_replicas: int | None = Field(None, ge=1)
+    """Maximum number of replicas, for scaling by load."""
     target_load: float = Field(0.8, gt=0, le=10)
+    """The load of each replica that scaling aims at.
+
+    A load is the larger of two ratios: requests to the maximum number of running requests, and used to all KV pages.
+    """
     upscale_delay_s: float = Field(30.0, ge=0)
     downscale_delay_s: float = Field(600.0, ge=0)
     cpus: float = Field(1.0, ge=0)
+    """CPU cores that Ray reserves for a replica."""
     gpus: float = Field(0.0, ge=0)
+    """GPUs that Ray reserves for a replica."""
     resend_s: float = Field(120.0, ge=0)
+    """Seconds during which the ingress sends a request again while replicas die."""
 
     model: Path | None = None
     draft: Path | None = None
@@ -94,7 +99,7 @@ class RaySettings(BaseModel):
 
 
 class Replica:
-    """One server without a port of its own: it answers what the ingress hands it."""
+    """A server without a port, which receives its requests from the ingress."""
 
     async def __init__(self, settings: RaySettings) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = settings
@@ -117,7 +122,7 @@ class Replica:
             load, settings.backend, speculation, max_requests=None, dtype=settings.dtype, sizes=sizes, say=True
         )
         template = None if settings.chat_template is None else settings.chat_template.read_text("utf-8")
-        # What can be wrong without the model is said before minutes of loading it.
+        # Wording() raises for invalid templates, before the model is loaded for minutes.
         wording = await asyncio.to_thread(Wording, speculation.model, chat_template=template)
         keys = () if settings.api_key_file is None else tuple(settings.api_key_file.read_text("utf-8").split())
         name = settings.served_model_name or ("outrider-bundled" if settings.model is None else settings.model.resolve().name)
@@ -136,18 +141,18 @@ class Replica:
                 ("outrider_kv_cache_usage", "Share of the KV pages that requests hold, 0 to 1."),
             )
         )
-        self._reporting = asyncio.get_running_loop().create_task(self._report())
+        self._metrics_task = asyncio.get_running_loop().create_task(self._report())
 
     async def answer(self, scope: Mapping[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
-        """The messages of ASGI that answer a request. Closing the iterator is what a client does that goes away."""
+        """Yield the ASGI messages of the response to a request. Closing the iterator acts like a client's disconnect."""
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(maxsize=16)
-        given = [{"type": "http.request", "body": body, "more_body": False}]
-        left = asyncio.Event()
+        incoming = [{"type": "http.request", "body": body, "more_body": False}]
+        disconnected = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
-            if given:
-                return given.pop()
-            await left.wait()
+            if incoming:
+                return incoming.pop()
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: MutableMapping[str, Any]) -> None:
@@ -159,41 +164,41 @@ class Replica:
             finally:
                 await messages.put(None)
 
-        working = asyncio.ensure_future(run())
+        app_task = asyncio.ensure_future(run())
         try:
             while (message := await messages.get()) is not None:
                 yield message
-            await working
+            await app_task
         finally:
-            left.set()
-            working.cancel()
+            disconnected.set()
+            app_task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
-                await working
+                await app_task
 
     def check_health(self) -> None:
-        """Raises where the engine is gone; Serve then makes another replica."""
+        """Raise the engine's error if the engine has stopped. Serve then starts another replica."""
         if self._engine.error is not None:
             raise self._engine.error
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """The load, in parts of what scaling aims at."""
+        """Return the load divided by the target load."""
         return {_LOAD: self._load() / self._settings.target_load}
 
     async def __del__(self) -> None:
-        """Serve awaits it when a replica is to end, after its requests have, and where one couldn't be made."""
-        held = vars(self)
-        if "_reporting" in held:
-            self._reporting.cancel()
+        """Close the engine. Serve awaits this method after the last request, and after a failed ``__init__``."""
+        attributes = vars(self)
+        if "_metrics_task" in attributes:
+            self._metrics_task.cancel()
             self._app.state.service.close()
-        if "_engine" in held:
+        if "_engine" in attributes:
             await self._engine.close()
 
     def _load(self) -> float:
         snapshot = self._engine.snapshot
         if snapshot is None:
             return 0.0
-        held = snapshot.load
-        return max((held.running + held.waiting) / self._rows, 1 - held.free_pages / held.pages)
+        load = snapshot.load
+        return max((load.running + load.waiting) / self._rows, 1 - load.free_pages / load.pages)
 
     async def _report(self) -> None:
         while True:
@@ -202,18 +207,18 @@ class Replica:
                 self._running.set(snapshot.load.running)
                 self._waiting.set(snapshot.load.waiting)
                 self._pages.set(1 - snapshot.load.free_pages / snapshot.load.pages)
-            await asyncio.sleep(_REPORT_S)
+            await asyncio.sleep(_METRICS_PERIOD_S)
 
 
 class Ingress:
-    """What has the address. It sends a request again whose replica died before a byte of the answer had come."""
+    """The deployment with the address. It sends a request again if its replica died before the response began."""
 
     def __init__(self, replicas: DeploymentHandle[Any], resend_s: float) -> None:
         self._replicas = replicas.options(stream=True)
         self._resend_s = resend_s
 
     async def __call__(self, request: Request) -> Response:
-        """Answer a request."""
+        """Pass a request to a replica and return the response."""
         body = await request.body()
         request_id = request.headers.get("x-request-id") or f"req-{secrets.token_hex(12)}"
         scope = _scope(request, request_id)
@@ -221,25 +226,25 @@ class Ingress:
         while True:
             stream: Any = self._replicas.answer.remote(scope, body)
             try:
-                status, headers, first = await _beginning(stream)
-                why = _gone(status, first)
-            except _GONE as error:
-                why = f"{type(error).__name__}: {error}".splitlines()[0]
+                status, headers, first = await _read_head(stream)
+                reason = _loss_reason(status, first)
+            except _REPLICA_LOST as error:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
             except BaseException:
                 stream.cancel()
                 raise
-            if why is None:
-                return _Relayed(_rest(stream, first), status, headers)
+            if reason is None:
+                return _RelayedResponse(_read_body(stream, first), status, headers)
             if time.monotonic() >= deadline:
-                text = f"no replica could answer within {self._resend_s:g} s: {why}"
-                told = ApiError(503, text, kind=SERVER, code="no_replica")
-                return Response(told.encoded(), 503, told.headers, "application/json")
-            _LOG.warning("request %s is sent again: %s", request_id, why)
-            await asyncio.sleep(_PAUSE_S)
+                text = f"no replica could answer within {self._resend_s:g} s: {reason}"
+                error_body = ApiError(503, text, kind=SERVER, code="no_replica")
+                return Response(error_body.encoded(), 503, error_body.headers, "application/json")
+            _LOG.warning("request %s is sent again: %s", request_id, reason)
+            await asyncio.sleep(_RESEND_DELAY_S)
 
 
-class _Relayed(StreamingResponse):
-    """An answer with the headers that the replica gave it."""
+class _RelayedResponse(StreamingResponse):
+    """A response with the replica's headers."""
 
     def __init__(self, body: AsyncIterator[bytes], status: int, headers: list[tuple[bytes, bytes]]) -> None:
         super().__init__(body, status)
@@ -247,8 +252,9 @@ class _Relayed(StreamingResponse):
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """How many replicas there should be: so many that each has the load that is aimed at. For Serve's autoscaler, which keeps
-    within the bounds and adds its delays.
+    """Return the number of replicas at which each has the target load, for Serve's autoscaler.
+
+    The autoscaler applies the bounds and delays of :class:`RaySettings`.
     """
     loads = (context.aggregated_metrics or {}).get(_LOAD)
     if not loads:
@@ -256,19 +262,19 @@ def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     return max(1, math.ceil(sum(loads.values()) - 1e-6)), {}
 
 
-def app(given: Mapping[str, Any] | None = None) -> serve.Application:
-    """The application, as ``serve run`` and ``serve deploy`` build it. ``given``: fields of :class:`RaySettings`.
+def app(args: Mapping[str, Any] | None = None) -> serve.Application:
+    """Return the application for ``serve run`` and ``serve deploy``. ``args``: fields of :class:`RaySettings`.
 
-    Raises :class:`ConfigError` for settings that don't exist or don't fit.
+    Raises :class:`ConfigError` for unknown or invalid settings.
     """
     try:
-        settings = RaySettings(**dict(given or {}))
+        settings = RaySettings(**dict(args or {}))
     except ValidationError as error:
-        said = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'settings'}: {each['msg']}" for each in error.errors())
-        raise ConfigError(f"{said}; the settings are {', '.join(RaySettings.model_fields)}") from None
-    count: dict[str, Any] = {"num_replicas": settings.replicas}
+        problems = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'settings'}: {each['msg']}" for each in error.errors())
+        raise ConfigError(f"{problems}; the settings are {', '.join(RaySettings.model_fields)}") from None
+    replica_count: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.max_replicas is not None:
-        count = {
+        replica_count = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=settings.replicas,
                 max_replicas=settings.max_replicas,
@@ -280,11 +286,11 @@ def app(given: Mapping[str, Any] | None = None) -> serve.Application:
     replica = serve.deployment(
         name="OutriderReplica",
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
-        max_ongoing_requests=100_000,  # the server has its own limit, and says so with status 429
+        max_ongoing_requests=100_000,  # the server limits requests itself, with status 429
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=30.0,
-        **count,
+        **replica_count,
     )(Replica)
     ingress = serve.deployment(name="OutriderIngress", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=100_000)(
         Ingress
@@ -293,16 +299,16 @@ def app(given: Mapping[str, Any] | None = None) -> serve.Application:
 
 
 def _gauge(name: str, text: str, tags: dict[str, str]) -> Gauge:
-    made = Gauge(name, text, ("replica",))
-    made.set_default_tags(tags)
-    return made
+    gauge = Gauge(name, text, ("replica",))
+    gauge.set_default_tags(tags)
+    return gauge
 
 
 def _scope(request: Request, request_id: str) -> dict[str, Any]:
-    """What of a request's scope can travel."""
+    """Return the serializable part of a request's ASGI scope."""
     headers = [(name, value) for name, value in request.scope["headers"] if name != b"x-request-id"]
-    kept = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
-    scope = {name: request.scope[name] for name in kept if name in request.scope}
+    keys = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
+    scope = {key: request.scope[key] for key in keys if key in request.scope}
     return {
         **scope,
         "asgi": {"version": "3.0"},
@@ -311,31 +317,32 @@ def _scope(request: Request, request_id: str) -> dict[str, Any]:
     }
 
 
-async def _beginning(stream: Any) -> tuple[int, list[tuple[bytes, bytes]], dict[str, Any]]:
-    """Status, headers and the first piece of an answer: nothing is sent to the client before that piece is here."""
+async def _read_head(stream: Any) -> tuple[int, list[tuple[bytes, bytes]], dict[str, Any]]:
+    """Return status, headers and first body message of a response. The client gets no byte before this message arrives."""
     head = await anext(stream)
-    headers = [(name, value) for name, value in head.get("headers", ()) if name.lower() != b"x-request-id"]  # Serve has it
+    # Serve adds the header x-request-id itself.
+    headers = [(name, value) for name, value in head.get("headers", ()) if name.lower() != b"x-request-id"]
     return head["status"], headers, await anext(stream)
 
 
-def _gone(status: int, first: Mapping[str, Any]) -> str | None:
-    """Why the replica can't serve any more, where that is what its answer says."""
+def _loss_reason(status: int, first: Mapping[str, Any]) -> str | None:
+    """Return the message of a response that reports the loss of its replica; None for every other response."""
     if status != 503:
         return None
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = json.loads(first["body"])["error"]
-        if error["code"] in _GONE_CODES:
+        if error["code"] in _REPLICA_LOST_CODES:
             return str(error["message"])
     return None
 
 
-async def _rest(stream: Any, first: Mapping[str, Any]) -> AsyncIterator[bytes]:
-    """The pieces of an answer. Where the replica dies in the middle, the last is an error: tokens can't be taken back."""
+async def _read_body(stream: Any, first: Mapping[str, Any]) -> AsyncIterator[bytes]:
+    """Yield the body of a response. If the replica dies after its begin, the last part is an error event."""
     try:
         yield first.get("body", b"")
         async for message in stream:
             yield message.get("body", b"")
-    except _GONE:
+    except _REPLICA_LOST:
         error = ApiError(503, "the replica died in the middle of its answer", kind=SERVER, code="engine_lost")
         yield b"data: " + error.encoded() + b"\n\n"
     finally:

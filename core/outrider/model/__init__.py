@@ -1,7 +1,8 @@
-"""The model layer: decoders and EAGLE heads on a backend's kernels, checkpoint loading, the tokenizer.
+"""The model layer: decoders, draft heads, checkpoint loading and the tokenizer.
 
-Nothing here names a device: tensors live where the backend says, and every computation that a device may do faster goes
-through its KernelSet. It needs the extra ``models``; importing it raises :class:`~outrider.device.ConfigError` without.
+No module of this package names a device. The backend places the tensors, and its KernelSet does every computation that a
+device may accelerate. The package needs the extra ``models``; without it the import raises
+:class:`~outrider.device.ConfigError`.
 """
 
 from outrider.model.extra import require_models
@@ -14,12 +15,13 @@ from outrider.model.config import ExpertsConfig, ModelConfig, VisionConfig
 from outrider.model.decoder import Decoder, DecoderWeights
 from outrider.model.dflash import DFlashHead, DFlashWeights
 from outrider.model.dflash_loading import load_dflash
+from outrider.model.draft_head import BaseDraftHead
 from outrider.model.draft_output import OUTPUT_FORMATS, DraftVocabulary, with_output_head
 from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
 from outrider.model.head_loading import load_eagle, load_eagle3
 from outrider.model.inputs import ForwardInput, KeptRows
-from outrider.model.language_model import LanguageModel
+from outrider.model.language_model import LanguageModel, SideBySide, side_by_side
 from outrider.model.layer import LayerWeights, attention_shapes
 from outrider.model.loading import load_decoder
 from outrider.model.location import find_checkpoint
@@ -31,7 +33,6 @@ from outrider.model.quantization import QuantizedMode
 from outrider.model.ranks import ModelRanks
 from outrider.model.rope import RopeConfig
 from outrider.model.shards import Shard, Shards
-from outrider.model.side_by_side import SideBySide, side_by_side
 from outrider.model.stream_decoder import StreamDecoder
 from outrider.model.tensors import Progress
 from outrider.model.tokenizer import Tokenizer, check_same_tokens, has_tokenizer
@@ -42,6 +43,7 @@ from outrider.model.vocabulary import of_vocabulary
 
 __all__ = [
     "OUTPUT_FORMATS",
+    "BaseDraftHead",
     "DFlashHead",
     "DFlashWeights",
     "Decoder",

@@ -1,7 +1,7 @@
-"""Reading many tensors at once: large pieces, by several threads, each on its way to the device while others are read.
+"""Bulk reads of checkpoint tensors: several threads read large chunks while earlier chunks are copied to the device.
 
-A tensor at a time, through a mapped file, is bound by page faults and by one thread's copies; a checkpoint in the page cache
-can be read several times as fast as that.
+Reading one tensor at a time through a mapped file is bound by page faults and by one thread's copies. Bulk reads of a
+checkpoint in the page cache are several times as fast.
 """
 
 from __future__ import annotations
@@ -19,43 +19,44 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, Event, PinnedBuffer, Stream
-from outrider.model.cuts import Cut
+from outrider.model.pieces import Cut
 from outrider.model.reading import reading
 
-_THREADS = 8
-_BUFFERS = 16
-_PIECE = 16 << 20
+_MAX_READ_THREADS = 8
+_MAX_PINNED_BUFFERS = 16
+_CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a tensor's values lie: ``offset`` bytes into the file at ``path``, one behind the other.
-
-    ``run`` and ``pitch``: of a cut of columns, so many values lie behind one another, and so many begin from one row to the
-    next; 0: all lie behind one another.
-    """
+    """Location of a tensor's values in a file: contiguous, or a range of columns with a constant row pitch."""
 
     path: Path
+    """The tensor file."""
     offset: int
+    """Position of the first value in the file, in bytes."""
     dtype: torch.dtype
+    """Dtype of the values in the file."""
     run: int = 0
+    """Number of contiguous values in each row of a column range. 0 if all values are contiguous."""
     pitch: int = 0
+    """Distance between the starts of two rows of a column range, in values. 0 if all values are contiguous."""
 
-    def cut(self, shape: tuple[int, ...], cut: Cut | None) -> Extent:
-        """Where a cut of this tensor, of ``shape`` and whole, lies."""
-        if cut is None:
+    def cut(self, shape: tuple[int, ...], tensor_slice: Cut | None) -> Extent:
+        """Return the extent of ``tensor_slice`` of this tensor, which has the whole ``shape``."""
+        if tensor_slice is None:
             return self
-        columns = math.prod(shape[1:]) if cut.dim == 0 and cut.matrix is None else shape[-1]
-        if cut.dim == 0:
-            first = cut.start if cut.matrix is None else cut.matrix * shape[1] + cut.start
+        columns = math.prod(shape[1:]) if tensor_slice.dim == 0 and tensor_slice.matrix is None else shape[-1]
+        if tensor_slice.dim == 0:
+            first = tensor_slice.start if tensor_slice.matrix is None else tensor_slice.matrix * shape[1] + tensor_slice.start
             return replace(self, offset=self.offset + first * columns * self.dtype.itemsize)
-        offset = self.offset + cut.start * self.dtype.itemsize
-        return replace(self, offset=offset, run=cut.stop - cut.start, pitch=columns)
+        offset = self.offset + tensor_slice.start * self.dtype.itemsize
+        return replace(self, offset=offset, run=tensor_slice.stop - tensor_slice.start, pitch=columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor to be read: where it lies, and the contiguous memory of its dtype on the device that takes it."""
+    """A tensor to read: its extent in a file, and contiguous device memory of the same dtype."""
 
     key: str
     extent: Extent
@@ -63,145 +64,160 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """``values`` of a part from ``first`` on; ``last``: the part ends with it."""
+class _Chunk:
+    """A contiguous range of a part's values that one worker reads."""
 
     part: Part
     first: int
+    """Index of the chunk's first value in the part."""
     values: int
+    """Number of values."""
     last: bool
+    """True for the last chunk of its part."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """``between``: memory of the same size that the file is read into first; None: it's read into the buffer itself."""
+    """A pinned buffer and the event that marks the end of the copy from it."""
 
     buffer: PinnedBuffer
     copied: Event
-    between: Tensor | None
+    staging: Tensor | None
+    """Host memory that the file is read into before the pinned buffer. None if the file is read into the buffer itself."""
 
 
 def read_parts(parts: Sequence[Part], backend: Backend, stream: Stream, done: Callable[[str], None]) -> None:
-    """Read every part, all of one dtype, and copy it to the device on ``stream``; on return the copies have run.
+    """Read every part and copy its values to the device on ``stream``. Return when all copies have completed.
 
-    A device whose memory the host writes at once is read into without a buffer between. ``done(key)`` is called once a
-    part is read. Raises :class:`CheckpointError` where a file ends early or can't be read.
+    All parts have one dtype. If the host can write device memory directly, the values are read into it without a pinned
+    buffer. ``done(key)`` is called after each part has been read. Raises :class:`CheckpointError` if a file is too short or
+    unreadable.
     """
     if not parts:
         return
     itemsize = parts[0].extent.dtype.itemsize
-    largest = max(1, _PIECE // itemsize)
-    pieces = [piece for part in parts for piece in _pieces(part, largest)]
-    workers = max(1, min(_THREADS, os.cpu_count() or 1, len(pieces)))
+    max_values = max(1, _CHUNK_BYTES // itemsize)
+    chunks = [chunk for part in parts for chunk in _chunks_of(part, max_values)]
+    workers = max(1, min(_MAX_READ_THREADS, os.cpu_count() or 1, len(chunks)))
     with ThreadPoolExecutor(workers, thread_name_prefix="outrider-weights") as pool:
         if backend.capabilities.host_writes_memory and backend.observer is not None:
-            for piece in pieces:
-                between = _unwatched(piece.values, parts[0].extent.dtype)
-                pool.submit(_read, piece, between).result()
-                _memory(piece).copy_(between)
-                if piece.last:
-                    done(piece.part.key)
+            for chunk in chunks:
+                staging = _memory_before_torch(chunk.values, parts[0].extent.dtype)
+                pool.submit(_read, chunk, staging).result()
+                _destination_of(chunk).copy_(staging)
+                if chunk.last:
+                    done(chunk.part.key)
         elif backend.capabilities.host_writes_memory:
-            for piece, read in _ahead(pieces, 2 * workers, lambda piece: pool.submit(_read, piece, _memory(piece))):
+
+            def submit(chunk: _Chunk) -> Future[None]:
+                return pool.submit(_read, chunk, _destination_of(chunk))
+
+            for chunk, read in _with_read_ahead(chunks, 2 * workers, submit):
                 read.result()
-                if piece.last:
-                    done(piece.part.key)
+                if chunk.last:
+                    done(chunk.part.key)
         else:
-            _read_through_buffers(pieces, backend, stream, done, pool)
+            _read_through_pinned(chunks, backend, stream, done, pool)
 
 
-def _read_through_buffers(
-    pieces: Sequence[_Piece], backend: Backend, stream: Stream, done: Callable[[str], None], pool: ThreadPoolExecutor
+def _read_through_pinned(
+    chunks: Sequence[_Chunk], backend: Backend, stream: Stream, done: Callable[[str], None], pool: ThreadPoolExecutor
 ) -> None:
-    """Half of the buffers are being read into while the other half is on its way to the device."""
-    size, dtype = max(piece.values for piece in pieces), pieces[0].part.extent.dtype
+    """Read ``chunks`` through pinned buffers. Workers fill one half of the buffers while the other half is copied to the
+    device.
+    """
+    size, dtype = max(chunk.values for chunk in chunks), chunks[0].part.extent.dtype
     slots: list[_Slot] = []
-    for number in range(min(_BUFFERS, len(pieces))):
+    for number in range(min(_MAX_PINNED_BUFFERS, len(chunks))):
         buffer = backend.empty_pinned(f"weights[{number}]", (size,), dtype)
-        # Both memories are used again: fresh pages would take as long as the reading.
+        # The buffers are reused: page faults on fresh memory would take as long as the reads.
         watched = backend.observer is not None or type(buffer.tensor) is not Tensor
-        between = _unwatched(size, dtype) if watched else None
-        slots.append(_Slot(buffer, backend.create_event(f"weights[{number}]"), between))
+        staging = _memory_before_torch(size, dtype) if watched else None
+        slots.append(_Slot(buffer, backend.create_event(f"weights[{number}]"), staging))
     free, filling = deque(slots), deque[_Slot]()
 
-    def submit(piece: _Piece) -> Future[None]:
+    def submit(chunk: _Chunk) -> Future[None]:
         slot = free.popleft()
         if slot.copied.generation:
-            slot.copied.synchronize()  # the copy out of it has run
+            slot.copied.synchronize()  # wait until the previous copy from the buffer has completed
             slot.buffer.renew()
         filling.append(slot)
-        return pool.submit(_read_pinned, piece, slot.buffer.tensor[: piece.values], slot.between)
+        return pool.submit(_read_pinned, chunk, slot.buffer.tensor[: chunk.values], slot.staging)
 
     try:
-        for piece, read in _ahead(pieces, max(1, len(slots) // 2), submit):
+        for chunk, read in _with_read_ahead(chunks, max(1, len(slots) // 2), submit):
             read.result()
             slot = filling.popleft()
-            backend.copy_async(_memory(piece), slot.buffer.tensor[: piece.values], stream=stream)
+            backend.copy_async(_destination_of(chunk), slot.buffer.tensor[: chunk.values], stream=stream)
             stream.record(slot.copied)
             free.append(slot)
-            if piece.last:
-                done(piece.part.key)
+            if chunk.last:
+                done(chunk.part.key)
     finally:  # the buffers outlive their copies
         for slot in slots:
             if slot.copied.generation:
                 slot.copied.synchronize()
 
 
-def _unwatched(values: int, dtype: torch.dtype) -> Tensor:
-    """Host memory for a worker to read a file into where tools watch: they see operations of torch alone, and this memory was
-    written before torch saw it.
+def _memory_before_torch(values: int, dtype: torch.dtype) -> Tensor:
+    """Return host memory that torch sees as written before the tensor exists.
+
+    Observers track torch operations only, so a worker's file read into ordinary tensor memory would look like a missing
+    write.
     """
     return torch.frombuffer(bytearray(values * dtype.itemsize), dtype=dtype)
 
 
-def _ahead(
-    pieces: Sequence[_Piece], count: int, submit: Callable[[_Piece], Future[None]]
-) -> Iterator[tuple[_Piece, Future[None]]]:
-    """The pieces in order, each with its reading; up to ``count`` are begun before they're asked for."""
-    begun: deque[tuple[_Piece, Future[None]]] = deque()
-    for piece in pieces:
-        if len(begun) == count:
-            yield begun.popleft()
-        begun.append((piece, submit(piece)))
-    yield from begun
+def _with_read_ahead(
+    chunks: Sequence[_Chunk], count: int, submit: Callable[[_Chunk], Future[None]]
+) -> Iterator[tuple[_Chunk, Future[None]]]:
+    """Yield each chunk with the future of its read, in order. At most ``count`` reads are started in advance."""
+    started: deque[tuple[_Chunk, Future[None]]] = deque()
+    for chunk in chunks:
+        if len(started) == count:
+            yield started.popleft()
+        started.append((chunk, submit(chunk)))
+    yield from started
 
 
-def _pieces(part: Part, largest: int) -> Iterator[_Piece]:
-    total, run = part.destination.numel(), part.extent.run
-    largest = max(1, largest // run) * run if run else largest  # whole rows
-    for first in range(0, total, largest):
-        values = min(largest, total - first)
-        yield _Piece(part, first, values, first + values == total)
+def _chunks_of(part: Part, max_values: int) -> Iterator[_Chunk]:
+    total, row_values = part.destination.numel(), part.extent.run
+    if row_values:
+        max_values = max(1, max_values // row_values) * row_values  # whole rows
+    for first in range(0, total, max_values):
+        values = min(max_values, total - first)
+        yield _Chunk(part, first, values, first + values == total)
 
 
-def _memory(piece: _Piece) -> Tensor:
-    return piece.part.destination.view(-1)[piece.first : piece.first + piece.values]
+def _destination_of(chunk: _Chunk) -> Tensor:
+    return chunk.part.destination.view(-1)[chunk.first : chunk.first + chunk.values]
 
 
-def _read_pinned(piece: _Piece, into: Tensor, between: Tensor | None) -> None:
-    """As :func:`_read`, where there's memory ``between`` by an operation of torch into the pinned memory."""
-    if between is None:
-        _read(piece, into)
+def _read_pinned(chunk: _Chunk, into: Tensor, staging: Tensor | None) -> None:
+    """Read ``chunk`` into pinned memory ``into``, through ``staging`` with a torch copy if ``staging`` is not None."""
+    if staging is None:
+        _read(chunk, into)
     else:
-        _read(piece, between[: piece.values])
-        into.copy_(between[: piece.values])
+        _read(chunk, staging[: chunk.values])
+        into.copy_(staging[: chunk.values])
 
 
-def _read(piece: _Piece, into: Tensor) -> None:
-    """In a worker: it touches host memory and the file, never the device."""
-    extent = piece.part.extent
+def _read(chunk: _Chunk, into: Tensor) -> None:
+    """Read ``chunk`` into host memory ``into``. Runs in a worker thread and never touches the device."""
+    extent = chunk.part.extent
     view = into.view(torch.uint8).numpy().data
-    with reading(extent.path, f"tensor {piece.part.key!r}"), extent.path.open("rb", buffering=0) as file:
+    with reading(extent.path, f"tensor {chunk.part.key!r}"), extent.path.open("rb", buffering=0) as file:
         size = extent.dtype.itemsize
-        run = extent.run * size or len(view)
-        place = extent.offset + (piece.first // extent.run * extent.pitch if extent.run else piece.first) * size
+        row_bytes = extent.run * size or len(view)
+        first_value = chunk.first // extent.run * extent.pitch if extent.run else chunk.first
+        file_offset = extent.offset + first_value * size
         while view:
-            file.seek(place)
-            _fill(file, view[:run])
-            view, place = view[run:], place + extent.pitch * size
+            file.seek(file_offset)
+            _read_exactly(file, view[:row_bytes])
+            view, file_offset = view[row_bytes:], file_offset + extent.pitch * size
 
 
-def _fill(file: FileIO, view: memoryview) -> None:
+def _read_exactly(file: FileIO, view: memoryview) -> None:
     while view:
         count = file.readinto(view)
         if not count:

@@ -1,4 +1,4 @@
-"""KVCache: the pages that hold keys and values. Letters: P pages, S page size, Hkv key heads, D head size."""
+"""KVCache: the pages that hold keys and values. Letters: P pages, S page size, Hkv KV heads, D head size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from outrider.device import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of each layer, [P, S, Hkv, D] each. Page 0 is reserved: padding tokens write there.
+    """Key and value tensors of each layer, each [P, S, Hkv, D]. Page 0 is reserved for the writes of padding tokens.
 
-    The pages of a sequence are named by its block table; the engine decides who owns which page.
+    A sequence's block table lists its pages. The engine decides which request owns which page.
     """
 
     layers: tuple[tuple[Tensor, Tensor], ...]
@@ -31,10 +31,10 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KVCache:
-        """Zeroed pages on ``device``, the reserved one included, placed in the caller's stream scope.
+        """Allocate zeroed pages, the reserved page included, on ``device`` in the caller's stream scope.
 
-        Zeroed, since attention multiplies what it masks by zero, which must not be a NaN. Raises :class:`ConfigError`
-        for fewer than two pages.
+        Attention multiplies masked values by zero, so uninitialized pages with NaN would corrupt its result. Raises
+        :class:`ConfigError` for fewer than two pages.
         """
         if pages < 2:
             raise ConfigError(f"a KV cache of {pages} pages holds nothing: page 0 is reserved, expected at least 2")
@@ -49,15 +49,15 @@ class KVCache:
 
     @property
     def pages(self) -> int:
-        """Pages, the reserved one included."""
+        """Number of pages, the reserved page included."""
         return self.layers[0][0].shape[0]
 
     @property
     def page_size(self) -> int:
-        """Tokens a page holds."""
+        """Number of tokens in a page."""
         return self.layers[0][0].shape[1]
 
     @staticmethod
     def page_bytes(num_layers: int, num_kv_heads: int, head_size: int, *, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes that one page takes in all layers, keys and values together."""
+        """Return the bytes of one page over all layers, keys and values together."""
         return 2 * num_layers * page_size * num_kv_heads * head_size * dtype.itemsize

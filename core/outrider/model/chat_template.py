@@ -1,4 +1,4 @@
-"""ChatTemplate: from the messages of a conversation to the tokens of a prompt, by the checkpoint's own template."""
+"""ChatTemplate: renders the messages of a conversation to prompt tokens with the checkpoint's own template."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, one_line, shown
 from outrider.model.reading import present, read_json, reading
 
-_FILE, _OLDER = "chat_template.jinja", "chat_template.json"
+_TEMPLATE_FILE, _LEGACY_FILE = "chat_template.jinja", "chat_template.json"
 MORE_TEMPLATES = "additional_chat_templates"
-"""The folder of a checkpoint with those that are for some conversations."""
-_CONFIG = "tokenizer_config.json"
-_KEY = "chat_template"
-_USUAL, _TOOLS = "default", "tool_use"
-"""What transformers calls the template of a conversation, and of one with tools, where there are several."""
+"""Folder of a checkpoint that holds further named templates."""
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TEMPLATE_KEY = "chat_template"
+_DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
+"""Names that transformers gives to the template without tools and to the template with tools."""
 
 
 class ChatTemplate:
-    """A checkpoint's chat template, filled in by transformers. Immutable after construction; may be shared by threads.
+    """A checkpoint's chat template, rendered by transformers. Immutable after construction, so threads may share it.
 
-    ``source`` is the template itself, in Jinja; ``with_tools`` that of conversations with tools, None: the same.
-    ``response_template`` is what the checkpoint says of how calls of tools are written, as transformers has it; None where it
-    says nothing. Raises :class:`ConfigError` for a template that isn't one.
+    ``source`` is the Jinja template. ``with_tools`` is the template of conversations with tools; None means ``source``.
+    ``response_template`` is the checkpoint's format of tool calls as transformers parses it, or None. Raises
+    :class:`ConfigError` for an invalid template.
     """
 
     def __init__(self, tokenizer: Any, source: str, with_tools: str | None = None) -> None:
@@ -36,7 +36,7 @@ class ChatTemplate:
                 "pip install 'transformers>=5.20'"
             )
         for text in (source,) if with_tools is None else (source, with_tools):
-            _check(text)
+            _check_is_jinja(text)
         self._tokenizer = tokenizer
         self.source = source
         self._with_tools = source if with_tools is None else with_tools
@@ -44,27 +44,27 @@ class ChatTemplate:
 
     @classmethod
     def from_checkpoint(cls, directory: Path, *, source: str | None = None) -> ChatTemplate | None:
-        """The template of a checkpoint, or ``source`` in its place; None where there is neither.
+        """Return the checkpoint's template, or one made from ``source`` if given. Return None if there is neither.
 
-        Of several templates of a checkpoint it's the one called ``default``, and with tools the one called ``tool_use``.
-        No code of the checkpoint is run. Raises :class:`CheckpointError` where its tokenizer or its template can't be read,
-        :class:`ConfigError` for a ``source`` that is no template.
+        If the checkpoint has several templates, the one named ``default`` is used, and ``tool_use`` for conversations with
+        tools. Code of the checkpoint is never executed. Raises :class:`CheckpointError` if the tokenizer or its template is
+        unreadable, and :class:`ConfigError` if ``source`` is not a Jinja template.
         """
         if source is not None:
             return cls(_tokenizer(directory), source)
         if not _has_template(directory):
             return None
         tokenizer = _tokenizer(directory)
-        found = getattr(tokenizer, _KEY, None)
-        origin = _CONFIG if not present(directory / _FILE) else _FILE
-        if not found and origin == _CONFIG:
-            found = None  # nothing there says that there is none; an empty file is a mistake
-        if found is None and present(directory / _OLDER):
-            found, origin = read_json(directory / _OLDER).get(_KEY), _OLDER
+        found = getattr(tokenizer, _TEMPLATE_KEY, None)
+        origin = _TOKENIZER_CONFIG if not present(directory / _TEMPLATE_FILE) else _TEMPLATE_FILE
+        if not found and origin == _TOKENIZER_CONFIG:
+            found = None  # an empty entry in the config means no template; an empty template file is an error
+        if found is None and present(directory / _LEGACY_FILE):
+            found, origin = read_json(directory / _LEGACY_FILE).get(_TEMPLATE_KEY), _LEGACY_FILE
         if found is None:
             return None
         with reading(directory / origin, "a chat template", "--chat-template FILE gives another one"):
-            return cls(tokenizer, *_chosen(found))
+            return cls(tokenizer, *_default_and_tool_template(found))
 
     def tokens(
         self,
@@ -75,18 +75,18 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. ``variables`` are those that the template knows beside the usual ones.
+        """Return the token ids of a conversation. ``variables`` are additional variables of the template.
 
-        A message is an object with a ``role`` and its ``content``. What is spelled like a control token within a message
-        becomes text. Raises :class:`RequestError` where the template refuses the messages, or makes nothing of them.
+        Each message is an object with ``role`` and ``content``. Text in a message that spells a control token is tokenized as
+        text. Raises :class:`RequestError` if the template rejects the messages or renders no tokens.
         """
-        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        found = self._apply(
-            messages, tools, {"tokenize": True, "return_dict": False, "sanitize_control_tokens": True} | how, variables
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        tokens = self._apply(
+            messages, tools, {"tokenize": True, "return_dict": False, "sanitize_control_tokens": True} | options, variables
         )
-        if not found:
+        if not tokens:
             raise RequestError("the chat template made nothing of the messages")
-        return [int(token) for token in found]
+        return [int(token) for token in tokens]
 
     def text(
         self,
@@ -97,15 +97,15 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The same conversation as text. Raises as :meth:`tokens` does."""
-        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        return str(self._apply(messages, tools, {"tokenize": False} | how, variables))
+        """Return the rendered conversation as text. Raises the same errors as :meth:`tokens`."""
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return str(self._apply(messages, tools, {"tokenize": False} | options, variables))
 
     def _apply(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        how: Mapping[str, Any],
+        options: Mapping[str, Any],
         variables: Mapping[str, Any] | None,
     ) -> Any:
         try:
@@ -113,39 +113,39 @@ class ChatTemplate:
                 list(messages),
                 tools=tools or None,
                 chat_template=self._with_tools if tools else self.source,
-                **how,
+                **options,
                 **(variables or {}),
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # a template may raise anything
             if _has_half_characters(messages):
                 raise RequestError("the messages have half a character (a lone surrogate); expected Unicode text") from error
             raise RequestError(f"the chat template refused the messages: {one_line(str(error))}") from error
 
 
 def _has_template(directory: Path) -> bool:
-    if any(present(directory / name) for name in (_FILE, _OLDER)) or (directory / MORE_TEMPLATES).is_dir():
+    if any(present(directory / name) for name in (_TEMPLATE_FILE, _LEGACY_FILE)) or (directory / MORE_TEMPLATES).is_dir():
         return True
-    config = directory / _CONFIG
-    return present(config) and _KEY in read_json(config)
+    config = directory / _TOKENIZER_CONFIG
+    return present(config) and _TEMPLATE_KEY in read_json(config)
 
 
-def _chosen(found: object) -> tuple[str, str | None]:
-    """The template of a conversation, and that of one with tools, of what a checkpoint has: a text, or several by name."""
-    several = found if isinstance(found, dict) else {_USUAL: found}
-    if _USUAL not in several:
+def _default_and_tool_template(found: object) -> tuple[str, str | None]:
+    """Return the default template and the template for tools from ``found``: one template, or several by name."""
+    by_name = found if isinstance(found, dict) else {_DEFAULT_TEMPLATE: found}
+    if _DEFAULT_TEMPLATE not in by_name:
         raise ConfigError(
-            f"has the chat templates {', '.join(sorted(map(str, several)))}, and none that is called {_USUAL}; give the one "
-            "that you mean with --chat-template FILE"
+            f"has the chat templates {', '.join(sorted(map(str, by_name)))}, and none that is called {_DEFAULT_TEMPLATE}; "
+            "give the one that you mean with --chat-template FILE"
         )
-    usual, tools = several[_USUAL], several.get(_TOOLS)
-    if not isinstance(usual, str) or not isinstance(tools, str | None):
-        wrong = tools if isinstance(usual, str) else usual
+    template, tools = by_name[_DEFAULT_TEMPLATE], by_name.get(_TOOL_TEMPLATE)
+    if not isinstance(template, str) or not isinstance(tools, str | None):
+        wrong = tools if isinstance(template, str) else template
         raise ConfigError(f"its chat template is {shown(wrong)}, expected a text in Jinja")
-    return usual, tools
+    return template, tools
 
 
-def _check(source: str) -> None:
-    """Raise :class:`ConfigError` for what Jinja can't read as a template, and for nothing."""
+def _check_is_jinja(source: str) -> None:
+    """Raise :class:`ConfigError` if ``source`` is empty or not a Jinja template."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     if not source.strip():
@@ -161,7 +161,7 @@ def _check(source: str) -> None:
 
 
 def _has_half_characters(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether some text in them isn't Unicode: JSON can spell half of a character."""
+    """Return True if a message contains a lone surrogate, which JSON can express but UTF-8 cannot encode."""
     try:
         json.dumps(messages, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
@@ -172,7 +172,7 @@ def _has_half_characters(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _tokenizer(directory: Path) -> Any:
-    """Transformers' tokenizer, which knows how to fill in a chat template. No code of the checkpoint is run."""
+    """Return transformers' tokenizer, which renders chat templates. Code of the checkpoint is never executed."""
     from transformers import AutoTokenizer
 
     try:

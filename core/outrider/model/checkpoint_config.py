@@ -1,4 +1,4 @@
-"""From a checkpoint's config.json to a ModelConfig. Facts of the families live here; the model knows none of them."""
+"""Conversion of a checkpoint's config.json to a ModelConfig. This module holds the differences between model families."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ _DTYPES = MappingProxyType(
     {str(each).removeprefix("torch."): each for each in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 )
 
-# transformers validates and fills in the defaults of each family; what is read from it are plain attributes.
+# transformers validates the config and fills in each family's defaults; this module only reads its attributes.
 HfConfig = Any
 
 
-class _NotNative(ConfigError):
-    """What isn't done here, and may be done by transformers' own code."""
+class _NotNativeError(ConfigError):
+    """A config that the native decoder cannot run, but transformers' own code may."""
 
 
 def read_model_config(
     directory: Path, name: str = "config.json", *, part: str | None = None, drafts: bool = False
 ) -> ModelConfig:
-    """See :meth:`ModelConfig.from_checkpoint`; ``name`` is the file in ``directory`` that the shape is read from, ``part``
-    the key in it under which the shape is (None: at its top). ``drafts``: it's of what drafts for another model, which
-    transformers' own code can't run.
+    """Read ``name`` in ``directory`` as a ModelConfig. See :meth:`ModelConfig.from_checkpoint`.
+
+    ``part`` is the key of the object that holds the shape; None means the top level. ``drafts`` is true for the config of a
+    draft model or head, which cannot fall back to transformers' own code.
     """
     path = directory / name
     refuse_other_formats(directory)
@@ -56,23 +57,23 @@ def read_model_config(
             raise CheckpointError(f"{path}: {part} is {shown(inner)}, expected a config of its own")
         raw = inner
     with reading(path, f"a {shown(raw.get('model_type'))} config"):
-        if not drafts:  # a block that's drafted at once sees itself, as its loader reads
+        if not drafts:  # the loader of a block drafter reads whether its block attends to later positions
             _check_causal(raw)
         try:
             return _model_config(directory, raw)
-        except _NotNative as error:
-            plain = raw.get("quantization_config") is None
-            raise ConfigError(f"{error}; {_DRAFTS if drafts else _DOOR if plain else _QUANTIZED}") from error
+        except _NotNativeError as error:
+            fallback = _TRY_TRANSFORMERS if raw.get("quantization_config") is None else _TRY_UNQUANTIZED
+            raise ConfigError(f"{error}; {_DRAFTS_NATIVE_ONLY if drafts else fallback}") from error
 
 
 def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
     family = _family(raw)
-    whole = _whole(family, raw)
-    hf = whole.get_text_config()
-    fields = _common(hf) | _FAMILIES[family](hf)
-    fields["tie_embeddings"] = bool(whole.tie_word_embeddings)  # a property of the whole, not of its text part
+    full_config = _parse_config(family, raw)
+    hf = full_config.get_text_config()
+    fields = _common_fields(hf) | _FAMILIES[family](hf)
+    fields["tie_embeddings"] = bool(full_config.tie_word_embeddings)  # the top-level value, not the text config's
     if family in _VISION_FAMILIES:
-        fields["vision"] = _vision(whole)
+        fields["vision"] = _vision(full_config)
     fields["eos_token_ids"], fields["bos_token_id"] = special_tokens(directory, hf)
     config = ModelConfig(family=family, rope=_rope(hf, mrope=family in _VISION_FAMILIES), **fields)
     _check_rope(config)
@@ -80,30 +81,30 @@ def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
 
 
 def _check_causal(raw: Mapping[str, Any]) -> None:
-    """Raise where tokens are to see later ones, which transformers' masks let them."""
+    """Raise :class:`ConfigError` if the config asks for attention to later tokens, which transformers' masks allow."""
     text = raw.get("text_config")
-    said = (text if isinstance(text, dict) else raw).get("is_causal", True)
-    if said is not True:
-        raise ConfigError(f"is_causal is {shown(said)}, expected true: a token here sees none that come after it")
+    is_causal = (text if isinstance(text, dict) else raw).get("is_causal", True)
+    if is_causal is not True:
+        raise ConfigError(f"is_causal is {shown(is_causal)}, expected true: a token here sees none that come after it")
 
 
 def _family(raw: Mapping[str, Any]) -> str:
-    """The model type, if it's one of ours."""
+    """Return the model type. Raise if it is not supported."""
     family = raw.get("model_type")
     if isinstance(family, str) and family in _FAMILIES:
         return family
     reason = REFUSED.get(family) if isinstance(family, str) else None
     if reason is not None:
-        kind = _NotNative if reason.elsewhere else ConfigError
+        kind = _NotNativeError if reason.elsewhere else ConfigError
         raise kind(f"model_type is {shown(family)}, which isn't supported: {reason.why}")
-    raise _NotNative(
+    raise _NotNativeError(
         f"model_type is {shown(family)} (architectures {shown(raw.get('architectures'))}), which isn't supported; supported "
         f"are {', '.join(sorted(_FAMILIES))}"
     )
 
 
 def checkpoint_dtype(directory: Path, name: str = "config.json") -> torch.dtype | None:
-    """The dtype that the config names for the checkpoint's tensors; None where it names none, or none that we know."""
+    """Return the dtype that the config declares for the tensors, or None if it declares none or an unknown one."""
     raw = read_json(directory / name)
     text = raw.get("text_config")
     for part in (raw, text if isinstance(text, dict) else {}):
@@ -115,17 +116,17 @@ def checkpoint_dtype(directory: Path, name: str = "config.json") -> torch.dtype 
 
 
 def hf_config(family: str, raw: dict[str, Any]) -> HfConfig:
-    """The config as transformers reads it, given the keys that we know alone; :class:`ConfigError` if it can't."""
-    return _through_transformers(family, _known(family, raw))
+    """Parse the known keys of ``raw`` with transformers. Raises :class:`ConfigError` if transformers rejects them."""
+    return _through_transformers(family, _known_fields(family, raw))
 
 
-def _whole(family: str, raw: dict[str, Any]) -> HfConfig:
-    """The same without transformers where the file leaves nothing to it."""
-    known = _known(family, raw)
+def _parse_config(family: str, raw: dict[str, Any]) -> HfConfig:
+    """Parse the known keys of ``raw``, without transformers if they determine every attribute."""
+    known = _known_fields(family, raw)
     return plain_config(family, known) or _through_transformers(family, known)
 
 
-def _known(family: str, raw: dict[str, Any]) -> dict[str, Any]:
+def _known_fields(family: str, raw: dict[str, Any]) -> dict[str, Any]:
     return config_fields(raw, vision=family in _VISION_FAMILIES, experts=family in EXPERT_FAMILIES)
 
 
@@ -138,9 +139,9 @@ def _through_transformers(family: str, known: dict[str, Any]) -> HfConfig:
         raise ConfigError(f"transformers can't read it as a {family} config: {describe(error)}") from error
 
 
-def _common(hf: HfConfig) -> dict[str, Any]:
+def _common_fields(hf: HfConfig) -> dict[str, Any]:
     if hf.hidden_act not in _SILU:
-        raise _NotNative(f"hidden_act is {shown(hf.hidden_act)}, only 'silu' (also called 'swish') is supported")
+        raise _NotNativeError(f"hidden_act is {shown(hf.hidden_act)}, only 'silu' (also called 'swish') is supported")
     return {
         "vocab_size": hf.vocab_size,
         "hidden_size": hf.hidden_size,
@@ -150,7 +151,7 @@ def _common(hf: HfConfig) -> dict[str, Any]:
         "num_kv_heads": hf.num_key_value_heads,
         "head_size": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
         "rms_eps": hf.rms_norm_eps,
-        "max_context": _context(hf),
+        "max_context": _max_context(hf),
     }
 
 
@@ -164,7 +165,7 @@ def _llama(hf: HfConfig) -> dict[str, Any]:
 
 
 def _mistral(hf: HfConfig) -> dict[str, Any]:
-    # Ministral is published as a mistral model with layer_types, and transformers' Auto classes take it for what it is.
+    # Ministral is published as a mistral model with layer_types, and transformers' Auto classes recognize it by them.
     if getattr(hf, "layer_types", None):
         return {"windows": layer_windows(hf)}
     return {"windows": one_window(hf, hf.sliding_window)}
@@ -197,18 +198,22 @@ _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType
     }
 )
 _VISION_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl"})
-_MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and what a config without the field means
+_MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and the default of configs without the field
 
 
-_MAX_ENDS = 1024
-_DOOR = "it may run through transformers' own code, slower: --through-transformers"
-_QUANTIZED = "transformers' own code runs plain checkpoints alone here (--through-transformers), and this one is quantised"
-_DRAFTS = "what drafts runs natively alone (--through-transformers is for the model that it drafts for); take another draft"
+_MAX_SPECIAL_TOKENS = 1024
+_TRY_TRANSFORMERS = "it may run through transformers' own code, slower: --through-transformers"
+_TRY_UNQUANTIZED = (
+    "transformers' own code runs plain checkpoints alone here (--through-transformers), and this one is quantised"
+)
+_DRAFTS_NATIVE_ONLY = (
+    "what drafts runs natively alone (--through-transformers is for the model that it drafts for); take another draft"
+)
 _SILU = ("silu", "swish")
 
 
 def supported_families() -> tuple[str, ...]:
-    """Model types that the decoder runs natively."""
+    """Return the model types that the decoder runs natively, sorted."""
     return tuple(sorted(_FAMILIES))
 
 
@@ -222,14 +227,14 @@ def _vision(hf: HfConfig) -> VisionConfig:
 
 
 def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
-    given = dict(hf.rope_parameters)
-    kind = given.get("rope_type", "default")
-    if kind is None:  # what else it says would be passed over
+    parameters = dict(hf.rope_parameters)
+    kind = parameters.get("rope_type", "default")
+    if kind is None:  # transformers would ignore the other parameters
         raise ConfigError(f"rope_type of the rope is None, expected one of {', '.join(ROPE_KINDS)}")
-    if given.get("partial_rotary_factor") not in (None, 1.0):
-        raise _NotNative(f"partial_rotary_factor is {given['partial_rotary_factor']}, only 1 is supported")
+    if parameters.get("partial_rotary_factor") not in (None, 1.0):
+        raise _NotNativeError(f"partial_rotary_factor is {parameters['partial_rotary_factor']}, only 1 is supported")
     optional = {
-        name: given[name]
+        name: parameters[name]
         for name in (
             "low_freq_factor",
             "high_freq_factor",
@@ -239,25 +244,28 @@ def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
             "mscale",
             "mscale_all_dim",
         )
-        if given.get(name) is not None
+        if parameters.get(name) is not None
     }
-    if "truncate" in given:  # null is no, as in transformers
-        optional["truncate"] = bool(given["truncate"])
+    if "truncate" in parameters:  # null means false, as in transformers
+        optional["truncate"] = bool(parameters["truncate"])
     return RopeConfig(
         kind=kind,
-        theta=float(given["rope_theta"]),
+        theta=float(parameters["rope_theta"]),
         factor=_rope_factor(hf),
         original_context=_original_context(hf),
-        sections=tuple(given.get("mrope_section") or _MROPE_SECTIONS) if mrope else (),
+        sections=tuple(parameters.get("mrope_section") or _MROPE_SECTIONS) if mrope else (),
         **optional,
     )
 
 
 def _rope_factor(hf: HfConfig) -> float:
-    """By how much positions are stretched; of a yarn that says null, from one context to the other, as in transformers."""
-    kind, given = hf.rope_parameters.get("rope_type") or "default", hf.rope_parameters.get("factor", 1.0)
-    if given is not None or kind == "default":
-        return 1.0 if given is None else float(given)
+    """Return the factor by which the rope stretches positions.
+
+    For a yarn rope whose factor is null it is the ratio of the two context lengths, as in transformers.
+    """
+    kind, factor = hf.rope_parameters.get("rope_type") or "default", hf.rope_parameters.get("factor", 1.0)
+    if factor is not None or kind == "default":
+        return 1.0 if factor is None else float(factor)
     if kind == "yarn":
         return int(hf.max_position_embeddings) / _original_context(hf)
     raise ConfigError(f"rope_parameters.factor is None, expected a number, by which a rope of kind {kind!r} stretches")
@@ -266,16 +274,16 @@ def _rope_factor(hf: HfConfig) -> float:
 def _original_context(hf: HfConfig) -> int:
     if hf.rope_parameters.get("rope_type") == "dynamic":  # the one kind for which transformers ignores the field
         return int(hf.max_position_embeddings)
-    # Beside the rope it goes before what stands in it: transformers reads it so when it makes the model.
-    beside = getattr(hf, "original_max_position_embeddings", None)
-    return int(beside or hf.rope_parameters.get("original_max_position_embeddings") or hf.max_position_embeddings)
+    # The top-level value takes precedence over the one in the rope parameters, as when transformers builds the model.
+    top_level = getattr(hf, "original_max_position_embeddings", None)
+    return int(top_level or hf.rope_parameters.get("original_max_position_embeddings") or hf.max_position_embeddings)
 
 
-def _context(hf: HfConfig) -> int:
-    """The longest sequence that the config promises.
+def _max_context(hf: HfConfig) -> int:
+    """Return the longest sequence that the config supports, in tokens.
 
-    yarn and dynamic state the original context and the factor, and published configs leave max_position_embeddings at
-    the original; for the other kinds max_position_embeddings is the promise.
+    Published yarn and dynamic configs often keep the original context in max_position_embeddings, so the context is computed
+    from the original context and the factor. For the other rope kinds max_position_embeddings is the context.
     """
     declared = int(hf.max_position_embeddings)
     if hf.rope_parameters.get("rope_type") not in ("yarn", "dynamic"):
@@ -287,26 +295,29 @@ def _context(hf: HfConfig) -> int:
 
 
 def _check_rope(config: ModelConfig) -> None:
-    """Values that are possible one by one may still give no angles."""
+    """Raise :class:`ConfigError` if rope parameters that are valid one by one give frequencies that are not finite."""
     if not inverse_frequencies(config.rope, config.head_size).isfinite().all() or not math.isfinite(config.rope.amplitude):
         raise ConfigError(f"its rope parameters give frequencies that aren't finite: {config.rope}")
 
 
 def special_tokens(directory: Path, hf: HfConfig) -> tuple[tuple[int, ...], int | None]:
-    """End and start tokens: generation_config.json decides where it's there, as in transformers' ``generate``."""
+    """Return the end-of-sequence tokens and the start token (or None).
+
+    generation_config.json takes precedence over config.json, as in transformers' ``generate``.
+    """
     path = directory / "generation_config.json"
-    given = read_json(path) if present(path) else {}
-    eos = given.get("eos_token_id", getattr(hf, "eos_token_id", None))
-    bos = given.get("bos_token_id", getattr(hf, "bos_token_id", None))
+    generation = read_json(path) if present(path) else {}
+    eos = generation.get("eos_token_id", getattr(hf, "eos_token_id", None))
+    bos = generation.get("bos_token_id", getattr(hf, "bos_token_id", None))
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     for key, tokens in (("eos_token_id", ids), ("bos_token_id", [] if bos is None else [bos])):
-        source = path if key in given else directory / "config.json"
-        for token in tokens[:_MAX_ENDS]:
+        source = path if key in generation else directory / "config.json"
+        for token in tokens[:_MAX_SPECIAL_TOKENS]:
             if not is_whole(token, 0, hf.vocab_size - 1):
                 raise CheckpointError(
                     f"{source}: {key}: special token {shown(token)} isn't a token id below the vocabulary size "
                     f"{hf.vocab_size}"
                 )
-        if len(tokens) > _MAX_ENDS:
-            raise CheckpointError(f"{source}: {key} has {len(tokens)} tokens, expected at most {_MAX_ENDS}")
+        if len(tokens) > _MAX_SPECIAL_TOKENS:
+            raise CheckpointError(f"{source}: {key} has {len(tokens)} tokens, expected at most {_MAX_SPECIAL_TOKENS}")
     return tuple(ids), bos

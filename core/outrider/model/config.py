@@ -1,4 +1,4 @@
-"""ModelConfig: everything about a decoder's shape that its tensors don't say."""
+"""ModelConfig: the shape and constants of a decoder that its tensors don't determine."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ from outrider.model.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionConfig:
-    """How images and videos appear in the tokens and positions of a vision-language model.
-
-    ``image_token`` and ``video_token`` stand for one feature each. ``merge`` x ``merge`` patches make one feature.
-    ``tokens_per_second`` spaces the frames of a video on the time axis; 0 where each frame takes one position.
-    """
+    """Placeholder tokens and position parameters of images and videos in a vision-language model."""
 
     image_token: int
+    """Placeholder token of one image feature."""
     video_token: int
+    """Placeholder token of one video feature."""
     merge: int
+    """``merge`` x ``merge`` patches are merged into one feature."""
     tokens_per_second: int = 0
+    """Spacing of video frames on the time axis. 0 if each frame advances the time by one position."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
-    """A mixture of experts in place of a layer's MLP.
-
-    ``count`` experts of inner size ``intermediate_size``, of which a token goes to ``per_token``; ``renormalize``: their
-    weights add up to 1. ``shared_size``: inner size of an expert that every token goes to besides; 0: there is none.
-    ``dense_layers`` have an MLP, of the model's own inner size.
-
-    Raises :class:`ConfigError` for impossible values.
-    """
+    """A mixture of experts that replaces a layer's MLP. Raises :class:`ConfigError` for impossible values."""
 
     count: int
+    """Number of routed experts."""
     per_token: int
+    """Number of experts that each token is routed to."""
     intermediate_size: int
+    """Intermediate size of each routed expert."""
     renormalize: bool
+    """True if the routing weights of a token's experts are normalized to sum to 1."""
     shared_size: int = 0
+    """Intermediate size of the shared expert, which processes every token. 0 if there is none."""
     dense_layers: tuple[int, ...] = ()
+    """Indices of the layers that have a dense MLP of the model's intermediate size."""
 
     def __post_init__(self) -> None:
         if min(self.count, self.per_token, self.intermediate_size) < 1 or self.shared_size < 0:
@@ -51,9 +50,10 @@ class ExpertsConfig:
             )
 
     def shared_out(self, ranks: int) -> ExpertsConfig:
-        """What one of ``ranks`` has: its part of every expert's inner size.
+        """Return the config of one of ``ranks`` tensor-parallel ranks, which holds a slice of every expert's intermediate
+        size.
 
-        Raises :class:`ConfigError` where that can't be shared out among so many.
+        Raises :class:`ConfigError` if ``ranks`` does not divide an intermediate size.
         """
         for size in (self.intermediate_size, self.shared_size):
             if size % ranks:
@@ -66,18 +66,10 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Shape and constants of a decoder of the Llama kind.
-
-    ``family`` is the checkpoint's model type. ``windows`` has one entry a layer: how many positions a token of that
-    layer sees, its own included, or 0 for all. ``attention_bias`` is that of the q, k and v projections,
-    ``output_bias`` that of the projection after attention. ``qk_norm``: q and k are normed per head before they're
-    rotated. ``experts``: a mixture of them in place of MLPs, or None. ``vision`` is None for a model of text alone.
-    ``eos_token_ids`` end a generation; ``bos_token_id`` is None where a prompt needs none.
-
-    Raises :class:`ConfigError` for impossible values.
-    """
+    """Shape and constants of a Llama-style decoder. Raises :class:`ConfigError` for impossible values."""
 
     family: str
+    """The checkpoint's model type."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -90,14 +82,22 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     tie_embeddings: bool = False
     attention_bias: bool = False
+    """True if the q, k and v projections have biases."""
     output_bias: bool = False
+    """True if the attention output projection has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
+    """True if each head of q and k is normalized before the rotary embedding."""
     windows: tuple[int, ...] = ()
+    """Attention window of each layer in positions, the token's own included. 0 means full attention."""
     experts: ExpertsConfig | None = None
+    """The mixture of experts that replaces MLPs, or None."""
     vision: VisionConfig | None = None
+    """None for a text-only model."""
     eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a generation."""
     bos_token_id: int | None = None
+    """The token that a prompt starts with, or None if it needs none."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -135,7 +135,7 @@ class ModelConfig:
 
     @property
     def inner_width(self) -> int:
-        """How many numbers an MLP, or the experts of a token together, make of it on the way."""
+        """The largest number of intermediate values that an MLP, or all experts of a token together, compute per token."""
         experts = self.experts
         if experts is None:
             return self.intermediate_size
@@ -143,15 +143,15 @@ class ModelConfig:
         return max(mixed, self.intermediate_size if experts.dense_layers else 0)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer has a mixture of experts in place of an MLP."""
+        """Return True if ``layer`` has a mixture of experts instead of an MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> ModelConfig:
         """Read ``config.json`` and ``generation_config.json`` of a checkpoint directory.
 
-        Raises :class:`CheckpointError` when there is no readable config, when its architecture is unknown (the error
-        names the known ones), or when it asks for something that isn't done here; the error names file and field.
+        Raises :class:`CheckpointError` if there is no readable config, if its architecture is unknown (the error lists the
+        known ones), or if it asks for an unsupported feature. The error names the file and the field.
         """
         from outrider.model.checkpoint_config import read_model_config
 

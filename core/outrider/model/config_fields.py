@@ -1,7 +1,7 @@
-"""What config.json may say: each key that is read, what its value may be, and how large.
+"""Schema of config.json: the keys that are read, and the types and limits of their values.
 
-Only these keys reach transformers, and only when their values are possible, so a config can't make it allocate, loop or
-run anything. Limits are a multiple of the largest published values.
+Only these keys reach transformers, and only with values inside the limits. A config can therefore not make transformers
+allocate, loop or execute code without bound. Limits are a multiple of the largest published values.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ _MAX_EXPERTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What a value may be: ``expected`` in words, ``fits`` the test of it.
-
-    ``empty``: it may be null. ``inside``: the keys of an object that are read.
-    """
+    """The constraint of one config value."""
 
     expected: str
+    """The constraint in words, for error messages."""
     fits: Callable[[Any], bool]
+    """The predicate that a value must satisfy."""
     empty: bool = True
+    """True if the value may be null."""
     inside: Mapping[str, Field] | None = None
+    """Fields of a JSON object that are read; None for other kinds of values."""
 
 
 def is_whole(value: object, low: int, high: int) -> TypeGuard[int]:
-    """Whether it's a whole number (no truth value) from ``low`` to ``high``."""
+    """Return True if ``value`` is an integer (not a bool) from ``low`` to ``high``."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def whole(low: int, high: int, *, empty: bool = True) -> Field:
-    """A whole number from ``low`` to ``high``."""
+    """Return a field that accepts whole numbers from ``low`` to ``high``."""
     return Field(f"a whole number from {low} to {high}", lambda value: is_whole(value, low, high), empty)
 
 
 def number(low: float, high: float, *, empty: bool = True) -> Field:
-    """A number from ``low`` to ``high``."""
+    """Return a field that accepts finite numbers from ``low`` to ``high``."""
 
     def fits(value: object) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -59,31 +60,31 @@ def number(low: float, high: float, *, empty: bool = True) -> Field:
     return Field(f"a number from {low:g} to {high:g}", fits, empty)
 
 
-def items(of: Field, most: int = _MAX_ITEMS) -> Field:
-    """A list of such values."""
+def items(item: Field, max_items: int = _MAX_ITEMS) -> Field:
+    """Return a field that accepts lists of at most ``max_items`` values, each accepted by ``item``."""
     return Field(
-        f"a list of at most {most}, each {of.expected}",
-        lambda value: isinstance(value, list) and len(value) <= most and all(of.fits(each) for each in value),
+        f"a list of at most {max_items}, each {item.expected}",
+        lambda value: isinstance(value, list) and len(value) <= max_items and all(item.fits(each) for each in value),
     )
 
 
 def either(first: Field, second: Field) -> Field:
-    """One of two kinds."""
+    """Return a field that accepts the values of both fields."""
     return Field(f"{first.expected}, or {second.expected}", lambda value: first.fits(value) or second.fits(value))
 
 
 def record(inside: Mapping[str, Field]) -> Field:
-    """A JSON object of such values."""
+    """Return a field that accepts JSON objects, of which the keys in ``inside`` are read."""
     return Field("a JSON object", lambda value: isinstance(value, dict), True, inside)
 
 
 def choice_of(*values: float | bool) -> Field:
-    """One of these values."""
+    """Return a field that accepts one of these numbers or booleans."""
     return Field(f"{' or '.join(map(str, values))}", lambda value: any(value is each or value == each for each in values))
 
 
 def choice(*names: str) -> Field:
-    """One of these strings."""
+    """Return a field that accepts one of these strings."""
     return Field(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
 
 
@@ -98,7 +99,7 @@ _KIND = choice(*ROPE_KINDS, "mrope")
 
 
 def _rope_record(inside: Mapping[str, Field]) -> Field:
-    """A rope's object. One with an object for each kind of layer means angles that no family here has."""
+    """Return a field for rope parameters. An object per layer type is rejected: no supported family has separate angles."""
     return Field(
         "a JSON object of numbers and names (angles of its own for each kind of layer aren't supported)",
         lambda value: isinstance(value, dict) and not any(isinstance(value[key], dict) for key in value.keys() - inside),
@@ -169,7 +170,7 @@ EXPERTS: Mapping[str, Field] = MappingProxyType(
         "decoder_sparse_step": whole(0, MAX_LAYERS, empty=False),
         "mlp_only_layers": items(whole(0, MAX_LAYERS)),
         "qkv_bias": FLAG,
-        # What only other families do: it must be as if it weren't there.
+        # Features of other families. Only the values that switch them off are accepted.
         "n_group": choice_of(1),
         "topk_group": choice_of(1),
         "routed_scaling_factor": choice_of(1, 1.0),
@@ -211,57 +212,58 @@ _WITH_VISION: Mapping[str, Field] = MappingProxyType(
 
 
 def checked(raw: Mapping[str, Any], fields: Mapping[str, Field], within: str = "") -> dict[str, Any]:
-    """The values of ``fields`` that ``raw`` gives; other keys are left out.
+    """Return the values of ``raw`` that ``fields`` describe; other keys are dropped.
 
-    Raises :class:`ConfigError` that names the key and the value, and says what was expected.
+    Raises :class:`ConfigError` with the key, the value and the expected values.
     """
-    kept: dict[str, Any] = {}
+    accepted: dict[str, Any] = {}
     for key, field in fields.items():
         if key not in raw:
             continue
         value = raw[key]
         if value is None and field.empty:
-            kept[key] = None  # not the same as leaving it out: a family may have a default that isn't "none"
+            accepted[key] = None  # a null differs from a missing key: a family may have another default than null
             continue
         if not field.fits(value):
             raise ConfigError(f"{within}{key} is {shown(value)}, expected {field.expected}")
-        kept[key] = value if field.inside is None else checked(value, field.inside, f"{within}{key}.")
-    return kept
+        accepted[key] = value if field.inside is None else checked(value, field.inside, f"{within}{key}.")
+    return accepted
 
 
-_LOOPED = re.compile(r"layers?$|blocks?$|depth$")  # keys of what a model makes one by one, and has tensors of
-_COUNTED = re.compile(r"heads?$|experts?$|labels?$|groups?$")
-_FOREIGN = frozenset(
+_LAYER_COUNT_KEYS = re.compile(r"layers?$|blocks?$|depth$")  # a model has at least one tensor for each of these
+_COUNT_KEYS = re.compile(r"heads?$|experts?$|labels?$|groups?$")
+_EXTERNAL_CODE_KEYS = frozenset(
     {"quantization_config", "transformers_weights", "distributed_config", "fusion_config", "kernel_config", "use_kernels"}
 )
-_CODE = re.compile(r"_implementation(_internal)?$")  # a name with a slash is that of a repository of kernels
+_IMPLEMENTATION_KEY = re.compile(r"_implementation(_internal)?$")  # a value with a slash names a repository of kernels
 _MAX_NUMBER = (1 << 53) - 1
 
 
 def check_any_config(raw: Mapping[str, Any], tensors: int) -> None:
-    """Raise :class:`ConfigError` where a config of whatever family has numbers that would be looped over without end.
+    """Raise :class:`ConfigError` if a config of any family has counts that a model constructor would loop over without bound.
 
-    ``tensors`` is how many the files hold: no model has more layers than that. Keys that bring in other files or other
-    code than transformers' own are refused too.
+    ``tensors`` is the number of tensors in the files, which bounds the number of layers. Keys that load other files, or code
+    from outside transformers, are refused too.
     """
-    waiting: list[tuple[str, Any]] = list(raw.items())
-    for key, value in waiting:  # grows while it's gone through; read_json bounds it
-        if (key in _FOREIGN and value is not None) or (_CODE.search(key) and isinstance(value, str) and "/" in value):
+    entries: list[tuple[str, Any]] = list(raw.items())
+    for key, value in entries:  # grows during the loop, bounded by the size limit of read_json
+        foreign_kernels = _IMPLEMENTATION_KEY.search(key) and isinstance(value, str) and "/" in value
+        if foreign_kernels or (key in _EXTERNAL_CODE_KEYS and value is not None):
             raise ConfigError(f"{key} is {shown(value)}, which isn't supported")
         if isinstance(value, dict):
-            waiting += value.items()
+            entries += value.items()
         elif isinstance(value, list):
-            waiting += [(key, each) for each in value if isinstance(each, dict | list | int | float)]
+            entries += [(key, each) for each in value if isinstance(each, dict | list | int | float)]
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            most = tensors if _LOOPED.search(key) else MAX_LAYERS if _COUNTED.search(key) else _MAX_NUMBER
-            most = MAX_CONTEXT if key.endswith("positions") or key == "max_position_embeddings" else most
-            if not -_MAX_NUMBER <= value <= (_MAX_NUMBER if isinstance(value, float) else most):
-                raise ConfigError(f"{key} is {shown(value)}, expected at most {most} of a checkpoint of {tensors} tensors")
+            limit = tensors if _LAYER_COUNT_KEYS.search(key) else MAX_LAYERS if _COUNT_KEYS.search(key) else _MAX_NUMBER
+            limit = MAX_CONTEXT if key.endswith("positions") or key == "max_position_embeddings" else limit
+            if not -_MAX_NUMBER <= value <= (_MAX_NUMBER if isinstance(value, float) else limit):
+                raise ConfigError(f"{key} is {shown(value)}, expected at most {limit} of a checkpoint of {tensors} tensors")
 
 
 def config_fields(raw: Mapping[str, Any], *, vision: bool, experts: bool = False) -> dict[str, Any]:
-    """What of a config.json is read: of a model with ``vision``, with ``experts``, or of neither kind.
+    """Return the known fields of a config.json of a vision-language, mixture-of-experts or dense text model.
 
-    Raises :class:`ConfigError` as :func:`checked` does.
+    Raises the :class:`ConfigError` of :func:`checked`.
     """
     return checked(raw, _WITH_VISION if vision else EXPERTS if experts else TEXT_MODEL)

@@ -15,7 +15,7 @@ from outrider.device import ConfigError, KernelSet
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
-from outrider.model.language_model import LanguageModel
+from outrider.model.language_model import LanguageModel, SideBySide
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.mixture import MixtureLayer
 from outrider.model.pending import Pending, add_rms_norm
@@ -23,28 +23,26 @@ from outrider.model.products import Weight, linear
 from outrider.model.ranks import ModelRanks
 from outrider.model.rotary import rotary
 from outrider.model.shapes import decoder_shape
-from outrider.model.side_by_side import SideBySide
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderWeights:
-    """Tensors of a decoder, on its device: ``embedding`` and ``head`` [V, H] (one tensor if tied), ``norm`` [H]. The head may
-    be quantised.
-
-    On one of several ranks these are its parts, the tables with zeros behind the vocabulary.
-    """
+    """Device tensors of a decoder. A tensor-parallel rank holds its slices, with the vocabulary padded by zero rows."""
 
     embedding: Tensor
+    """[V, H]. The same tensor as ``head`` if the embeddings are tied."""
     head: Weight
+    """The output head [V, H], possibly quantized."""
     norm: Tensor
+    """Weight [H] of the final norm."""
     layers: tuple[LayerWeights, ...]
 
 
 class Decoder(LanguageModel):
-    """A decoder of the Llama kind, as plain calls of a backend's kernels.
+    """A Llama-style decoder that calls the kernels of one backend.
 
-    Parameters: ``config``; ``weights`` on the device; ``kernels`` of that device's backend. ``ranks``: those that hold the
-    other parts, None where everything is here; ``config`` then has the heads and the inner size that are here.
+    ``weights`` are on the device of ``kernels``. ``ranks`` are the tensor-parallel ranks, or None for a single rank.
+    ``config`` then has the number of heads and the intermediate size of this rank.
     """
 
     def __init__(
@@ -66,26 +64,26 @@ class Decoder(LanguageModel):
 
     @property
     def embedding(self) -> Tensor:
-        """The table of embeddings [V, H]."""
+        """The embedding table [V, H]."""
         return self.weights.embedding
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """That of the layers' format, else the weights'."""
+        """Dtype of the KV cache: that of the layers' cache format, or of the weights."""
         format = self.weights.layers[0].cache
         return self.dtype if format is None else format.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [T, H] of int64 ``tokens`` [T]."""
+        """Return embeddings [T, H] of int64 ``tokens`` [T]."""
         return self.embedded(tokens, self.weights.embedding)
 
     def forward_with_aux_hidden_states(
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :meth:`LanguageModel.forward_with_aux_hidden_states`."""
-        beyond = [layer for layer in layers if not 0 <= layer < len(self._layers)]
-        if beyond:
-            raise ConfigError(f"there are no layers {beyond} to capture, the decoder has {len(self._layers)}")
+        """Run all layers. Attention metadata is ``settled`` after the first layer. See the base class for the results."""
+        missing = [layer for layer in layers if not 0 <= layer < len(self._layers)]
+        if missing:
+            raise ConfigError(f"there are no layers {missing} to capture, the decoder has {len(self._layers)}")
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         residual = self._embed_inputs(inputs)
         states: tuple[Tensor, ...] = ()
@@ -96,11 +94,11 @@ class Decoder(LanguageModel):
         self.begin_pass(inputs)
         last = len(self._layers) - 1
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
-            entering = tuple(state for state, wanted in zip(states, layers, strict=True) if wanted == index)
+            captured = tuple(state for state, wanted in zip(states, layers, strict=True) if wanted == index)
             if index == last:
-                pending, residual = layer.forward_last(pending, residual, inputs, cos_sin, pages, entering)
+                pending, residual = layer.forward_last(pending, residual, inputs, cos_sin, pages, captured)
             else:
-                pending = layer.forward(pending, residual, inputs, cos_sin, pages, entering)
+                pending = layer.forward(pending, residual, inputs, cos_sin, pages, captured)
             if index == 0:
                 inputs = inputs.behind_a_layer()
         assert pending is not None  # there is at least one layer
@@ -108,23 +106,24 @@ class Decoder(LanguageModel):
         return final, states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See :meth:`LanguageModel.logits`."""
+        """Return logits [N, Vd] of ``hidden`` [N, H], gathered from all ranks."""
         return self.whole_logits(linear(self.kernels, hidden, self.weights.head), self.output_size)
 
     @property
     def output_ids(self) -> Tensor | None:
-        """See :meth:`LanguageModel.output_ids`."""
+        """int64 [Vd] token ids of the output head, or None if the head covers the vocabulary."""
         return self._output_ids
 
     def with_head(self, head: Weight, ids: Tensor | None = None) -> Decoder:
-        """The same decoder with another output head [Vd, H], as this one's is shared out among ranks; all else is shared.
+        """Return a decoder that shares everything with this one except for its output head [Vd, H].
 
-        ``ids`` int64 [Vd] on the device: the tokens of its rows; None: all.
+        On several ranks ``head`` is split like this decoder's own head. ``ids`` int64 [Vd] on the device are the tokens of
+        its rows; None means that the rows cover the vocabulary.
         """
-        other = copy(self)
-        other.weights = replace(self.weights, head=head)
-        other._output_ids = ids
-        return other
+        decoder = copy(self)
+        decoder.weights = replace(self.weights, head=head)
+        decoder._output_ids = ids
+        return decoder
 
     def _embed_inputs(self, inputs: ForwardInput) -> Tensor:
         embedded = self.embed(inputs.tokens)

@@ -14,7 +14,7 @@ from outrider.model.config import ModelConfig
 from outrider.model.config_fields import is_whole
 from outrider.model.dflash import DFlashHead, DFlashWeights
 from outrider.model.files import open_checkpoint
-from outrider.model.head_loading import head_config
+from outrider.model.head_loading import check_hidden_size, head_config
 from outrider.model.language_model import LanguageModel
 from outrider.model.mapping import WHOLE, layer_targets, layer_weights
 from outrider.model.pieces import Piece, Target
@@ -23,7 +23,7 @@ from outrider.model.reading import read_json
 from outrider.model.shards import Shards
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 
-_MOST_PLACES = 64
+_MAX_BLOCK_SIZE = 64
 
 
 def load_dflash(
@@ -35,52 +35,50 @@ def load_dflash(
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
 ) -> DFlashHead:
-    """Load a DFlash head for ``target``: a Qwen3 config with ``block_size`` and ``dflash_config``, and the tensors ``fc``,
-    ``hidden_norm``, ``layers.i`` and ``norm``; embedding and output head are the target's.
+    """Load a DFlash head for ``target``.
 
-    As :func:`load_eagle`. A :class:`CheckpointError` says what is refused: places that predict the token behind their own
-    (``sample_from_anchor``), sliding layers, layers of the target that don't exist, and tensors of other drafters, each by
-    its name.
+    The config is a Qwen3 config with ``block_size`` and ``dflash_config``. The tensors are ``fc``, ``hidden_norm``,
+    ``layers.i`` and ``norm``; embedding and output head are the target's. Arguments and errors follow :func:`load_eagle`. A
+    :class:`CheckpointError` names each unsupported feature: positions that predict the next token (``sample_from_anchor``),
+    sliding-window layers, target layers that don't exist, and tensors of other drafters.
     """
     directory = Path(directory)
     file = directory / "config.json"
     files = open_checkpoint(directory)
     config = head_config(directory, target, dtype, files.tensors, "layers.0")
     raw = read_json(file)
-    own = raw.get("dflash_config")
-    if not isinstance(own, dict):
+    options = raw.get("dflash_config")
+    if not isinstance(options, dict):
         raise CheckpointError(
-            f"{file}: dflash_config is {shown(own)}, expected mask_token_id and target_layer_ids; a head of another kind has "
-            "another name for speculate"
+            f"{file}: dflash_config is {shown(options)}, expected mask_token_id and target_layer_ids; a head of another kind "
+            "has another name for speculate"
         )
-    if config.hidden_size != target.config.hidden_size:
-        raise CheckpointError(
-            f"{file}: the head's hidden_size is {config.hidden_size}, the target's is {target.config.hidden_size}: this head "
-            "belongs to another model"
-        )
+    check_hidden_size(directory, config, target)
     if not config.qk_norm:
         raise CheckpointError(f"{file}: model_type is {config.family!r}, expected 'qwen3', whose layers norm q and k")
     if any(config.windows):
         raise CheckpointError(
             f"{file}: the head has sliding layers (layer_types), which aren't supported; expected full ones"
         )
-    if raw.get("sample_from_anchor", own.get("sample_from_anchor")):
+    if raw.get("sample_from_anchor", options.get("sample_from_anchor")):
         raise CheckpointError(
-            f"{file}: sample_from_anchor is true: each place predicts the token behind its own, which isn't supported; "
-            "expected places that predict their own token"
+            f"{file}: sample_from_anchor is true: each position predicts the token after its own, which isn't supported; "
+            "expected positions that predict their own token"
         )
-    block_size = raw.get("block_size", own.get("block_size"))
-    if not is_whole(block_size, 2, _MOST_PLACES):
-        raise CheckpointError(f"{file}: block_size is {shown(block_size)}, expected a whole number from 2 to {_MOST_PLACES}")
-    mask = own.get("mask_token_id")
+    block_size = raw.get("block_size", options.get("block_size"))
+    if not is_whole(block_size, 2, _MAX_BLOCK_SIZE):
+        raise CheckpointError(
+            f"{file}: block_size is {shown(block_size)}, expected a whole number from 2 to {_MAX_BLOCK_SIZE}"
+        )
+    mask = options.get("mask_token_id")
     if not is_whole(mask, 0, config.vocab_size - 1):
         raise CheckpointError(
             f"{file}: dflash_config.mask_token_id is {shown(mask)}, expected a token from 0 to {config.vocab_size - 1}"
         )
-    layers = _layers(file, own.get("target_layer_ids"), target.config.num_layers)
+    layers = _layers(file, options.get("target_layer_ids"), target.config.num_layers)
     quantization = read_quantization(directory, mode=quantized)
-    whole = dflash_targets(config, len(layers))
-    check_tensors(files, whole, optional=set(), quantization=quantization, backend=backend)
+    unsharded_targets = dflash_targets(config, len(layers))
+    check_tensors(files, unsharded_targets, optional=set(), quantization=quantization, backend=backend)
     targets = dflash_targets(config, len(layers), target.shards)
     config = target.shards.local(config, str(directory))
     with placed(backend, dtype) as stream:
@@ -94,12 +92,12 @@ def load_dflash(
             block_size=block_size,
             mask_token=mask,
             aux_hidden_state_layers=layers,
-            causal=bool(raw.get("is_causal", own.get("causal"))),
+            causal=bool(raw.get("is_causal", options.get("causal"))),
         )
 
 
 def _layers(file: Path, found: object, depth: int) -> tuple[int, ...]:
-    """The target's layers whose input is the output of those that the config names."""
+    """Return the target's layers whose input is the output of the layers that the config lists."""
     if not isinstance(found, list) or not found or not all(is_whole(each, -1, depth - 2) for each in found):
         raise CheckpointError(
             f"{file}: dflash_config.target_layer_ids is {shown(found)}, expected layers of the target whose output another "
@@ -108,11 +106,11 @@ def _layers(file: Path, found: object, depth: int) -> tuple[int, ...]:
     return tuple(each + 1 for each in found)
 
 
-def dflash_targets(config: ModelConfig, read: int, shards: Shards = WHOLE) -> list[Target]:
-    """Weights of a head that reads so many layers of its target."""
+def dflash_targets(config: ModelConfig, num_captured: int, shards: Shards = WHOLE) -> list[Target]:
+    """Return the weights of a head that reads the outputs of ``num_captured`` target layers."""
     hidden = config.hidden_size
     targets = [
-        Target("fusion", (Piece("fc.weight", (hidden, read * hidden)),)),
+        Target("fusion", (Piece("fc.weight", (hidden, num_captured * hidden)),)),
         Target("hidden_norm", (Piece("hidden_norm.weight", (hidden,)),)),
         Target("norm", (Piece("norm.weight", (hidden,)),)),
     ]
@@ -122,7 +120,7 @@ def dflash_targets(config: ModelConfig, read: int, shards: Shards = WHOLE) -> li
 
 
 def dflash_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DFlashWeights:
-    """The head's record from the loaded targets."""
+    """Return the head's weights from the loaded tensors."""
     return DFlashWeights(
         fusion=weights["fusion"],
         hidden_norm=weights["hidden_norm"],

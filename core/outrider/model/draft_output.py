@@ -1,9 +1,9 @@
-"""The output head that drafts are drawn with: the target's, a copy of it in few bits, or some of its rows.
+"""The output head that drafts are sampled with: the target's own head, a quantized copy of it, or some of its rows.
 
-What is verified takes the target's own head, so tokens are the same; what changes is which drafts are accepted. A draft of
-three tokens reads the head three times: as many bytes as seven layers of an 8B model have. A copy in 8 bits has half of them.
-Of 128,000 tokens a quarter makes nearly all text: a head of the rows of those alone has a quarter of the bytes (Zhao et al.
-2025, FR-Spec, arXiv 2502.14856).
+Verification always uses the target's own head, so the generated tokens don't change; only the acceptance rate does. Each
+draft token reads the whole head. For an 8B model, a draft of three tokens reads as many head bytes as seven layers have. An
+8-bit copy halves these bytes. Nearly all text uses a quarter of a vocabulary of 128,000 tokens, and a head with only the rows
+of that quarter has a quarter of the bytes (Zhao et al. 2025, FR-Spec, arXiv 2502.14856).
 """
 
 from __future__ import annotations
@@ -28,43 +28,45 @@ from outrider.model.shards import Shard
 from outrider.model.tensors import placed
 
 OUTPUT_FORMATS = tuple(ROUND)
-"""What the copy can be kept in."""
-_SUFFIXES = (".json", ".pt")
-_EXPECTED = "expected a list of numbers in JSON, or one that torch saved, without code of its own"
-_MOST_TOKENS = 1 << 24
-"""Of any vocabulary."""
+"""Quantized formats of the copied head."""
+_FILE_SUFFIXES = (".json", ".pt")
+_EXPECTED_FILE = "expected a list of numbers in JSON, or one that torch saved, without code of its own"
+_MAX_TOKENS = 1 << 24
+"""Upper limit of the size of any vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftVocabulary:
-    """The tokens that drafts are drawn from: ``ids`` int64 [Vd] on the host, ascending. ``origin`` says whose list it is."""
+    """The tokens that drafts are sampled from."""
 
     ids: Tensor
+    """int64 [Vd] on the host, ascending."""
     origin: str
+    """Description of the list for error messages."""
 
     @classmethod
-    def read(cls, given: Path | str | int) -> DraftVocabulary:
-        """The first so many tokens of a vocabulary, or those that a file lists in any order: ``.json``, a list of numbers;
-        ``.pt``, a list or a tensor of them, as FR-Spec publishes its lists.
+    def read(cls, source: Path | str | int) -> DraftVocabulary:
+        """Return the first ``source`` tokens of a vocabulary, or the tokens that file ``source`` lists in any order.
 
-        Raises :class:`ConfigError` for a number that no vocabulary has and for a file that isn't there or has no such list,
-        and :class:`CheckpointError` for one that can't be read.
+        A ``.json`` file holds a list of numbers. A ``.pt`` file holds a list or a tensor of them, as FR-Spec publishes its
+        lists. Raises :class:`ConfigError` for an impossible number of tokens and for a missing file or one without such a
+        list, and :class:`CheckpointError` for an unreadable file.
         """
-        if isinstance(given, int):
-            if not is_whole(given, 1, _MOST_TOKENS):
+        if isinstance(source, int):
+            if not is_whole(source, 1, _MAX_TOKENS):
                 raise ConfigError(
-                    f"draft_vocabulary is {given}; expected 1 to {_MOST_TOKENS} tokens of the target, or a file of tokens"
+                    f"draft_vocabulary is {source}; expected 1 to {_MAX_TOKENS} tokens of the target, or a file of tokens"
                 )
-            return cls(ids=torch.arange(given, device="cpu"), origin=f"the first {given} tokens")
-        path = Path(given)
-        ids = torch.tensor(_listed(path), dtype=torch.int64, device="cpu").sort().values
-        twice = ids[1:][ids[1:] == ids[:-1]]
-        if twice.numel():
-            raise ConfigError(f"draft_vocabulary: {path} lists token {int(twice[0])} twice; expected each token once")
+            return cls(ids=torch.arange(source, device="cpu"), origin=f"the first {source} tokens")
+        path = Path(source)
+        ids = torch.tensor(_read_token_list(path), dtype=torch.int64, device="cpu").sort().values
+        duplicates = ids[1:][ids[1:] == ids[:-1]]
+        if duplicates.numel():
+            raise ConfigError(f"draft_vocabulary: {path} lists token {int(duplicates[0])} twice; expected each token once")
         return cls(ids=ids, origin=f"the {ids.numel()} tokens of {path}")
 
     def check(self, vocabulary: int) -> None:
-        """Raise :class:`ConfigError` where it has tokens that a target of so many hasn't."""
+        """Raise :class:`ConfigError` if a token is outside the target's ``vocabulary``, a number of tokens."""
         if int(self.ids[-1]) >= vocabulary:
             raise ConfigError(
                 f"draft_vocabulary is {self.origin}, up to {int(self.ids[-1])}, and the target has tokens 0 to "
@@ -72,69 +74,71 @@ class DraftVocabulary:
             )
 
 
-def _listed(path: Path) -> list[int]:
-    """The numbers that a file lists, at least one, none below 0."""
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"draft_vocabulary is {path}; expected a number of tokens, or a file {' or '.join(_SUFFIXES)}")
+def _read_token_list(path: Path) -> list[int]:
+    """Return the token ids in a file: at least one, none negative."""
+    if path.suffix not in _FILE_SUFFIXES:
+        raise ConfigError(f"draft_vocabulary is {path}; expected a number of tokens, or a file {' or '.join(_FILE_SUFFIXES)}")
     if not present(path):
         raise ConfigError(f"draft_vocabulary is {path}, and there is no such file; expected a list of tokens")
     content = read_bytes(path, JSON_LIMIT)
-    with reading(path, "a list of tokens", _EXPECTED):
+    with reading(path, "a list of tokens", _EXPECTED_FILE):
         if path.suffix == ".json":
             found = json.loads(content)
         else:
             found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    holds = shown(found)
+    description = shown(found)
     if isinstance(found, Tensor):
-        holds = f"a tensor of shape {list(found.shape)}"
+        description = f"a tensor of shape {list(found.shape)}"
         found = found.tolist() if found.ndim == 1 else None
     if not isinstance(found, list) or not found:
-        raise ConfigError(f"draft_vocabulary: {path} holds {holds}; expected a list of tokens, at least one")
-    wrong = [each for each in found if not is_whole(each, 0, _MOST_TOKENS - 1)]
-    if wrong:
-        raise ConfigError(f"draft_vocabulary: {path} lists {shown(wrong[0])}; expected tokens, whole numbers from 0")
+        raise ConfigError(f"draft_vocabulary: {path} holds {description}; expected a list of tokens, at least one")
+    invalid = [each for each in found if not is_whole(each, 0, _MAX_TOKENS - 1)]
+    if invalid:
+        raise ConfigError(f"draft_vocabulary: {path} lists {shown(invalid[0])}; expected tokens, whole numbers from 0")
     return found
 
 
 def with_output_head(
     target: LanguageModel, *, backend: Backend, format: str | None = None, vocabulary: DraftVocabulary | None = None
 ) -> Decoder:
-    """``target`` for drafting, all of it shared but its output head: the rows of ``vocabulary``, or all; in ``format``, one
-    of OUTPUT_FORMATS, or as it is.
+    """Return a decoder for drafting that shares everything with ``target`` except for the output head.
 
-    Ranks that share the head out have as many rows each: where a rank has fewer tokens of ``vocabulary``, it adds others of
-    its own, which are drawn from as well.
+    The new head has the rows of ``vocabulary``, or all rows, in ``format`` (one of OUTPUT_FORMATS) or unchanged. All
+    tensor-parallel ranks hold the same number of rows: a rank with fewer tokens of ``vocabulary`` adds other tokens of its
+    own slice, which drafts may then use too.
 
-    Raises :class:`ConfigError` for a target whose head isn't known or can't be copied so, and :class:`CapabilityError`
-    where the backend has no kernels for that format.
+    Raises :class:`ConfigError` for a target whose head is unknown or cannot be copied this way, and :class:`CapabilityError`
+    if the backend has no kernels for ``format``.
     """
-    asked = f"draft_output_head is {format}" if format is not None else "draft_vocabulary is given"
+    setting = f"draft_output_head is {format}" if format is not None else "draft_vocabulary is given"
     if not isinstance(target, Decoder):
         raise ConfigError(
-            f"{asked}, and the target runs by transformers' own code, whose output head stays as it is; leave one of them out"
+            f"{setting}, and the target runs by transformers' own code, whose output head stays as it is; leave one of "
+            "them out"
         )
     head, ids = target.weights.head, None
     if format is not None and not isinstance(head, Tensor):
-        raise ConfigError(f"{asked}, and the target's output head is {label(head)} already; leave draft_output_head out")
+        raise ConfigError(f"{setting}, and the target's output head is {label(head)} already; leave draft_output_head out")
     if format is not None and format not in backend.capabilities.quantized_formats:
         has = ", ".join(sorted(backend.capabilities.quantized_formats)) or "none"
-        raise CapabilityError(f"{asked}, and {backend.label} has no kernels for that (it declares {has}); leave it out")
+        raise CapabilityError(f"{setting}, and {backend.label} has no kernels for that (it declares {has}); leave it out")
     if vocabulary is not None:
         vocabulary.check(target.config.vocab_size)
     with placed(backend, target.dtype):
         if vocabulary is not None:
-            rows, ids, width = _shared_out(vocabulary.ids, target.shards.vocabulary, target.config.vocab_size)
-            head, ids = _rows(head, rows.to(target.device), width), ids.to(target.device)
+            rows, ids, width = _rows_of_rank(vocabulary.ids, target.shards.vocabulary, target.config.vocab_size)
+            head, ids = _select_rows(head, rows.to(target.device), width), ids.to(target.device)
         if format is not None:
-            assert isinstance(head, Tensor)  # else it was refused above
+            assert isinstance(head, Tensor)  # checked above
             head = rounded(head, format)
         return target.with_head(head, ids)
 
 
-def _shared_out(ids: Tensor, shard: Shard, vocabulary: int) -> tuple[Tensor, Tensor, int]:
-    """Of ``ids``: the rows of this rank's part of a head, the tokens that all ranks' rows are, and how many rows each has.
+def _rows_of_rank(ids: Tensor, shard: Shard, vocabulary: int) -> tuple[Tensor, Tensor, int]:
+    """Return this rank's rows of the head, the tokens of all ranks' rows, and the number of rows per rank.
 
-    A rank that has no more tokens of its own is behind the vocabulary with the rows that it lacks, and so are all behind it.
+    ``ids`` are the wanted tokens. A rank that runs out of tokens pads its rows past the end of the vocabulary, and so do all
+    later ranks.
     """
     bounds = [Shard(rank, shard.size).uneven(vocabulary) for rank in range(shard.size)]
     wanted = torch.zeros(vocabulary, dtype=torch.bool, device="cpu")
@@ -148,18 +152,18 @@ def _shared_out(ids: Tensor, shard: Shard, vocabulary: int) -> tuple[Tensor, Ten
     return wanted[first:last].nonzero().squeeze(1), wanted.nonzero().squeeze(1), width
 
 
-def _rows(head: Weight, rows: Tensor, width: int) -> Weight:
-    """``rows`` of an output head, and zeros behind them up to ``width``."""
-    lacking = width - rows.shape[0]
+def _select_rows(head: Weight, rows: Tensor, width: int) -> Weight:
+    """Return ``rows`` of an output head, padded with zero rows up to ``width``."""
+    padding = width - rows.shape[0]
     if isinstance(head, Tensor):
-        return torch.nn.functional.pad(head.index_select(0, rows), (0, 0, 0, lacking))
-    if not isinstance(head, QuantizedWeight) or head.block[0] != 1 or lacking:
+        return torch.nn.functional.pad(head.index_select(0, rows), (0, 0, 0, padding))
+    if not isinstance(head, QuantizedWeight) or head.block[0] != 1 or padding:
         raise ConfigError(
             f"draft_vocabulary is given, and the target's output head is {label(head)}"
-            + (", shared out among ranks" if lacking else "")
+            + (", shared out among ranks" if padding else "")
             + ": its rows can't be taken one by one; leave draft_vocabulary out"
         )
-    # Bytes, since not every index knows the formats.
+    # index_select does not support every quantized dtype, so it works on bytes.
     data = head.data.view(torch.uint8).index_select(0, rows).view(head.data.dtype)
     zero_points = None if head.zero_points is None else head.zero_points.index_select(0, rows)
     scales = head.scales.index_select(0, rows)

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head: reads three of the target's hidden states, and has its own, smaller output head (Li et al. 2025).
+"""The EAGLE-3 head: reads three of the target's hidden states and has its own, smaller output head (Li et al. 2025).
 
 Letters: T new tokens, N rows of logits, H hidden size of the head, Ht of the target, V vocabulary, Vd draft vocabulary.
 """
@@ -13,39 +13,44 @@ from torch import Tensor
 from outrider.device import KernelSet
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
+from outrider.model.draft_head import BaseDraftHead
 from outrider.model.inputs import ForwardInput
-from outrider.model.language_model import LanguageModel
+from outrider.model.language_model import LanguageModel, side_by_side
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.pending import add, add_rms_norm
 from outrider.model.products import Weight, linear
-from outrider.model.rotary import rotary
-from outrider.model.side_by_side import side_by_side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Weights:
-    """Tensors of a head: ``fusion`` [H, 3 Ht], ``embedding`` [V, H], ``head`` [Vd, H], ``norm`` and ``hidden_norm`` [H].
-
-    The layer's attention reads embedding and hidden state side by side (``qkv`` [(Hq + 2 Hkv) D, 2 H]); its
-    ``attention_norm`` is that of the embedding. ``target_ids`` int64 [Vd] names each draft token in the target's
-    vocabulary, or is None where both are the same. ``input_norm`` [3 Ht] is that of the three states side by side,
-    ``state_norms`` three of [Ht] those of each; a head has them or not. ``later`` are ordinary layers behind the first one.
-    """
+    """Device tensors of an EAGLE-3 head."""
 
     fusion: Weight
+    """[H, 3 Ht]."""
     embedding: Tensor
+    """[V, H]."""
     head: Weight
+    """The output head [Vd, H]."""
     norm: Tensor
+    """Weight [H] of the final norm."""
     hidden_norm: Tensor
+    """Weight [H] of the norm of the hidden state."""
     layer: LayerWeights
+    """The first layer. Its attention reads the normed embedding and hidden state side by side: ``qkv`` is [(Hq + 2 Hkv) D, 2
+    H]. ``attention_norm`` normalizes the embedding.
+    """
     target_ids: Tensor | None
+    """int64 [Vd] target token of each draft token, or None if both vocabularies are the same."""
     input_norm: Tensor | None = None
+    """Weight [3 Ht] of a norm over the three joined states, or None."""
     state_norms: tuple[Tensor, ...] = ()
+    """Three weights [Ht], one norm for each state, or empty."""
     later: tuple[LayerWeights, ...] = ()
+    """Ordinary layers after the first one."""
 
 
 def fuse(weights: Eagle3Weights, states: tuple[Tensor, ...], eps: float, kernels: KernelSet) -> Tensor:
-    """Three states of the target, [T, Ht] each, as the one [T, H] that a head reads."""
+    """Fuse three of the target's states, each [T, Ht], into the state [T, H] that the head reads."""
     if weights.state_norms:
         states = tuple(kernels.rms_norm(x, w, eps) for x, w in zip(states, weights.state_norms, strict=True))
     joined = side_by_side(states)
@@ -54,17 +59,14 @@ def fuse(weights: Eagle3Weights, states: tuple[Tensor, ...], eps: float, kernels
     return linear(kernels, joined, weights.fusion)
 
 
-class Eagle3Head:
-    """Drafts from three intermediate states of the target. Placement and capture as for :class:`LanguageModel`.
+class Eagle3Head(BaseDraftHead):
+    """Drafts from three intermediate states of the target. Placement and capture follow :class:`LanguageModel`.
 
-    Used as :class:`EagleHead` is, but what the target computed passes through :meth:`condition` first, and draft logits
-    are over the head's own vocabulary. ``aux_hidden_state_layers`` are the target's layers whose input it reads.
-    ``norm_before_residual``: the layer adds to the normed state; ``norm_output``: its states are behind the final norm, for
-    its next step as well.
+    The interface is that of :class:`EagleHead`, but :meth:`condition` fuses the target's states first, and draft logits cover
+    the head's own vocabulary. ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads. With
+    ``norm_before_residual`` the layer's residual is the normed state. With ``norm_output`` the states include the final norm,
+    also as input of the next draft step.
     """
-
-    reads_hidden = False
-    """As :attr:`EagleHead.reads_hidden`."""
 
     def __init__(
         self,
@@ -76,16 +78,11 @@ class Eagle3Head:
         norm_before_residual: bool = False,
         norm_output: bool = False,
     ) -> None:
-        self.config = config
+        super().__init__(config, target)
         self.weights = weights
-        self.target = target
         self.aux_hidden_state_layers = aux_hidden_state_layers
         self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
-        self.kernels: KernelSet = target.kernels
-        context = max(config.max_context, target.config.max_context)
-        self._rotary = rotary(
-            config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device
-        )
+
         self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
         self._later = tuple(
             DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
@@ -94,25 +91,25 @@ class Eagle3Head:
 
     @property
     def draft_vocab_size(self) -> int:
-        """Vd."""
+        """Vd, the number of tokens in the draft vocabulary."""
         ids = self.weights.target_ids
         return self.config.vocab_size if ids is None else ids.shape[0]
 
     @property
     def target_ids(self) -> Tensor | None:
-        """int64 [Vd]: the target's id of each draft token; None where they're the same."""
+        """int64 [Vd] target token of each draft token, or None if both vocabularies are the same."""
         return self.weights.target_ids
 
     def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """What the head reads of the target [T, H], from :meth:`LanguageModel.forward_with_aux_hidden_states`'s result."""
+        """Fuse ``aux_hidden_states`` of the target into the state [T, H] that the head reads."""
         del final
         return fuse(self.weights, aux_hidden_states, self.config.rms_eps, self.kernels)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
-        """The head's states [T, H] from ``inputs`` and ``hidden`` [T, H]: of :meth:`condition`, or an earlier result; [S, H]
-        of kept rows.
+        """Return the head's states [T, H], or [S, H] of the kept rows.
 
-        Tokens, positions and cache as for :meth:`EagleHead.forward`.
+        ``hidden`` [T, H] is the result of :meth:`condition`, or of an earlier forward. Tokens, positions and cache follow
+        :meth:`EagleHead.forward`.
         """
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
         assert weights.layer.attention_norm is not None  # every EAGLE-3 head has one
@@ -134,7 +131,7 @@ class Eagle3Head:
         return add(pending, residual, kernels)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Draft logits [N, Vd] of ``hidden`` [N, H]."""
+        """Return draft logits [N, Vd] of ``hidden`` [N, H]."""
         normed = hidden
         if not self._norm_output:
             normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)

@@ -1,4 +1,4 @@
-"""What the configs of families with experts say, and why others of them aren't run."""
+"""Mixture-of-experts fields of checkpoint configs, and the reasons why some families are not supported."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ EXPERT_FAMILIES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a family isn't run. ``elsewhere``: transformers' own code may run it on the paged cache."""
+    """The reason why a model family is not supported."""
 
     why: str
     elsewhere: bool = False
+    """True if transformers' own code may run the family on the paged cache."""
 
 
-_LATENT = Refusal(
+_LATENT_ATTENTION = Refusal(
     "its attention (MLA) caches one latent vector a token, and the paged cache holds keys and values of one size; it doesn't "
     "run through transformers here either"
 )
-_GROUPS = Refusal("its experts are chosen by a sigmoid with a bias, in groups of them, which isn't done here", elsewhere=True)
+_GROUPING = Refusal(
+    "its experts are chosen by a sigmoid with a bias, in groups of them, which isn't done here", elsewhere=True
+)
 _SINKS = Refusal("its attention has sinks and its experts have biases and a clamped activation, which aren't done here")
-_LATENTS = (
+_LATENT_FAMILIES = (
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
@@ -38,21 +41,21 @@ _LATENTS = (
     "glm4_moe_lite",
     "glm_moe_dsa",
 )
-_GROUPED = ("glm4_moe", "dots1", "exaone_moe", "ernie4_5_moe", "minimax_m2")
+_GROUPED_FAMILIES = ("glm4_moe", "dots1", "exaone_moe", "ernie4_5_moe", "minimax_m2")
 REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
-        **dict.fromkeys(_LATENTS, _LATENT),
-        **dict.fromkeys(_GROUPED, _GROUPS),
+        **dict.fromkeys(_LATENT_FAMILIES, _LATENT_ATTENTION),
+        **dict.fromkeys(_GROUPED_FAMILIES, _GROUPING),
         "gpt_oss": _SINKS,
     }
 )
-"""Model types with experts that aren't run, and why."""
+"""Unsupported mixture-of-experts families with the reasons."""
 
-Hf = Any
+HfConfig = Any
 
 
-def mixtral(hf: Hf) -> dict[str, Any]:
-    """Every layer is a mixture; the experts' size is the config's intermediate_size."""
+def mixtral(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a Mixtral config: every layer is a mixture, and ``intermediate_size`` is that of an expert."""
     experts = ExpertsConfig(
         count=hf.num_local_experts,
         per_token=hf.num_experts_per_tok,
@@ -62,14 +65,14 @@ def mixtral(hf: Hf) -> dict[str, Any]:
     return {"experts": experts, "windows": one_window(hf, hf.sliding_window)}
 
 
-def qwen2_moe(hf: Hf) -> dict[str, Any]:
-    """With a shared expert, which every token goes to."""
+def qwen2_moe(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a Qwen2-MoE config, which has a shared expert that processes every token."""
     experts = _experts(hf, shared=hf.shared_expert_intermediate_size)
     return {"attention_bias": hf.qkv_bias, "experts": experts, "windows": layer_windows(hf)}
 
 
-def qwen3_moe(hf: Hf) -> dict[str, Any]:
-    """With norms of queries and keys, as in the dense family."""
+def qwen3_moe(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a Qwen3-MoE config, which norms queries and keys like the dense family."""
     return {
         "attention_bias": hf.attention_bias,
         "output_bias": hf.attention_bias,
@@ -79,8 +82,11 @@ def qwen3_moe(hf: Hf) -> dict[str, Any]:
     }
 
 
-def _experts(hf: Hf, *, shared: int) -> ExpertsConfig | None:
-    """Layers without experts are those in mlp_only_layers, and all but every decoder_sparse_step-th."""
+def _experts(hf: HfConfig, *, shared: int) -> ExpertsConfig | None:
+    """Return the mixture config, or None if every layer is dense.
+
+    Dense layers are those in ``mlp_only_layers`` and all but every ``decoder_sparse_step``-th layer.
+    """
     layers, step = hf.num_hidden_layers, hf.decoder_sparse_step
     if step < 1:
         raise ConfigError(f"decoder_sparse_step is {step}, expected a whole number from 1 on")
@@ -97,8 +103,11 @@ def _experts(hf: Hf, *, shared: int) -> ExpertsConfig | None:
     )
 
 
-def layer_windows(hf: Hf) -> tuple[int, ...]:
-    """What a token of each layer sees, by layer_types. A sliding layer needs a window: what one without it does differs."""
+def layer_windows(hf: HfConfig) -> tuple[int, ...]:
+    """Return the attention window of each layer in positions from ``layer_types``. 0 means full attention.
+
+    Raises :class:`ConfigError` for sliding layers without a window: libraries disagree on their meaning.
+    """
     kinds = {"full_attention": 0, "sliding_attention": hf.sliding_window or 0}
     unknown = sorted(set(hf.layer_types) - set(kinds))
     if unknown:
@@ -111,16 +120,16 @@ def layer_windows(hf: Hf) -> tuple[int, ...]:
     return tuple(kinds[kind] for kind in hf.layer_types)
 
 
-def one_window(hf: Hf, window: int | None) -> tuple[int, ...]:
-    """What a token of each layer sees, in a family whose layers all have the one ``window``, or none.
+def one_window(hf: HfConfig, window: int | None) -> tuple[int, ...]:
+    """Return the attention window of each layer for a family whose layers all have the same ``window``, or none.
 
-    Raises :class:`ConfigError` where layer_types says that some layers have one, and there's none: transformers masks
-    nothing then, and drops keys from its cache all the same.
+    Raises :class:`ConfigError` if ``layer_types`` lists sliding layers without a window: transformers then masks nothing, but
+    drops keys from its cache.
     """
-    others = sorted(set(getattr(hf, "layer_types", None) or ()) - {"full_attention"})
-    if others and not window:
+    sliding = sorted(set(getattr(hf, "layer_types", None) or ()) - {"full_attention"})
+    if sliding and not window:
         raise ConfigError(
-            f"layer_types has {shown(others)}, and the layers of this family have no window here; expected 'full_attention' "
+            f"layer_types has {shown(sliding)}, and the layers of this family have no window here; expected 'full_attention' "
             "for every layer, or no layer_types"
         )
     return (window or 0,) * int(hf.num_hidden_layers)

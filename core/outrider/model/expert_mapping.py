@@ -1,6 +1,7 @@
-"""Which tensors of a checkpoint make up a mixture of experts: one for each expert, or one for all of them.
+"""Mapping from a checkpoint's tensors to the weights of a mixture of experts: one tensor per expert, or one stack of all
+experts.
 
-Letters: E experts, H hidden size, I inner size of an expert.
+Letters: E experts, H hidden size, I intermediate size of an expert.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ from torch import Tensor
 
 from outrider.errors import CheckpointError
 from outrider.model.config import ExpertsConfig, ModelConfig
-from outrider.model.cuts import Cut
-from outrider.model.pieces import Piece, Target
+from outrider.model.pieces import Cut, Piece, Target
 from outrider.model.shards import Shards
 
 _GATE_UP_DOWN = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-_NUMBERED = ("w1.weight", "w3.weight", "w2.weight")  # Mixtral's
-_FUSED = ("gate_up_proj", "down_proj")  # [E, 2 I, H], the gate's rows first, and [E, H, I]
+_MIXTRAL_PARTS = ("w1.weight", "w3.weight", "w2.weight")
+_STACKS = ("gate_up_proj", "down_proj")  # [E, 2 I, H], the gate's rows first, and [E, H, I]
 
 
 def check_count(config: ModelConfig, tensors: Collection[str], origin: object) -> None:
-    """Raise :class:`CheckpointError` for a config with far more experts than there are tensors, before they're all named."""
+    """Raise :class:`CheckpointError` if the config has far more experts than the files have tensors.
+
+    This bounds the number of tensor names that the mapping generates.
+    """
     experts = config.experts
     if experts is None:
         return
-    stacks = {key.rpartition(".")[0] for key in tensors if key.endswith(_FUSED)}
+    stacks = {key.rpartition(".")[0] for key in tensors if key.endswith(_STACKS)}
     layers = config.num_layers - len(experts.dense_layers) - len(stacks)
     if layers * experts.count > len(tensors):
         raise CheckpointError(
@@ -36,40 +39,40 @@ def check_count(config: ModelConfig, tensors: Collection[str], origin: object) -
 
 
 def expert_targets(config: ModelConfig, prefix: str, name: str, present: Container[str], shards: Shards) -> list[Target]:
-    """Weights of the experts of a layer, called ``name`` in the model, ``prefix`` in the checkpoint.
+    """Return the expert weights of one layer, called ``name`` in the model and ``prefix`` in the checkpoint.
 
-    ``present`` are the checkpoint's tensor names, which decide between the layouts. A rank has a part of every expert's inner
-    size, and the whole router. Stacks are read as their rows, one behind the other.
+    ``present`` holds the checkpoint's tensor names, which determine the layout. A rank holds a slice of every expert's
+    intermediate size and the whole router. Stacks are read as their concatenated rows.
     """
     experts = config.experts
     assert experts is not None  # the caller asks for layers that have some
     hidden = config.hidden_size
-    numbered = config.family == "mixtral" and f"{prefix}.mlp.gate.weight" not in present
-    block = f"{prefix}.block_sparse_moe" if numbered else f"{prefix}.mlp"
+    mixtral_names = config.family == "mixtral" and f"{prefix}.mlp.gate.weight" not in present
+    block = f"{prefix}.block_sparse_moe" if mixtral_names else f"{prefix}.mlp"
     targets = [Target(f"{name}.router", (Piece(f"{block}.gate.weight", (experts.count, hidden)),))]
-    if any(f"{block}.experts.{part}" in present for part in _FUSED):
-        targets += _fused(experts, hidden, f"{block}.experts", name, shards)
+    if any(f"{block}.experts.{part}" in present for part in _STACKS):
+        targets += _stacked_targets(experts, hidden, f"{block}.experts", name, shards)
     else:
         first = f"{block}.experts.0"
-        numbered = numbered and not any(f"{first}.{part}" in present for part in _GATE_UP_DOWN)
-        parts = _NUMBERED if numbered else _GATE_UP_DOWN
+        mixtral_names = mixtral_names and not any(f"{first}.{part}" in present for part in _GATE_UP_DOWN)
+        parts = _MIXTRAL_PARTS if mixtral_names else _GATE_UP_DOWN
         each = [f"{block}.experts.{expert}" for expert in range(experts.count)]
-        targets += _gated(each, parts, hidden, experts.intermediate_size, name, "", shards)
+        targets += _expert_targets(each, parts, hidden, experts.intermediate_size, name, "", shards)
     if experts.shared_size:
         shared = f"{block}.shared_expert"
-        targets += _gated([shared], _GATE_UP_DOWN, hidden, experts.shared_size, name, "shared_", shards)
+        targets += _expert_targets([shared], _GATE_UP_DOWN, hidden, experts.shared_size, name, "shared_", shards)
         targets.append(Target(f"{name}.shared_gate", (Piece(f"{shared}_gate.weight", (1, hidden)),)))
     return targets
 
 
-def _gated(
+def _expert_targets(
     stems: list[str], parts: tuple[str, str, str], hidden: int, inner: int, name: str, field: str, shards: Shards
 ) -> list[Target]:
-    """Gate, up and down of MLPs that each have their tensors, stacked."""
+    """Return the stacked gate-up and down weights of MLPs that have separate tensors."""
     gate, up, down = parts
-    own = shards.mlp.even(inner)
-    whole = own == (0, inner)
-    rows, columns = (None, None) if whole else (Cut(0, *own), Cut(1, *own))
+    span = shards.mlp.even(inner)
+    is_unsliced = span == (0, inner)
+    rows, columns = (None, None) if is_unsliced else (Cut(0, *span), Cut(1, *span))
     gates = [Piece(f"{stem}.{part}", (inner, hidden), rows) for stem in stems for part in (gate, up)]
     return [
         Target(f"{name}.{field}gate_up", tuple(gates)),
@@ -77,31 +80,35 @@ def _gated(
     ]
 
 
-def _fused(experts: ExpertsConfig, hidden: int, stem: str, name: str, shards: Shards) -> list[Target]:
-    """The two stacks of all experts."""
+def _stacked_targets(experts: ExpertsConfig, hidden: int, stem: str, name: str, shards: Shards) -> list[Target]:
+    """Return the gate-up and down weights of a checkpoint that stores all experts as two stacks."""
     inner, count = experts.intermediate_size, experts.count
-    own = shards.mlp.even(inner)
-    both, down = (count, 2 * inner, hidden), (count, hidden, inner)
-    if own == (0, inner):
-        gates, downs = [Piece(f"{stem}.{_FUSED[0]}", both, stack=True)], Piece(f"{stem}.{_FUSED[1]}", down, stack=True)
+    span = shards.mlp.even(inner)
+    gate_up_shape, down_shape = (count, 2 * inner, hidden), (count, hidden, inner)
+    if span == (0, inner):
+        gates = [Piece(f"{stem}.{_STACKS[0]}", gate_up_shape, stack=True)]
+        downs = Piece(f"{stem}.{_STACKS[1]}", down_shape, stack=True)
     else:
         gates = [
-            Piece(f"{stem}.{_FUSED[0]}", both, Cut(0, half + own[0], half + own[1], matrix=expert), stack=True)
+            Piece(f"{stem}.{_STACKS[0]}", gate_up_shape, Cut(0, half + span[0], half + span[1], matrix=expert), stack=True)
             for expert in range(count)
             for half in (0, inner)
         ]
-        downs = Piece(f"{stem}.{_FUSED[1]}", down, Cut(1, *own), stack=True)
+        downs = Piece(f"{stem}.{_STACKS[1]}", down_shape, Cut(1, *span), stack=True)
     return [Target(f"{name}.gate_up", tuple(gates)), Target(f"{name}.down", (downs,))]
 
 
 def stacked(config: ModelConfig, weights: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The weights of a layer ``name``, those of its experts as stacks [E, …]; quantised ones as they are, row behind row."""
+    """Return a layer's weights by field, with the expert weights as stacks [E, ...].
+
+    Quantized expert weights keep their concatenated rows.
+    """
     experts = config.experts
     assert experts is not None
     prefix = f"{name}."
-    own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    stacks = {key: own[key] for key in ("gate_up", "down")}
-    return own | {
+    fields = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+    stacks = {key: fields[key] for key in ("gate_up", "down")}
+    return fields | {
         key: value.view(experts.count, -1, value.shape[-1]) if isinstance(value, Tensor) else value
         for key, value in stacks.items()
     }

@@ -1,4 +1,4 @@
-"""The extra ``models``: whether what it installs is there."""
+"""Check of the extra ``models``: the packages that the model layer needs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from importlib.util import find_spec
 
 from outrider.device.errors import ConfigError
 
-NEEDED = ("transformers", "tokenizers", "safetensors", "PIL")
+REQUIRED_PACKAGES = ("transformers", "tokenizers", "safetensors", "PIL")
 
 
 def require_models() -> None:
-    """Raises :class:`ConfigError` where a package of the extra is missing."""
-    missing = ["pillow" if name == "PIL" else name for name in NEEDED if find_spec(name) is None]
+    """Raise :class:`ConfigError` if a package of the extra ``models`` is missing."""
+    missing = ["pillow" if name == "PIL" else name for name in REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"models need {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; "

@@ -1,4 +1,4 @@
-"""Loading the heads that draft for a target: EAGLE and EAGLE-3 in their published formats."""
+"""Loading of EAGLE and EAGLE-3 heads in their published formats, and the checks that all draft heads share."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def load_eagle(
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
 ) -> EagleHead:
-    """Load an EAGLE head for ``target``: its published format, safetensors or ``pytorch_model.bin``.
+    """Load an EAGLE head in its published format for ``target``.
 
-    As :func:`load_decoder`; also a head whose width, vocabulary or dtype isn't the target's is an error.
+    Arguments and errors follow :func:`load_decoder`. A head with another hidden size, vocabulary or dtype than the target's
+    raises :class:`CheckpointError`.
     """
     directory = Path(directory)
     files = open_checkpoint(directory)
     config = head_config(directory, target, dtype, files.tensors, "layers.0")
-    if config.hidden_size != target.config.hidden_size:
-        raise _foreign(directory, "hidden_size", config.hidden_size, target.config.hidden_size)
+    check_hidden_size(directory, config, target)
     targets = eagle_targets(config, files.tensors, target.shards)
     quantization = read_quantization(directory, mode=quantized)
     check_tensors(files, eagle_targets(config, files.tensors), optional=set(), quantization=quantization, backend=backend)
@@ -66,50 +66,55 @@ def load_eagle3(
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
 ) -> Eagle3Head:
-    """Load an EAGLE-3 or EAGLE-3.1 head for ``target``: its published formats, safetensors or ``pytorch_model.bin``.
+    """Load an EAGLE-3 or EAGLE-3.1 head in its published formats for ``target``.
 
-    As :func:`load_eagle`; also a draft vocabulary that points outside the target's is an error. The target's layers that it
-    reads are those that its config names, or else the published choice: the inputs of layers 2, n / 2 and n - 3. See
-    :func:`read_eagle3_options` for what else the config says, and what is refused.
+    The head reads the target layers that its config lists; the default is the published choice, the inputs of layers 2, n / 2
+    and n - 3. :func:`read_eagle3_options` documents the other options. Arguments and errors follow :func:`load_eagle`; a
+    draft vocabulary with tokens outside the target's also raises :class:`CheckpointError`.
     """
     directory = Path(directory)
     found = check_eagle3(directory, target=target, backend=backend, dtype=dtype, quantized=quantized)
     with placed(backend, dtype) as stream:
         config, record, _ = found.read(target, backend, dtype, stream, progress)
-        return Eagle3Head(config, record, target, **found.told)
+        return Eagle3Head(config, record, target, **found.head_options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Found:
-    """An EAGLE-3 checkpoint whose config and tensors were found to be right. ``own``: what its config says beside the layers.
-
-    ``more`` are weights beside those of :class:`Eagle3Weights`.
-    """
+    """An EAGLE-3 checkpoint whose config and tensor shapes are checked, but not loaded."""
 
     directory: Path
     config: ModelConfig
-    own: Eagle3Options
+    options: Eagle3Options
+    """Options in the config besides the shape of the layers."""
     files: CheckpointFiles
     quantization: Quantization | None
     draft_vocab: int
+    """Number of tokens in the draft vocabulary."""
     target_ids: Tensor | None
     more: tuple[Target, ...]
+    """Weights in addition to those of :class:`Eagle3Weights`."""
 
     @property
-    def told(self) -> Eagle3Told:
-        """What the head is told beside its weights."""
-        own = self.own
+    def head_options(self) -> Eagle3HeadOptions:
+        """Return the keyword arguments of :class:`Eagle3Head` besides the weights."""
+        options = self.options
         return {
-            "aux_hidden_state_layers": own.layers,
-            "norm_before_residual": own.norm_before_residual,
-            "norm_output": own.norm_output,
+            "aux_hidden_state_layers": options.layers,
+            "norm_before_residual": options.norm_before_residual,
+            "norm_output": options.norm_output,
         }
 
     def read(
         self, target: LanguageModel, backend: Backend, dtype: torch.dtype, stream: Stream, progress: Progress | None
     ) -> tuple[ModelConfig, Eagle3Weights, dict[str, Any]]:
-        """The config of this rank's part, its weights, and those of ``more`` by their names; in the scope of ``stream``."""
-        targets = eagle3_targets(self.config, target.config, self.own, self.draft_vocab, self.files.tensors, target.shards)
+        """Load this rank's weights in the scope of ``stream``.
+
+        Returns the rank's config, its weights, and the weights of ``more`` by name.
+        """
+        targets = eagle3_targets(
+            self.config, target.config, self.options, self.draft_vocab, self.files.tensors, target.shards
+        )
         config = target.shards.local(self.config, str(self.directory))
         weights = load_tensors(
             self.files,
@@ -125,8 +130,8 @@ class Eagle3Found:
         return config, record, {each.name: weights[each.name] for each in self.more}
 
 
-class Eagle3Told(TypedDict):
-    """Options of :class:`Eagle3Head`."""
+class Eagle3HeadOptions(TypedDict):
+    """Keyword arguments of :class:`Eagle3Head`."""
 
     aux_hidden_state_layers: tuple[int, ...]
     norm_before_residual: bool
@@ -142,17 +147,19 @@ def check_eagle3(
     quantized: QuantizedMode,
     more: Callable[[CheckpointFiles, int], tuple[Target, ...]] | None = None,
 ) -> Eagle3Found:
-    """Look at everything that an EAGLE-3 checkpoint says; nothing is on the device yet. ``more``: for a parallel head, its
-    other weights, from the files and the width of the states side by side. Raises as :func:`load_eagle3`.
+    """Check the config and the tensor shapes of an EAGLE-3 checkpoint without loading anything onto the device.
+
+    ``more`` is given for a P-EAGLE head. It returns the head's additional weights from the files and the width of the joined
+    states. Raises the errors of :func:`load_eagle3`.
     """
     file = directory / "config.json"
     files = open_checkpoint(directory)
     raw = read_json(file)
-    own = read_eagle3_options(file, raw, target.config.num_layers, files.tensors, parallel=more is not None)
-    config = head_config(directory, target, dtype, files.tensors, own.prefix, part=ENVELOPE if ENVELOPE in raw else None)
+    options = read_eagle3_options(file, raw, target.config.num_layers, files.tensors, parallel=more is not None)
+    config = head_config(directory, target, dtype, files.tensors, options.prefix, part=ENVELOPE if ENVELOPE in raw else None)
     width = raw.get("target_hidden_size")
     if width is not None and width != target.config.hidden_size:
-        raise _foreign(directory, "target_hidden_size", width, target.config.hidden_size)
+        raise _wrong_target(directory, "target_hidden_size", width, target.config.hidden_size)
     draft_vocab = raw.get("draft_vocab_size")
     draft_vocab = config.vocab_size if draft_vocab is None else draft_vocab
     if not is_whole(draft_vocab, 1, config.vocab_size):
@@ -160,20 +167,20 @@ def check_eagle3(
             f"{directory / 'config.json'}: draft_vocab_size is {shown(draft_vocab)}, expected a whole number from 1 to the "
             f"vocab_size {config.vocab_size}"
         )
-    others = () if more is None else more(files, len(own.layers) * target.config.hidden_size)
-    whole = [*eagle3_targets(config, target.config, own, draft_vocab, files.tensors), *others]
+    extra_targets = () if more is None else more(files, len(options.layers) * target.config.hidden_size)
+    unsharded_targets = [*eagle3_targets(config, target.config, options, draft_vocab, files.tensors), *extra_targets]
     quantization = read_quantization(directory, mode=quantized)
-    # t2d says what d2t says, the other way round
-    check_tensors(files, whole, optional={"d2t", "t2d"}, quantization=quantization, backend=backend)
+    # t2d is the inverse mapping of d2t
+    check_tensors(files, unsharded_targets, optional={"d2t", "t2d"}, quantization=quantization, backend=backend)
     return Eagle3Found(
         directory=directory,
         config=config,
-        own=own,
+        options=options,
         files=files,
         quantization=quantization,
         draft_vocab=draft_vocab,
         target_ids=_target_ids(files, draft_vocab, config.vocab_size),
-        more=others,
+        more=extra_targets,
     )
 
 
@@ -186,25 +193,33 @@ def head_config(
     *,
     part: str | None = None,
 ) -> ModelConfig:
-    """The head's config, with what it takes from its target and with the biases that its layer ``layer`` has. ``part``: the
-    key of the file under which it is; None: it is the file.
+    """Return the head's config with the values that it takes from its target, and the biases that its ``layer`` has.
+
+    ``part`` is the key of the object in config.json that holds the config; None means the whole file. Raises
+    :class:`CheckpointError` if the head's vocabulary or dtype differs from the target's.
     """
     config = read_model_config(directory, part=part, drafts=True)
     if config.vocab_size != target.config.vocab_size:
-        raise _foreign(directory, "vocab_size", config.vocab_size, target.config.vocab_size)
+        raise _wrong_target(directory, "vocab_size", config.vocab_size, target.config.vocab_size)
     if dtype != target.dtype:
         raise CheckpointError(f"{directory}: the head can't be loaded as {dtype}, its target is {target.dtype}")
     with reading(directory / "config.json", "the config of a head"):
         return replace(
             config,
-            experts=None,  # a head's layer has an MLP, whatever its target has
+            experts=None,  # the layer of a draft head is dense even if its target has experts
             attention_bias=f"{layer}.self_attn.q_proj.bias" in present,
             output_bias=f"{layer}.self_attn.o_proj.bias" in present,
             rope=_head_rope(directory, config, target.config),
         )
 
 
-def _foreign(directory: Path, name: str, found: object, wanted: int) -> CheckpointError:
+def check_hidden_size(directory: Path, config: ModelConfig, target: LanguageModel) -> None:
+    """Raise :class:`CheckpointError` unless the head in ``directory`` has its target's hidden size."""
+    if config.hidden_size != target.config.hidden_size:
+        raise _wrong_target(directory, "hidden_size", config.hidden_size, target.config.hidden_size)
+
+
+def _wrong_target(directory: Path, name: str, found: object, wanted: int) -> CheckpointError:
     return CheckpointError(
         f"{directory / 'config.json'}: the head's {name} is {shown(found)}, the target's is {wanted}: this head belongs to "
         "another model"
@@ -212,7 +227,7 @@ def _foreign(directory: Path, name: str, found: object, wanted: int) -> Checkpoi
 
 
 def _head_rope(directory: Path, head: ModelConfig, target: ModelConfig) -> RopeConfig:
-    """A head takes the target's positions, so one without mrope gets its target's axes: on text they're equal."""
+    """Return the head's rope, with the axes of its target if the head has none: text positions are equal on all axes."""
     sections = head.rope.sections or target.rope.sections
     if sections and (not target.rope.sections or sum(sections) != head.head_size // 2):
         raise CheckpointError(
@@ -223,7 +238,7 @@ def _head_rope(directory: Path, head: ModelConfig, target: ModelConfig) -> RopeC
 
 
 def _target_ids(files: CheckpointFiles, draft_vocab: int, vocab: int) -> Tensor | None:
-    """The target's id of each draft token: ``d2t`` holds how far ahead it is."""
+    """Return the target's token of each draft token. ``d2t`` holds the offset of each."""
     if "d2t" not in files.tensors:
         if draft_vocab != vocab:
             raise CheckpointError(f"{files.origin}: missing: 'd2t' [{draft_vocab}], since draft_vocab_size isn't vocab_size")

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make up the weights of a head that drafts. Letters as in ``mapping``."""
+"""Mapping from a checkpoint's tensors to the weights of EAGLE and EAGLE-3 heads. Letters as in ``mapping``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from outrider.model.shards import Shards
 
 
 def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards = WHOLE) -> list[Target]:
-    """Weights of an EAGLE head. ``present`` are the checkpoint's tensor names, for what a head may ship or not.
+    """Return the weights of an EAGLE head. ``present`` holds the checkpoint's tensor names, for optional tensors.
 
-    Published heads have no ``layers.0.input_layernorm`` and no final norm; they may have ``fc.bias`` and their own copy
-    of the embedding.
+    Published heads have no ``layers.0.input_layernorm`` and no final norm. They may have ``fc.bias`` and their own copy of
+    the embedding.
     """
     hidden = config.hidden_size
     targets = [Target("fusion", (Piece("fc.weight", (hidden, 2 * hidden)),))]
@@ -35,7 +35,7 @@ def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards =
 
 
 def eagle_weights(config: ModelConfig, weights: Mapping[str, Any], *, embedding: Tensor) -> EagleWeights:
-    """The head's record from the loaded targets; ``embedding`` is the target's, for a head that ships none."""
+    """Return the head's weights from the loaded tensors. ``embedding`` is the target's, for a head without its own."""
     return EagleWeights(
         fusion=weights["fusion"],
         fusion_bias=weights.get("fusion_bias"),
@@ -47,29 +47,29 @@ def eagle_weights(config: ModelConfig, weights: Mapping[str, Any], *, embedding:
 def eagle3_targets(
     config: ModelConfig,
     target: ModelConfig,
-    own: Eagle3Options,
+    options: Eagle3Options,
     draft_vocab: int,
     present: Container[str],
     shards: Shards = WHOLE,
 ) -> list[Target]:
-    """Weights of an EAGLE-3 head, whose first attention reads embedding and hidden state side by side."""
-    hidden, states = config.hidden_size, len(own.layers)
+    """Return the weights of an EAGLE-3 head, whose first attention reads embedding and hidden state side by side."""
+    hidden, states = config.hidden_size, len(options.layers)
     targets = [
         Target("fusion", (Piece("fc.weight", (hidden, states * target.hidden_size)),)),
         Target("norm", (Piece("norm.weight", (hidden,)),)),
         table_target("head", "lm_head.weight", draft_vocab, hidden, shards),
-        Target("hidden_norm", (Piece(f"{own.prefix}.hidden_norm.weight", (hidden,)),)),
+        Target("hidden_norm", (Piece(f"{options.prefix}.hidden_norm.weight", (hidden,)),)),
     ]
     if "embed_tokens.weight" in present or hidden != target.hidden_size:
         targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
-    if own.norm_before_fc:
+    if options.norm_before_fc:
         targets.append(Target("input_norm", (Piece("input_norm.weight", (states * target.hidden_size,)),)))
-    if own.fc_norm:
+    if options.fc_norm:
         targets += [
             Target(f"state_norms.{index}", (Piece(f"fc_norm.{index}.weight", (target.hidden_size,)),))
             for index in range(states)
         ]
-    targets += layer_targets(config, own.prefix, "layer", attention_width=2 * hidden, shards=shards)
+    targets += layer_targets(config, options.prefix, "layer", attention_width=2 * hidden, shards=shards)
     for index in range(1, config.num_layers):
         targets += layer_targets(config, f"layers.{index}", f"later.{index}", shards=shards)
     return targets
@@ -78,7 +78,7 @@ def eagle3_targets(
 def eagle3_weights(
     weights: Mapping[str, Any], *, num_layers: int, embedding: Tensor, target_ids: Tensor | None
 ) -> Eagle3Weights:
-    """The head's record from the loaded targets; ``embedding`` is the target's, for a head that ships none."""
+    """Return the head's weights from the loaded tensors. ``embedding`` is the target's, for a head without its own."""
     return Eagle3Weights(
         fusion=weights["fusion"],
         embedding=weights.get("embedding", embedding),

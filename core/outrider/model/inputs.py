@@ -1,4 +1,4 @@
-"""What a forward is given: the new tokens of a ragged batch. Letters: T new tokens, H hidden size, S kept rows."""
+"""ForwardInput: the new tokens of a ragged batch. Letters: T new tokens, H hidden size, S kept rows."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from outrider.device import AttentionMetadata, KernelSet
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """Rows of a batch whose states are read behind its last layer; of the others only keys and values there are.
+    """Rows of a batch whose states are needed after the last layer. The other rows only write their keys and values there.
 
-    ``index`` int64 [S]: which of the T tokens. ``attention``: that of these tokens alone, each as the one new token of a
-    sequence of its own whose cached tokens end with it. Both live as long as the batch's other tensors.
+    Both tensors live as long as the batch's other tensors.
     """
 
     index: Tensor
+    """int64 [S]: indices of the kept rows among the T tokens."""
     attention: AttentionMetadata
+    """Metadata of the kept tokens alone: each is the one new token of a sequence whose cached tokens end with it."""
 
     @classmethod
     def ends(cls, attention: AttentionMetadata, last: Tensor) -> KeptRows:
-        """The last token of each sequence, at ``last`` int64 [S], whose cached tokens all lie before it or are itself.
+        """Keep the last token of each sequence, at ``last`` int64 [S]. The sequence's cached tokens end with it.
 
-        A sequence without tokens keeps a row all the same: that of another one's token, which sees nothing but the first
-        place of its own page. What comes of it is never read.
+        A sequence without tokens keeps another sequence's row, which attends only to the first slot of its own page. The
+        result of such a row is never read.
         """
         starts = torch.arange(last.shape[0] + 1, dtype=torch.int32, device=last.device)
         return cls.one_each(attention, last, starts, attention.seq_lens.clamp(min=1))
 
     @classmethod
     def one_each(cls, attention: AttentionMetadata, index: Tensor, starts: Tensor, seq_lens: Tensor) -> KeptRows:
-        """The token at ``index`` int64 [S] of each sequence, whose cached tokens up to it, itself included, are ``seq_lens``
-        int32 [S], at least 1. ``starts`` int32 [S + 1]: 0, 1, and so on.
+        """Keep the token at ``index`` int64 [S] of each sequence.
+
+        ``seq_lens`` int32 [S], at least 1, are the cached tokens up to and including that token. ``starts`` int32 [S + 1] is
+        0, 1, and so on.
         """
         return cls(
             index,
@@ -46,50 +49,46 @@ class KeptRows:
                 max_query=1,
                 tree_mask=None,
                 uniform=True,
-                plan=None,  # what was planned has all the tokens
+                plan=None,  # the existing plan is for all tokens
                 host_query_start=None,
                 shapes=(),
-                settled=False,  # the layer that asks has just written what is context here
+                settled=False,  # the current layer has just written some of the cached tokens
             ),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardInput:
-    """A ragged batch of T new tokens, padding included; every tensor is on the model's device.
-
-    ``tokens`` int64 [T]. ``positions`` int64 [T], or [3, T] for a model with mrope. ``slots`` int64 [T]: where each
-    token's key and value go (page * page size + offset); padding goes to page 0. ``attention`` says which tokens belong
-    to which sequence and where its pages are.
-
-    ``embeddings`` [T, H] in the model's dtype with ``embedded`` bool [T]: rows that replace the embedding of their token
-    (image and video features). Both or none.
-
-    ``prompt_lens`` int64 [T], only for a rope with dynamic scaling: the length of each token's prompt, needed for the
-    tokens of prompts alone. A batch that decodes leaves it out.
-
-    ``kept``: the rows of which a result is wanted; None: of all. A stack of layers writes keys and values of all tokens in
-    every layer, and behind the last one's it goes on with these.
-    """
+    """A ragged batch of T new tokens, padding included. Every tensor is on the model's device."""
 
     tokens: Tensor
+    """int64 [T]."""
     positions: Tensor
+    """int64 [T], or [3, T] for a model with mrope."""
     slots: Tensor
+    """int64 [T]: cache slot of each token's key and value (page * page size + offset). Padding is written to page 0."""
     attention: AttentionMetadata
+    """The tokens and pages of each sequence."""
     embeddings: Tensor | None = None
+    """[T, H] in the model's dtype: features of images and videos. Given together with ``embedded``."""
     embedded: Tensor | None = None
+    """bool [T]: rows of ``embeddings`` that replace the embedding of their token."""
     prompt_lens: Tensor | None = None
+    """int64 [T]: length of each token's prompt, needed for prefill with a dynamic rope. None when decoding."""
     kept: KeptRows | None = None
+    """Rows whose results are needed; None means all. Every layer writes keys and values of all tokens. Only the kept rows
+    continue after the attention of the last layer.
+    """
 
     @property
     def whole(self) -> ForwardInput:
-        """The batch where every row goes on, as in all layers but the last."""
+        """The batch without a selection of rows, as all layers but the last process it."""
         return self if self.kept is None else replace(self, kept=None)
 
     def keep(self, state: Tensor, kernels: KernelSet) -> Tensor:
-        """The rows [S, ...] of ``state`` [T, ...] that are kept; ``state`` itself where all are."""
+        """Return the kept rows [S, ...] of ``state`` [T, ...], or ``state`` itself if all rows are kept."""
         return state if self.kept is None else kernels.gather_rows(state, self.kept.index)
 
     def behind_a_layer(self) -> ForwardInput:
-        """The batch for layers behind the first one of a stack: its ``attention`` is ``settled``."""
+        """Return the batch for all layers after the first one: its attention metadata is ``settled``."""
         return replace(self, attention=replace(self.attention, settled=True))

@@ -1,7 +1,7 @@
-"""LanguageModel: what an engine and the heads that draft for it may ask of a target.
+"""LanguageModel: the interface of a target model for the engine and the draft heads.
 
-Letters: T new tokens, S kept rows, N rows of logits, H hidden size, V vocabulary, Vd tokens that have logits:
-all, but where drafts are drawn from some.
+Letters: T new tokens, S kept rows, N rows of logits, H hidden size, V vocabulary, Vd tokens that the output head covers (all,
+unless drafts are sampled from a draft vocabulary).
 """
 
 from __future__ import annotations
@@ -19,14 +19,34 @@ from outrider.model.ranks import ModelRanks
 from outrider.model.shards import Shards
 
 
+class SideBySide(tuple[Tensor, ...]):
+    """A tuple of A >= 1 hidden states [T, H] that are the columns of ``joined`` [T, A H].
+
+    A head that multiplies all states by one weight reads ``joined`` (:func:`side_by_side`), without a copy.
+    """
+
+    joined: Tensor
+
+    def __new__(cls, joined: Tensor, size: int) -> SideBySide:
+        """Split ``joined`` into views of ``size`` columns, H."""
+        states = super().__new__(cls, joined.split(size, dim=-1))
+        states.joined = joined
+        return states
+
+
+def side_by_side(states: tuple[Tensor, ...]) -> Tensor:
+    """Return the A ``states`` [T, H] as one tensor [T, A H]: without a copy for a SideBySide, else concatenated."""
+    return states.joined if isinstance(states, SideBySide) else torch.cat(states, dim=-1)
+
+
 class LanguageModel(ABC):
-    """A decoder on a device, over a paged cache.
+    """A decoder on a device, over a paged KV cache.
 
-    Every method enqueues on the stream whose scope the caller opened. ``native`` models may be captured and read no
-    device value on the host; one that isn't native promises neither.
+    Every method enqueues on the stream whose scope the caller opened. ``native`` models support graph capture and read no
+    device value on the host; other models promise neither.
 
-    ``ranks``: those that hold the other parts of the model, None where everything is here. ``config`` has the heads and the
-    inner size that are here.
+    ``ranks`` are the ranks that hold the other slices of the model, or None for a single rank. ``config`` has the number of
+    heads and the intermediate size of this rank.
     """
 
     native: bool = True
@@ -39,35 +59,35 @@ class LanguageModel(ABC):
     @property
     @abstractmethod
     def embedding(self) -> Tensor:
-        """The table of embeddings [V, H], or this rank's part of it."""
+        """The embedding table [V, H], or this rank's slice of it."""
 
     @property
     def shards(self) -> Shards:
-        """Which parts of the model are here; heads that draft for it are shared out in the same way."""
+        """The slices of the model that this rank holds. Draft heads are split in the same way."""
         return Shards() if self.ranks is None else self.ranks.shards
 
     def embedded(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Rows [T, H] of a ``table`` of embeddings for int64 ``tokens`` [T]; each rank has a part of the table."""
+        """Return rows [T, H] of an embedding ``table`` for int64 ``tokens`` [T]. Each rank holds a slice of the table."""
         if self.ranks is None:
             return self.kernels.embedding(tokens, table)
         return self.ranks.embed(self.kernels, tokens, table)
 
     def whole_logits(self, own: Tensor, vocabulary: int) -> Tensor:
-        """Logits [N, V] over ``vocabulary`` tokens, from those of this rank's part of an output head."""
+        """Return logits [N, V] over ``vocabulary`` tokens, gathered from the logits ``own`` of this rank's slice."""
         return own if self.ranks is None else self.ranks.logits(own, vocabulary)
 
     @property
     def output_ids(self) -> Tensor | None:
-        """int64 [Vd], ascending: the token that each of :meth:`logits` is of, where some tokens have none; None: all have."""
+        """int64 [Vd] tokens that the output head covers, ascending, or None if it covers the vocabulary."""
         return None
 
     @property
     def output_size(self) -> int:
-        """Vd: how many tokens have logits."""
+        """Vd, the number of tokens that the output head covers."""
         return self.config.vocab_size if self.output_ids is None else self.output_ids.shape[0]
 
     def begin_pass(self, inputs: ForwardInput) -> None:
-        """A pass over ``inputs`` through layers of this model, or of a head that drafts for it, begins."""
+        """Announce a pass over ``inputs`` through layers of this model or of one of its draft heads."""
         if self.ranks is not None:
             self.ranks.begin_pass(inputs.tokens.shape[0])
 
@@ -78,34 +98,34 @@ class LanguageModel(ABC):
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Dtype of the pages that hold its keys and values."""
+        """Dtype of the pages that hold keys and values."""
         return self.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device that holds the weights."""
         return self.embedding.device
 
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [T, H] of int64 ``tokens`` [T]."""
+        """Return embeddings [T, H] of int64 ``tokens`` [T]."""
 
     @abstractmethod
     def forward_with_aux_hidden_states(
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """:meth:`forward`, and also the residual stream [T, H] as it enters each of ``layers``, in that order.
+        """Run :meth:`forward`, and also return the residual stream [T, H] at the input of each of ``layers``, in that order.
 
-        EAGLE-3 heads read three of them, side by side: a model may return a :class:`SideBySide`, whose views are the states.
-        Raises :class:`ConfigError` for a layer that doesn't exist.
+        EAGLE-3 heads read three of these states side by side, so a model may return a :class:`SideBySide`, whose views are
+        the states. Raises :class:`ConfigError` for a layer that doesn't exist.
         """
 
     def forward(self, inputs: ForwardInput, cache: KVCache) -> Tensor:
-        """Hidden states [T, H] after the final norm, or [S, H] of the rows that ``inputs`` keep; writes the tokens' keys and
-        values to their slots.
+        """Return hidden states [T, H] after the final norm, or [S, H] of the kept rows. Writes keys and values of all tokens
+        to their slots.
         """
         return self.forward_with_aux_hidden_states(inputs, cache, ())[0]
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, Vd] of ``hidden`` [N, H], any rows of :meth:`forward`'s result or of an EAGLE head's."""
+        """Return logits [N, Vd] of ``hidden`` [N, H]: any rows of :meth:`forward`'s result, or of an EAGLE head's."""

@@ -1,6 +1,6 @@
 """One decoder layer: attention and a gated MLP, each with its norm, over a shared residual stream.
 
-Letters: T new tokens, S kept rows, H hidden size, Hq query heads, Hkv key heads, D head size, I intermediate size.
+Letters: T new tokens, S kept rows, H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediate size.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from outrider.model.ranks import ModelRanks
 
 
 def attention_scale(config: ModelConfig) -> float:
-    """The factor of the products of queries and keys."""
+    """Return the factor of the dot products of queries and keys."""
     return float(config.head_size**-0.5)
 
 
 def attention_shapes(config: ModelConfig, dtype: torch.dtype, *, page_size: int) -> tuple[AttentionShape, ...]:
-    """The attentions of the layers of ``config``, each kind once."""
+    """Return the attention shapes of the layers of ``config``, without duplicates."""
     return tuple(
         AttentionShape(
             heads=config.num_heads,
@@ -52,58 +52,66 @@ def attention_shapes(config: ModelConfig, dtype: torch.dtype, *, page_size: int)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheFormat:
-    """What the pages of a layer hold in place of plain numbers: ``dtype``, one of ``CACHE_FORMATS``, and the scales.
+    """Format of a layer's KV pages if it isn't the model's dtype. A cached number is multiplied by the scale of its KV head.
 
-    A cached number stands for itself times its key head's scale. ``before`` [Hq + 2 Hkv, 1] is what queries, keys and
-    values are multiplied by ahead of rotation: queries by the scale of the keys that they meet, keys and
-    values by one over theirs.
-    ``after`` [Hq, 1] is what attention's result is multiplied by, the scale of the values. In float32 or wider; None where
-    all of them are 1, and kernels that write the cache at the end of a product can be used.
+    The scale tensors are float32 or wider. They are None if all scales are 1; kernels that write the cache at the end of a
+    product can then be used.
     """
 
     dtype: torch.dtype
+    """Dtype of the pages, one of ``CACHE_FORMATS``."""
     before: Tensor | None = None
+    """[Hq + 2 Hkv, 1]: factors of q, k and v before the rotary embedding. Queries are multiplied by the scale of their keys,
+    keys and values by the inverse of theirs.
+    """
     after: Tensor | None = None
+    """[Hq, 1]: factors of the attention output, the scales of the values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """Tensors of one layer. What is read together is stored together: q, k, v in ``qkv``, gate and up in ``gate_up``.
+    """Device tensors of one layer. The matrices ``qkv``, ``output``, ``gate_up`` and ``down`` may be quantized.
 
-    ``qkv`` [(Hq + 2 Hkv) D, H], ``output`` [H, Hq D], ``gate_up`` [2 I, H], ``down`` [H, I], the norms [H], ``q_norm``
-    and ``k_norm`` [D]. The first four may be quantised. ``attention_norm`` is None in an EAGLE head that doesn't norm the
-    input of its layer.
-
-    A mixture of E experts has a ``router`` [E, H], ``gate_up`` [E, 2 I, H] and ``down`` [E, H, I]; with a shared expert of
-    inner size Is also ``shared_gate_up`` [2 Is, H], ``shared_down`` [H, Is] and ``shared_gate`` [1, H]. Quantised experts are
-    [E 2 I, H] and [E H, I].
-
-    ``cache``: how the layer's pages hold keys and values; None: plainly.
+    A mixture of E experts has a router and stacked expert weights; quantized expert weights are [E 2 I, H] and [E H, I].
     """
 
     qkv: Weight
+    """[(Hq + 2 Hkv) D, H]: q, k and v concatenated."""
     output: Weight
+    """[H, Hq D]."""
     gate_up: Weight
+    """[2 I, H], or [E, 2 I, H] for experts."""
     down: Weight
+    """[H, I], or [E, H, I] for experts."""
     mlp_norm: Tensor
+    """[H]."""
     attention_norm: Tensor | None = None
+    """[H]. None in an EAGLE head that doesn't norm its input."""
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None
+    """[D]."""
     k_norm: Tensor | None = None
+    """[D]."""
     router: Weight | None = None
+    """[E, H]."""
     shared_gate_up: Weight | None = None
+    """[2 Is, H] of a shared expert with intermediate size Is."""
     shared_down: Weight | None = None
+    """[H, Is]."""
     shared_gate: Weight | None = None
+    """[1, H]."""
     cache: CacheFormat | None = None
+    """Format of the layer's KV pages. None means the model's dtype."""
 
 
 class DecoderLayer:
-    """Attention and MLP over normed input. What each adds to the residual stream is left pending for the norm after it.
+    """Attention and MLP over normed inputs. Their contributions to the residual stream stay pending until the next norm adds
+    them.
 
-    ``ranks``: those that hold the other parts of the layer; ``config`` has the heads that are here.
+    ``ranks`` hold the other slices of the layer; ``config`` has the number of heads of this rank.
     """
 
     def __init__(
@@ -121,16 +129,16 @@ class DecoderLayer:
         self._kernels = kernels
         self._window = window
         self._scale = attention_scale(config)
-        self._before = None if weights.cache is None else weights.cache.before
-        self._after = None if weights.cache is None else weights.cache.after
+        self._scales_before = None if weights.cache is None else weights.cache.before
+        self._scales_after = None if weights.cache is None else weights.cache.after
         self._head_norms: HeadNorms | None = None
         if weights.q_norm is not None and weights.k_norm is not None:
             self._head_norms = HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
-        # Nothing comes between the product of queries, keys and values and their rotation: one kernel may do both.
-        self._direct = self._before is None and self._head_norms is None
-        # Nor between attention, the product of what it gives and the MLP's first.
+        # Without norms and scales between the qkv product and the rotary embedding, one kernel can do both.
+        self._can_fuse_rope_write = self._scales_before is None and self._head_norms is None
+        # Without a reduction or scales between attention, output product and gate-up product, one kernel can do all three.
         quantized = isinstance(weights.output, QuantizedWeight) and isinstance(weights.gate_up, QuantizedWeight)
-        self._joined = quantized and self._after is None and ranks is None and weights.router is None
+        self._can_defer_attention = quantized and self._scales_after is None and ranks is None and weights.router is None
 
     def forward(
         self,
@@ -139,15 +147,16 @@ class DecoderLayer:
         inputs: ForwardInput,
         cos_sin: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
-        entering: tuple[Tensor, ...] = (),
+        captured: tuple[Tensor, ...] = (),
     ) -> Pending:
-        """Add ``pending`` (None at the first layer) and the attention to ``residual`` [T, H] in place.
+        """Add ``pending`` (None at the first layer) and the attention to ``residual`` [T, H] in place. Return the MLP's
+        pending contribution.
 
-        Returns what the MLP adds, pending. Every row goes on, whichever ``inputs`` keep. ``entering``: where the stream as
-        it enters the layer is copied to, [T, H] each: ``residual`` with ``pending`` and without the attention.
+        All rows are processed, whatever ``inputs.kept`` is. Each tensor [T, H] of ``captured`` receives the layer's input:
+        ``residual`` with ``pending``, without the attention.
         """
-        attended = self._attended(pending, residual, inputs.whole, cos_sin, cache)
-        self._copy(residual, entering)
+        attended = self._run_attention(pending, residual, inputs.whole, cos_sin, cache)
+        self._copy_residual(residual, captured)
         return self.mlp(attended, residual)
 
     def forward_last(
@@ -157,24 +166,28 @@ class DecoderLayer:
         inputs: ForwardInput,
         cos_sin: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
-        entering: tuple[Tensor, ...] = (),
+        captured: tuple[Tensor, ...] = (),
     ) -> tuple[Pending, Tensor]:
-        """:meth:`forward` of the last layer of a stack, with the residual stream behind it: the same tensor, or [S, H] of the
-        rows that ``inputs`` keep. Keys and values of all T tokens are written, and what enters the layer.
+        """Run :meth:`forward` as the last layer of a stack, and also return the residual stream.
+
+        The residual stream is the same tensor, or [S, H] of the kept rows. Keys and values of all T tokens are written, and
+        ``captured`` receives all T rows.
         """
-        attended = self._attended(pending, residual, inputs, cos_sin, cache)
-        self._copy(residual, entering)
+        attended = self._run_attention(pending, residual, inputs, cos_sin, cache)
+        self._copy_residual(residual, captured)
         residual = inputs.keep(residual, self._kernels)
         return self.mlp(attended, residual), residual
 
-    def _copy(self, residual: Tensor, entering: tuple[Tensor, ...]) -> None:
-        """Copy ``residual`` [T, H] between :meth:`_attended` and :meth:`mlp`: the kernel that began the one has added all
-        that was pending, and what the attention adds is pending until the other. So nothing is computed for the copy.
+    def _copy_residual(self, residual: Tensor, captured: tuple[Tensor, ...]) -> None:
+        """Copy ``residual`` [T, H] to each of ``captured``.
+
+        Called between :meth:`_run_attention` and :meth:`mlp`: all earlier contributions have been added then, and the
+        attention's contribution is still pending. The copy therefore needs no extra computation.
         """
-        for out in entering:
+        for out in captured:
             self._kernels.copy_rows(residual, out)
 
-    def _attended(
+    def _run_attention(
         self,
         pending: Pending | None,
         residual: Tensor,
@@ -182,44 +195,44 @@ class DecoderLayer:
         cos_sin: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
     ) -> Attended:
-        """Add ``pending`` to ``residual`` [T, H] in place; what attention adds to the rows that are kept, pending."""
+        """Add ``pending`` to ``residual`` [T, H] in place. Return the pending attention contribution of the kept rows."""
         weights, kernels, eps = self._weights, self._kernels, self._config.rms_eps
         if weights.attention_norm is None:
             normed = residual if pending is None else add(pending, residual, kernels)
         elif pending is None:
             normed = kernels.rms_norm(residual, weights.attention_norm, eps)
-        elif self._direct and isinstance(pending, Product) and isinstance(weights.qkv, Tensor):
+        elif self._can_fuse_rope_write and isinstance(pending, Product) and isinstance(weights.qkv, Tensor):
             rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
             q = kernels.norm_linear_rope_write_cache(
                 pending, residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias, rotary
             )
-            return self._look_back(q, inputs, cache)
+            return self._attend_to_cache(q, inputs, cache)
         else:
             added = quantized_product(pending)
             if added is not None and isinstance(weights.qkv, QuantizedWeight):
-                own = residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias
-                if self._direct:
+                norm_and_weight = residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias
+                if self._can_fuse_rope_write:
                     rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
-                    q = kernels.norm_linear_quantized_rope_write_cache(added, *own, rotary)
-                    return self._look_back(q, inputs, cache)
-                qkv = kernels.norm_linear_quantized(added, *own)
-                return self._attend(qkv, inputs, cos_sin, cache)
+                    q = kernels.norm_linear_quantized_rope_write_cache(added, *norm_and_weight, rotary)
+                    return self._attend_to_cache(q, inputs, cache)
+                qkv = kernels.norm_linear_quantized(added, *norm_and_weight)
+                return self._attend_projected(qkv, inputs, cos_sin, cache)
             normed = add_rms_norm(pending, residual, weights.attention_norm, eps, kernels)
         return self.attend(normed, inputs, cos_sin, cache)
 
     def mlp(self, attended: Attended, residual: Tensor) -> Pending:
-        """Add ``attended`` to ``residual`` [T, H] in place; returns what the MLP adds, pending."""
+        """Add ``attended`` to ``residual`` [T, H] in place. Return the MLP's pending contribution."""
         weights = self._weights
         if isinstance(attended, Partial):
-            return self._mlp_in_part(attended, residual)
+            return self._mlp_on_ranks(attended, residual)
         kernels, eps = self._kernels, self._config.rms_eps
         if isinstance(attended, Attending):
-            assert isinstance(weights.gate_up, QuantizedWeight)  # else there is none
-            own = residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias
-            operands = *attended.operands, attended.output, attended.bias, *own
+            assert isinstance(weights.gate_up, QuantizedWeight)  # required by _can_defer_attention
+            norm_and_weight = residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias
+            operands = *attended.operands, attended.output, attended.bias, *norm_and_weight
             scale, window = self._scale, self._window
             if not isinstance(weights.down, QuantizedWeight):
-                return self._gated(kernels.attention_norm_linear_quantized(*operands, scale=scale, window=window))
+                return self._down_product(kernels.attention_norm_linear_quantized(*operands, scale=scale, window=window))
             down = weights.down, weights.down_bias
             joined = kernels.attention_norm_linear_silu_mul_quantized(*operands, *down, scale=scale, window=window)
             return OtherProduct(*joined)
@@ -230,70 +243,71 @@ class DecoderLayer:
             return product(gated, weights.down, weights.down_bias)
         added = quantized_product(attended)
         if added is not None and isinstance(weights.gate_up, QuantizedWeight):
-            both = kernels.norm_linear_quantized(
+            gate_up = kernels.norm_linear_quantized(
                 added, residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias
             )
-            return self._gated(both)
+            return self._down_product(gate_up)
         normed = add_rms_norm(attended, residual, weights.mlp_norm, eps, kernels)
         gated = linear_silu_mul(kernels, normed, weights.gate_up, weights.gate_up_bias)
         return product(gated, weights.down, weights.down_bias)
 
-    def _gated(self, both: Tensor) -> Pending:
-        """What the MLP adds for ``both`` [T, 2 I], gate and up, pending."""
+    def _down_product(self, gate_up: Tensor) -> Pending:
+        """Return the MLP's pending contribution for ``gate_up`` [T, 2 I], the results of both projections."""
         weights = self._weights
         if isinstance(weights.down, QuantizedWeight):
-            return OtherProduct(both, weights.down, weights.down_bias, gated=True)
-        return product(self._kernels.silu_mul(both), weights.down, weights.down_bias)
+            return OtherProduct(gate_up, weights.down, weights.down_bias, gated=True)
+        return product(self._kernels.silu_mul(gate_up), weights.down, weights.down_bias)
 
     def attend(
         self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
     ) -> Attended:
-        """What attention adds for normed input [T, H] to the rows that ``inputs`` keep, pending; writes keys and values of
-        all to their slots.
+        """Return the pending attention contribution of the kept rows for normed input [T, H].
+
+        Writes keys and values of all rows to their slots.
         """
         weights, kernels = self._weights, self._kernels
-        made = product(normed, weights.qkv, weights.qkv_bias)
-        if self._direct:
+        qkv = product(normed, weights.qkv, weights.qkv_bias)
+        if self._can_fuse_rope_write:
             rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
-            return self._look_back(linear_rope_write_cache(kernels, made, rotary), inputs, cache)
-        return self._attend(multiply(kernels, made), inputs, cos_sin, cache)
+            return self._attend_to_cache(linear_rope_write_cache(kernels, qkv, rotary), inputs, cache)
+        return self._attend_projected(multiply(kernels, qkv), inputs, cos_sin, cache)
 
-    def _attend(
-        self, made: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+    def _attend_projected(
+        self, qkv: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
     ) -> Attended:
-        """:meth:`attend` with queries, keys and values as the product made them, [T, (Hq + 2 Hkv) D]."""
+        """Run :meth:`attend` from projected queries, keys and values [T, (Hq + 2 Hkv) D]."""
         kernels, rotary = self._kernels, RotaryArgs(*cos_sin, *cache, inputs.slots)
         if self._head_norms is None:
-            if self._before is not None:
-                made.view(made.shape[0], -1, self._config.head_size).mul_(self._before)
-            return self._look_back(rope_write_cache(kernels, made, rotary), inputs, cache)
-        if self._before is None:
-            return self._look_back(kernels.head_norm_rope_write_cache(made, self._head_norms, rotary), inputs, cache)
-        q, k, v = rotary.split(made)
-        of_queries, of_keys, eps = self._head_norms
-        q, k = kernels.rms_norm(q, of_queries, eps), kernels.rms_norm(k, of_keys, eps)
-        for each, factor in zip((q, k, v), self._before.split([each.shape[1] for each in (q, k, v)]), strict=True):
+            if self._scales_before is not None:
+                qkv.view(qkv.shape[0], -1, self._config.head_size).mul_(self._scales_before)
+            return self._attend_to_cache(rope_write_cache(kernels, qkv, rotary), inputs, cache)
+        if self._scales_before is None:
+            return self._attend_to_cache(kernels.head_norm_rope_write_cache(qkv, self._head_norms, rotary), inputs, cache)
+        q, k, v = rotary.split(qkv)
+        q_norm, k_norm, eps = self._head_norms
+        q, k = kernels.rms_norm(q, q_norm, eps), kernels.rms_norm(k, k_norm, eps)
+        for each, factor in zip((q, k, v), self._scales_before.split([each.shape[1] for each in (q, k, v)]), strict=True):
             each.mul_(factor)
         kernels.rope_write_cache(q, k, v, *rotary)
-        return self._look_back(q, inputs, cache)
+        return self._attend_to_cache(q, inputs, cache)
 
-    def _look_back(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Attended:
-        """Attention of ``q`` [T, Hq, D] over the cache; what it adds to the rows that ``inputs`` keep, pending."""
+    def _attend_to_cache(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Attended:
+        """Attend with ``q`` [T, Hq, D] to the cache. Return the pending contribution of the kept rows."""
         weights, q = self._weights, inputs.keep(q, self._kernels)
         attention = inputs.attention if inputs.kept is None else inputs.kept.attention
-        if self._joined and isinstance(weights.output, QuantizedWeight):
+        if self._can_defer_attention and isinstance(weights.output, QuantizedWeight):
             return Attending((q, *cache, attention), weights.output, weights.output_bias)
         out = self._kernels.paged_attention(q, *cache, attention, scale=self._scale, window=self._window)
-        if self._after is not None:
-            out.mul_(self._after)
-        made = product(out.reshape(q.shape[0], -1), weights.output, weights.output_bias)
-        return made if self._ranks is None else Partial(multiply(self._kernels, made), self._ranks)
+        if self._scales_after is not None:
+            out.mul_(self._scales_after)
+        contribution = product(out.reshape(q.shape[0], -1), weights.output, weights.output_bias)
+        return contribution if self._ranks is None else Partial(multiply(self._kernels, contribution), self._ranks)
 
-    def _mlp_in_part(self, attended: Partial, residual: Tensor) -> Partial:
-        """:meth:`mlp` with this rank's part of the inner size, over the tokens of all data-parallel groups."""
+    def _mlp_on_ranks(self, attended: Partial, residual: Tensor) -> Partial:
+        """Run :meth:`mlp` with this rank's slice of the intermediate size, over the tokens of all data-parallel groups."""
         weights, kernels, ranks = self._weights, self._kernels, attended.ranks
         normed = add_rms_norm(attended, residual, weights.mlp_norm, self._config.rms_eps, kernels)
         gathered = ranks.gather_tokens(normed)
         gated = linear_silu_mul(kernels, gathered, weights.gate_up, weights.gate_up_bias)
-        made = linear(kernels, gated, weights.down, weights.down_bias)
-        return Partial(ranks.scatter_tokens(made, normed.shape[0]), ranks)
+        partial = linear(kernels, gated, weights.down, weights.down_bias)
+        return Partial(ranks.scatter_tokens(partial, normed.shape[0]), ranks)

@@ -1,4 +1,4 @@
-"""Loading a decoder: its checkpoint, checked and fused, on a device."""
+"""Loading of a decoder's checkpoint onto a device."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def load_decoder(
     kernels: KernelSet | None = None,
     drafts: bool = False,
 ) -> Decoder:
-    """Load a decoder's checkpoint onto ``backend`` in ``dtype``; with ``ranks`` the part of it that is this rank's, of which
-    alone the tensors are read. ``quantized``: how quantised weights are loaded. ``kv_dtype``: what its KV cache is to
-    hold, as an engine's config has it. ``kernels``: what it runs on, those of ``backend`` unless told. ``drafts``: it's to
-    draft for another model.
+    """Load a decoder's checkpoint onto ``backend`` in ``dtype``. Blocks until the weights are on the device.
 
-    Blocks until the weights are on the device, so that any stream may read them. Raises :class:`CheckpointError` that
-    names file and tensor when anything is missing, superfluous, of the wrong shape or unreadable, and
-    :class:`CapabilityError` when the backend doesn't compute in ``dtype``, or declares no kernels for quantised weights
-    or for such a cache.
+    ``ranks``: the tensor-parallel ranks; only this rank's slices are read. ``quantized``: how quantized weights are loaded.
+    ``kv_dtype``: dtype of the KV cache, as in EngineConfig. ``kernels``: kernels that the decoder calls, by default those of
+    ``backend``. ``drafts``: true for a draft model.
+
+    Raises :class:`CheckpointError` with file and tensor if a tensor is missing, superfluous, of a wrong shape or unreadable.
+    Raises :class:`CapabilityError` if the backend doesn't compute in ``dtype``, or has no kernels for the quantized weights
+    or the KV cache.
     """
     kernels = backend.kernels_in_use if kernels is None else kernels
     config = read_model_config(Path(directory), drafts=drafts)
@@ -77,11 +77,11 @@ def load_decoder(
         )
         record = decoder_weights(local, weights)
         if format is not None:
-            own = slice(*shards.kv_heads(config))
+            heads_of_rank = slice(*shards.kv_heads(config))
             formats = [
                 cache_format(
                     format,
-                    (scales[index][0][own], scales[index][1][own]) if scales else None,
+                    (scales[index][0][heads_of_rank], scales[index][1][heads_of_rank]) if scales else None,
                     local,
                     dtype=dtype,
                     device=backend.device,
@@ -95,7 +95,7 @@ def load_decoder(
 
 
 def _check_tied(files: CheckpointFiles, head: str, embedding: Piece) -> None:
-    """A config that ties the embeddings may come with a copy of them, but not with another head."""
+    """Raise :class:`CheckpointError` unless ``head`` is a copy of the tied embedding."""
     key, cut = embedding.key, embedding.cut
     if files.shape(head) != files.shape(key) or not torch.equal(files.read(head, cut), files.read(key, cut)):
         raise CheckpointError(f"{files.tensors[head].path}: tensor {head!r} differs from {key!r}, but the config ties them")

@@ -1,7 +1,7 @@
-"""Where a checkpoint is: a directory, or a name on the Hugging Face Hub; and other formats, refused by name.
+"""Resolution of a checkpoint's name: a directory or a repository of the Hugging Face Hub. Other formats are refused by name.
 
-Names go through ``huggingface_hub``: what its cache holds is used, also without a network, and what it lacks is fetched.
-Its own settings hold (``HF_HOME``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``).
+Repositories are downloaded with ``huggingface_hub``, or taken from its cache if there is no network. Its settings apply
+(``HF_HOME``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``).
 """
 
 from __future__ import annotations
@@ -15,113 +15,114 @@ from types import MappingProxyType
 from outrider.errors import CheckpointError, shown
 from outrider.model.reading import describe, present
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?")
-_READ = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model")
-_WORDS = ("merges.txt", "vocab.txt", "spiece.model")
-"""What a tokenizer is made of besides, where there's no tokenizer.json."""
-_OLDER = ("pytorch_model*.bin",)
-_CODE = ("*.py",)
-_TENSORS = ("*.safetensors", *_OLDER)
-_COPIES = ("consolidated*", "*/*.safetensors", "*/*.bin")
-"""Tensor files that are never read: Mistral's own, and those of subfolders."""
+_REPOSITORY_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?")
+_FETCHED_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model")
+_VOCABULARY_FILES = ("merges.txt", "vocab.txt", "spiece.model")
+"""Files of tokenizers without a tokenizer.json."""
+_TORCH_FILES = ("pytorch_model*.bin",)
+_CODE_FILES = ("*.py",)
+_TENSOR_FILES = ("*.safetensors", *_TORCH_FILES)
+_IGNORED_FILES = ("consolidated*", "*/*.safetensors", "*/*.bin")
+"""Tensor files that are never read: Mistral's own format, and those of subfolders."""
 
-_ORIGINAL = "take the repository that has config.json and model.safetensors, as Hugging Face writes them"
-_CONVERT = "load it with the library that wrote it and save it with transformers' save_pretrained"
-_OTHERS: Mapping[str, tuple[str, str]] = MappingProxyType(
+_TAKE_ORIGINAL = "take the repository that has config.json and model.safetensors, as Hugging Face writes them"
+_CONVERT_FIRST = "load it with the library that wrote it and save it with transformers' save_pretrained"
+_OTHER_FORMATS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "*.gguf": ("GGUF weights of llama.cpp", _ORIGINAL + "; most GGUF files name the one that they were made from"),
-        "*.ggml": ("GGML weights of llama.cpp", _ORIGINAL),
-        "consolidated*.pth": ("weights as Meta publishes them", _ORIGINAL),
-        "consolidated*.safetensors": ("weights as Mistral publishes them", _ORIGINAL),
-        "tf_model.h5": ("TensorFlow weights", _CONVERT),
-        "flax_model*.msgpack": ("Flax weights", _CONVERT),
-        "*.onnx": ("an ONNX graph", _ORIGINAL),
-        "openvino_model.xml": ("an OpenVINO model", _ORIGINAL),
-        "*.nemo": ("a NeMo archive", _CONVERT),
-        "*.engine": ("a compiled TensorRT engine", _ORIGINAL),
-        "*.mlmodel": ("a Core ML model", _ORIGINAL),
-        "weights*.npz": ("MLX weights", _ORIGINAL),
+        "*.gguf": ("GGUF weights of llama.cpp", _TAKE_ORIGINAL + "; most GGUF files name the one that they were made from"),
+        "*.ggml": ("GGML weights of llama.cpp", _TAKE_ORIGINAL),
+        "consolidated*.pth": ("weights as Meta publishes them", _TAKE_ORIGINAL),
+        "consolidated*.safetensors": ("weights as Mistral publishes them", _TAKE_ORIGINAL),
+        "tf_model.h5": ("TensorFlow weights", _CONVERT_FIRST),
+        "flax_model*.msgpack": ("Flax weights", _CONVERT_FIRST),
+        "*.onnx": ("an ONNX graph", _TAKE_ORIGINAL),
+        "openvino_model.xml": ("an OpenVINO model", _TAKE_ORIGINAL),
+        "*.nemo": ("a NeMo archive", _CONVERT_FIRST),
+        "*.engine": ("a compiled TensorRT engine", _TAKE_ORIGINAL),
+        "*.mlmodel": ("a Core ML model", _TAKE_ORIGINAL),
+        "weights*.npz": ("MLX weights", _TAKE_ORIGINAL),
         "*.distcp": ("a distributed training checkpoint of torch", "convert it with torch's dcp_to_torch_save first"),
         "mp_rank_*": ("a DeepSpeed or Megatron checkpoint", "convert it with the scripts of the library that wrote it"),
-        "*.ckpt": ("a training checkpoint", _CONVERT),
+        "*.ckpt": ("a training checkpoint", _CONVERT_FIRST),
     }
 )
 _ADAPTER = "adapter_config.json"
 
 
-def find_checkpoint(given: str | Path, *, code: bool = False) -> Path:
-    """The directory of a checkpoint: ``given`` itself where it's there, else the Hub's snapshot of ``owner/name[@revision]``.
+def find_checkpoint(name_or_path: str | Path, *, code: bool = False) -> Path:
+    """Return the directory of a checkpoint: ``name_or_path`` if it exists, else the Hub's snapshot of
+    ``owner/name[@revision]``.
 
-    A snapshot comes out of the Hub's cache, and what that lacks is fetched; without a network the cache alone serves.
-    ``code``: with the Python code that a repository brings, which is never run here.
+    Files missing from the Hub's cache are downloaded; without a network the cache must hold all of them. ``code`` also
+    downloads the repository's Python code, which this function never runs.
 
-    Raises :class:`CheckpointError` for a name that is neither, for a file in place of a directory, for other formats, and
-    where the Hub has no such repository or can't be reached.
+    Raises :class:`CheckpointError` for a name of neither kind, for a file instead of a directory, for other formats, and if
+    the Hub has no such repository or is unreachable.
     """
-    path = Path(given)
+    path = Path(name_or_path)
     if present(path):
         if path.is_file():
             refuse_other_formats(path.parent, path.name)
             raise CheckpointError(f"{path}: is a file; expected a directory with config.json and the tensor files")
         refuse_other_formats(path)
         return path
-    name = str(given)
-    if not _NAME.fullmatch(name):
-        return path  # reading it says what is missing
+    name = str(name_or_path)
+    if not _REPOSITORY_NAME.fullmatch(name):
+        return path  # the reader reports the missing file
     return _snapshot(name, code)
 
 
-def _snapshot(given: str, code: bool) -> Path:
+def _snapshot(spec: str, code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-    name, _, revision = given.partition("@")
-    wanted = [*_READ, *(_CODE if code else ())]
+    name, _, revision = spec.partition("@")
+    wanted = [*_FETCHED_FILES, *(_CODE_FILES if code else ())]
 
     def fetch(allowed: list[str]) -> Path:
-        ignored = list(_COPIES)
+        ignored = list(_IGNORED_FILES)
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=allowed, ignore_patterns=ignored))
 
-    end = "; expected a directory that is there, or a repository of the Hugging Face Hub"
+    hint = "; expected a directory that is there, or a repository of the Hugging Face Hub"
     try:
         found = fetch(wanted)
-        # No more than is needed: without a network, all that is asked for must be in the cache.
-        older = () if any(found.glob("*.safetensors")) else _OLDER
-        words = () if present(found / "tokenizer.json") else _WORDS
-        if older or words:
-            found = fetch([*wanted, *older, *words])
+        # Without a network, every requested file must be in the cache, so optional files are requested only if needed.
+        older = () if any(found.glob("*.safetensors")) else _TORCH_FILES
+        vocabulary = () if present(found / "tokenizer.json") else _VOCABULARY_FILES
+        if older or vocabulary:
+            found = fetch([*wanted, *older, *vocabulary])
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{given}: there's no such directory, the Hub's cache doesn't hold it, and the Hub can't be reached{end}"
+            f"{spec}: there's no such directory, the Hub's cache doesn't hold it, and the Hub can't be reached{hint}"
         ) from error
     except GatedRepoError as error:
-        raise CheckpointError(f"{given}: its owner asks for consent on the Hub first; give it there, and log in") from error
+        raise CheckpointError(f"{spec}: its owner asks for consent on the Hub first; give it there, and log in") from error
     except RevisionNotFoundError as error:
-        raise CheckpointError(f"{given}: the Hub's repository has no revision {shown(revision)}") from error
+        raise CheckpointError(f"{spec}: the Hub's repository has no revision {shown(revision)}") from error
     except RepositoryNotFoundError as error:
-        raise CheckpointError(f"{given}: no such directory, and the Hub shows you no such repository{end}") from error
+        raise CheckpointError(f"{spec}: no such directory, and the Hub shows you no such repository{hint}") from error
     except Exception as error:  # its network stack raises many kinds
-        raise CheckpointError(f"{given}: the Hub's snapshot can't be had: {describe(error)}{end}") from error
+        raise CheckpointError(f"{spec}: the Hub's snapshot can't be had: {describe(error)}{hint}") from error
     refuse_other_formats(found)
-    if not any(any(found.glob(pattern)) for pattern in _TENSORS):
-        _refuse_names(Path(given), _listed(name, revision))  # weights of other formats haven't come
+    if not any(any(found.glob(pattern)) for pattern in _TENSOR_FILES):
+        _refuse_names(Path(spec), _files_of_repository(name, revision))  # files of other formats were not downloaded
     return found
 
 
-def _listed(name: str, revision: str) -> list[str]:
-    """The files of a repository of the Hub; none where that can't be asked."""
+def _files_of_repository(name: str, revision: str) -> list[str]:
+    """Return the file names of a Hub repository, or an empty list if the Hub cannot list them."""
     from huggingface_hub import list_repo_files
 
     try:
         return sorted(list_repo_files(name, revision=revision or None))
-    except Exception:  # its network stack raises many kinds; reading the snapshot says what is missing
+    except Exception:  # its network stack raises many kinds; the reader of the snapshot reports the missing file
         return []
 
 
 def refuse_other_formats(directory: Path, file: str | None = None) -> None:
-    """Raise :class:`CheckpointError` where ``directory`` (or the ``file`` in it) is of a format that isn't read.
+    """Raise :class:`CheckpointError` if ``directory`` (or ``file`` in it) has an unsupported format.
 
-    A directory that also has what we read is no such thing; an adapter is one in any case, since its weights change the
+    A directory that also has supported tensor files is accepted. An adapter is always refused, because its weights change the
     model's.
     """
     if file in (None, _ADAPTER) and present(directory / _ADAPTER):
@@ -132,16 +133,16 @@ def refuse_other_formats(directory: Path, file: str | None = None) -> None:
     try:
         names = [file] if file is not None else sorted(path.name for path in directory.iterdir())
     except OSError:
-        return  # reading it says what is wrong
-    ours = _TENSORS if file is None else ()
+        return  # the reader reports the error
+    supported = _TENSOR_FILES if file is None else ()
     lower = [name.lower() for name in names]
-    if any(fnmatchcase(name, pattern) and not name.startswith("consolidated") for name in lower for pattern in ours):
+    if any(fnmatchcase(name, pattern) and not name.startswith("consolidated") for name in lower for pattern in supported):
         return
     _refuse_names(directory, names)
 
 
 def _refuse_names(directory: Path, names: list[str]) -> None:
-    for pattern, (kind, instead) in _OTHERS.items():
+    for pattern, (kind, instead) in _OTHER_FORMATS.items():
         for name in names:
             if fnmatchcase(name.lower(), pattern):
                 raise CheckpointError(f"{directory / name}: is {kind}, a format that isn't supported; {instead}")

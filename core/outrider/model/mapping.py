@@ -1,9 +1,9 @@
-"""Which tensors of a checkpoint make up which weights, and what shape each must have.
+"""Mapping from a checkpoint's tensors to the weights of a decoder, with the shape that each tensor must have.
 
-With ``head_mapping`` the only place that knows the names in checkpoints. A :class:`Target` is a weight as the model
-wants it; its pieces are the checkpoint's tensors, stacked along the first dimension.
+Only this module and ``head_mapping`` know the tensor names in checkpoints. A :class:`Target` is a weight of the model. Its
+pieces are the checkpoint's tensors, concatenated along the first dimension.
 
-Letters: H hidden size, Hq query heads, Hkv key heads, D head size, I intermediate size, V vocabulary.
+Letters: H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediate size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,15 +12,30 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from outrider.model.config import ModelConfig
-from outrider.model.cuts import Cut
 from outrider.model.decoder import DecoderWeights
 from outrider.model.expert_mapping import expert_targets, stacked
 from outrider.model.layer import LayerWeights
-from outrider.model.pieces import Piece, Target
+from outrider.model.pieces import Cut, Piece, Target
 from outrider.model.shards import Shards
 
 WHOLE = Shards()
-"""One rank that holds everything."""
+"""A single rank that holds the whole model."""
+
+
+def _projection_slices(config: ModelConfig, shards: Shards) -> dict[str, tuple[int, int, int]]:
+    """Return the dimension, start and stop of this rank's slice of each projection of a layer."""
+    size = config.head_size
+    heads, kv_heads, inner = shards.heads(config), shards.kv_heads(config), shards.mlp.even(config.intermediate_size)
+    queries, keys = (heads[0] * size, heads[1] * size), (kv_heads[0] * size, kv_heads[1] * size)
+    return {
+        "q_proj": (0, *queries),
+        "k_proj": (0, *keys),
+        "v_proj": (0, *keys),
+        "o_proj": (1, *queries),
+        "gate_proj": (0, *inner),
+        "up_proj": (0, *inner),
+        "down_proj": (1, *inner),
+    }
 
 
 def layer_targets(
@@ -33,35 +48,27 @@ def layer_targets(
     mlp: bool = True,
     shards: Shards = WHOLE,
 ) -> list[Target]:
-    """Weights of one layer, called ``name`` in the model, ``prefix`` in the checkpoint.
+    """Return the weights of one layer, called ``name`` in the model and ``prefix`` in the checkpoint.
 
-    ``config`` is that of the checkpoint, ``shards`` what is read of it. ``attention_width`` is what the attention reads, the
-    hidden size unless told; ``mlp``: whether the layer has one. Biases of what several ranks sum are read by the first of
-    them.
+    ``config`` is the checkpoint's; ``shards`` are the slices that this rank reads. ``attention_width`` is the width of the
+    attention's input, by default the hidden size. ``mlp`` is false for a layer without an MLP. A bias of a sum over ranks is
+    read by the first of these ranks only.
     """
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
     width = attention_width or hidden
     queries, keys = config.num_heads * size, config.num_kv_heads * size
-    heads, kv_heads = shards.heads(config), shards.kv_heads(config)
-    own_inner = shards.mlp.even(inner)
-    own = {
-        "q_proj": (0, heads[0] * size, heads[1] * size),
-        "k_proj": (0, kv_heads[0] * size, kv_heads[1] * size),
-        "v_proj": (0, kv_heads[0] * size, kv_heads[1] * size),
-        "o_proj": (1, heads[0] * size, heads[1] * size),
-        "gate_proj": (0, *own_inner),
-        "up_proj": (0, *own_inner),
-        "down_proj": (1, *own_inner),
-    }
+    slices = _projection_slices(config, shards)
 
     def target(field: str, *pieces: tuple[str, tuple[int, ...]]) -> Target:
-        return Target(f"{name}.{field}", tuple(Piece(f"{prefix}.{key}", shape, cut(key, shape)) for key, shape in pieces))
+        return Target(
+            f"{name}.{field}", tuple(Piece(f"{prefix}.{key}", shape, slice_of(key, shape)) for key, shape in pieces)
+        )
 
-    def cut(key: str, shape: tuple[int, ...]) -> Cut | None:
-        part = next((part for part in own if f".{part}." in key), None)
-        if part is None or own[part][0] >= len(shape):
+    def slice_of(key: str, shape: tuple[int, ...]) -> Cut | None:
+        part = next((part for part in slices if f".{part}." in key), None)
+        if part is None or slices[part][0] >= len(shape):
             return None
-        dim, start, stop = own[part]
+        dim, start, stop = slices[part]
         return None if stop - start == shape[dim] else Cut(dim, start, stop)
 
     def attention(part: str, kind: str, *shape: int) -> tuple[str, tuple[int, ...]]:
@@ -109,28 +116,31 @@ def layer_targets(
 
 
 def layer_weights(weights: Mapping[str, Any], name: str) -> LayerWeights:
-    """The layer's record from the loaded targets."""
+    """Return a layer's weights from the loaded tensors."""
     prefix = f"{name}."
     return LayerWeights(**{key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)})
 
 
 def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> Target:
-    """A table with a row for each token, of which a rank holds its part of the vocabulary, padded to that of the first."""
+    """Return the weight of a table with one row per token.
+
+    Each rank holds a slice of the vocabulary, padded to the size of the first rank's slice.
+    """
     start, stop = shards.vocabulary.uneven(rows)
-    cut = None if stop - start == rows else Cut(0, start, stop)
-    return Target(name, (Piece(key, (rows, width), cut),), shards.vocabulary.width(rows) - (stop - start))
+    tensor_slice = None if stop - start == rows else Cut(0, start, stop)
+    return Target(name, (Piece(key, (rows, width), tensor_slice),), shards.vocabulary.width(rows) - (stop - start))
 
 
 def decoder_stem(present: Container[str]) -> str:
-    """What the names of a decoder's tensors begin with."""
+    """Return the prefix of the names of a decoder's tensors."""
     return "model.language_model" if "model.language_model.embed_tokens.weight" in present else "model"
 
 
 def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards = WHOLE) -> list[Target]:
-    """Weights of a decoder, with the names that transformers gives a causal language model.
+    """Return the weights of a decoder, by transformers' tensor names of a causal language model.
 
-    ``present`` are the checkpoint's tensor names: a vision-language model's come in two spellings. ``config`` is that of the
-    checkpoint, ``shards`` what is read of it.
+    ``present`` holds the checkpoint's tensor names, because vision-language models have two spellings. ``config`` is the
+    checkpoint's; ``shards`` are the slices that this rank reads.
     """
     stem = decoder_stem(present)
     vocabulary, hidden = config.vocab_size, config.hidden_size
@@ -147,7 +157,7 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
 
 
 def decoder_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DecoderWeights:
-    """The decoder's record from the loaded targets."""
+    """Return the decoder's weights from the loaded tensors."""
     return DecoderWeights(
         embedding=weights["embedding"],
         head=weights["embedding"] if config.tie_embeddings else weights["head"],
@@ -162,7 +172,7 @@ def decoder_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DecoderW
 
 
 def vision_name(key: str) -> str | None:
-    """A tensor's name within the vision tower, or None for a tensor of the decoder."""
+    """Return a tensor's name within the vision tower, or None for a tensor of the decoder."""
     for stem in ("visual.", "model.visual."):
         if key.startswith(stem):
             return key.removeprefix(stem)
@@ -170,5 +180,5 @@ def vision_name(key: str) -> str | None:
 
 
 def ignored(key: str) -> bool:
-    """Whether a tensor may be there without being used: rotary frequencies that old checkpoints stored."""
+    """Return True for tensors that are accepted but not used: rotary frequencies that old checkpoints stored."""
     return key.endswith("rotary_emb.inv_freq")

@@ -1,8 +1,8 @@
-"""Images and videos as a vision tower reads them, and their places in a prompt.
+"""Preprocessing of images and videos for a vision tower, and their placeholder tokens in a prompt.
 
-Pixels are resized, normalised and cut into patches by transformers' image processor (its Pillow variant, whose results
-don't depend on what else is installed). A video's frames take the same way, and every ``temporal_patch_size`` of them
-are put together.
+Transformers' image processor resizes, normalizes and splits pixels into patches. The Pillow variant is used, whose results
+don't depend on other installed packages. Frames of a video are processed as images, and ``temporal_patch_size`` of them are
+combined into one temporal patch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from outrider.model.config_fields import FLAG, Field, checked, items, number, re
 from outrider.model.mrope import MediaGrid
 from outrider.model.reading import present, read_json, reading
 
-_LEAST, _MOST = whole(1, 1 << 22), whole(1, 1 << 26)  # pixels
-_FEW = whole(1, 64)
+_MIN_PIXELS, _MAX_PIXELS = whole(1, 1 << 22), whole(1, 1 << 26)
+_UP_TO_64 = whole(1, 64)
 _COLOURS = items(number(-100, 100), 3)
 _SIZE: Mapping[str, Field] = MappingProxyType(
-    # The first two names are those of transformers, the others those of published files. A smaller picture is enlarged.
-    {"shortest_edge": _LEAST, "longest_edge": _MOST, "min_pixels": _LEAST, "max_pixels": _MOST}
+    # The first two keys are transformers', the others those of published files. A smaller image is enlarged.
+    {"shortest_edge": _MIN_PIXELS, "longest_edge": _MAX_PIXELS, "min_pixels": _MIN_PIXELS, "max_pixels": _MAX_PIXELS}
 )
 _VIDEO: Mapping[str, Field] = MappingProxyType({"size": record(_SIZE)})
 _IMAGE: Mapping[str, Field] = MappingProxyType(
@@ -38,8 +38,8 @@ _IMAGE: Mapping[str, Field] = MappingProxyType(
         "do_resize": FLAG,
         "resample": whole(0, 5),
         "size": record(_SIZE),
-        "min_pixels": _LEAST,
-        "max_pixels": _MOST,
+        "min_pixels": _MIN_PIXELS,
+        "max_pixels": _MAX_PIXELS,
         "do_rescale": FLAG,
         "rescale_factor": number(0, 1e6),
         "do_normalize": FLAG,
@@ -47,11 +47,11 @@ _IMAGE: Mapping[str, Field] = MappingProxyType(
         "image_std": items(number(1e-6, 1e6), 3),
         "do_convert_rgb": FLAG,
         "patch_size": whole(1, 1024),
-        "temporal_patch_size": _FEW,
-        "merge_size": _FEW,
+        "temporal_patch_size": _UP_TO_64,
+        "merge_size": _UP_TO_64,
     }
 )
-"""What is read of preprocessor_config.json."""
+"""Keys of preprocessor_config.json that are read."""
 
 Picture = Any
 """A ``PIL.Image.Image``, or an array or tensor of rows, columns and colours."""
@@ -59,18 +59,17 @@ Picture = Any
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image or a video, ready for the tower: ``pixels`` float32 [patches, values of a patch], on the host.
-
-    ``digest`` stands for grid and pixels: two prompts share a prefix only where their media's digests are equal.
-    """
+    """A preprocessed image or video."""
 
     grid: MediaGrid
     pixels: Tensor
+    """float32 [patches, values of a patch], on the host."""
     digest: bytes
+    """Hash of grid and pixels. Prompts can share a cached prefix only if their media have equal digests."""
 
 
 class MediaProcessor:
-    """The checkpoint's image processing. May be shared by threads."""
+    """The checkpoint's image processing. Threads may share it."""
 
     def __init__(self, processor: Any, video_size: dict[str, int]) -> None:
         self._processor = processor
@@ -78,7 +77,7 @@ class MediaProcessor:
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> MediaProcessor:
-        """Read the processor's config; :class:`CheckpointError` if it's missing or can't be read."""
+        """Read the processor's config. Raises :class:`CheckpointError` if it is missing or unreadable."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         directory = Path(directory)
@@ -92,33 +91,33 @@ class MediaProcessor:
         video = directory / "video_preprocessor_config.json"
         if present(video):
             with reading(video, "a video processor"):
-                given = _checked(read_json(video), _VIDEO).get("size")
-                size = size if given is None else _edges(given)
+                video_size = _checked(read_json(video), _VIDEO).get("size")
+                size = size if video_size is None else _edges(video_size)
         return cls(processor, size)
 
     def image(self, picture: Picture) -> Media:
-        """One image. Raises :class:`RequestError` for one that can't be processed, such as a strip."""
+        """Preprocess one image. Raises :class:`RequestError` if that fails, for example for an extremely narrow image."""
         pixels, rows, columns = self._patches(picture, {})
         return _media(MediaGrid(kind="image", frames=1, rows=rows, columns=columns), pixels)
 
     def video(self, frames: Sequence[Picture], *, frames_per_second: float) -> Media:
-        """A video from its sampled frames, all of one size; the last frame fills up a temporal patch.
+        """Preprocess the sampled frames of a video, all of one size. The last frame is repeated to fill a temporal patch.
 
-        Raises :class:`RequestError` for no frames, frames of several sizes, or a rate that isn't positive.
+        Raises :class:`RequestError` for no frames, frames of several sizes, or a rate that is not positive.
         """
         if not frames or not frames_per_second > 0:
             raise RequestError(f"a video of {len(frames)} frames at {frames_per_second} frames a second can't be read")
         depth = self._processor.temporal_patch_size
         padded = [*frames, *[frames[-1]] * (-len(frames) % depth)]
-        cut = [self._patches(frame, {"size": self._video_size}) for frame in padded]
-        sizes = {(rows, columns) for _, rows, columns in cut}
+        patched = [self._patches(frame, {"size": self._video_size}) for frame in padded]
+        sizes = {(rows, columns) for _, rows, columns in patched}
         if len(sizes) > 1:
             raise RequestError(f"the frames of a video have several sizes, in patches {sorted(sizes)}")
         rows, columns = sizes.pop()
         side = self._processor.patch_size**2
-        # A patch is colours x time x side; an image's patch repeats its frame over the time.
-        single = torch.stack([pixels.view(rows * columns, -1, depth, side)[:, :, 0] for pixels, _, _ in cut])
-        whole = single.view(len(padded) // depth, depth, rows * columns, -1, side).permute(0, 2, 3, 1, 4)
+        # A patch has the dimensions colours, time and side². The processor repeats a single frame over the time.
+        frames_patches = torch.stack([pixels.view(rows * columns, -1, depth, side)[:, :, 0] for pixels, _, _ in patched])
+        temporal_patches = frames_patches.view(len(padded) // depth, depth, rows * columns, -1, side).permute(0, 2, 3, 1, 4)
         grid = MediaGrid(
             kind="video",
             frames=len(padded) // depth,
@@ -126,52 +125,54 @@ class MediaProcessor:
             columns=columns,
             seconds_per_frame=depth / frames_per_second,
         )
-        return _media(grid, whole.reshape(grid.patches, -1))
+        return _media(grid, temporal_patches.reshape(grid.patches, -1))
 
     def _patches(self, picture: Picture, options: dict[str, Any]) -> tuple[Tensor, int, int]:
-        """Patches of one picture [rows * columns, values], and rows and columns."""
+        """Return the patches of one image [rows * columns, values], and rows and columns."""
         try:
-            done = self._processor.preprocess(picture, return_tensors="pt", **options)
-        except Exception as error:  # the processor raises what its parts raise
+            processed = self._processor.preprocess(picture, return_tensors="pt", **options)
+        except Exception as error:  # the processor's libraries may raise anything
             raise RequestError(f"an image can't be processed: {error}") from error
-        _, rows, columns = (int(value) for value in done["image_grid_thw"][0])
-        return done["pixel_values"], rows, columns
+        _, rows, columns = (int(value) for value in processed["image_grid_thw"][0])
+        return processed["pixel_values"], rows, columns
 
 
 def _checked(raw: dict[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
     found = {key: value for key, value in checked(raw, fields).items() if value is not None}
     size = found.get("size")
     if size:
-        least, most = size.get("shortest_edge", size.get("min_pixels")), size.get("longest_edge", size.get("max_pixels"))
-        found["size"] = {"shortest_edge": least, "longest_edge": most}
+        min_pixels, max_pixels = (
+            size.get("shortest_edge", size.get("min_pixels")),
+            size.get("longest_edge", size.get("max_pixels")),
+        )
+        found["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     return found
 
 
 def _edges(size: dict[str, int]) -> dict[str, int]:
-    """The least and the most pixels of a picture. Raises :class:`ConfigError` for any other kind of size."""
-    least, most = size.get("shortest_edge"), size.get("longest_edge")
-    if not isinstance(least, int) or not isinstance(most, int) or least > most:
+    """Return ``size`` after a check. Raises :class:`ConfigError` unless it has minimum and maximum pixels."""
+    min_pixels, max_pixels = size.get("shortest_edge"), size.get("longest_edge")
+    if not isinstance(min_pixels, int) or not isinstance(max_pixels, int) or min_pixels > max_pixels:
         raise ConfigError(f"size is {shown(size)}, expected shortest_edge and longest_edge, in pixels, and the first smaller")
     return size
 
 
 def _check_tower(directory: Path, path: Path, processor: Any) -> None:
-    """Raise unless the processor cuts patches as the checkpoint's vision tower takes them."""
+    """Raise unless the processor's patch sizes match the checkpoint's vision tower."""
     config = directory / "config.json"
     if not present(config):
         return
     raw = read_json(config)
     with reading(config, "a config"):
         vision = hf_config(raw["model_type"], raw).vision_config
-    for mine, theirs in (
+    for processor_key, tower_key in (
         ("patch_size", "patch_size"),
         ("temporal_patch_size", "temporal_patch_size"),
         ("merge_size", "spatial_merge_size"),
     ):
-        if getattr(processor, mine) != getattr(vision, theirs):
-            raise CheckpointError(
-                f"{path}: {mine} is {getattr(processor, mine)}, expected {getattr(vision, theirs)} as {theirs} in config.json"
-            )
+        found, expected = getattr(processor, processor_key), getattr(vision, tower_key)
+        if found != expected:
+            raise CheckpointError(f"{path}: {processor_key} is {found}, expected {expected} as {tower_key} in config.json")
 
 
 def _media(grid: MediaGrid, pixels: Tensor) -> Media:
@@ -180,24 +181,26 @@ def _media(grid: MediaGrid, pixels: Tensor) -> Media:
 
 
 def digest_of(grid: MediaGrid, pixels: Tensor) -> bytes:
-    """What stands for grid and pixels, float32, contiguous, on the host."""
+    """Return the hash of a grid and its pixels, which are float32, contiguous and on the host."""
     content = hashlib.sha256(repr(grid).encode())
     content.update(pixels.numpy().tobytes())
     return content.digest()
 
 
 def expand_placeholders(tokens: Sequence[int], media: Sequence[Media], vision: VisionConfig) -> list[int]:
-    """``tokens`` with each image or video token repeated, so that there's one for each feature of its medium.
+    """Return ``tokens`` with each image or video token repeated once per feature of its medium.
 
-    Raises :class:`RequestError` when placeholders and media don't match in number or kind.
+    Raises :class:`RequestError` if placeholders and media don't match in number or kind.
     """
     kinds = {vision.image_token: "image", vision.video_token: "video"}
-    wanted = [kinds[token] for token in tokens if token in kinds]
-    given = [each.grid.kind for each in media]
-    if wanted != given:
-        raise RequestError(f"the prompt has places for {wanted or 'no media'}, but {given or 'no media'} were given")
-    waiting = iter(media)
+    prompt_kinds = [kinds[token] for token in tokens if token in kinds]
+    media_kinds = [each.grid.kind for each in media]
+    if prompt_kinds != media_kinds:
+        raise RequestError(
+            f"the prompt has places for {prompt_kinds or 'no media'}, but {media_kinds or 'no media'} were given"
+        )
+    remaining = iter(media)
     out: list[int] = []
     for token in tokens:
-        out.extend([token] * (next(waiting).grid.features(vision) if token in kinds else 1))
+        out.extend([token] * (next(remaining).grid.features(vision) if token in kinds else 1))
     return out

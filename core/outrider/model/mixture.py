@@ -1,6 +1,6 @@
-"""MixtureLayer: a decoder layer with a mixture of experts in place of its MLP.
+"""MixtureLayer: a decoder layer with a mixture of experts instead of an MLP.
 
-Which experts a token goes to is decided and used on the device. Letters: T new tokens, H hidden size, E experts.
+Routing is computed and applied on the device. Letters: T new tokens, H hidden size, E experts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from outrider.model.ranks import ModelRanks
 
 
 class MixtureLayer(DecoderLayer):
-    """Attention as in any layer, then a token's experts, and the shared expert where there is one.
+    """Attention as in :class:`DecoderLayer`, then each token's routed experts and the shared expert, if there is one.
 
-    On several ranks each has a part of the inner size of every expert; all of them route alike, from the same bits.
-    ``index``: which layer it is, for messages.
+    Each rank holds a slice of every expert's intermediate size. All ranks compute the same routing from identical inputs.
+    ``index`` is the layer's index, for error messages.
     """
 
     def __init__(
@@ -48,26 +48,26 @@ class MixtureLayer(DecoderLayer):
             )
 
     def mlp(self, attended: Attended, residual: Tensor) -> Pending:
-        """Add ``attended`` to ``residual`` [T, H] in place; returns what the experts add, pending."""
-        assert not isinstance(attended, Attending)  # a layer with a router leaves none
+        """Add ``attended`` to ``residual`` [T, H] in place. Return the experts' pending contribution."""
+        assert not isinstance(attended, Attending)  # a layer with a router doesn't defer its attention
         normed = add_rms_norm(attended, residual, self._weights.mlp_norm, self._config.rms_eps, self._kernels)
         if not isinstance(attended, Partial):
-            return Made(self._mixed(normed))
+            return Made(self._run_experts(normed))
         ranks = attended.ranks
-        made = self._mixed(ranks.gather_tokens(normed))
-        return Partial(ranks.scatter_tokens(made, normed.shape[0]), ranks)
+        partial = self._run_experts(ranks.gather_tokens(normed))
+        return Partial(ranks.scatter_tokens(partial, normed.shape[0]), ranks)
 
-    def _mixed(self, x: Tensor) -> Tensor:
-        """What the experts make of normed ``x`` [T, H]."""
+    def _run_experts(self, x: Tensor) -> Tensor:
+        """Return the output of the experts [T, H] for normed ``x`` [T, H]."""
         kernels, weights, experts = self._kernels, self._weights, self._experts
         logits = linear(kernels, x, self._router)
         shares, chosen = kernels.route(logits, experts.per_token, renormalize=experts.renormalize)
         gate_up, down = self._gate_up, self._down
         if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
-            made = kernels.experts_quantized(x, shares, chosen, gate_up, down)
+            mixed = kernels.experts_quantized(x, shares, chosen, gate_up, down)
         else:
-            made = kernels.experts(x, shares, chosen, plain(gate_up), plain(down))
+            mixed = kernels.experts(x, shares, chosen, plain(gate_up), plain(down))
         if weights.shared_gate_up is None or weights.shared_down is None or weights.shared_gate is None:
-            return made
+            return mixed
         shared = linear(kernels, linear_silu_mul(kernels, x, weights.shared_gate_up, None), weights.shared_down)
-        return made.add_(torch.sigmoid(linear(kernels, x, weights.shared_gate)) * shared)
+        return mixed.add_(torch.sigmoid(linear(kernels, x, weights.shared_gate)) * shared)

@@ -1,7 +1,7 @@
-"""Heads of multi-token prediction: one head for each token ahead (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
+"""Multi-token prediction heads: one head for each position ahead (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
 
-The published format read here is that of MiMo (Xiaomi 2025): ``model.mtp_layers.<k>`` with a norm for the embedding, a
-norm for the hidden state, a projection of both side by side, one decoder layer and a final norm.
+The supported format is that of MiMo (Xiaomi 2025). ``model.mtp_layers.<k>`` holds a norm of the embedding, a norm of the
+hidden state, a projection of both side by side, one decoder layer and a final norm.
 
 Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
 """
@@ -19,8 +19,9 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.config_fields import MAX_LAYERS, is_whole
+from outrider.model.draft_head import BaseDraftHead
 from outrider.model.files import open_checkpoint
-from outrider.model.head_loading import head_config
+from outrider.model.head_loading import check_hidden_size, head_config
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
@@ -30,59 +31,49 @@ from outrider.model.pieces import Piece, Target
 from outrider.model.products import Weight, linear
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.reading import read_json
-from outrider.model.rotary import rotary
 from outrider.model.shards import Shards
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MtpWeights:
-    """Tensors of one head: ``projection`` [H, 2 H] over hidden state and embedding, in this order; the norms [H]."""
+    """Device tensors of one head. The norms are [H]."""
 
     token_norm: Tensor
     hidden_norm: Tensor
     projection: Weight
+    """[H, 2 H] over the hidden state and the embedding, in this order."""
     layer: LayerWeights
     final_norm: Tensor
 
 
-class MtpHead:
-    """The head number ``ahead``, from 1. Placement and capture as for :class:`LanguageModel`.
+class MtpHead(BaseDraftHead):
+    """Head number ``ahead``, from 1. Placement and capture follow :class:`LanguageModel`.
 
-    At position i it reads the token at i + ``ahead`` and a hidden state of position i: the target's for the first head,
-    else what the head before returned there. Its own result at i stands for the token at i + ``ahead`` + 1.
+    At position i it reads the token at i + ``ahead`` and a hidden state of position i: the target's for the first head, else
+    the preceding head's result. Its own result at i predicts the token at i + ``ahead`` + 1.
     """
 
     def __init__(self, config: ModelConfig, weights: MtpWeights, target: LanguageModel, *, ahead: int) -> None:
-        self.config = config
+        super().__init__(config, target)
         self.weights = weights
-        self.target = target
         self.ahead = ahead
-        self.kernels = target.kernels
-        context = max(config.max_context, target.config.max_context)
-        self._rotary = rotary(
-            config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device
-        )
         self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
-        """Hidden states [T, H] after the head's final norm, or [S, H] of kept rows; ``cache`` has its one layer."""
+        """Return hidden states [T, H] after the head's final norm, or [S, H] of the kept rows. ``cache`` has one layer."""
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         self.target.begin_pass(inputs)
         embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
-        both = torch.cat((kernels.rms_norm(hidden, weights.hidden_norm, eps), embedded), dim=-1)
-        residual = linear(kernels, both, weights.projection)
+        joined = torch.cat((kernels.rms_norm(hidden, weights.hidden_norm, eps), embedded), dim=-1)
+        residual = linear(kernels, joined, weights.projection)
         pending, residual = self._layer.forward_last(None, residual, inputs, cos_sin, cache.layers[0])
         return add_rms_norm(pending, residual, weights.final_norm, eps, kernels)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, Vd] of ``hidden`` [N, H] by the target's output head, of the tokens that this has."""
-        return self.target.logits(hidden)
-
 
 def mtp_targets(config: ModelConfig, heads: int, shards: Shards = WHOLE) -> list[Target]:
-    """Weights of every head."""
+    """Return the weights of all heads."""
     hidden = config.hidden_size
     targets: list[Target] = []
     for index in range(heads):
@@ -106,9 +97,9 @@ def load_mtp(
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
 ) -> tuple[MtpHead, ...]:
-    """Load the heads of multi-token prediction for ``target``, as many as ``num_nextn_predict_layers`` says.
+    """Load the ``num_nextn_predict_layers`` multi-token prediction heads of a checkpoint for ``target``.
 
-    Raises as :func:`load_eagle` does.
+    Arguments and errors follow :func:`load_eagle`.
     """
     directory = Path(directory)
     files = open_checkpoint(directory)
@@ -119,11 +110,7 @@ def load_mtp(
             f"at least 1 and at most {MAX_LAYERS}"
         )
     config = head_config(directory, target, dtype, files.tensors, "model.mtp_layers.0")
-    if config.hidden_size != target.config.hidden_size:
-        raise CheckpointError(
-            f"{directory / 'config.json'}: the head's hidden_size is {config.hidden_size}, the target's is "
-            f"{target.config.hidden_size}: this head belongs to another model"
-        )
+    check_hidden_size(directory, config, target)
     config = replace(config, num_layers=1, windows=config.windows[:1])
     shards = target.shards
     targets = mtp_targets(config, heads, shards)

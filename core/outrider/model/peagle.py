@@ -1,7 +1,7 @@
-"""P-EAGLE: an EAGLE-3 head that was trained to draft several tokens in one pass (Hui et al. 2026, arXiv 2602.01469).
+"""P-EAGLE: an EAGLE-3 head trained to draft several tokens in one pass (Hui et al. 2026, arXiv 2602.01469).
 
-Where the target's states aren't known yet, one learned state stands for them, and a mask token for the token. So a place
-behind the last known token needs nothing of the places before it but their keys and values.
+At positions after the last known token, a mask token replaces the unknown token and one learned state replaces the target's
+states. Such a position depends on earlier positions only through their keys and values.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from outrider.model.quantization import QuantizedMode
 from outrider.model.reading import read_json
 from outrider.model.tensors import Progress, placed
 
-_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-_MASK = "mask_hidden"
+_MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+_MASK_STATE = "mask_hidden"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PEagleWeights(Eagle3Weights):
-    """Tensors of a head: an EAGLE-3 head's, and ``mask_state`` [H], what it reads where the target's states aren't known."""
+    """Device tensors of a P-EAGLE head."""
 
     mask_state: Tensor
+    """[H]. Replaces the fused target states at positions where they are unknown."""
 
 
 class PEagleHead(Eagle3Head):
-    """Drafts in parallel. Used as :class:`Eagle3Head` is; at places without states it reads ``mask_state`` and
-    ``mask_token``.
-    """
+    """Drafts several tokens in one pass. Positions without target states read ``mask_state`` and ``mask_token``."""
 
     weights: PEagleWeights
 
@@ -75,43 +74,44 @@ def load_peagle(
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
 ) -> PEagleHead:
-    """Load a P-EAGLE head for ``target``: an EAGLE-3 head with the tensor ``mask_hidden`` [1, 1, 3 Ht] (or [1, 3 Ht], or
-    [3 Ht]), whose config names the mask token as ``mask_token_id``, ``pard_token`` or ``ptd_token_id``.
+    """Load a P-EAGLE head for ``target``.
 
-    As :func:`load_eagle3`; also a mask token that is missing, outside the vocabulary, or named twice and differently is an
-    error, and so is ``parallel_drafting`` false.
+    The checkpoint is an EAGLE-3 head with the tensor ``mask_hidden`` ([1, 1, 3 Ht], [1, 3 Ht] or [3 Ht]). The config names
+    the mask token as ``mask_token_id``, ``pard_token`` or ``ptd_token_id``. Arguments and errors follow :func:`load_eagle3`.
+    A mask token that is missing, contradictory or outside the vocabulary raises :class:`CheckpointError`, and so does
+    ``parallel_drafting`` false.
     """
     directory = Path(directory)
     file = directory / "config.json"
     found = check_eagle3(directory, target=target, backend=backend, dtype=dtype, quantized=quantized, more=_mask_target)
     mask = _mask_token(file, found.config.vocab_size)
     with placed(backend, dtype) as stream:
-        config, read, more = found.read(target, backend, dtype, stream, progress)
-        states = more[_MASK].view(1, -1).chunk(len(found.own.layers), dim=-1)
-        state = fuse(read, tuple(each.contiguous() for each in states), config.rms_eps, target.kernels)
-        record = PEagleWeights(**{each.name: getattr(read, each.name) for each in fields(read)}, mask_state=state[0])
-        return PEagleHead(config, record, target, mask_token=mask, **found.told)
+        config, weights, extra_weights = found.read(target, backend, dtype, stream, progress)
+        states = extra_weights[_MASK_STATE].view(1, -1).chunk(len(found.options.layers), dim=-1)
+        state = fuse(weights, tuple(each.contiguous() for each in states), config.rms_eps, target.kernels)
+        record = PEagleWeights(**{each.name: getattr(weights, each.name) for each in fields(weights)}, mask_state=state[0])
+        return PEagleHead(config, record, target, mask_token=mask, **found.head_options)
 
 
 def _mask_target(files: CheckpointFiles, width: int) -> tuple[Target, ...]:
-    """What stands for the states, in whichever of the published shapes it has."""
-    shape = files.shape(_MASK)
-    usual = shape[-1:] == (width,) and math.prod(shape) == width
-    return (Target(_MASK, (Piece(_MASK, shape if usual else (1, 1, width)),)),)
+    """Return the mask state's weight, in any of the published shapes."""
+    shape = files.shape(_MASK_STATE)
+    is_published_shape = shape[-1:] == (width,) and math.prod(shape) == width
+    return (Target(_MASK_STATE, (Piece(_MASK_STATE, shape if is_published_shape else (1, 1, width)),)),)
 
 
 def _mask_token(file: Path, vocab: int) -> int:
     raw = read_json(file)
     parallel = raw.get("parallel_drafting")
     if parallel not in (None, True):
-        raise CheckpointError(f"{file}: parallel_drafting is {shown(parallel)}, expected true: the head has {_MASK!r}")
-    found = {key: raw[key] for key in _MASK_KEYS if raw.get(key) is not None}
+        raise CheckpointError(f"{file}: parallel_drafting is {shown(parallel)}, expected true: the head has {_MASK_STATE!r}")
+    found = {key: raw[key] for key in _MASK_TOKEN_KEYS if raw.get(key) is not None}
     if not found:
         raise CheckpointError(f"{file}: mask_token_id is missing; add the token that stands for unknown ones in training")
     for key, token in found.items():
         if not is_whole(token, 0, vocab - 1):
             raise CheckpointError(f"{file}: {key} is {shown(token)}, expected a token from 0 to {vocab - 1}")
     if len(set(found.values())) > 1:
-        said = ", ".join(f"{key} {token}" for key, token in found.items())
-        raise CheckpointError(f"{file}: the mask token is named in more than one way, and differently ({said})")
+        listing = ", ".join(f"{key} {token}" for key, token in found.items())
+        raise CheckpointError(f"{file}: the mask token is named in more than one way, and differently ({listing})")
     return int(next(iter(found.values())))

@@ -1,4 +1,4 @@
-"""What a layer adds to the residual stream, left pending for the norm after it, which a device computes together with it."""
+"""Contributions of a layer to the residual stream that stay pending until the next norm, so that one kernel can do both."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Partial(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What is added [T, H], whole."""
+    """A complete contribution [T, H]."""
 
     value: Tensor
 
 
 Pending = Product | OtherProduct | Partial | Made
 Attended = Product | OtherProduct | Partial | Attending
-"""What attention adds, pending."""
+"""Pending contributions of attention."""
 
 
 def add(pending: Pending, residual: Tensor, kernels: KernelSet) -> Tensor:
-    """Add what is pending to ``residual`` [T, H] in place; returns it."""
+    """Add ``pending`` to ``residual`` [T, H] in place. Return ``residual``."""
     if isinstance(pending, Partial):
         return pending.ranks.add(pending.value, residual)
     if isinstance(pending, Made):
@@ -44,7 +44,7 @@ def add(pending: Pending, residual: Tensor, kernels: KernelSet) -> Tensor:
 
 
 def add_rms_norm(pending: Pending, residual: Tensor, norm: Tensor, eps: float, kernels: KernelSet) -> Tensor:
-    """Add what is pending to ``residual`` [T, H] in place; returns its norm with ``norm`` [H]."""
+    """Add ``pending`` to ``residual`` [T, H] in place. Return the RMS norm of ``residual`` with weight ``norm`` [H]."""
     if isinstance(pending, Partial):
         return pending.ranks.add_rms_norm(kernels, pending.value, residual, norm, eps)
     if isinstance(pending, Made):

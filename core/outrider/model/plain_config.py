@@ -1,4 +1,4 @@
-"""A config.json that says all it means, read without transformers: importing its config classes takes seconds of a start."""
+"""Parser of complete config.json files that doesn't import transformers, whose config classes take seconds to import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_NEEDED = (
+_REQUIRED_KEYS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -16,21 +16,21 @@ _NEEDED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-_ROPES: Mapping[str, frozenset[str]] = {
+_ROPE_PARAMETERS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
-"""Kinds of rope, and what else each states."""
-_ROPE_BESIDE = frozenset({"partial_rotary_factor", "original_max_position_embeddings"})  # what a rope may say outside of it
-_KINDS = ("rope_type", "type")  # today's key, and the older one
-_FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings")
-_WINDOWED = ("qwen2", "qwen3")  # families in which each layer has a kind
-_ALIKE = ("llama", "mistral")  # families whose layers are all of one kind
+"""Supported rope types, and the parameters that each must define."""
+_TOP_LEVEL_ROPE_KEYS = frozenset({"partial_rotary_factor", "original_max_position_embeddings"})
+_ROPE_TYPE_KEYS = ("rope_type", "type")  # the current key and its older name
+_FLAG_KEYS = ("attention_bias", "mlp_bias", "tie_word_embeddings")
+_WITH_LAYER_TYPES = ("qwen2", "qwen3")
+_WITHOUT_LAYER_TYPES = ("llama", "mistral")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainConfig:
-    """What transformers' config of the same file has under the same names."""
+    """Attributes of transformers' config for the same file, under the same names."""
 
     vocab_size: int
     hidden_size: int
@@ -52,20 +52,20 @@ class PlainConfig:
     eos_token_id: int | list[int] | None
 
     def get_text_config(self) -> PlainConfig:
-        """Itself: it's of a model of text alone."""
+        """Return this config, because only text models are supported."""
         return self
 
 
 def plain_config(family: str, fields: Mapping[str, Any]) -> PlainConfig | None:
-    """The config of ``family`` that says ``fields``, which :func:`~outrider.model.config_fields.config_fields` let pass.
+    """Return the config of ``family`` for ``fields`` that :func:`~outrider.model.config_fields.config_fields` has checked.
 
-    None where anything is left to a family's defaults, or is out of the ordinary in some other way: that is for transformers,
-    whose messages say what is wrong with it.
+    Returns None if a value depends on a family's default or is unusual. Transformers then parses the config, and its messages
+    explain what is wrong.
     """
-    if family not in (*_WINDOWED, *_ALIKE) or any(fields.get(name) is None for name in _NEEDED):
+    if family not in (*_WITH_LAYER_TYPES, *_WITHOUT_LAYER_TYPES) or any(fields.get(name) is None for name in _REQUIRED_KEYS):
         return None
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    flags = {name: fields.get(name, False) for name in _FLAGS}
+    flags = {name: fields.get(name, False) for name in _FLAG_KEYS}
     rope = _rope(fields)
     if (
         rope is None
@@ -74,26 +74,26 @@ def plain_config(family: str, fields: Mapping[str, Any]) -> PlainConfig | None:
         or fields.get("hidden_act") != "silu"
         or not isinstance(fields["rms_norm_eps"], float)
         or None in flags.values()
-        or not _ROPE_BESIDE.isdisjoint(fields)
+        or not _TOP_LEVEL_ROPE_KEYS.isdisjoint(fields)
         or not {"bos_token_id", "eos_token_id"} <= fields.keys()
     ):
         return None
-    full, window = ["full_attention"] * fields["num_hidden_layers"], fields.get("sliding_window")
-    if family in _WINDOWED:
-        if fields.get("use_sliding_window", False) is not False or fields.get("layer_types") not in (None, full):
+    full_attention, window = ["full_attention"] * fields["num_hidden_layers"], fields.get("sliding_window")
+    if family in _WITH_LAYER_TYPES:
+        if fields.get("use_sliding_window", False) is not False or fields.get("layer_types") not in (None, full_attention):
             return None
         window = None
     elif "layer_types" in fields or (family == "mistral" and "sliding_window" not in fields):
         return None
-    if family == "qwen3" and fields.get("head_dim") is None:  # its default doesn't follow from the rest
+    if family == "qwen3" and fields.get("head_dim") is None:  # its default is independent of the other fields
         return None
     return PlainConfig(
-        **{name: fields[name] for name in _NEEDED},
+        **{name: fields[name] for name in _REQUIRED_KEYS},
         **flags,
         hidden_act=fields["hidden_act"],
         head_dim=fields.get("head_dim") or hidden // heads,
         sliding_window=window,
-        layer_types=tuple(full) if family in _WINDOWED else (),
+        layer_types=tuple(full_attention) if family in _WITH_LAYER_TYPES else (),
         rope_parameters=rope,
         bos_token_id=fields["bos_token_id"],
         eos_token_id=fields["eos_token_id"],
@@ -101,30 +101,30 @@ def plain_config(family: str, fields: Mapping[str, Any]) -> PlainConfig | None:
 
 
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Today's spelling of what it says; None where it says it twice differently, or isn't of a kind that is told here."""
-    spelt = [dict(fields[name]) for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
-    if len(spelt) == 2 and spelt[0] != spelt[1]:
+    """Return the rope parameters in the current spelling, or None if they are contradictory or of another rope type."""
+    spellings = [dict(fields[name]) for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
+    if len(spellings) == 2 and spellings[0] != spellings[1]:
         return None
-    given = spelt[0] if spelt else {}
-    kinds = {given.pop(name) for name in _KINDS if name in given} or {"default"}
-    thetas = {each["rope_theta"] for each in (given, fields) if "rope_theta" in each}
-    given.pop("rope_theta", None)
+    parameters = spellings[0] if spellings else {}
+    kinds = {parameters.pop(name) for name in _ROPE_TYPE_KEYS if name in parameters} or {"default"}
+    thetas = {each["rope_theta"] for each in (parameters, fields) if "rope_theta" in each}
+    parameters.pop("rope_theta", None)
     if len(kinds) != 1 or len(thetas) != 1:
         return None
     (kind,), (theta,) = kinds, thetas
-    if kind not in _ROPES or given.keys() != _ROPES[kind] or None in given.values():
+    if kind not in _ROPE_PARAMETERS or parameters.keys() != _ROPE_PARAMETERS[kind] or None in parameters.values():
         return None
-    if kind == "llama3" and not _is_usual(given, fields["max_position_embeddings"]):
+    if kind == "llama3" and not _is_unremarkable_llama3(parameters, fields["max_position_embeddings"]):
         return None
-    return {**given, "rope_type": kind, "rope_theta": theta}
+    return {**parameters, "rope_type": kind, "rope_theta": theta}
 
 
-def _is_usual(rope: Mapping[str, Any], context: int) -> bool:
-    """Whether such a rope extends a shorter context by numbers that transformers has nothing to say about."""
-    factors = [rope[name] for name in ("factor", "low_freq_factor", "high_freq_factor")]
+def _is_unremarkable_llama3(parameters: Mapping[str, Any], context: int) -> bool:
+    """Return True if the rope extends a shorter context and transformers would accept its factors without a warning."""
+    factors = [parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor")]
     return (
         all(isinstance(each, float) for each in factors)
-        and rope["factor"] >= 1
-        and rope["low_freq_factor"] < rope["high_freq_factor"]
-        and rope["original_max_position_embeddings"] < context
+        and parameters["factor"] >= 1
+        and parameters["low_freq_factor"] < parameters["high_freq_factor"]
+        and parameters["original_max_position_embeddings"] < context
     )

@@ -1,6 +1,6 @@
-"""Products of a model with its weights, plain or quantised: which kernel each of them takes.
+"""Products with unquantized and quantized weights, and the kernel that computes each.
 
-Letters: T new tokens, H hidden size, Hq query heads, Hkv key heads, D head size, I intermediate size.
+Letters: T new tokens, H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediate size.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from outrider.device import (
 
 @dataclass(frozen=True, slots=True)
 class SplitWeight:
-    """A weight whose rows lie in several parts, since these are stored in different ways: q quantised and k plain, say."""
+    """A weight whose row blocks are stored in different formats, for example q quantized and k unquantized."""
 
     parts: tuple[Tensor | QuantizedWeight, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows of all parts, and their columns."""
+        """Rows of all parts together, and their columns."""
         return (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Bytes of all parts together."""
         return sum(part.nbytes for part in self.parts)
 
 
 Weight = Tensor | QuantizedWeight | SplitWeight
-"""A weight [out, in] of a product. Only a tensor takes part in the kernels that join a product with what follows it."""
+"""A weight [out, in] of a product. Kernels that fuse a product with the following operation take a tensor only."""
 
 
 class OtherProduct(NamedTuple):
-    """As :class:`~outrider.device.Product`, for a weight that is no tensor.
+    """A :class:`~outrider.device.Product` whose weight is not a tensor.
 
-    ``gated``, ``maxima``: see :class:`~outrider.device.QuantizedProduct`.
+    ``gated`` and ``maxima`` are those of :class:`~outrider.device.QuantizedProduct`.
     """
 
     x: Tensor
@@ -58,8 +58,9 @@ class OtherProduct(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """As :class:`OtherProduct` of what attention gives, before attention: ``operands`` of
-    :meth:`~outrider.device.KernelSet.paged_attention`, q [T, Hq, D], both caches, metadata.
+    """Attention whose output product is quantized, deferred until the next norm.
+
+    ``operands`` are those of :meth:`~outrider.device.KernelSet.paged_attention`: q [T, Hq, D], both caches, metadata.
     """
 
     operands: tuple[Tensor, Tensor, Tensor, AttentionMetadata]
@@ -68,26 +69,26 @@ class Attending(NamedTuple):
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Product | OtherProduct:
-    """A product that is still to be made."""
+    """Return the product as a record that is computed later."""
     return Product(x, weight, bias) if isinstance(weight, Tensor) else OtherProduct(x, weight, bias)
 
 
 def plain(weight: Weight) -> Tensor:
-    """The weight as the tensor that it is; :class:`ConfigError` for another."""
+    """Return an unquantized weight as a tensor. Raises :class:`ConfigError` for a quantized weight."""
     if not isinstance(weight, Tensor):
         raise ConfigError(f"expected a plain weight, found {label(weight)}")
     return weight
 
 
 def label(weight: Weight) -> str:
-    """How the weight is stored, in words."""
+    """Return the storage format of the weight in words."""
     if isinstance(weight, SplitWeight):
-        return " beside ".join(dict.fromkeys(label(part) for part in weight.parts))
+        return " and ".join(dict.fromkeys(label(part) for part in weight.parts))
     return "plain" if isinstance(weight, Tensor) else weight.label
 
 
 def linear(kernels: KernelSet, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``."""
+    """Return ``x @ weight.T + bias``."""
     if isinstance(weight, Tensor):
         return kernels.linear(x, weight, bias)
     if isinstance(weight, QuantizedWeight):
@@ -97,27 +98,27 @@ def linear(kernels: KernelSet, x: Tensor, weight: Weight, bias: Tensor | None = 
 
 
 def multiply(kernels: KernelSet, made: Product | OtherProduct) -> Tensor:
-    """A product that was still to be made."""
+    """Compute a recorded product."""
     gated = isinstance(made, OtherProduct) and made.gated
     return linear(kernels, kernels.silu_mul(made.x) if gated else made.x, made.weight, made.bias)
 
 
 def quantized_product(made: object) -> QuantizedProduct | None:
-    """The product as one with a quantised weight; None for any other, and for what is no product."""
+    """Return ``made`` as a product with a quantized weight, or None if it is not one."""
     if isinstance(made, OtherProduct) and isinstance(made.weight, QuantizedWeight):
         return QuantizedProduct(made.x, made.weight, made.bias, made.gated, made.maxima)
     return None
 
 
 def linear_silu_mul(kernels: KernelSet, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """See :meth:`KernelSet.linear_silu_mul`."""
+    """Compute :meth:`KernelSet.linear_silu_mul` with a weight of any format."""
     if isinstance(weight, Tensor):
         return kernels.linear_silu_mul(x, weight, bias)
     return kernels.silu_mul(linear(kernels, x, weight, bias))
 
 
 def linear_rope_write_cache(kernels: KernelSet, made: Product | OtherProduct, rotary: RotaryArgs) -> Tensor:
-    """See :meth:`KernelSet.linear_rope_write_cache`."""
+    """Compute :meth:`KernelSet.linear_rope_write_cache` with a weight of any format."""
     if isinstance(made, Product):
         return kernels.linear_rope_write_cache(made, rotary)
     if isinstance(made.weight, QuantizedWeight) and not made.gated:
@@ -126,14 +127,14 @@ def linear_rope_write_cache(kernels: KernelSet, made: Product | OtherProduct, ro
 
 
 def rope_write_cache(kernels: KernelSet, made: Tensor, rotary: RotaryArgs) -> Tensor:
-    """Rotate and cache what a product made of queries, keys and values, [T, (Hq + 2 Hkv) D] → queries [T, Hq, D]."""
+    """Rotate q and k of a product's result [T, (Hq + 2 Hkv) D], write k and v to the cache, and return q [T, Hq, D]."""
     q, k, v = rotary.split(made)
     kernels.rope_write_cache(q, k, v, *rotary)
     return q
 
 
 def quantized_products(record: object) -> Counter[str]:
-    """How many products of a record of weights are stored in which quantised way, by the words for it."""
+    """Count the quantized products in a record of weights, by the words of their format."""
     if isinstance(record, QuantizedWeight):
         return Counter((record.label,))
     if isinstance(record, SplitWeight):

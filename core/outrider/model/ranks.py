@@ -1,7 +1,8 @@
-"""What a model needs of the other ranks that hold parts of it.
+"""ModelRanks: the collectives of a model that is split over several ranks.
 
-A layer's attention and its MLP end in a product of which each rank has a part of the sum: what a rank has is *partial*
-until it's reduced. Letters: T new tokens, N rows of logits, H hidden size, V vocabulary, D data-parallel groups.
+Attention and MLP of a layer end in a product of which each rank computes one part of the sum. Such a part is *partial* until
+it is reduced. Letters: T new tokens, N rows of logits, H hidden size, V vocabulary, D data-parallel groups, W tokens per
+group in a pass.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from outrider.model.shards import Shards
 
 
 class ModelRanks:
-    """One rank's side of a model that several ranks hold: its parts, and the collectives of a forward.
+    """One rank's slices of a model, and the collectives of its forward pass.
 
-    ``tensor``: the ranks that share attention heads and vocabulary, and work on the same tokens; None: this one alone.
-    ``data``: the ranks that hold different tokens and share MLPs; None: there are no others.
+    ``tensor``: the tensor-parallel group, which splits attention heads and vocabulary and processes the same tokens. None:
+    this rank alone. ``data``: the data-parallel group, whose ranks process different tokens and split the MLPs. None: this
+    rank alone.
 
     Every method enqueues on the stream of :meth:`place`, whose scope the caller has opened. All ranks of a group call the
     same methods in the same order.
@@ -31,86 +33,89 @@ class ModelRanks:
         self.tensor = tensor
         self.data = data
         self._stream: Stream | None = None
-        self._expected: deque[int] = deque()
+        self._pass_widths: deque[int] = deque()
         self._width = 0
 
     def place(self, stream: Stream) -> None:
-        """From now on collectives go to ``stream``: an engine says so of its own before it launches or captures."""
+        """Send later collectives to ``stream``. An engine calls this before it launches or captures."""
         self._stream = stream
 
     @property
     def stream(self) -> Stream:
-        """Where collectives go."""
+        """The stream of the collectives. Raises :class:`ConfigError` before :meth:`place`."""
         if self._stream is None:
-            raise ConfigError("nobody said on which stream the collectives of a model of several ranks go; an engine does")
+            raise ConfigError("the collectives of a model of several ranks have no stream yet; an engine sets it")
         return self._stream
 
     # -- attention and MLP -----------------------------------------------------------------------------------------
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """Sum ``partial`` over the tensor-parallel ranks, in place; returns it."""
+        """Sum ``partial`` over the tensor-parallel ranks in place. Return ``partial``."""
         if self.tensor is not None:
             self.tensor.all_reduce(partial, stream=self.stream)
         return partial
 
     def add(self, partial: Tensor, residual: Tensor) -> Tensor:
-        """Add the sum of ``partial`` [T, H] to ``residual`` [T, H] in place; returns it."""
+        """Add the sum of ``partial`` [T, H] to ``residual`` [T, H] in place. Return ``residual``."""
         return residual.add_(self.reduce(partial))
 
     def add_rms_norm(self, kernels: KernelSet, partial: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Add the sum of ``partial`` [T, H] to ``residual`` in place; returns its norm [T, H]."""
+        """Add the sum of ``partial`` [T, H] to ``residual`` in place. Return the RMS norm [T, H] of ``residual``."""
         if self.tensor is None:
             return kernels.add_rms_norm(partial, residual, norm, eps)
         return kernels.all_reduce_rms_norm(partial, residual, norm, eps, group=self.tensor, stream=self.stream)
 
     def expect(self, widths: Sequence[int]) -> None:
-        """Of each of the next passes, the most tokens that a data-parallel group has in it; the same on all of them.
+        """Set W for each of the next passes: the maximum number of tokens of a data-parallel group, the same on all groups.
 
-        Without it, each group has as many in a pass as this one.
+        A pass without a set width has W equal to this group's number of tokens.
         """
-        self._expected = deque(widths)
+        self._pass_widths = deque(widths)
 
     def begin_pass(self, tokens: int) -> None:
-        """A pass through layers begins, of ``tokens`` tokens here."""
-        self._width = self._expected.popleft() if self._expected else tokens
+        """Begin a pass through layers with ``tokens`` tokens on this rank."""
+        self._width = self._pass_widths.popleft() if self._pass_widths else tokens
         if tokens > self._width:
             raise ConfigError(f"a pass has {tokens} tokens here, and the ranks agreed on {self._width} at most")
 
     def gather_tokens(self, normed: Tensor) -> Tensor:
-        """Tokens of all data-parallel groups [D * W, H], from those of this one [T, H]; W of each, zeros behind its own."""
+        """Return the tokens of all data-parallel groups [D * W, H]. ``normed`` [T, H] are this group's, padded with zeros to
+        W.
+        """
         if self.data is None:
             return normed
-        own = normed.contiguous()
-        if own.shape[0] < self._width:
-            own = torch.nn.functional.pad(own, (0, 0, 0, self._width - own.shape[0]))
-        gathered = own.new_empty((self.data.size, *own.shape))
-        self.data.all_gather(gathered, own, stream=self.stream)
+        padded = normed.contiguous()
+        if padded.shape[0] < self._width:
+            padded = torch.nn.functional.pad(padded, (0, 0, 0, self._width - padded.shape[0]))
+        gathered = padded.new_empty((self.data.size, *padded.shape))
+        self.data.all_gather(gathered, padded, stream=self.stream)
         return gathered.flatten(0, 1)
 
     def scatter_tokens(self, partial: Tensor, tokens: int) -> Tensor:
-        """Sum ``partial`` [D * W, H] over the data-parallel ranks → this group's ``tokens`` rows [T, H]."""
+        """Sum ``partial`` [D * W, H] over the data-parallel ranks. Return this group's ``tokens`` rows [T, H]."""
         if self.data is None:
             return partial
         parts = partial.view(self.data.size, self._width, -1)
-        own = torch.empty_like(parts[0])
-        self.data.reduce_scatter(own, parts, stream=self.stream)
-        return own[:tokens]
+        summed = torch.empty_like(parts[0])
+        self.data.reduce_scatter(summed, parts, stream=self.stream)
+        return summed[:tokens]
 
     # -- vocabulary ------------------------------------------------------------------------------------------------
 
     def embed(self, kernels: KernelSet, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Embeddings [T, H] of int64 ``tokens`` [T], of which this rank's rows are ``weight``."""
+        """Return embeddings [T, H] of int64 ``tokens`` [T]. ``weight`` holds this rank's rows of the table."""
         if self.tensor is None:
             return kernels.embedding(tokens, weight)
         width, rank = weight.shape[0], self.shards.vocabulary.rank
-        own = tokens - rank * width
-        here = (own >= 0) & (own < width)
-        embedded = kernels.embedding(torch.where(here, own, 0), weight)
-        return self.reduce(embedded * here.unsqueeze(-1))
+        local_tokens = tokens - rank * width
+        is_local = (local_tokens >= 0) & (local_tokens < width)
+        embedded = kernels.embedding(torch.where(is_local, local_tokens, 0), weight)
+        return self.reduce(embedded * is_local.unsqueeze(-1))
 
     def logits(self, own: Tensor, vocabulary: int) -> Tensor:
-        """Logits [N, V] over the whole ``vocabulary``, from those of this rank's part [N, width of it]; the same bits on all
-        ranks.
+        """Return logits [N, V] over the whole ``vocabulary``, gathered from the slices ``own`` of all ranks.
+
+        The result is bitwise identical on all ranks.
         """
         if self.tensor is None:
             return own
@@ -120,12 +125,12 @@ class ModelRanks:
 
     @property
     def decides(self) -> bool:
-        """Whether the other tensor-parallel ranks take what this one comes to, see :meth:`agree`."""
+        """True on the tensor-parallel rank whose values the others receive, see :meth:`agree`."""
         return self.tensor is None or self.tensor.rank == 0
 
     # -- decisions -------------------------------------------------------------------------------------------------
 
     def agree(self, values: Tensor) -> None:
-        """Make ``values`` on every tensor-parallel rank those of the first one."""
+        """Broadcast ``values`` of the first tensor-parallel rank to the others, in place."""
         if self.tensor is not None:
             self.tensor.broadcast(values, root=0, stream=self.stream)

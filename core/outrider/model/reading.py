@@ -1,7 +1,7 @@
-"""Reading a checkpoint's files: regular files alone, up to a limit, and with one kind of error.
+"""Reading of checkpoint files: regular files only, of bounded size, with a uniform error type.
 
-Everything that reads a checkpoint goes through :func:`reading`, so that whatever a parser raises becomes a
-:class:`CheckpointError` that names the file.
+Every reader of a checkpoint uses :func:`reading`, which converts any parser's exception to a :class:`CheckpointError` that
+names the file.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from outrider.device import ConfigError, OutriderError
 from outrider.errors import CheckpointError, one_line
 
 JSON_LIMIT = 64 << 20
-"""Bytes of a JSON file: an index of a hundred thousand tensors has nine million."""
+"""Maximum size of a JSON file in bytes. An index of a hundred thousand tensors has nine million."""
 EXPECTED = "expected a checkpoint directory as Hugging Face writes it"
-"""What a message says where there's nothing."""
-_DEPTH = 64  # a config nests four deep
+"""Advice of messages about missing files."""
+_MAX_JSON_DEPTH = 64  # published configs nest four deep
 
 
 @contextmanager
-def reading(path: Path, what: str, advice: str = "") -> Generator[None]:
-    """A scope that reads ``path`` as ``what``: each failure in it is a :class:`CheckpointError` that names both, with advice.
+def reading(path: Path, content: str, advice: str = "") -> Generator[None]:
+    """Convert any failure of the block to a :class:`CheckpointError` that names ``path``, its expected ``content`` and
+    ``advice``.
 
-    A :class:`ConfigError` becomes one too, in its own words. Other errors of ours pass, as does what isn't a failure
-    (KeyboardInterrupt, SystemExit).
+    A :class:`ConfigError` keeps its message. Other Outrider errors pass unchanged, and so do KeyboardInterrupt and
+    SystemExit.
     """
     try:
         yield
@@ -37,26 +38,28 @@ def reading(path: Path, what: str, advice: str = "") -> Generator[None]:
     except OutriderError:
         raise
     except BaseException as error:
-        # A panic of a library in Rust is no Exception.
+        # A panic in a Rust extension derives from BaseException.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        end = f"; {advice}" if advice else ""
-        raise CheckpointError(f"{path}: can't be read as {what}: {describe(error)}{end}") from error
+        suffix = f"; {advice}" if advice else ""
+        raise CheckpointError(f"{path}: can't be read as {content}: {describe(error)}{suffix}") from error
 
 
 def describe(error: BaseException) -> str:
-    """The error in one line of bounded length, with its kind where its text alone says little."""
+    """Return the error as one line of bounded length. The line includes the error's type if its text alone is unclear."""
     text = one_line(str(error))
     return text if type(error) in (OSError, ValueError, RuntimeError) and text else f"{type(error).__name__}: {text}"
 
 
 def present(path: Path) -> bool:
-    """Whether the directory has an entry of that name, be it a link to nowhere."""
+    """Return True if the directory has an entry of that name, even a dangling link."""
     return path.is_symlink() or path.exists()
 
 
 def regular_size(path: Path) -> int:
-    """Bytes of a regular file or of what a link leads to; :class:`CheckpointError` for anything else, unopened."""
+    """Return the bytes of a regular file or of a link's target. Raises :class:`CheckpointError` for anything else, without
+    opening it.
+    """
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -72,7 +75,7 @@ def regular_size(path: Path) -> int:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most ``limit`` bytes; :class:`CheckpointError` otherwise."""
+    """Return the content of a regular file of at most ``limit`` bytes. Raises :class:`CheckpointError` otherwise."""
     size = regular_size(path)
     with reading(path, "a file"):
         if size <= limit:
@@ -85,7 +88,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the checkpoint; :class:`CheckpointError` if it's none, too large or too deep."""
+    """Return the JSON object in a file of the checkpoint.
+
+    Raises :class:`CheckpointError` if the file is too large, nested too deeply, or not a JSON object.
+    """
     content = read_bytes(path, JSON_LIMIT)
     try:
         value = json.loads(content.decode("utf-8"))
@@ -94,9 +100,9 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
     level: list[Any] = [value]
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_JSON_DEPTH):
         parts = [part.values() if isinstance(part, dict) else part for part in level]
         level = [item for part in parts for item in part if isinstance(item, dict | list)]
         if not level:
             return value
-    raise CheckpointError(f"{path}: its values are nested more than {_DEPTH} deep")
+    raise CheckpointError(f"{path}: its values are nested more than {_MAX_JSON_DEPTH} deep")

@@ -1,4 +1,4 @@
-"""RopeConfig: how positions turn into angles, and the frequencies of each scaling type. Letters: D head size."""
+"""RopeConfig: parameters of the rotary position embedding, and the frequencies of each scaling type. Letters: D head size."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ from outrider.device import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
-    """How positions turn into angles. Only the fields of ``kind`` count.
-
-    ``kind``: ``default``, ``linear``, ``dynamic``, ``llama3`` or ``yarn``. ``original_context`` is the context of the
-    pretraining, before any scaling (``dynamic``, ``llama3``, ``yarn``). ``sections`` not empty: positions have three axes
-    (time, height, width), and each takes that many of the D/2 frequencies, in order (Qwen2-VL's mrope).
-    """
+    """Parameters of the rotary position embedding. Only the fields of ``kind`` have an effect."""
 
     kind: str = "default"
+    """``default``, ``linear``, ``dynamic``, ``llama3`` or ``yarn``."""
     theta: float = 10000.0
     factor: float = 1.0
     original_context: int = 0
+    """Context length of pretraining, before any scaling, in tokens (``dynamic``, ``llama3``, ``yarn``)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -35,6 +32,9 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     sections: tuple[int, ...] = ()
+    """If not empty, positions have three axes (time, height, width). Each axis has that many of the D/2 frequencies, in order
+    (Qwen2-VL's mrope).
+    """
 
     def __post_init__(self) -> None:
         if self.kind not in _FREQUENCIES:
@@ -57,13 +57,14 @@ class RopeConfig:
 
     @property
     def axes(self) -> int:
-        """Rows of the positions: 3 for mrope, else 1."""
+        """Number of position axes: 3 for mrope, else 1."""
         return 3 if self.sections else 1
 
     def sharing_key(self, prompt_length: int) -> int:
-        """Two prompts may share the keys of a common prefix only where this is equal for both.
+        """Return a key that must be equal for two prompts that share the cached keys of a common prefix.
 
-        Always 0, except with dynamic scaling past the original context: a prompt's length changes all its angles then.
+        The key is 0 unless the rope is dynamic and the prompt exceeds the original context. The prompt's length then changes
+        all of its angles.
         """
         return prompt_length if self.kind == "dynamic" and prompt_length > self.original_context else 0
 
@@ -80,7 +81,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
-    """Angle per position of each frequency → float32 [D/2], on the host."""
+    """Return the angle per position of each frequency, float32 [D/2], on the host."""
     return _FREQUENCIES[rope.kind](rope, head_size)
 
 
@@ -94,19 +95,19 @@ def _linear(rope: RopeConfig, head_size: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, head_size: int) -> Tensor:
-    """Long wavelengths are stretched by ``factor``, short ones kept, those between blended (Llama 3.1)."""
-    plain = _default(rope, head_size)
-    wavelength = 2 * math.pi / plain
+    """Stretch long wavelengths by ``factor``, keep short ones, and blend between them (Llama 3.1)."""
+    unscaled = _default(rope, head_size)
+    wavelength = 2 * math.pi / unscaled
     longest = rope.original_context / rope.low_freq_factor
     shortest = rope.original_context / rope.high_freq_factor
     blend = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    between = (1 - blend) * plain / rope.factor + blend * plain
-    scaled = torch.where(wavelength > longest, plain / rope.factor, between)
-    return torch.where(wavelength < shortest, plain, scaled)
+    blended = (1 - blend) * unscaled / rope.factor + blend * unscaled
+    scaled = torch.where(wavelength > longest, unscaled / rope.factor, blended)
+    return torch.where(wavelength < shortest, unscaled, scaled)
 
 
 def _yarn(rope: RopeConfig, head_size: int) -> Tensor:
-    """NTK by parts: a ramp between interpolated and plain frequencies (Peng et al. 2023, section 3.2)."""
+    """Interpolate by parts (NTK): a ramp between scaled and unscaled frequencies (Peng et al. 2023, section 3.2)."""
 
     def dimension_of(rotations: float) -> float:
         return head_size * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -116,11 +117,11 @@ def _yarn(rope: RopeConfig, head_size: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)
     if low == high:
-        high += 0.001  # a ramp of no width would divide by zero
+        high += 0.001  # avoid a division by zero
     ramp = ((torch.arange(head_size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    kept = 1 - ramp
+    unscaled_share = 1 - ramp
     wavelengths = rope.theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
-    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+    return 1.0 / (rope.factor * wavelengths) * (1 - unscaled_share) + 1.0 / wavelengths * unscaled_share
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
@@ -128,8 +129,8 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 
 
 _FREQUENCIES: Mapping[str, Callable[[RopeConfig, int], Tensor]] = MappingProxyType(
-    # dynamic: what it begins with; past the original context they depend on the sequence's length
+    # Dynamic: the frequencies up to the original context. Beyond it they depend on the sequence's length.
     {"default": _default, "linear": _linear, "dynamic": _default, "llama3": _llama3, "yarn": _yarn}
 )
 ROPE_KINDS = tuple(sorted(_FREQUENCIES))
-"""Kinds of rope that a config may name."""
+"""Rope types that a config may name."""

@@ -1,4 +1,4 @@
-"""Cosines and sines of a forward's positions. Letters: T new tokens, D head size, P positions of the table."""
+"""Cosines and sines of the positions of a forward pass. Letters: T new tokens, D head size, P positions of the table."""
 
 from __future__ import annotations
 
@@ -10,38 +10,36 @@ from torch import Tensor
 from outrider.device import KernelSet
 from outrider.model.rope import RopeConfig, inverse_frequencies
 
-# Drafts may run past the end of the context. What they compute there is never accepted, but it must be finite, and a
-# gather must not leave the table.
 DRAFT_MARGIN = 256
-# Bytes of a table: a context of a million with heads of 128 in bfloat16 fits. A config that promises more gets none.
-_TABLE_LIMIT = 512 << 20
-_CHUNK = 1 << 16  # rows of a table that are computed at once
+"""Table positions beyond the context. Drafts past the end are never accepted, but must be finite and inside the table."""
+_MAX_TABLE_BYTES = 512 << 20  # a context of a million positions with heads of 128 in bfloat16 fits
+_ROWS_PER_CHUNK = 1 << 16  # table rows that are computed at once
 
 
 class Rotary(ABC):
-    """Angles of one model. Enqueues on the ambient stream, may be captured, reads nothing on the host."""
+    """Rotary angles of one model. Enqueues on the current stream, supports capture, and reads nothing on the host."""
 
     @abstractmethod
     def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, D] of int64 ``positions`` [T] (or [3, T]); see :class:`ForwardInput`."""
+        """Return cosines and sines [T, D] of int64 ``positions`` [T] (or [3, T]); see :class:`ForwardInput`."""
 
 
 def rotary(
     rope: RopeConfig, head_size: int, positions: int, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device
 ) -> Rotary:
-    """The angles of ``rope`` for positions below ``positions``, results in ``dtype`` on ``device``."""
+    """Return the angles of ``rope`` for positions below ``positions``, with results in ``dtype`` on ``device``."""
     if rope.sections:
-        return _Axes(rope, head_size, dtype, device)
+        return _MropeRotary(rope, head_size, dtype, device)
     if rope.kind == "dynamic":
-        return _Dynamic(rope, head_size, dtype, device)
+        return _DynamicRotary(rope, head_size, dtype, device)
     rows = positions + DRAFT_MARGIN
-    if rows * 2 * head_size * dtype.itemsize > _TABLE_LIMIT:
-        return _Angles(rope, head_size, dtype, device)
-    return _Table(rope, head_size, rows, kernels, dtype, device)
+    if rows * 2 * head_size * dtype.itemsize > _MAX_TABLE_BYTES:
+        return _OnTheFlyRotary(rope, head_size, dtype, device)
+    return _TableRotary(rope, head_size, rows, kernels, dtype, device)
 
 
-class _Table(Rotary):
-    """Every position's, computed once in float32 and kept in the model's dtype."""
+class _TableRotary(Rotary):
+    """Precomputed angles of every position, computed in float32 and stored in the model's dtype."""
 
     def __init__(
         self, rope: RopeConfig, head_size: int, rows: int, kernels: KernelSet, dtype: torch.dtype, device: torch.device
@@ -49,11 +47,11 @@ class _Table(Rotary):
         self._kernels = kernels
         frequencies = inverse_frequencies(rope, head_size)
         table = torch.empty(rows, 2 * head_size, dtype=dtype)
-        for begin in range(0, rows, _CHUNK):
-            positions = torch.arange(begin, min(begin + _CHUNK, rows), dtype=torch.float32)
-            # Side by side, so that they are gathered at once.
+        for begin in range(0, rows, _ROWS_PER_CHUNK):
+            positions = torch.arange(begin, min(begin + _ROWS_PER_CHUNK, rows), dtype=torch.float32)
+            # Cosines and sines are side by side, so that one gather reads both.
             cos_sin = _cos_sin(positions.unsqueeze(1) * frequencies, rope.amplitude, dtype)
-            torch.cat(cos_sin, dim=1, out=table[begin : begin + _CHUNK])
+            torch.cat(cos_sin, dim=1, out=table[begin : begin + _ROWS_PER_CHUNK])
         self._cos_sin = table.to(device)
 
     def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -62,8 +60,8 @@ class _Table(Rotary):
         return cos, sin
 
 
-class _Angles(Rotary):
-    """A context too long for a table: computed for each forward, in float32, from the same frequencies."""
+class _OnTheFlyRotary(Rotary):
+    """Angles computed in float32 for each forward, for a context whose table would be too large."""
 
     def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._amplitude, self._dtype = rope.amplitude, dtype
@@ -74,10 +72,10 @@ class _Angles(Rotary):
         return _cos_sin(positions.to(torch.float32).unsqueeze(1) * self._frequencies, self._amplitude, self._dtype)
 
 
-class _Axes(Rotary):
-    """mrope: each frequency takes the position on its own axis.
+class _MropeRotary(Rotary):
+    """Multimodal rope: each frequency uses the position on its own axis.
 
-    No table: a video's time axis isn't bounded by the number of tokens.
+    There is no table, because a video's time axis isn't bounded by the number of tokens.
     """
 
     def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -87,17 +85,17 @@ class _Axes(Rotary):
 
     def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
         del prompt_lens
-        own = positions.index_select(0, self._axis).t()  # [T, D/2]
-        return _cos_sin(own.to(torch.float32) * self._frequencies, self._amplitude, self._dtype)
+        axis_positions = positions.index_select(0, self._axis).t()  # [T, D/2]
+        return _cos_sin(axis_positions.to(torch.float32) * self._frequencies, self._amplitude, self._dtype)
 
 
-class _Dynamic(Rotary):
+class _DynamicRotary(Rotary):
     """Dynamic NTK scaling: past the original context the base grows with the sequence.
 
-    A prompt is rotated by the base of its whole length, in however many chunks it comes, and each token after it by the
-    base of its own length, as happens when transformers prefills a prompt and then decodes; keys keep the rotation that
-    they were written with. So a token's angles depend on its position and its prompt alone, and neither speculation,
-    nor chunking, nor recomputation after a preemption changes them.
+    All chunks of a prompt are rotated by the base of the whole prompt's length. Each later token is rotated by the base of
+    its own length, as when transformers prefills a prompt and then decodes. Keys keep the rotation with which they were
+    written. A token's angles therefore depend on its position and its prompt alone. Speculation, chunking and recomputation
+    after a preemption don't change them.
     """
 
     def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -115,6 +113,6 @@ class _Dynamic(Rotary):
 
 
 def _cos_sin(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[T, D] each from float32 ``angles`` [T, D/2]: both halves of a head turn by the same angles."""
+    """Return cosines and sines [T, D] of float32 ``angles`` [T, D/2]. Both halves of a head rotate by the same angles."""
     angles = torch.cat((angles, angles), dim=-1)
     return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)

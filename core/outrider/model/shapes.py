@@ -1,4 +1,4 @@
-"""Shapes of published decoders, by name: what benches and tuning can run without a checkpoint."""
+"""Shapes of published decoders by name, for benchmarks and tuning without a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _shape(
     context: int,
     **other: Any,
 ) -> ModelConfig:
-    """``heads``: query heads, key heads, size of a head."""
+    """Return a config. ``heads`` are the numbers of query and KV heads and the head size."""
     return ModelConfig(
         family=family,
         vocab_size=vocabulary,
@@ -101,14 +101,14 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
         "tiny": _shape("llama", 64, 128, 2, (4, 2, 16), 512, 1024),
     }
 )
-"""Shapes by name. ``phi-3-mini`` is a Llama with heads of 96; ``tiny`` is for tests."""
+"""Model shapes by name. ``phi-3-mini`` is a Llama with heads of 96; ``tiny`` is for tests."""
 
 
 def shape_config(shape: str) -> ModelConfig:
-    """The config that ``shape`` says: a name in :data:`SHAPES`, or the path of a checkpoint's config.json or directory.
+    """Return the config of ``shape``: a name in :data:`SHAPES`, or the path of a checkpoint's config.json or directory.
 
-    ``NAME/RANKS``: one rank's shard of that shape, see :func:`shard`. Raises :class:`ConfigError` for an unknown name, and
-    :class:`CheckpointError` for a file that can't be read as a config.
+    ``NAME/RANKS`` is one rank's shard of that shape, see :func:`shard`. Raises :class:`ConfigError` for an unknown name, and
+    :class:`CheckpointError` for an unreadable config.
     """
     if shape in SHAPES:
         return SHAPES[shape]
@@ -121,13 +121,13 @@ def shape_config(shape: str) -> ModelConfig:
 
         return read_model_config(file.parent, file.name)
     raise ConfigError(
-        f"there is no shape {shape!r}; expected one of {', '.join(sorted(SHAPES))}, one of them with /RANKS behind it "
+        f"there is no shape {shape!r}; expected one of {', '.join(sorted(SHAPES))}, one of them followed by /RANKS "
         "(one rank's shard), or the path of a config.json"
     )
 
 
 def shape_file(shape: str) -> Path | None:
-    """The config.json of a ``shape`` that is its path, or that of its directory; None for a name."""
+    """Return the config.json if ``shape`` is its path or its directory's path, and None for a name."""
     path = Path(shape)
     if shape in SHAPES or not (path.is_dir() or path.suffix == ".json"):
         return None
@@ -135,7 +135,7 @@ def shape_file(shape: str) -> Path | None:
 
 
 def decoder_shape(config: ModelConfig, dtype: torch.dtype) -> DecoderShape:
-    """Return the sizes that kernels are tuned for; ``fused`` is that of an EAGLE head in the published form."""
+    """Return the sizes that kernels are tuned for. ``fused`` is that of a published EAGLE head."""
     return DecoderShape(
         hidden=config.hidden_size,
         heads=config.num_heads,
@@ -151,9 +151,10 @@ def decoder_shape(config: ModelConfig, dtype: torch.dtype) -> DecoderShape:
 
 
 def shard(config: ModelConfig, ranks: int) -> ModelConfig:
-    """What one of ``ranks`` tensor-parallel ranks has of a decoder: its share of heads, inner size and vocabulary.
+    """Return the shape of one of ``ranks`` tensor-parallel ranks: its slice of heads, intermediate size and vocabulary.
 
-    Fewer key heads than ranks: each rank has one. Raises :class:`ConfigError` where heads or inner size can't be shared out.
+    With fewer KV heads than ranks, each rank has one. Raises :class:`ConfigError` if heads or intermediate size can't be
+    divided.
     """
     if ranks < 1 or config.num_heads % ranks or config.intermediate_size % ranks:
         raise ConfigError(

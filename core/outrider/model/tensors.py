@@ -1,6 +1,6 @@
-"""Moving a checkpoint's tensors to the device, once every one of them was found to be as expected.
+"""Checks of a checkpoint's tensors, and their transfer to the device.
 
-Nothing is allocated on the device before the whole checkpoint was checked.
+Nothing is allocated on the device before the whole checkpoint has been checked.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from outrider.model.quantization.loading import Quantization
 from outrider.model.quantization.scheme import SUFFIXES
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of the tensor just read, how many are done, and how many there are."""
+"""Callback with the name of the tensor just read, the number of tensors done, and their total number."""
 
-_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-_SHOWN = 5
+_MODEL_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+_MAX_LISTED = 5
 
 
 def check_tensors(
@@ -36,8 +36,10 @@ def check_tensors(
     quantization: Quantization | None = None,
     backend: Backend | None = None,
 ) -> None:
-    """Raise unless the files hold exactly the pieces of ``targets``, each in its shape; quantised ones as ``quantization``
-    says. With that and a ``backend``: :class:`CapabilityError` where it has no products for them.
+    """Raise :class:`CheckpointError` unless the files hold exactly the pieces of ``targets``, each in its shape.
+
+    ``quantization`` adds the stored tensors of quantized weights. With a ``backend``, raises :class:`CapabilityError` if it
+    has no products for them.
     """
     if quantization is None:
         wanted = {piece.key: piece.shape for target in targets for piece in target.pieces}
@@ -51,12 +53,12 @@ def check_tensors(
     if missing or extra:
         parts = []
         if missing:
-            shapes = [f"{key!r} {list(wanted[key])}" for key in missing[:_SHOWN]]
-            parts.append(f"missing: {_some(shapes, len(missing))}")
+            shapes = [f"{key!r} {list(wanted[key])}" for key in missing[:_MAX_LISTED]]
+            parts.append(f"missing: {_list_with_count(shapes, len(missing))}")
         if extra:
-            strange = [f"{shown(key)} {list(files.shape(key))}" for key in extra[:_SHOWN]]
-            parts.append(f"not expected: {_some(strange, len(extra))}")
-        parts += _told_plain(extra, quantization)
+            unexpected = [f"{shown(key)} {list(files.shape(key))}" for key in extra[:_MAX_LISTED]]
+            parts.append(f"not expected: {_list_with_count(unexpected, len(extra))}")
+        parts += _explain_quantized(extra, quantization)
         raise CheckpointError(f"{files.origin}: the tensors aren't those of the config; {'; '.join(parts)}")
     for key, shape in wanted.items():
         if files.shape(key) != shape:
@@ -65,8 +67,8 @@ def check_tensors(
             )
 
 
-def _told_plain(extra: Sequence[str], quantization: Quantization | None) -> list[str]:
-    """What to say of tensors of quantised weights that the config knows nothing of."""
+def _explain_quantized(extra: Sequence[str], quantization: Quantization | None) -> list[str]:
+    """Return an explanation of tensors of quantized weights that the config doesn't declare."""
     if not any(key.rpartition(".")[2] in SUFFIXES for key in extra):
         return []
     if quantization is None:
@@ -76,15 +78,15 @@ def _told_plain(extra: Sequence[str], quantization: Quantization | None) -> list
     return [f"they're of quantised weights, and {quantization.path} ({quantization.method}) says that these aren't stored so"]
 
 
-def _some(names: Sequence[str], count: int) -> str:
+def _list_with_count(names: Sequence[str], count: int) -> str:
     rest = f" and {count - len(names)} more" if count > len(names) else ""
     return ", ".join(names) + rest
 
 
 @contextmanager
 def placed(backend: Backend, dtype: torch.dtype) -> Generator[Stream]:
-    """A scope of a stream of its own, which it hands out, for the work of loading; its end waits for that work."""
-    usable = backend.capabilities.dtypes & _DTYPES
+    """Open the scope of a new stream for loading, and wait for its work at the end."""
+    usable = backend.capabilities.dtypes & _MODEL_DTYPES
     if dtype not in usable:
         names = ", ".join(sorted(str(each).removeprefix("torch.") for each in usable))
         raise CapabilityError(f"{backend.label} can't run a model in {dtype}; it declares {names}")
@@ -104,10 +106,10 @@ def load_tensors(
     progress: Progress | None,
     quantization: Quantization | None = None,
 ) -> dict[str, Any]:
-    """Weights by the model's name for them, on the device once ``stream``, whose scope this is, has run: tensors, and
-    quantised weights where ``quantization`` says so.
+    """Load the weights of ``targets`` onto the device. Return them by the model's names, valid after the work of ``stream``.
 
-    What the files hold in ``dtype`` already is read from where it lies, in large pieces; the rest is cast tensor by tensor.
+    The caller has opened the scope of ``stream``. Weights are tensors, or quantized weights as ``quantization`` declares.
+    Tensors that are stored in ``dtype`` are read in bulk; others are converted one by one.
     """
     total = sum(len(target.pieces) for target in targets)
     names: list[str] = []

@@ -1,4 +1,6 @@
-"""Text to tokens and back, by the checkpoint's tokenizer.json, or by an older file that transformers makes one of."""
+"""Tokenizer: conversion between text and tokens by the checkpoint's tokenizer.json, or by older files that transformers
+converts.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,21 @@ from outrider.errors import CheckpointError, RequestError, shown
 from outrider.model.reading import present, read_bytes, read_json, reading
 from outrider.model.stream_decoder import StreamDecoder
 
-_FILE = "tokenizer.json"
-_CONFIG, _ADDED = "tokenizer_config.json", "added_tokens.json"
-_SIDES = ("lstrip", "rstrip", "single_word", "normalized", "special")
-_OLDER = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
+_TOKENIZER_FILE = "tokenizer.json"
+_CONFIG_FILE, _ADDED_TOKENS_FILE = "tokenizer_config.json", "added_tokens.json"
+_ADDED_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+_LEGACY_FILES = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 _MAX_GROWTH = 10_000
-_LIMIT = 256 << 20  # bytes; vocabularies of a quarter million tokens take thirty million
+_MAX_FILE_BYTES = 256 << 20  # a vocabulary of a quarter million tokens has thirty million bytes
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Immutable after construction; may be shared by threads."""
+    """A checkpoint's tokenizer. Immutable after construction, so threads may share it."""
 
     def __init__(self, tokenizer: HfTokenizer, origin: Path = Path("tokenizer")) -> None:
         self._tokenizer = tokenizer
-        self.origin = origin  # for messages: what a tokenizer can't do may show when it's used
-        # a tokenizer.json may carry the padding and truncation of its training
+        self.origin = origin  # for error messages: some defects of a tokenizer appear only when it is used
+        # A tokenizer.json may contain the padding and truncation settings of its training.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         parts = json.loads(tokenizer.to_str())
@@ -47,39 +49,39 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> Tokenizer:
-        """Read ``tokenizer.json``, or what older checkpoints have in its place, which transformers converts. Tokens that only
-        the files beside it tell of are added, as transformers does it.
+        """Read ``tokenizer.json``, or the files of an older checkpoint, which transformers converts.
 
-        Raises :class:`CheckpointError` if there is none, or it can't be read.
+        Tokens that only the neighbouring files define are added, as transformers does. Raises :class:`CheckpointError` if
+        there is no tokenizer or it is unreadable.
         """
-        path = Path(directory) / _FILE
+        path = Path(directory) / _TOKENIZER_FILE
         if not present(path):
-            older = next((Path(directory) / name for name in _OLDER if present(Path(directory) / name)), None)
-            if older is None:
-                raise CheckpointError(f"{path}: no such file; a tokenizer is expected beside the weights")
-            return cls(_converted(older), older)
-        content = read_bytes(path, _LIMIT)
+            legacy = next((Path(directory) / name for name in _LEGACY_FILES if present(Path(directory) / name)), None)
+            if legacy is None:
+                raise CheckpointError(f"{path}: no such file; a tokenizer is expected next to the weights")
+            return cls(_convert_legacy(legacy), legacy)
+        content = read_bytes(path, _MAX_FILE_BYTES)
         with reading(path, "a tokenizer"):
-            made = HfTokenizer.from_buffer(content)
-        for source, tokens in _told_beside(Path(directory)):
+            tokenizer = HfTokenizer.from_buffer(content)
+        for source, tokens in _read_added_tokens(Path(directory)):
             with reading(source, "tokens that were added"):
-                _add(made, tokens)
+                _add(tokenizer, tokens)
         with reading(path, "a tokenizer"):
-            return cls(made, path)
+            return cls(tokenizer, path)
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model's vocabulary may be larger, for padding."""
+        """Number of tokens, added tokens included. A model's vocabulary may be larger because of padding."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def spellings(self) -> dict[int, str]:
-        """How the tokenizer's file spells each token."""
+        """Return the spelling of each token in the tokenizer's file."""
         return {token: spelling for spelling, token in self._tokenizer.get_vocab(with_added_tokens=True).items()}
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; with the start token where the checkpoint's own post-processor adds one.
+        """Return the token ids of ``text``, with the start token if the checkpoint's post-processor adds one.
 
-        Raises :class:`RequestError` for a text that isn't Unicode, :class:`CheckpointError` where the tokenizer fails.
+        Raises :class:`RequestError` for text with lone surrogates, and :class:`CheckpointError` if the tokenizer fails.
         """
         if not text.isascii():
             try:
@@ -90,18 +92,19 @@ class Tokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Text of ``ids``; ids that the tokenizer doesn't know are skipped. ``special_tokens``: whether those give text."""
+        """Return the text of ``ids``. Unknown ids are skipped, and special tokens unless ``special_tokens`` is true."""
         with reading(self.origin, "a tokenizer"):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens))
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token by its spelling, or None."""
+        """Return the id of a token by its spelling, or None."""
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
     def bytes_of(self, token: int) -> bytes:
-        """What a token stands for, alone: it may be part of a character. A special token gives its spelling, an id that the
-        tokenizer doesn't know nothing.
+        """Return the bytes of a single token, which may be part of a character.
+
+        A special token returns its spelling, an unknown id returns no bytes.
         """
         spelling = self._tokenizer.id_to_token(token)
         if spelling is None:
@@ -116,110 +119,102 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> frozenset[int]:
-        """Ids of tokens that give no text."""
+        """Ids of special tokens, which have no text."""
         return frozenset(int(i) for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def token_bytes(self, vocabulary: int) -> list[bytes]:
-        """The bytes that each token of a model's ``vocabulary`` adds to a text; none for special tokens and for ids that the
-        tokenizer doesn't know. A tokenizer that drops a space at the beginning of a text drops it later.
+        """Return the bytes that each token of a model's ``vocabulary`` adds to a text.
 
-        Raises :class:`ConfigError` for a tokenizer whose tokens have no bytes of their own.
+        Special tokens and unknown ids have none. A tokenizer that drops a space at the beginning of a text drops it only when
+        decoding. Raises :class:`ConfigError` for a tokenizer whose tokens have no bytes of their own.
         """
         if not (self._byte_level or self._spaced):
             raise ConfigError(
                 f"{self.origin}: tokens have no bytes of their own; expected a decoder ByteLevel, ByteFallback or Metaspace"
             )
-        found = [b""] * vocabulary
-        added = self._tokenizer.get_added_tokens_decoder()
-        alphabet = _byte_alphabet() if self._byte_level else {}
-        for spelling, token in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            if token >= vocabulary:
-                continue
-            if token in added:
-                found[token] = b"" if added[token].special else spelling.encode()
-            elif self._byte_level and all(character in alphabet for character in spelling):
-                found[token] = bytes(alphabet[character] for character in spelling)
-            elif self._byte_fallback and self._continues(token):
-                found[token] = bytes((int(spelling[1:-1], 16),))
-            else:
-                found[token] = (spelling.replace("\u2581", " ") if self._spaced else spelling).encode()
-        return found
+        special = self.special_tokens
+        return [b"" if token in special else self.bytes_of(token) for token in range(vocabulary)]
 
     def stream(self, *, special_tokens: bool = False) -> StreamDecoder:
-        """A decoder for one stream of tokens. ``special_tokens``: whether those give text."""
+        """Return a decoder for one stream of tokens. Special tokens have text only if ``special_tokens`` is true."""
         decode = partial(self.decode, special_tokens=True) if special_tokens else self.decode
         return StreamDecoder(decode, self._continues if self._byte_fallback else None)
 
     def _continues(self, token: int) -> bool:
-        """Whether the token is one byte of a run that is only decoded as a whole (sentencepiece's byte fallback)."""
+        """Return True if the token is one byte of a run that is decoded as a whole (sentencepiece's byte fallback)."""
         spelling = self._tokenizer.id_to_token(token)
         return spelling is not None and len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">")
 
 
-def check_same_tokens(own: Tokenizer, directory: Path) -> None:
-    """Raise :class:`CheckpointError` where a draft has a tokenizer.json, and most of its tokens aren't those of ``own``, the
-    target's: as large a vocabulary may be another one, and then hardly a draft is accepted.
+def check_same_tokens(target: Tokenizer, directory: Path) -> None:
+    """Raise :class:`CheckpointError` if most tokens of the draft's tokenizer in ``directory`` differ from those of
+    ``target``.
 
-    A draft without that file, or with one that can't be read, isn't asked.
+    A vocabulary of the same size may be a different one, and hardly any draft would be accepted. A draft without a readable
+    tokenizer is not checked.
     """
     try:
-        if read_bytes(own.origin, _LIMIT) == read_bytes(directory / _FILE, _LIMIT):
+        if read_bytes(target.origin, _MAX_FILE_BYTES) == read_bytes(directory / _TOKENIZER_FILE, _MAX_FILE_BYTES):
             return
-        other = Tokenizer.from_checkpoint(directory)
+        draft = Tokenizer.from_checkpoint(directory)
     except CheckpointError:
         return
-    here, there = own.spellings(), other.spellings()
-    both = sorted(here.keys() & there.keys())
-    differing = [token for token in both if here[token] != there[token]]
-    if 2 * len(differing) > len(both):
+    wanted, found = target.spellings(), draft.spellings()
+    common = sorted(wanted.keys() & found.keys())
+    differing = [token for token in common if wanted[token] != found[token]]
+    if 2 * len(differing) > len(common):
         token = differing[0]
         raise CheckpointError(
-            f"{other.origin}: {len(differing)} of {len(both)} tokens aren't the target's: token {token} is "
-            f"{shown(there[token])}, and {shown(here[token])} there, so it would draft another text than the target reads; "
+            f"{draft.origin}: {len(differing)} of {len(common)} tokens aren't the target's: token {token} is "
+            f"{shown(found[token])}, and {shown(wanted[token])} there, so it would draft another text than the target reads; "
             "expected a draft with the target's tokenizer"
         )
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level tokenizers spell a byte as a character: printable ones as they are, the others from 256 on, in order."""
+    """Return the byte of each character in byte-level spellings: printable bytes are themselves, the others follow from 256
+    on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a checkpoint comes with a tokenizer; one without serves token ids."""
-    return any(present(directory / name) for name in (_FILE, *_OLDER))
+    """Return True if a checkpoint has a tokenizer. A model without one is served with token ids."""
+    return any(present(directory / name) for name in (_TOKENIZER_FILE, *_LEGACY_FILES))
 
 
-def _converted(path: Path) -> HfTokenizer:
-    """The tokenizer of a checkpoint that has no tokenizer.json, as transformers makes it of the file ``path``."""
+def _convert_legacy(path: Path) -> HfTokenizer:
+    """Return transformers' conversion of the legacy tokenizer file ``path``."""
     from transformers import AutoTokenizer
 
     for file in (path, *(path.parent / name for name in ("tokenizer_config.json", "special_tokens_map.json"))):
         if file is path or present(file):
-            read_bytes(file, _LIMIT)  # for its checks: transformers opens whatever is there
+            read_bytes(file, _MAX_FILE_BYTES)  # checks type and size, which transformers doesn't
     needed = "it may need the package sentencepiece: pip install 'outrider[sentencepiece]'"
     with reading(path, "a tokenizer", "" if find_spec("sentencepiece") else needed):
-        made: Any = AutoTokenizer.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False, use_fast=True)
-        backend = getattr(made, "backend_tokenizer", None)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            path.parent, local_files_only=True, trust_remote_code=False, use_fast=True
+        )
+        backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, HfTokenizer):
-            raise ConfigError(f"transformers' {type(made).__name__} can't be made a tokenizer.json; save it as one")
-        # A copy: what transformers made stays its own.
+            raise ConfigError(f"transformers' {type(tokenizer).__name__} can't be made a tokenizer.json; save it as one")
+        # Copy, because transformers keeps and may change its own tokenizer.
         return HfTokenizer.from_str(backend.to_str())
 
 
-def _told_beside(directory: Path) -> list[tuple[Path, dict[int, AddedToken]]]:
-    """Tokens by id that the files beside tokenizer.json tell of, and where. What isn't of their form is passed over."""
+def _read_added_tokens(directory: Path) -> list[tuple[Path, dict[int, AddedToken]]]:
+    """Return the added tokens by id in the files next to tokenizer.json, for each file. Malformed entries are ignored."""
     found: list[tuple[Path, dict[int, AddedToken]]] = []
-    config, older = directory / _CONFIG, directory / _ADDED
+    config, added = directory / _CONFIG_FILE, directory / _ADDED_TOKENS_FILE
     if present(config):
-        told = read_json(config).get("added_tokens_decoder")
-        entries = told.items() if isinstance(told, dict) else ()
+        decoder_entries = read_json(config).get("added_tokens_decoder")
+        entries = decoder_entries.items() if isinstance(decoder_entries, dict) else ()
         found.append((config, {int(key): _added_token(value) for key, value in entries if _is_added(key, value)}))
-    if present(older):
-        ids = read_json(older)
-        found.append((older, {id: AddedToken(text) for text, id in ids.items() if text and type(id) is int}))
+    if present(added):
+        ids = read_json(added)
+        found.append((added, {id: AddedToken(text) for text, id in ids.items() if text and type(id) is int}))
     return found
 
 
@@ -228,20 +223,22 @@ def _is_added(key: str, value: object) -> bool:
 
 
 def _added_token(value: dict[str, Any]) -> AddedToken:
-    return AddedToken(str(value["content"]), **{side: value[side] for side in _SIDES if isinstance(value.get(side), bool)})
+    return AddedToken(
+        str(value["content"]), **{flag: value[flag] for flag in _ADDED_FLAGS if isinstance(value.get(flag), bool)}
+    )
 
 
 def _add(tokenizer: HfTokenizer, tokens: dict[int, AddedToken]) -> None:
-    """Add those that aren't there, where they get the id that they're said to have."""
-    there = tokenizer.get_added_tokens_decoder()
-    for token in sorted(tokens.keys() - there.keys()):
+    """Add the tokens that are missing, if they get their declared id."""
+    existing = tokenizer.get_added_tokens_decoder()
+    for token in sorted(tokens.keys() - existing.keys()):
         known = tokenizer.token_to_id(tokens[token].content)
         if token == (tokenizer.get_vocab_size(with_added_tokens=True) if known is None else known):
             tokenizer.add_tokens([tokens[token]])
 
 
 def _growth(part: Any) -> int:
-    """How much longer a normaliser or decoder may make a text: one replacement works on what another has made."""
+    """Return the factor by which a normalizer or decoder may lengthen a text. Replacements apply to each other's results."""
     if not isinstance(part, dict):
         return 1
     inner = math.prod(_growth(each) for name in ("normalizers", "decoders") for each in part.get(name, ()))

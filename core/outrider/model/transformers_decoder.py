@@ -1,7 +1,9 @@
-"""The door for other decoders: transformers runs the model, and its attention goes through our paged kernels.
+"""TransformersDecoder: the fallback for other model families. Transformers runs the model, and its attention uses paged
+kernels.
 
-Slower than a native decoder (transformers' own layers, unfused) and not for capture; :attr:`LanguageModel.native` says
-so. What is let in is checked at load: the model's logits through the paged cache against its logits without it.
+The fallback is slower than a native decoder (transformers' own unfused layers) and doesn't support capture; see
+:attr:`LanguageModel.native`. Loading checks a model: its logits through the paged cache must equal its logits without a
+cache.
 
 Letters: T new tokens, N rows of logits, Hq and Hkv heads, D head size, H hidden size.
 """
@@ -27,12 +29,13 @@ ATTENTION = "outrider_paged"
 
 @dataclass(slots=True)
 class PagedPass:
-    """What the attention of one forward needs; travels through transformers' keyword arguments."""
+    """Inputs of the attention in one forward pass, passed through transformers' keyword arguments."""
 
     inputs: ForwardInput
     cache: KVCache
     kernels: KernelSet
     windows: list[int] = field(default_factory=list)
+    """Attention window that each layer's attention was called with."""
 
 
 def paged_attention(
@@ -47,11 +50,11 @@ def paged_attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, in the shape that transformers' attention interface prescribes.
+    """Compute the attention of one layer, with the signature of transformers' attention interface.
 
-    ``query`` [1, Hq, T, D], ``key`` and ``value`` [1, Hkv, T, D], rotated already. Returns [1, T, Hq, D].
+    ``query`` [1, Hq, T, D], ``key`` and ``value`` [1, Hkv, T, D] are already rotated. Returns [1, T, Hq, D].
     """
-    del attention_mask  # the interface makes none for an attention that it doesn't know: the pages say who sees what
+    del attention_mask  # transformers builds none for a custom attention; the metadata determines the visible tokens
     for option in ("softcap", "s_aux"):
         if options.get(option) is not None:
             raise CheckpointError(f"the model's attention uses {option}, which the paged attention doesn't do")
@@ -64,33 +67,34 @@ def paged_attention(
         raise CheckpointError(
             f"layer {module.layer_idx} has keys of {list(k.shape[1:])}, expected {list(k_cache.shape[2:])} as in the config"
         )
-    still = (q.new_ones(q.shape[0], q.shape[2]), q.new_zeros(q.shape[0], q.shape[2]))  # it's rotated already
+    # Cosines of 1 and sines of 0, because q and k are already rotated.
+    no_rotation = (q.new_ones(q.shape[0], q.shape[2]), q.new_zeros(q.shape[0], q.shape[2]))
     inputs, window = outrider.inputs, sliding_window or 0
     outrider.windows.append(window)
-    outrider.kernels.rope_write_cache(q, k, v, *still, k_cache, v_cache, inputs.slots)
+    outrider.kernels.rope_write_cache(q, k, v, *no_rotation, k_cache, v_cache, inputs.slots)
     scale = module.head_dim**-0.5 if scaling is None else scaling
     out = outrider.kernels.paged_attention(q, k_cache, v_cache, inputs.attention, scale=scale, window=window)
     return out.unsqueeze(0), None
 
 
 class TransformersDecoder(LanguageModel):
-    """Any causal language model of transformers whose attention can be replaced."""
+    """A causal language model of transformers whose attention can be replaced."""
 
     native = False
 
     def __init__(self, config: ModelConfig, model: Any, kernels: KernelSet) -> None:
         super().__init__(config, kernels)
         self._model = model
-        self._head = _head_alone(model)
+        self._head = _without_body(model)
 
     @property
     def embedding(self) -> Tensor:
-        """The table of embeddings [V, H]."""
+        """The embedding table [V, H]."""
         table: Tensor = self._model.get_input_embeddings().weight
         return table
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [T, H] of int64 ``tokens`` [T], scaled as the model scales them in the table's module."""
+        """Return embeddings [T, H] of int64 ``tokens`` [T], with the scaling of the model's embedding module."""
         with torch.no_grad():
             embedded: Tensor = self._model.get_input_embeddings()(tokens)
         return embedded
@@ -98,14 +102,16 @@ class TransformersDecoder(LanguageModel):
     def forward_with_aux_hidden_states(
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :meth:`LanguageModel.forward_with_aux_hidden_states`."""
+        """Run the model on ``inputs``. See the base class for arguments and results."""
         return self.run(PagedPass(inputs, cache, self.kernels), layers)
 
     def run(self, paged: PagedPass, layers: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """:meth:`forward_with_aux_hidden_states` with a pass that the caller keeps, to see what the attention did."""
-        beyond = [layer for layer in layers if not 0 <= layer < self.config.num_layers]
-        if beyond:
-            raise ConfigError(f"there are no layers {beyond} to capture, the decoder has {self.config.num_layers}")
+        """Run :meth:`forward_with_aux_hidden_states` with a caller-owned ``paged``, in which the attention records its
+        windows.
+        """
+        missing = [layer for layer in layers if not 0 <= layer < self.config.num_layers]
+        if missing:
+            raise ConfigError(f"there are no layers {missing} to capture, the decoder has {self.config.num_layers}")
         if paged.inputs.embeddings is not None:
             raise ConfigError("a model that runs through transformers takes tokens alone, no embeddings of images")
         with torch.no_grad():
@@ -120,24 +126,21 @@ class TransformersDecoder(LanguageModel):
         return final, tuple(out.hidden_states[layer].squeeze(0) for layer in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of ``hidden`` [N, H], with the model's own scaling or capping of them."""
+        """Return logits [N, V] of ``hidden`` [N, H], with the model's own scaling or capping."""
         with torch.no_grad():
             logits: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits.squeeze(0)
 
 
-def _head_alone(model: Any) -> Any:
-    """The causal model with its body replaced by the identity: what it does with hidden states is its own business.
-
-    It shares the output head with ``model``.
-    """
+def _without_body(model: Any) -> Any:
+    """Return the causal model with an identity body, which computes logits from hidden states. It shares ``model``'s head."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     class Identity(torch.nn.Module):
         def forward(self, *tokens: Any, inputs_embeds: Tensor, **options: Any) -> Any:
             del tokens, options
             out = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
-            out.cross_attentions = None  # GPT-2's output head passes it on
+            out.cross_attentions = None  # GPT-2's output head reads this attribute
             return out
 
     head = copy.copy(model)

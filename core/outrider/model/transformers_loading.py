@@ -1,4 +1,4 @@
-"""Loading through the door: what transformers can run, and the checks that it really runs right on paged attention."""
+"""Loading of the transformers fallback, and the checks that a model computes correct results on paged attention."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from outrider.model.reading import describe, present, read_json, reading, regula
 from outrider.model.tensors import placed
 from outrider.model.transformers_decoder import ATTENTION, PagedPass, TransformersDecoder, paged_attention
 
-_PAGE = 4
-_PROBE = (11, 7)  # lengths of the two sequences that the check runs
-# Relative to the size of the logits. Both sides round alike, but in another order.
+_PROBE_PAGE_SIZE = 4
+_PROBE_LENGTHS = (11, 7)  # tokens of the two sequences of the check
+# Maximum norm of the difference relative to the norm of the logits. Both computations round in a different order.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-_SLACK = 1 << 26  # values that the files may lack before anything is made of them: transformers says which
-_CODE = "trust_remote_code"  # what transformers' refusal names
-_STATEFUL_ROPE = ("dynamic", "longrope")
-_EXPERTS = ("grouped_mm", "batched_mm", "eager")  # how transformers can compute a mixture of experts, fastest first
-_OTHER = "another model, or one of the native families"
+_MAX_MISSING = 1 << 26  # values; a larger difference is refused before the model is built; transformers reports a smaller one
+_REMOTE_CODE = "trust_remote_code"  # appears in transformers' error message
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_EXPERT_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")  # of transformers, fastest first
+_EXPECTED_MODEL = "another model, or one of the native families"
 
 
 def load_through_transformers(
     directory: str | Path, *, backend: Backend, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> TransformersDecoder:
-    """Load any decoder that transformers can run with a replaceable attention.
+    """Load a decoder that transformers can run with a replaceable attention.
 
-    Slower than a native one. Raises :class:`CheckpointError` for a checkpoint that transformers doesn't load completely,
-    and for a model whose attention the paged cache can't serve: one that caps its scores, that has layers without
-    attention, chunked attention or rope scaling that depends on the batch, or, whatever the reason, one whose logits
-    through the paged cache aren't those without it.
+    The decoder is slower than a native one. Raises :class:`CheckpointError` for a checkpoint that transformers doesn't load
+    completely, and for a model whose attention the paged cache can't serve. These are models with capped attention scores,
+    layers without attention, chunked attention or batch-dependent rope scaling, and any model whose logits through the paged
+    cache differ from those without it.
 
-    ``trust_remote_code`` runs Python code that the checkpoint brings, with all rights of this process; without it none
-    is run, and a checkpoint that needs its own code is an error.
+    ``trust_remote_code`` runs Python code of the checkpoint with all rights of this process. Without it a checkpoint that
+    needs its own code is an error.
     """
     from transformers import AttentionInterface
 
@@ -54,21 +54,21 @@ def load_through_transformers(
     _check_files(directory, dtype, trust_remote_code)
     with placed(backend, dtype), reading(directory, "a model of transformers"):
         model = _load(directory, dtype, trust_remote_code).to(backend.device).eval().requires_grad_(False)
-        config = _config(directory, model.config)
+        config = _model_config(directory, model.config)
         if not model._supports_attention_backend:
             raise CheckpointError(f"{directory}: transformers' {type(model).__name__} has no replaceable attention")
         decoder = TransformersDecoder(config, model, backend.kernels_in_use)
-        _check(directory, decoder, model, _unpaged(directory, config, model))
+        _compare_with_unpaged(directory, decoder, model, _logits_without_cache(directory, config, model))
     return decoder
 
 
 def _check_files(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> None:
-    """Raise unless the files are sound, and hold about as much as a model of this config takes."""
+    """Raise unless the files are sound and hold about as many values as a model of this config needs."""
     path = directory / "config.json"
     refuse_other_formats(directory)
     refuse_quantized(directory)
     raw = read_json(path)
-    for entry in directory.iterdir():  # which of them transformers opens is its own business
+    for entry in directory.iterdir():  # transformers may open any of them
         if not entry.is_dir():
             regular_size(entry)
     files = open_checkpoint(directory)
@@ -79,16 +79,17 @@ def _check_files(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -
     with reading(path, "a config"):
         check_any_config(raw, len(files.tensors))
         if trust_remote_code:
-            return  # what its own code makes is its own business
-        model = _shapes(directory, dtype)
-        held = sum(math.prod(files.shape(key)) for key in files.tensors)
-        wanted = sum(parameter.numel() for parameter in model.parameters())
-        if wanted > 2 * held + _SLACK or sum(buffer.nbytes for buffer in model.buffers()) > 4 * (held + _SLACK):
-            raise ConfigError(f"a model of this config has {wanted} values, but the files hold {held}")
+            return  # the checkpoint's code determines its tensors
+        model = _meta_model(directory, dtype)
+        values_in_files = sum(math.prod(files.shape(key)) for key in files.tensors)
+        values_in_model = sum(parameter.numel() for parameter in model.parameters())
+        buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+        if values_in_model > 2 * values_in_files + _MAX_MISSING or buffer_bytes > 4 * (values_in_files + _MAX_MISSING):
+            raise ConfigError(f"a model of this config has {values_in_model} values, but the files hold {values_in_files}")
 
 
-def _shapes(directory: Path, dtype: torch.dtype) -> Any:
-    """The model without its values, which takes no memory."""
+def _meta_model(directory: Path, dtype: torch.dtype) -> Any:
+    """Return the model on the meta device, without memory for its values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -101,7 +102,7 @@ def _shapes(directory: Path, dtype: torch.dtype) -> Any:
 
 
 def _refused(error: Exception) -> str:
-    hint = "; --trust-remote-code runs the code of the checkpoint on this machine" if _CODE in str(error) else ""
+    hint = "; --trust-remote-code runs the code of the checkpoint on this machine" if _REMOTE_CODE in str(error) else ""
     return f"transformers can't load it: {describe(error)}{hint}"
 
 
@@ -127,11 +128,11 @@ def _load(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     return model
 
 
-def _config(directory: Path, hf: Any) -> ModelConfig:
-    """The parts of a ModelConfig that an engine reads; the rest is transformers' business."""
+def _model_config(directory: Path, hf: Any) -> ModelConfig:
+    """Return the fields of a ModelConfig that an engine reads."""
     rope = getattr(hf, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {each.get("rope_type") for each in rope.values() if isinstance(each, dict)}
-    stateful = [kind for kind in _STATEFUL_ROPE if kind in kinds]
+    stateful = [kind for kind in _BATCH_DEPENDENT_ROPE if kind in kinds]
     if stateful:
         raise CheckpointError(
             f"{directory}: rope scaling {stateful[0]!r} depends on the longest sequence of a batch in transformers, so a "
@@ -139,10 +140,10 @@ def _config(directory: Path, hf: Any) -> ModelConfig:
         )
     if getattr(hf, "attention_chunk_size", None):
         raise CheckpointError(f"{directory}: chunked attention (attention_chunk_size) isn't supported")
-    heads = _needed(directory, hf, "num_attention_heads")
-    layers = _needed(directory, hf, "num_hidden_layers")
-    context = _needed(directory, hf, "max_position_embeddings")
-    head_size = _uniform(directory, hf, "head_dim") or _needed(directory, hf, "hidden_size") // heads
+    heads = _required_size(directory, hf, "num_attention_heads")
+    layers = _required_size(directory, hf, "num_hidden_layers")
+    context = _required_size(directory, hf, "max_position_embeddings")
+    head_size = _uniform_size(directory, hf, "head_dim") or _required_size(directory, hf, "hidden_size") // heads
     eos, bos = special_tokens(directory, hf)
     return ModelConfig(
         family=hf.model_type,
@@ -151,7 +152,7 @@ def _config(directory: Path, hf: Any) -> ModelConfig:
         intermediate_size=getattr(hf, "intermediate_size", None) or hf.hidden_size,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=_uniform(directory, hf, "num_key_value_heads") or heads,
+        num_kv_heads=_uniform_size(directory, hf, "num_key_value_heads") or heads,
         head_size=head_size,
         rms_eps=0.0,
         max_context=context,
@@ -161,25 +162,25 @@ def _config(directory: Path, hf: Any) -> ModelConfig:
     )
 
 
-def _needed(directory: Path, hf: Any, name: str) -> int:
-    """A size that every decoder with a paged cache has; :class:`CheckpointError` where this kind of model has none."""
-    value = _uniform(directory, hf, name)
+def _required_size(directory: Path, hf: Any, name: str) -> int:
+    """Return a size that paged attention needs. Raises :class:`CheckpointError` if this kind of model has none."""
+    value = _uniform_size(directory, hf, name)
     if value is None:
         raise CheckpointError(
             f"{directory}: models of type {hf.model_type!r} have no {name}, which attention over a paged cache needs; "
-            f"expected {_OTHER}"
+            f"expected {_EXPECTED_MODEL}"
         )
     return value
 
 
-def _uniform(directory: Path, hf: Any, name: str) -> int | None:
-    """A size that is the same in each layer; None where the config has none."""
+def _uniform_size(directory: Path, hf: Any, name: str) -> int | None:
+    """Return a size that is the same in each layer, or None if the config has none."""
     try:
         value: int | None = getattr(hf, name, None)
     except Exception as error:  # transformers refuses to name one size where layers differ
         raise CheckpointError(
             f"{directory}: the layers of type {hf.model_type!r} may differ in {name}, and the paged cache has one shape for "
-            f"all; expected {_OTHER}"
+            f"all; expected {_EXPECTED_MODEL}"
         ) from error
     return value
 
@@ -194,20 +195,20 @@ def _windows(directory: Path, hf: Any) -> tuple[int, ...]:
 
 
 def _prompts(config: ModelConfig) -> list[list[int]]:
-    return [[(7 * index + 3) % config.vocab_size for index in range(length)] for length in _PROBE]
+    return [[(7 * index + 3) % config.vocab_size for index in range(length)] for length in _PROBE_LENGTHS]
 
 
-def _unpaged(directory: Path, config: ModelConfig, model: Any) -> list[Tensor]:
-    """Logits [T, V] of the two sequences as transformers computes them, each alone and without a cache.
+def _logits_without_cache(directory: Path, config: ModelConfig, model: Any) -> list[Tensor]:
+    """Return the logits [T, V] of the two sequences, computed by transformers one by one without a cache.
 
-    Experts are computed in the fastest way that the device has: what a way needs (a dtype, a product of groups) shows when
-    it runs.
+    Experts use the fastest implementation that works on the device. Missing support for a dtype or a grouped product appears
+    only when the implementation runs.
     """
-    ways: tuple[str | None, ...] = _EXPERTS if model._can_set_experts_implementation() else (None,)
-    for way in ways:
+    implementations: tuple[str | None, ...] = _EXPERT_IMPLEMENTATIONS if model._can_set_experts_implementation() else (None,)
+    for implementation in implementations:
         try:
-            if way is not None:
-                model.set_experts_implementation(way)
+            if implementation is not None:
+                model.set_experts_implementation(implementation)
             with torch.no_grad():
                 return [
                     model(torch.tensor([prompt], device=model.device), use_cache=False).logits[0].clone()
@@ -215,33 +216,33 @@ def _unpaged(directory: Path, config: ModelConfig, model: Any) -> list[Tensor]:
                 ]
         except (DeviceFault, DeviceLost, OutOfDeviceMemory):
             raise
-        except Exception as error:  # whatever a model does
-            if way == ways[-1]:
+        except Exception as error:  # a model may raise anything
+            if implementation == implementations[-1]:
                 raise CheckpointError(
                     f"{directory}: {type(model).__name__} of transformers failed in its first forward on "
-                    f"{model.device}: {describe(error)}; expected {_OTHER}"
+                    f"{model.device}: {describe(error)}; expected {_EXPECTED_MODEL}"
                 ) from error
     raise AssertionError("unreachable")
 
 
-def _check(directory: Path, decoder: TransformersDecoder, model: Any, expected: list[Tensor]) -> None:
-    """The two sequences through the paged cache, in two ragged batches, against their logits without it."""
+def _compare_with_unpaged(directory: Path, decoder: TransformersDecoder, model: Any, expected: list[Tensor]) -> None:
+    """Run the two sequences through the paged cache in two ragged batches, and compare their logits with ``expected``."""
     config, device = decoder.config, decoder.device
     prompts = _prompts(config)
     model.set_attn_implementation(ATTENTION)
-    span = -(-max(_PROBE) // _PAGE)
+    span = -(-max(_PROBE_LENGTHS) // _PROBE_PAGE_SIZE)
     cache = KVCache.allocate(
         config.num_layers,
         config.num_kv_heads,
         config.head_size,
         pages=1 + len(prompts) * span,
-        page_size=_PAGE,
+        page_size=_PROBE_PAGE_SIZE,
         dtype=decoder.dtype,
         device=device,
     )
-    half = [length // 2 for length in _PROBE]
-    for begin, end in (([0] * len(half), half), (half, list(_PROBE))):
-        inputs = _ragged(prompts, begin, end, span, device)
+    half = [length // 2 for length in _PROBE_LENGTHS]
+    for begin, end in (([0] * len(half), half), (half, list(_PROBE_LENGTHS))):
+        inputs = _ragged_input(prompts, begin, end, span, device)
         paged = PagedPass(inputs, cache, decoder.kernels)
         try:
             logits = decoder.logits(decoder.run(paged, ())[0])
@@ -249,35 +250,36 @@ def _check(directory: Path, decoder: TransformersDecoder, model: Any, expected: 
             raise CheckpointError(f"{directory}: {error}") from error
         except (DeviceFault, DeviceLost, OutOfDeviceMemory):
             raise
-        except Exception as error:  # whatever a model does with an attention that it doesn't know
+        except Exception as error:  # a model may raise anything with a custom attention
             raise CheckpointError(
-                f"{directory}: {type(model).__name__} of transformers can't run on paged attention: {_why(error)}; expected "
-                f"{_OTHER}"
+                f"{directory}: {type(model).__name__} of transformers can't run on paged attention: {_reason(error)}; "
+                f"expected {_EXPECTED_MODEL}"
             ) from error
         _check_windows(directory, config, model, paged.windows)
         row = 0
         for one, first, last in zip(expected, begin, end, strict=True):
-            _compare(directory, logits[row : row + last - first], one[first:last], decoder.dtype)
+            _check_difference(directory, logits[row : row + last - first], one[first:last], decoder.dtype)
             row += last - first
 
 
-def _check_windows(directory: Path, config: ModelConfig, model: Any, told: list[int]) -> None:
-    """What the attentions of a forward were ``told`` of windows, a number each, must be what the config says of the layers:
-    the two sequences are too short to show another window.
+def _check_windows(directory: Path, config: ModelConfig, model: Any, found: list[int]) -> None:
+    """Raise unless the windows ``found`` by the attentions of a forward pass equal the config's, one per layer.
+
+    The two sequences are too short to show a different window in their logits.
     """
     kind = type(model).__name__
-    if len(told) != config.num_layers:
+    if len(found) != config.num_layers:
         raise CheckpointError(
-            f"{directory}: {kind} of transformers ran {len(told)} attentions in {config.num_layers} layers, and the paged "
-            f"cache has keys and values for one in each; expected {_OTHER}"
+            f"{directory}: {kind} of transformers ran {len(found)} attentions in {config.num_layers} layers, and the paged "
+            f"cache has keys and values for one in each; expected {_EXPECTED_MODEL}"
         )
-    differing = [layer for layer, window in enumerate(config.windows) if told[layer] != window]
+    differing = [layer for layer, window in enumerate(config.windows) if found[layer] != window]
     if differing:
         first = differing[0]
         raise CheckpointError(
             f"{directory}: layer {first} has {_window(config.windows[first])} by its config, and {kind} of transformers "
-            f"tells its attention of {_window(told[first])}, which is all that the paged attention goes by; expected "
-            f"{_OTHER}, or a config without a sliding_window that the model's code doesn't use"
+            f"tells its attention of {_window(found[first])}, which is all that the paged attention goes by; expected "
+            f"{_EXPECTED_MODEL}, or a config without a sliding_window that the model's code doesn't use"
         )
 
 
@@ -285,8 +287,8 @@ def _window(size: int) -> str:
     return f"a sliding window of {size} positions" if size else "no sliding window"
 
 
-def _why(error: Exception) -> str:
-    """What a model did that the door can't serve, in our words."""
+def _reason(error: Exception) -> str:
+    """Return the reason why a model can't run on paged attention."""
     if isinstance(error, TypeError) and "outrider" in str(error):
         return "its layers don't hand on to the attention what they don't know themselves"
     if isinstance(error, AttributeError) and "Identity" in str(error):
@@ -294,7 +296,7 @@ def _why(error: Exception) -> str:
     return f"its own code failed ({describe(error)})"
 
 
-def _compare(directory: Path, found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def _check_difference(directory: Path, found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     difference = float((found - expected).norm() / expected.norm())
     if not difference <= _TOLERANCE[dtype]:
         raise CheckpointError(
@@ -303,9 +305,11 @@ def _compare(directory: Path, found: Tensor, expected: Tensor, dtype: torch.dtyp
         )
 
 
-def _ragged(prompts: list[list[int]], begin: list[int], end: list[int], span: int, device: torch.device) -> ForwardInput:
-    """Tokens ``begin`` to ``end`` of each prompt, whose pages are ``span`` in a row from page 1 on."""
-    places = [(row, index) for row in range(len(prompts)) for index in range(begin[row], end[row])]
+def _ragged_input(
+    prompts: list[list[int]], begin: list[int], end: list[int], span: int, device: torch.device
+) -> ForwardInput:
+    """Return tokens ``begin`` to ``end`` of each prompt. Each prompt has ``span`` consecutive pages, from page 1 on."""
+    rows_and_indices = [(row, index) for row in range(len(prompts)) for index in range(begin[row], end[row])]
     new = torch.tensor([0, *(last - first for first, last in zip(begin, end, strict=True))])
     pages = 1 + torch.arange(len(prompts) * span, dtype=torch.int32).view(len(prompts), span)
     metadata = AttentionMetadata(
@@ -316,8 +320,8 @@ def _ragged(prompts: list[list[int]], begin: list[int], end: list[int], span: in
         max_kv=max(end),
     )
     return ForwardInput(
-        torch.tensor([prompts[row][index] for row, index in places], device=device),
-        torch.tensor([index for _, index in places], device=device),
-        torch.tensor([(1 + row * span) * _PAGE + index for row, index in places], device=device),
+        torch.tensor([prompts[row][index] for row, index in rows_and_indices], device=device),
+        torch.tensor([index for _, index in rows_and_indices], device=device),
+        torch.tensor([(1 + row * span) * _PROBE_PAGE_SIZE + index for row, index in rows_and_indices], device=device),
         metadata,
     )

@@ -1,4 +1,4 @@
-"""Preparing a device's kernels for a model: what this machine measured is taken over, and more is measured on demand."""
+"""Preparation of a device's kernels for a model: stored tuning choices are loaded, and kernels are tuned on demand."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from outrider.model.shapes import decoder_shape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """``taken``: choices that were there. ``result``: of the tuning, None where there was none."""
+    """Summary of the preparation."""
 
     taken: int
+    """Number of stored choices that were loaded."""
     result: TuningResult | None = None
+    """Result of the tuning, or None if nothing was tuned."""
 
     def __str__(self) -> str:
-        said = [f"{self.taken} tuned choices of this machine"] if self.taken else []
+        parts = [f"{self.taken} tuned choices of this machine"] if self.taken else []
         if self.result is not None:
-            end = "" if self.result.complete else ", until the deadline"
-            said.append(f"tuned for {self.result.seconds:.0f} s{end}: {self.result.kept} choices kept")
-        return "kernels: " + ("; ".join(said) or "nothing was tuned on this machine")
+            suffix = "" if self.result.complete else ", until the deadline"
+            parts.append(f"tuned for {self.result.seconds:.0f} s{suffix}: {self.result.kept} choices kept")
+        return "kernels: " + ("; ".join(parts) or "nothing was tuned on this machine")
 
 
 def prepare_kernels(
@@ -35,12 +37,13 @@ def prepare_kernels(
     seconds: float = 0.0,
     progress: TuningProgress | None = None,
 ) -> Prepared:
-    """Take over what ``directory`` has for this device, and tune for ``config`` for at most ``seconds``; 0: not at all.
+    """Load the tuning choices in ``directory`` for this device, and tune for ``config`` for at most ``seconds`` (0: not at
+    all).
 
-    To be called before weights are loaded and an engine is made: tuning wants memory and the device for itself. Without a
-    ``directory`` there is nothing to take over and no place to keep anything.
+    Call it before loading weights and creating an engine: tuning needs memory and the device for itself. Without a
+    ``directory`` no choices are loaded or stored.
 
-    Raises :class:`CapabilityError` where tuning is asked of kernels that don't tune, or without a directory.
+    Raises :class:`CapabilityError` if tuning is requested without a directory, or for kernels that don't tune.
     """
     kernels = backend.kernels_in_use
     taken = 0 if directory is None else kernels.use_tuned(directory)

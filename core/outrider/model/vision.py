@@ -1,7 +1,7 @@
-"""The vision towers of Qwen2-VL and Qwen2.5-VL: transformers' modules, with our strict loading around them.
+"""Vision towers of Qwen2-VL and Qwen2.5-VL: transformers' modules, loaded with Outrider's strict checks.
 
-A tower runs once for each image, before its prompt's prefill; its features replace the embeddings of the placeholder
-tokens (:class:`ForwardInput`). Letters: F features, H hidden size of the decoder.
+The tower runs once per image, before the prefill of its prompt. Its features replace the embeddings of the placeholder tokens
+(:class:`ForwardInput`). Letters: F features, H hidden size of the decoder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 
 
 class VisionTower:
-    """Turns pixels into features in the decoder's space."""
+    """Computes features in the decoder's space from pixels."""
 
     def __init__(self, module: Any, *, device: torch.device, dtype: torch.dtype) -> None:
         self._module = module
@@ -35,10 +35,10 @@ class VisionTower:
         self._dtype = dtype
 
     def encode(self, media: Sequence[Media]) -> list[Tensor]:
-        """Features [F, H] of each of ``media``, in order, on the device and in the model's dtype.
+        """Return the features [F, H] of each of ``media``, in order, on the device and in the model's dtype.
 
-        Enqueues on the stream whose scope the caller opened. It copies the pixels from pageable memory, and
-        transformers reads the grids back, so it blocks the host: it belongs to the prompt, not to the decode loop.
+        Enqueues on the stream whose scope the caller opened. The host blocks, because pixels are copied from pageable memory
+        and transformers reads the grids back. Call it during prefill, never in the decode loop.
         """
         if not media:
             return []
@@ -54,9 +54,9 @@ class VisionTower:
 def load_vision(
     directory: str | Path, *, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
 ) -> VisionTower:
-    """Load the vision tower of a vision-language checkpoint; as strict as :func:`load_decoder`.
+    """Load the vision tower of a vision-language checkpoint, with the checks of :func:`load_decoder`.
 
-    Raises :class:`CheckpointError` also for a checkpoint without vision.
+    Raises :class:`CheckpointError` also for a checkpoint without a vision tower.
     """
     directory = Path(directory)
     config = ModelConfig.from_checkpoint(directory)
@@ -68,7 +68,7 @@ def load_vision(
         vision = hf_config(config.family, read_json(path)).vision_config
         if vision.depth > len(files.tensors):
             raise ConfigError(f"vision_config.depth is {vision.depth}, but there are {len(files.tensors)} tensors in all")
-        with torch.device("meta"):  # its shapes, before anything of them is made
+        with torch.device("meta"):  # only the shapes, without memory
             shapes = {name: tuple(tensor.shape) for name, tensor in _build(config.family, vision).state_dict().items()}
     names = {inner: key for key in files.tensors if (inner := vision_name(key)) is not None}
     targets = [Target(name, (Piece(names.get(name, f"visual.{name}"), shape),)) for name, shape in shapes.items()]
@@ -77,15 +77,15 @@ def load_vision(
         weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
         module = _build(config.family, vision)
         module.load_state_dict(weights, assign=True)
-        module.to(backend.device)  # what is computed rather than loaded: rotary frequencies, in their own dtype
+        module.to(backend.device)  # moves computed buffers: rotary frequencies, in their own dtype
         tower = VisionTower(module.eval().requires_grad_(False), device=backend.device, dtype=dtype)
         with reading(path, "the config of a vision tower"):
-            _try(tower, vision, config)
+            _check_smallest_image(tower, vision, config)
     return tower
 
 
-def _try(tower: VisionTower, vision: Any, config: ModelConfig) -> None:
-    """The smallest picture through the tower: sizes that don't go together show here, not at a request."""
+def _check_smallest_image(tower: VisionTower, vision: Any, config: ModelConfig) -> None:
+    """Run the smallest image through the tower, so that inconsistent sizes fail at load time and not at a request."""
     assert config.vision is not None
     side = config.vision.merge
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

@@ -1,10 +1,10 @@
-"""Finding, checking and choosing plugins: backends, and what else a distribution can bring.
+"""Discovery, checks and selection of plugins: backends, kernel sets, proposers and transports.
 
-Plugins are entry points. They are filtered by name *before* anything is loaded, each is loaded behind its own guard, and
-its hooks are audited, because pluggy itself accepts a plugin that lacks a hook or an argument. This is the only place
-that holds pluggy managers; what a hook has made is a plain object.
+Plugins are entry points. The registry filters them by name before it loads one. It loads each plugin separately, so that an
+error of one doesn't affect the others, and audits its hooks, because pluggy accepts missing hooks and arguments. Only this
+package uses pluggy managers.
 
-Nothing here reads the environment: the command line reads ``OUTRIDER_BACKEND`` and passes it in.
+The registry doesn't read environment variables: the command line reads ``OUTRIDER_BACKEND`` and passes its value.
 """
 
 from outrider.registry.backends import AUTO, BackendSpec, Registry, get_backend, parse_spec

@@ -1,4 +1,4 @@
-"""Choosing a backend by the name that people type, and making it."""
+"""Registry: select a backend by name, and create it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from outrider.device.errors import (
-    AmbiguousBackend,
-    BackendError,
-    BackendLoadError,
-    BackendNotFound,
-    ConfigError,
-    OutriderError,
-    PluginContractError,
-)
+from outrider.device.errors import AmbiguousBackend, BackendError, BackendNotFound, ConfigError
 from outrider.device.plugin import (
     ENTRY_POINT_GROUP,
     INTERFACE_VERSION,
@@ -26,7 +18,7 @@ from outrider.device.plugin import (
     KernelHooks,
     KernelInfo,
 )
-from outrider.registry.plugins import Candidate, PluginGroup, Plugins, describe_error, sentence, type_name
+from outrider.registry.plugins import Candidate, PluginGroup, Plugins, checked_product, sentence
 from outrider.registry.probing import Probe, Verdict
 
 if TYPE_CHECKING:
@@ -38,7 +30,7 @@ AUTO = "auto"
 _HOW_TO_CHOOSE = "choose one with --backend NAME, OUTRIDER_BACKEND=NAME or get_backend(NAME)"
 
 KERNELS_OPTION = "kernels"
-"""The option of every backend that names a plugin of kernels: ``cpu:kernels=NAME``."""
+"""The option of every backend that selects a kernel-set plugin: ``cpu:kernels=NAME``."""
 
 BACKENDS = PluginGroup(
     entry_points=ENTRY_POINT_GROUP,
@@ -62,12 +54,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendSpec:
-    """A name as people type it, taken apart: ``cuda:1``, ``sim:seed=7,like=npu``, ``sim:0,seed=7``, ``auto``."""
+    """A parsed backend name such as ``cuda:1``, ``sim:seed=7,like=npu``, ``sim:0,seed=7`` or ``auto``."""
 
     name: str
     ordinal: int = 0
+    """The device number."""
     options: Mapping[str, str] = field(default_factory=dict)
+    """Options of the backend plugin, in the order of the text."""
     chosen_by: Literal["name", "environment", "probe"] = "name"
+    """The source of the name: the caller, ``OUTRIDER_BACKEND`` or probing."""
 
     def __str__(self) -> str:
         if self.name == AUTO:
@@ -77,16 +72,16 @@ class BackendSpec:
 
 
 def parse_spec(text: str) -> BackendSpec:
-    """Take a backend name apart; raises :class:`ConfigError` saying which part can't be read."""
-    name, colon, rest = text.strip().partition(":")
+    """Parse a backend name. Raises :class:`ConfigError` with the part that isn't valid."""
+    name, colon, arguments = text.strip().partition(":")
     expected = "expected NAME, NAME:DEVICE or NAME:key=value,… such as 'cpu', 'cpu:0' or 'sim:seed=7'"
     if not name or not all(c.isalnum() or c in "_-" for c in name):
         raise ConfigError(f"backend {text!r}: {name!r} isn't a name; {expected}")
-    if colon and not rest:
+    if colon and not arguments:
         raise ConfigError(f"backend {text!r}: nothing follows the colon; {expected}")
     ordinal = 0
     options: dict[str, str] = {}
-    for position, part in enumerate(rest.split(",") if rest else []):
+    for position, part in enumerate(arguments.split(",") if arguments else []):
         key, equals, value = part.partition("=")
         if not equals and position == 0 and part.isascii() and part.isdigit():
             ordinal = int(part)
@@ -96,19 +91,13 @@ def parse_spec(text: str) -> BackendSpec:
             options[key] = value
         else:
             raise ConfigError(f"backend {text!r}: can't read {part!r}; {expected}")
-    if name == AUTO and rest:
+    if name == AUTO and arguments:
         raise ConfigError(f"backend {text!r}: 'auto' takes no device and no options; name the backend that they are for")
     return BackendSpec(name=name, ordinal=ordinal, options=options)
 
 
 class Registry:
-    """The backends that are installed, and the kernel sets.
-
-    ``entry_points`` is for tests; by default the environment's own are read, each time that they are needed, so a
-    registry made before an installation sees it; ``once``: the first time alone, for who makes many backends of one plugin.
-    ``backends``, a group of another version, is for tests too. ``probe``: how plugins are tried in a child process before
-    they are loaded here; a backend that is named isn't.
-    """
+    """The installed backends and kernel sets."""
 
     _observers: ClassVar[tuple[Callable[[Backend], None], ...]] = ()
 
@@ -120,42 +109,42 @@ class Registry:
         probe: Probe | None = None,
         once: bool = False,
     ) -> None:
-        given = None if entry_points is None else tuple(entry_points)
-        self._backends = Plugins(backends, given, probe=probe, once=once)
-        self.kernels = Plugins(KERNELS, given, probe=probe, once=once)
-
-    # -- what there is ---------------------------------------------------------------------------------------------
+        """``entry_points``: for tests; by default the registry reads the installed entry points at each use. ``once``: read
+        them at the first use only. ``backends``: a group with another interface version, for tests. ``probe``: the check in
+        a child process of plugins that aren't selected by name.
+        """
+        known = None if entry_points is None else tuple(entry_points)
+        self._backends = Plugins(backends, known, probe=probe, once=once)
+        self.kernels = Plugins(KERNELS, known, probe=probe, once=once)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name on offer, sorted; nothing is loaded for it."""
+        """The names of all installed backends, sorted. Loads no plugin."""
         return self._backends.names
 
     def candidates(self, *, load: bool = True) -> tuple[Candidate[BackendInfo], ...]:
-        """Every backend on offer with its status; see :meth:`Plugins.candidates`."""
+        """Return every installed backend with its status, see :meth:`Plugins.candidates`."""
         return self._backends.candidates(load=load)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line for each distribution whose backends or kernels can't be read."""
+        """One line for each distribution whose backend or kernel-set entry points can't be read."""
         return tuple(dict.fromkeys((*self._backends.notes, *self.kernels.notes)))
 
     def info(self, name: str) -> BackendInfo:
-        """What the named plugin says about itself; loads that plugin alone."""
+        """Return the description of the named backend. Loads only its plugin."""
         return self._backends.info(name)
 
     def tried(self, name: str) -> Verdict:
-        """What loading the named plugin does to a process, found out in a child, whatever this process has loaded."""
+        """Load the named plugin in a child process and return the effects on that process."""
         return self._backends.tried(name)
 
-    # -- choosing --------------------------------------------------------------------------------------------------
-
     def select(self, explicit: str | None = None, environment: str | None = None) -> BackendSpec:
-        """The backend to use: the explicit name, else the environment's, else the usable one of highest priority.
+        """Return the spec of the explicit name, else of the environment's, else of the usable backend of highest priority.
 
-        ``environment`` is the value of ``OUTRIDER_BACKEND`` as the command line read it. ``auto`` in either place asks
-        for probing. Raises :class:`AmbiguousBackend` for two equal candidates and :class:`BackendNotFound` where none
-        can be used. A named backend is only parsed here; :meth:`create` says why it can't be had.
+        ``environment`` is the value of ``OUTRIDER_BACKEND``. ``auto`` in either place selects by priority. The method parses
+        a named backend without loading its plugin. Raises :class:`AmbiguousBackend` for two candidates of equal priority,
+        and :class:`BackendNotFound` if no backend is usable.
         """
         if explicit is not None:
             spec = parse_spec(explicit)
@@ -169,30 +158,30 @@ class Registry:
         return self._probe() if spec.name == AUTO else spec
 
     def create(self, spec: BackendSpec | str) -> Backend:
-        """Make the backend of a spec; loads the named plugin alone, and never falls back to another one.
+        """Create the backend of a spec. Loads only the named plugin and never falls back to another one.
 
-        Raises :class:`BackendNotFound`, :class:`PluginContractError`, :class:`ConfigError` for its options and
-        :class:`BackendLoadError` for everything that keeps it from running here.
+        Raises :class:`BackendNotFound`, :class:`PluginContractError`, :class:`ConfigError` for invalid options, and
+        :class:`BackendLoadError` if the backend can't run on this machine.
         """
         spec = self.select(spec) if isinstance(spec, str) else spec
         try:
-            made = self._create(spec)
+            backend = self._create(spec)
         except BackendError as error:
             if spec.chosen_by == "name":
                 raise
             how = "OUTRIDER_BACKEND asks for it" if spec.chosen_by == "environment" else f"it was probed; {_HOW_TO_CHOOSE}"
             raise type(error)(f"{error} ({how})") from error
         for observer in Registry._observers:
-            observer(made)
-        return made
+            observer(backend)
+        return backend
 
     @staticmethod
     @contextmanager
     def observing(observer: Callable[[Backend], None]) -> Generator[None]:
-        """Call ``observer`` with each backend that any registry of this process creates while the scope lasts.
+        """Call ``observer`` with each backend that any registry of this process creates within the scope.
 
-        It's for tools that run a script and must see its backends before the script does. An error that it raises reaches
-        the caller of :meth:`create`.
+        Tools that run a script use this to access a backend before the script does. An error of ``observer`` reaches the
+        caller of :meth:`create`.
         """
         Registry._observers += (observer,)
         try:
@@ -205,33 +194,23 @@ class Registry:
         offer = plugins.offer(spec.name)
         info = plugins.usable_info(offer)
         options = {key: value for key, value in spec.options.items() if key != KERNELS_OPTION}
-        try:
-            backend = plugins.adapt(plugins.call("create_backend", spec.name, ordinal=spec.ordinal, options=options), info)
-        except OutriderError:
-            raise
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise BackendLoadError(
-                sentence(
-                    f"backend {spec.name!r} is installed but device {spec.ordinal} couldn't be opened",
-                    describe_error(error),
-                    info.advice or "run `outrider doctor`",
-                )
-            ) from error
+        product = plugins.create(
+            "create_backend",
+            info,
+            failure=f"backend {spec.name!r} is installed but device {spec.ordinal} couldn't be opened",
+            advice=info.advice or "run `outrider doctor`",
+            ordinal=spec.ordinal,
+            options=options,
+        )
         from outrider.device.backend import Backend
 
-        if not isinstance(backend, Backend):
-            raise PluginContractError(
-                f"plugin {offer.label}: hook create_backend returned {type_name(backend)}, expected a Backend; the class "
-                "must subclass outrider.device.Backend"
-            )
+        backend: Backend = checked_product(offer, "create_backend", product, Backend, "outrider.device.Backend")
         if KERNELS_OPTION in spec.options:
             self._choose_kernels(backend, spec.name, spec.options[KERNELS_OPTION])
         return backend
 
     def _choose_kernels(self, backend: Backend, backend_name: str, name: str) -> None:
-        """Let the backend compute with the kernel set of that name: loads that plugin alone."""
+        """Load the kernel set called ``name`` and let ``backend`` use it."""
         plugins = self.kernels
         offer = plugins.offer(name)
         info = plugins.usable_info(offer)
@@ -239,29 +218,22 @@ class Registry:
             raise ConfigError(
                 f"kernel set {name!r} of {offer.distribution} is for {', '.join(info.backends)}, not for {backend_name!r}"
             )
-        try:
-            made = plugins.adapt(plugins.call("create_kernels", name, backend=backend), info)
-        except OutriderError:
-            raise
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            what = f"kernel set {name!r} is installed but couldn't be made for {backend.label}"
-            raise BackendLoadError(sentence(what, describe_error(error), info.advice)) from error
+        product = plugins.create(
+            "create_kernels",
+            info,
+            failure=f"kernel set {name!r} is installed but couldn't be made for {backend.label}",
+            advice=info.advice,
+            backend=backend,
+        )
         from outrider.device.kernels import KernelSet
 
-        if not isinstance(made, KernelSet):
-            raise PluginContractError(
-                f"plugin {offer.label}: hook create_kernels returned {type_name(made)}, expected a KernelSet; the class "
-                "must subclass outrider.device.KernelSet"
-            )
-        backend.use_kernels(made)
+        backend.use_kernels(checked_product(offer, "create_kernels", product, KernelSet, "outrider.device.KernelSet"))
 
     def _probe(self) -> BackendSpec:
         candidates = self.candidates()
         for candidate in candidates:
             if candidate.status in ("broken", "duplicate"):
-                # Its priority can't be known, so it might have been the one that was meant: say so, aloud.
+                # The candidate's priority is unknown and may be the highest, so the user gets a warning.
                 _log.warning("backend %r was passed over: %s", candidate.name, candidate.reason)
         for note in self._backends.notes:
             _log.warning("%s", note)
@@ -281,9 +253,9 @@ class Registry:
 
 
 def get_backend(spec: str = AUTO) -> Backend:
-    """The backend of a name such as ``cuda:1`` or ``sim:seed=7``; ``auto`` probes.
+    """Create the backend of a name such as ``cuda:1`` or ``sim:seed=7``; ``auto`` selects by priority.
 
-    Loads the named plugin alone. Raises a :class:`BackendError` that says what was asked, what is installed and why that
-    one failed; there is no silent fallback. Two calls make two backends, which share nothing.
+    Loads only the named plugin and never falls back to another one. Raises a :class:`BackendError` with the requested name,
+    the installed names and the reason. Each call creates a separate backend.
     """
     return Registry().create(spec)

@@ -1,4 +1,4 @@
-"""Child processes that end with their parent."""
+"""Child processes that end with their parent, and their reaction to SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
 def started(
     command: Sequence[str], *, environment: Mapping[str, str] | None = None, **options: Any
 ) -> Generator[subprocess.Popen[bytes]]:
-    """A child in a session of its own. Leaving the scope kills what is left of the session, however it is left.
+    """Start a child process in a new session. The end of the scope kills all processes of the session.
 
-    A process that the child has moved to another session isn't found. ``options`` are those of :class:`subprocess.Popen`.
+    ``options``: further arguments of :class:`subprocess.Popen`. A process that has moved to another session survives.
     """
     with ExitStack() as stack:
         with interruptions_held():
@@ -34,37 +34,39 @@ def started(
 
 @contextmanager
 def deaf_from_the_start() -> Generator[None]:
-    """Processes of ``multiprocessing`` that are started in the scope don't see SIGINT and SIGTERM, which come to a whole
-    group of processes, until they call :func:`stay_deaf`: who starts them tells them to end. Keep it short.
+    """Block SIGINT and SIGTERM in ``multiprocessing`` processes that start in the scope, until they call :func:`stay_deaf`.
+
+    A terminal sends these signals to the whole process group, but the parent has to end such a child itself. The scope
+    blocks the signals in this process too, so it should be short.
     """
     from multiprocessing import resource_tracker
 
-    resource_tracker.ensure_running()  # where it's started later, it lets what is blocked through
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)
+    resource_tracker.ensure_running()  # its start would unblock the signals
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def stay_deaf() -> None:
-    """Ignore SIGINT and SIGTERM from now on, those too that came since the process was started. For its main thread."""
+    """Ignore SIGINT and SIGTERM, including blocked ones that are pending. Call it in the child's main thread."""
     for number in _INTERRUPTIONS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTIONS)
 
 
 def kill_session(child: subprocess.Popen[bytes]) -> None:
-    """End a child of :func:`started` and what it has started, now."""
-    # The process group has the child's id until the child is waited for, and for as long as it has members.
-    with interruptions_held(), suppress(ProcessLookupError, PermissionError):  # macOS: "not permitted" for zombies
+    """Kill a child of :func:`started` and all processes of its session."""
+    # The process group keeps the child's id until the parent has waited for the child and all members have ended.
+    with interruptions_held(), suppress(ProcessLookupError, PermissionError):  # macOS: PermissionError for zombies
         os.killpg(child.pid, signal.SIGKILL)
 
 
 def end_with_parent() -> None:
-    """On Linux, let the kernel kill this process when the thread that started it ends, whatever ended that.
+    """Let the Linux kernel kill this process once the thread that started it ends.
 
-    Other systems have no such call: there, a parent that is killed outright leaves this process behind.
+    Does nothing on other systems: a killed parent then leaves this process running.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Entry points of the installed distributions, read one distribution at a time."""
+"""Entry points of the installed distributions, read separately so that a damaged distribution doesn't hide others."""
 
 from __future__ import annotations
 
@@ -9,58 +9,58 @@ from importlib.metadata import Distribution, EntryPoint
 from os import PathLike
 from pathlib import Path
 
-_FILE = "entry_points.txt"
+_ENTRY_POINTS_FILE = "entry_points.txt"
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What a group holds. ``notes``: a line for each distribution that couldn't be read; it hides no other."""
+    """The entry points of one group in all installed distributions."""
 
     entry_points: tuple[EntryPoint, ...]
     notes: tuple[str, ...] = ()
+    """One line for each distribution that can't be read."""
 
 
 def installed(group: str) -> Installed:
-    """The entry points of ``group``, of every installed distribution that can be read.
+    """Return the entry points of ``group`` in every installed distribution.
 
-    Of two distributions of one name the first on the import path counts, as for :func:`importlib.metadata.entry_points`.
+    If two distributions have the same name, the first one on the import path counts, as in
+    :func:`importlib.metadata.entry_points`.
     """
     names: dict[str, None] = {}
     notes: dict[str, None] = {}
     for distribution in importlib.metadata.distributions():
         try:
-            if group in _groups(distribution.read_text(_FILE) or ""):
+            if group in _groups(distribution.read_text(_ENTRY_POINTS_FILE) or ""):
                 names[distribution.name] = None
-        except Exception as error:  # what is wrong with a file decides the type: a line without "=" is a TypeError
+        except Exception as error:  # the type depends on the damage: a line without "=" raises TypeError
             notes[f"{_label(distribution)} was passed over: {_cause(error)}"] = None
-    found: list[EntryPoint] = []
+    entry_points: list[EntryPoint] = []
     for name in names:
         try:
-            found += importlib.metadata.distribution(name).entry_points.select(group=group)
+            entry_points += importlib.metadata.distribution(name).entry_points.select(group=group)
         except Exception as error:
             notes[f"distribution {name!r} was passed over: {_cause(error)}"] = None
-    return Installed(tuple(found), tuple(notes))
+    return Installed(tuple(entry_points), tuple(notes))
 
 
-class _Text(Distribution):
-    """A distribution of which that one file is known."""
+class _FileContents(Distribution):
+    """A distribution that has only the text of its entry-point file."""
 
     def __init__(self, text: str) -> None:
         self._text = text
 
     def read_text(self, filename: str) -> str | None:
-        return self._text if filename == _FILE else None
+        return self._text if filename == _ENTRY_POINTS_FILE else None
 
     def locate_file(self, path: str | PathLike[str]) -> Path:
-        raise NotImplementedError  # its interface has it, and who reads entry points asks for no other file
+        raise NotImplementedError  # abstract in the base class; reading entry points doesn't call it
 
 
 @functools.lru_cache(maxsize=4096)
 def _groups(text: str) -> frozenset[str]:
-    """The groups of a file of entry points. Files are read each time, and parsed once: parsing a hundred takes longer than
-    all else that making a backend does.
-    """
-    return frozenset(_Text(text).entry_points.groups)
+    """Return the groups in the text of an entry-point file. The cache avoids parsing about a hundred files again."""
+    return frozenset(_FileContents(text).entry_points.groups)
 
 
 def _label(distribution: Distribution) -> str:
@@ -72,4 +72,5 @@ def _label(distribution: Distribution) -> str:
 
 
 def _cause(error: Exception) -> str:
-    return f"its metadata ({_FILE}, METADATA) can't be read: {type(error).__name__}: {error}; repair or uninstall it"
+    problem = f"its metadata ({_ENTRY_POINTS_FILE}, METADATA) can't be read: {type(error).__name__}: {error}"
+    return f"{problem}; repair or uninstall it"

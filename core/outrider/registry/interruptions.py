@@ -1,4 +1,4 @@
-"""Moments that no signal may cut in two: something is made, and noted for being cleaned up."""
+"""Handling of SIGINT and SIGTERM around code that must not be interrupted, such as creating a resource and its clean-up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def accepted_interruptions() -> tuple[signal.Signals, ...]:
     """Return SIGTERM and SIGINT without those that this process ignores.
 
-    A shell without job control starts a background job with SIGINT ignored: a Ctrl-C is meant for the job in the foreground.
+    A shell without job control starts a background job with SIGINT ignored, because Ctrl-C is for the foreground job.
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
     return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
@@ -19,23 +19,23 @@ def accepted_interruptions() -> tuple[signal.Signals, ...]:
 
 @contextmanager
 def interruptions_held() -> Generator[None]:
-    """Let SIGINT and SIGTERM wait until the scope is left, where they have Python handlers; these are called then.
+    """Delay the Python handlers of SIGINT and SIGTERM until the end of the scope.
 
-    Keep it short. A process that is started meanwhile has the signals' usual actions. Does nothing in another thread than
-    the main one: handlers don't run there.
+    The scope should be short. A process that starts in the scope has the signals' default actions. Does nothing outside the
+    main thread, in which no handlers run.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    held = {number: handler for number, handler in handlers.items() if callable(handler)}
+    python_handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     try:
-        for number in held:
-            signal.signal(number, lambda number, frame: came.append(number))
+        for number in python_handlers:
+            signal.signal(number, lambda number, frame: received.append(number))
         yield
     finally:
-        for number, handler in held.items():
+        for number, handler in python_handlers.items():
             signal.signal(number, handler)
-        for late in came:
-            signal.raise_signal(late)
+        for delayed in received:
+            signal.raise_signal(delayed)

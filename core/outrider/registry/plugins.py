@@ -1,7 +1,6 @@
-"""The plugins of one entry-point group: found by name, loaded one at a time, audited, described.
+"""Plugins: discovery, loading and audit of the plugins of one entry-point group.
 
-pluggy finds and calls the hooks, and does nothing else: it accepts a plugin that lacks a hook or drops an argument, and
-loads all of them or none.
+pluggy only finds and calls the hooks. It would accept a plugin without a hook or without an argument of a hook.
 """
 
 from __future__ import annotations
@@ -34,31 +33,38 @@ if TYPE_CHECKING:
 Info = TypeVar("Info", bound=PluginInfo)
 
 Status = Literal["usable", "unusable", "broken", "duplicate"]
-"""``usable``: can be chosen. ``unusable``: the plugin knows that it can't run here. ``broken``: it can't be loaded or
-breaks the contract. ``duplicate``: two distributions offer the name."""
+"""The status of a plugin.
+
+- ``usable``: can be selected.
+- ``unusable``: reports that it can't run on this machine.
+- ``broken``: can't be loaded or violates the plugin contract.
+- ``duplicate``: two distributions have an entry point of this name.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginGroup(Generic[Info]):
-    """What plugins of one kind are: where they're found, and which hooks they have.
-
-    ``entry_points``: the group. ``noun``: what one is called in messages. ``hooks``: the class of hook specifications.
-    ``describe``: the hook that returns an ``info``, the class of descriptions. ``version`` is that of the interface.
-    ``adapters``: by an older version, a function that adapts a plugin's product to this one.
-    """
+    """One kind of plugin: its entry-point group and its hooks."""
 
     entry_points: str
+    """The name of the entry-point group."""
     noun: str
+    """The word for one plugin in messages."""
     hooks: type
+    """The class with the hook specifications."""
     describe: str
+    """The name of the hook that returns the plugin's description."""
     info: type[Info]
+    """The class of the description."""
     version: int
+    """The version of the plugin interface."""
     adapters: Mapping[int, Callable[[Any], Any]] = field(default_factory=lambda: MappingProxyType({}))
+    """Functions that adapt a plugin's product from an older interface version, by that version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate(Generic[Info]):
-    """One name that an installed distribution offers, and whether it can be used here."""
+    """One installed plugin name with its status on this machine."""
 
     name: str
     distribution: str
@@ -68,7 +74,7 @@ class Candidate(Generic[Info]):
     advice: str = ""
     info: Info | None = None
     changes: tuple[str, ...] = ()
-    """Global state of the process that loading the plugin changes, in words."""
+    """Descriptions of the global process state that loading the plugin changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +86,20 @@ class Offer:
 
     @classmethod
     def of(cls, entry_point: EntryPoint) -> Offer:
-        """The entry point's own distribution, as far as it's known."""
+        """Return the entry point with name and version of its distribution, if known."""
         if entry_point.dist is None:
             return cls(entry_point, "(unknown distribution)")
-        metadata = entry_point.dist.metadata  # parsed each time that it's asked for
+        metadata = entry_point.dist.metadata  # a local variable, because each access parses the file
         return cls(entry_point, f"{metadata['Name']} {metadata['Version']}")
 
     @property
     def label(self) -> str:
-        """Name, distribution and module, for messages."""
+        """The name, the distribution and the module, for messages."""
         return f"{self.entry_point.name!r} of {self.distribution} ({self.entry_point.value})"
 
 
 class Plugins(Generic[Info]):
-    """The installed plugins of a group.
-
-    ``entry_points`` is for tests; by default the environment's own are read, each time that they are needed, so plugins
-    that are installed later are seen; ``once``: the first time alone. ``probe``: how plugins that weren't named are tried
-    before they are loaded here.
-    """
+    """The installed plugins of one group."""
 
     def __init__(
         self,
@@ -108,6 +109,9 @@ class Plugins(Generic[Info]):
         probe: Probe | None = None,
         once: bool = False,
     ) -> None:
+        """``entry_points``: for tests; by default this object reads the installed entry points at each use. ``once``: read
+        them at the first use only. ``probe``: the check in a child process of plugins that aren't selected by name.
+        """
         self.group = group
         self._probe = probe or Probe()
         self._known = None if entry_points is None else Installed(tuple(entry_points))
@@ -117,35 +121,37 @@ class Plugins(Generic[Info]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name on offer, sorted; nothing is loaded for it."""
+        """The names of all installed plugins, sorted. Loads no plugin."""
         return tuple(sorted({offer.entry_point.name for offer in self._offers()}))
 
     def candidates(self, *, load: bool = True) -> tuple[Candidate[Info], ...]:
-        """Every name on offer with its status. Loads each plugin, and never raises because of one.
+        """Return every installed plugin with its status. Errors of plugins become part of their status.
 
-        A plugin that hangs or ends the process when it's loaded is found out in a child process, and isn't loaded here.
-        ``load=False`` loads none, where even that isn't safe: those that could be loaded are then "broken", without a
-        reason.
+        A child process loads each plugin first. A plugin that hangs or ends the child isn't loaded in this process.
+        ``load=False`` loads no plugin; every plugin without a duplicate then has the status ``broken`` without a reason.
         """
-        offered: dict[str, list[Offer]] = {}
+        offers_by_name: dict[str, list[Offer]] = {}
         for offer in self._offers():
-            offered.setdefault(offer.entry_point.name, []).append(offer)
-        single = [offers[0].entry_point for offers in offered.values() if len(offers) == 1]
-        verdicts = self._probe.verdicts(single, self.group.describe) if load else {}
-        return tuple(self._examine(name, offered[name], verdicts, load=load) for name in sorted(offered))
+            offers_by_name.setdefault(offer.entry_point.name, []).append(offer)
+        unique = [offers[0].entry_point for offers in offers_by_name.values() if len(offers) == 1]
+        verdicts = self._probe.verdicts(unique, self.group.describe) if load else {}
+        return tuple(self._examine(name, offers_by_name[name], verdicts, load=load) for name in sorted(offers_by_name))
 
     def tried(self, name: str) -> Verdict:
-        """What loading the plugin of that name does to a process, found out in a child."""
+        """Load the named plugin in a child process and return the effects on that process."""
         entry_point = self.offer(name).entry_point
         return in_child([entry_point], self.group.describe, limit_s=self._probe.limit_s)[entry_point]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line for each distribution whose entry points can't be read, so that its plugins are missing here."""
+        """One line for each distribution whose entry points can't be read."""
         return self._installed().notes
 
     def offer(self, name: str) -> Offer:
-        """The one entry point of that name, not loaded. Raises :class:`BackendNotFound` or :class:`AmbiguousBackend`."""
+        """Return the entry point called ``name`` without loading it.
+
+        Raises :class:`BackendNotFound` if there is none, and :class:`AmbiguousBackend` if there are several.
+        """
         offers = self._offers(name)
         if not offers:
             noun, names = self.group.noun, self.names
@@ -161,30 +167,44 @@ class Plugins(Generic[Info]):
         return offers[0]
 
     def info(self, name: str) -> Info:
-        """What the named plugin says about itself; loads that plugin alone."""
+        """Return the description of the named plugin. Loads only this plugin."""
         return self.describe(self.offer(name))
 
     def usable_info(self, offer: Offer) -> Info:
-        """What a plugin that can run here says of itself; raises :class:`BackendLoadError` with its reason otherwise."""
+        """Return the description of a plugin. Raises :class:`BackendLoadError` if it can't run on this machine."""
         info = self.describe(offer)
         if not info.usable:
-            what = f"{self.group.noun} {offer.entry_point.name!r} is installed but can't run here"
-            raise BackendLoadError(sentence(what, info.reason, info.advice))
+            failure = f"{self.group.noun} {offer.entry_point.name!r} is installed but can't run here"
+            raise BackendLoadError(sentence(failure, info.reason, info.advice))
         return info
 
     def call(self, hook: str, name: str, **arguments: Any) -> Any:
-        """Call a hook of one plugin that is loaded; None when it returned None."""
+        """Call a hook of the loaded plugin ``name`` and return its result."""
         others = [plugin for other, plugin in self._manager.list_name_plugin() if other != name and plugin is not None]
         results = self._manager.subset_hook_caller(hook, others)(**arguments)
-        return results[0] if results else None  # pluggy drops a result of None
+        return results[0] if results else None  # pluggy omits results that are None
 
-    def adapt(self, made: Any, info: Info) -> Any:
-        """Adapt what a plugin made to this version of the interface."""
-        version = self.group.version
-        return made if info.interface_max >= version else self.group.adapters[info.interface_max](made)
+    def create(self, hook: str, info: Info, *, failure: str, advice: str = "", **arguments: Any) -> Any:
+        """Call the hook of a described plugin that creates its product, and adapt the product to this interface version.
+
+        Raises the plugin's own :class:`OutriderError`, or :class:`BackendLoadError` with the texts ``failure`` and
+        ``advice`` for every other error.
+        """
+        try:
+            product = self.call(hook, info.name, **arguments)
+            is_current = info.interface_max >= self.group.version
+            return product if is_current else self.group.adapters[info.interface_max](product)
+        except (OutriderError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise BackendLoadError(sentence(failure, describe_error(error), advice)) from error
 
     def describe(self, offer: Offer) -> Info:
-        """Load one plugin, audit it and ask it what it is."""
+        """Load and audit one plugin, and return its description.
+
+        Raises :class:`BackendLoadError` if the plugin or its hook fails, and :class:`PluginContractError` for missing hooks,
+        an invalid description or an unsupported interface version.
+        """
         group, name = self.group, offer.entry_point.name
         self._load(offer)
         try:
@@ -217,20 +237,18 @@ class Plugins(Generic[Info]):
             )
         return info
 
-    # -- finding and loading ---------------------------------------------------------------------------------------
-
     def _installed(self) -> Installed:
         if self._known is not None:
             return self._known
-        found = installed(self.group.entry_points)
+        current = installed(self.group.entry_points)
         if self._once:
-            self._known = found
-        return found
+            self._known = current
+        return current
 
     def _offers(self, name: str | None = None) -> list[Offer]:
         group = self.group.entry_points
         selected = [ep for ep in self._installed().entry_points if ep.group == group and name in (None, ep.name)]
-        # One distribution may be visible twice, through its source tree and its installation.
+        # The import path can show one distribution twice: as a source tree and as an installation.
         unique = {
             (offer.distribution, offer.entry_point.name, offer.entry_point.value): offer for offer in map(Offer.of, selected)
         }
@@ -239,7 +257,7 @@ class Plugins(Generic[Info]):
     def _examine(
         self, name: str, offers: Sequence[Offer], verdicts: Mapping[EntryPoint, Verdict], *, load: bool
     ) -> Candidate[Info]:
-        found: Candidate[Info] = Candidate(
+        candidate: Candidate[Info] = Candidate(
             name=name,
             distribution=" and ".join(offer.distribution for offer in offers),
             entry_point=" and ".join(offer.entry_point.value for offer in offers),
@@ -248,24 +266,24 @@ class Plugins(Generic[Info]):
             advice="uninstall one of them",
         )
         if len(offers) > 1:
-            return found
+            return candidate
         if not load:
-            return replace(found, status="broken", reason="", advice="")
+            return replace(candidate, status="broken", reason="", advice="")
         verdict = verdicts[offers[0].entry_point]
-        found = replace(found, changes=verdict.changes)
-        advice = f"repair or uninstall {found.distribution}"
+        candidate = replace(candidate, changes=verdict.changes)
+        advice = f"repair or uninstall {candidate.distribution}"
         if verdict.harm:
-            return replace(found, status="broken", reason=f"plugin {offers[0].label}: {verdict.harm}", advice=advice)
+            return replace(candidate, status="broken", reason=f"plugin {offers[0].label}: {verdict.harm}", advice=advice)
         try:
             info = self.describe(offers[0])
         except BackendError as error:
-            return replace(found, status="broken", reason=str(error), advice=advice)
+            return replace(candidate, status="broken", reason=str(error), advice=advice)
         status: Status = "usable" if info.usable else "unusable"
         reason = info.reason if info.usable else info.reason or "the plugin says that it can't run here, and not why"
-        return replace(found, status=status, reason=reason, advice=info.advice, info=info)
+        return replace(candidate, status=status, reason=reason, advice=info.advice, info=info)
 
     def _load(self, offer: Offer) -> None:
-        """Load and register one plugin, behind a guard: what it raises never reaches another."""
+        """Load, audit and register one plugin."""
         name = offer.entry_point.name
         if self._manager.has_plugin(name):
             return
@@ -273,14 +291,14 @@ class Plugins(Generic[Info]):
             plugin = offer.entry_point.load()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # also SystemExit, and classes that aren't meant to be caught
+        except BaseException as error:  # an import can also raise SystemExit or a plugin's own BaseException
             raise BackendLoadError(f"plugin {offer.label} can't be loaded: {describe_error(error)}") from error
         try:
             _audit(self._manager, plugin, offer.label, self.group.hooks)
             self._manager.register(plugin, name=name)
         except BackendError:
             raise
-        except Exception as error:  # the plugin's own attributes can raise when they're looked at
+        except Exception as error:  # attribute access on the plugin can raise
             raise PluginContractError(
                 f"plugin {offer.label} can't be registered: {error}; expected one module for one name"
             ) from error
@@ -290,13 +308,13 @@ class Plugins(Generic[Info]):
 
 
 def _audit(manager: pluggy.PluginManager, plugin: object, label: str, hooks: type) -> None:
-    """Check what pluggy doesn't: that every hook is there, with every argument, under its own name."""
+    """Raise :class:`PluginContractError` unless ``plugin`` has every hook with every argument. pluggy checks neither."""
     expected = _hook_signatures(hooks)
     if inspect.isclass(plugin):
         raise PluginContractError(
-            f"plugin {label} is a class, expected a module (or an object) with the hooks {_listed(expected)}"
+            f"plugin {label} is a class, expected a module (or an object) with the hooks {', '.join(expected)}"
         )
-    found: dict[str, Any] = {}
+    implementations: dict[str, Any] = {}
     for attribute in dir(plugin):
         options = manager.parse_hookimpl_opts(plugin, attribute)
         if options is None:
@@ -306,58 +324,64 @@ def _audit(manager: pluggy.PluginManager, plugin: object, label: str, hooks: typ
             close = get_close_matches(hook, expected, n=1)
             raise PluginContractError(
                 f"plugin {label}: {hook!r} is marked as a hook but there is none of that name; "
-                f"{f'did you mean {close[0]!r}? ' if close else ''}hooks: {_listed(expected)}"
+                f"{f'did you mean {close[0]!r}? ' if close else ''}hooks: {', '.join(expected)}"
             )
         if options.get("wrapper") or options.get("hookwrapper"):
             raise PluginContractError(f"plugin {label}: hook {hook!r} is a wrapper, expected a plain implementation")
-        found[hook] = getattr(plugin, attribute)
+        implementations[hook] = getattr(plugin, attribute)
     for hook, signature in expected.items():
-        if hook not in found:
+        if hook not in implementations:
             undecorated = callable(getattr(plugin, hook, None))
             cause = "is there but isn't marked with @hookimpl" if undecorated else "is missing"
             raise PluginContractError(f"plugin {label}: hook {hook!r} {cause}; expected @hookimpl def {signature}")
-        wanted = list(inspect.signature(getattr(hooks, hook)).parameters)[1:]
-        parameters = inspect.signature(found[hook]).parameters.values()
-        # pluggy passes by name, and never to a parameter that has a default.
-        given = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
-        if sorted(given) != sorted(wanted) or len(given) != len(parameters):
+        required = list(inspect.signature(getattr(hooks, hook)).parameters)[1:]
+        actual = inspect.signature(implementations[hook])
+        # pluggy passes arguments by name, and skips parameters with a default.
+        accepted = [p.name for p in actual.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+        if sorted(accepted) != sorted(required) or len(accepted) != len(actual.parameters):
             raise PluginContractError(
-                f"plugin {label}: hook {hook!r} has the signature {hook}{inspect.signature(found[hook])}, expected "
+                f"plugin {label}: hook {hook!r} has the signature {hook}{actual}, expected "
                 f"{signature}: the same argument names, without defaults"
             )
 
 
 def _hook_signatures(hooks: type) -> dict[str, str]:
-    """Each hook of the specification with its signature, as a plugin must write it."""
+    """Return the signature of each specified hook as source text, by hook name."""
     signatures = {}
     for name, function in inspect.getmembers(hooks, inspect.isfunction):
         if not name.startswith("_"):
             signature = inspect.signature(function)
             text = f"{name}{signature.replace(parameters=list(signature.parameters.values())[1:])}"
-            signatures[name] = text.replace("'", "")  # annotations are strings here
+            signatures[name] = text.replace("'", "")  # postponed annotations have quotation marks
     return signatures
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
+def checked_product(offer: Offer, hook: str, product: Any, expected: type[Any], public_name: str) -> Any:
+    """Return ``product`` if it is an instance of ``expected``; raise :class:`PluginContractError` otherwise."""
+    if not isinstance(product, expected):
+        raise PluginContractError(
+            f"plugin {offer.label}: hook {hook} returned {type_name(product)}, expected a {expected.__name__}; the class "
+            f"must subclass {public_name}"
+        )
+    return product
 
 
 def sentence(*parts: str) -> str:
-    """Parts that are there, as ``what: why; what to do``."""
-    what, *rest = [part for part in parts if part]
-    return f"{what}: {'; '.join(rest)}" if rest else what
+    """Join the non-empty parts as ``failure: reason; advice``."""
+    first, *others = [part for part in parts if part]
+    return f"{first}: {'; '.join(others)}" if others else first
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and text, with the causes: an import fails because of a library that only the cause names."""
+    """Return type and text of an error and of its causes: often only the cause names a missing library."""
     texts: list[str] = []
-    seen: BaseException | None = error
-    while seen is not None and len(texts) < 4:
-        texts.append(str(seen) if isinstance(seen, OutriderError) else f"{type(seen).__name__}: {seen}")
-        seen = seen.__cause__
+    current: BaseException | None = error
+    while current is not None and len(texts) < 4:
+        texts.append(str(current) if isinstance(current, OutriderError) else f"{type(current).__name__}: {current}")
+        current = current.__cause__
     return " (caused by ".join(texts) + ")" * (len(texts) - 1)
 
 
 def type_name(value: object) -> str:
-    """A value's type, for messages."""
+    """Return a phrase for the type of ``value``, for messages."""
     return "None" if value is None else f"a {type(value).__name__}"

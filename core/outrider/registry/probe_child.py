@@ -22,37 +22,37 @@ from outrider.registry.children import end_with_parent
 
 
 def main(work: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-    """``work``: ``plugins``, each with ``name``, ``value``, ``group`` and ``describe``, the hook to call. ``environment``:
-    the process's own, as it is at any time.
+    """Load the plugins of ``work`` and report each one's effects on this process.
 
-    Standard output gets lines of JSON: ``{"begin": i}`` before plugin i, ``{"end": i, "changes": [...]}`` after it, and
-    ``{"done": true}``. What plugins print goes nowhere.
+    ``work["plugins"]`` has one mapping for each plugin with its ``name``, ``value``, ``group`` and ``describe``, the hook to
+    call. ``environment`` is ``os.environ``. The child writes JSON lines to standard output: ``{"begin": i}`` before plugin
+    i, ``{"end": i, "changes": [...]}`` after it, and finally ``{"done": true}``. Output of the plugins is discarded.
     """
     end_with_parent()
     report = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, 1)
+    os.dup2(null_device, 2)
 
-    def say(**line: object) -> None:
+    def write_line(**line: object) -> None:
         os.write(report, (json.dumps(line) + "\n").encode())
 
     torch_as_imported = _TorchAsImported()
     sys.meta_path.insert(0, torch_as_imported)
     for index, plugin in enumerate(work["plugins"]):
-        say(begin=index)
+        write_line(begin=index)
         before = _state(environment)
-        with suppress(BaseException):  # the parent meets it again, behind its guard
+        with suppress(BaseException):  # the parent loads the plugin again and reports the error
             _load(plugin)
         after = _state(environment)
-        # The first plugin that imports torch is held against torch as it was right after its import.
-        say(end=index, changes=_changes({**torch_as_imported.state, **before}, after))
-    say(done=True)
+        # If this plugin imports torch, compare with torch's state right after the import.
+        write_line(end=index, changes=_changes({**torch_as_imported.state, **before}, after))
+    write_line(done=True)
     os._exit(0)
 
 
 def _load(plugin: Mapping[str, str]) -> None:
-    """Load one plugin and let it describe itself, as the parent will."""
+    """Load one plugin and call its describing hook, as the parent does later."""
     manager = pluggy.PluginManager("outrider")
     loaded = EntryPoint(plugin["name"], plugin["value"], plugin["group"]).load()
     if manager.parse_hookimpl_opts(loaded, plugin["describe"]) is not None:
@@ -60,13 +60,13 @@ def _load(plugin: Mapping[str, str]) -> None:
 
 
 class _TorchAsImported(MetaPathFinder):
-    """Notes torch's global state right after torch was imported, whoever imports it."""
+    """An import hook that records torch's global state right after the first import of torch."""
 
     def __init__(self) -> None:
         self.state: Mapping[str, object] = {}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The module's own spec, with a loader that takes the note."""
+        """Return torch's usual spec with a loader that records the state; None for every other module."""
         del path, target
         if name != "torch":
             return None
@@ -74,19 +74,20 @@ class _TorchAsImported(MetaPathFinder):
         spec = find_spec(name)
         if spec is None or spec.loader is None:
             return spec
-        load = spec.loader.exec_module
+        exec_module = spec.loader.exec_module
 
-        def noting(module: ModuleType) -> None:
-            load(module)
+        def exec_and_record(module: ModuleType) -> None:
+            exec_module(module)
             self.state = _torch_state(module)
 
-        spec.loader.exec_module = noting  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_and_record  # type: ignore[method-assign]
         return spec
 
 
 def _state(environment: Mapping[str, str]) -> dict[str, object]:
-    """Global state that a plugin must not change. The import path isn't among it: the parent sets it. torch's is only there
-    once torch is imported.
+    """Return the global state that a plugin must not change, including torch's if torch is imported.
+
+    The import path isn't part of the state, because the parent process sets it.
     """
     torch = sys.modules.get("torch")
     return {
@@ -112,4 +113,4 @@ def _torch_state(torch: Any) -> dict[str, object]:
 
 
 def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> Sequence[str]:
-    return [what for what, value in before.items() if what in after and after[what] != value]
+    return [name for name, value in before.items() if name in after and after[name] != value]

@@ -1,9 +1,8 @@
-"""Finds out in a child process whether plugins can be loaded without harm to this one.
+"""Probe: load plugins in a child process first, to find those that hang or end a process.
 
-An import can hang, or end the process; no guard in the same process helps against that. The child loads the plugins one
-after another and reports which one it loads. If it hangs or dies, that plugin is the cause, and another child goes on with
-the rest. A plugin that loads without harm is remembered while its files stay the same. Whether a plugin can run here isn't
-remembered: it's asked each time.
+The child loads the plugins one by one and reports each start. If the child hangs or dies, the current plugin is the cause,
+and another child continues with the following plugins. The probe caches harmless plugins until their files change. It
+doesn't cache whether a plugin can run on this machine.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from typing import Any
 from outrider.registry.children import started
 
 LIMIT_S = 10.0
-"""Seconds that a plugin may take to be loaded and to describe itself."""
+"""Time limit for loading one plugin and calling its describing hook, in seconds."""
 
-_TRUSTED = "outrider"
-_NOTICED = 2  # counts what is noticed of a plugin: what was remembered of less is found out again
-_FILES = 2000  # a larger package has no fingerprint
-_ENTRIES = 500  # of the cache: the newest stay
-_CHILD = (
+_TRUSTED_DISTRIBUTION = "outrider"
+_PROBE_VERSION = 2  # part of the cache key; increase it when the child reports more effects
+_MAX_FINGERPRINT_FILES = 2000  # a package with more files has no fingerprint
+_MAX_CACHE_ENTRIES = 500  # the cache drops the oldest entries
+_CHILD_CODE = (
     "import sys, json, os; work = json.loads(sys.stdin.read()); sys.path[:] = work['path']; "
     "from outrider.registry.probe_child import main; main(work, os.environ)"
 )
@@ -42,72 +41,73 @@ _CHILD = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What loading a plugin does. ``harm``: how it harms the process; empty: it doesn't. ``changes``: the global state that
-    it changes.
-    """
+    """The effects of loading a plugin on the process."""
 
     harm: str = ""
+    """The reason why the plugin can't be loaded safely; empty if it can."""
     changes: tuple[str, ...] = ()
+    """Descriptions of the global process state that loading the plugin changes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """How plugins are probed. ``limit_s``: seconds for each. ``cache``: the directory in which verdicts are remembered; None:
-    nowhere. A verdict holds as long as the probe.
-    """
+    """The check of plugins in child processes. An object keeps its verdicts; a directory caches them between processes."""
 
     limit_s: float = LIMIT_S
+    """Time limit for each plugin, in seconds."""
     cache: Path | None = None
+    """The directory of the cache; None: no cache."""
     _verdicts: dict[EntryPoint, Verdict] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def verdicts(self, plugins: Sequence[EntryPoint], describe: str) -> dict[EntryPoint, Verdict]:
-        """A verdict for each plugin; ``describe`` is the hook by which it describes itself.
+        """Return a verdict for each plugin. ``describe``: the name of the describing hook.
 
-        Plugins of Outrider's own distribution, and those whose module this process has imported already, aren't probed.
+        Plugins of Outrider's distribution, and plugins whose module is already imported, count as harmless.
         """
-        found = self._verdicts
-        unknown = [plugin for plugin in plugins if plugin not in found]
-        known = self.remembered() if unknown else {}
+        verdicts = self._verdicts
+        unknown = [plugin for plugin in plugins if plugin not in verdicts]
+        cached = self.remembered() if unknown else {}
         keys: dict[EntryPoint, str | None] = {}
         for plugin in unknown:
             if _is_trusted(plugin):
-                found[plugin] = Verdict()
+                verdicts[plugin] = Verdict()
                 continue
             keys[plugin] = key = fingerprint(plugin)
-            if key is not None and key in known:
-                found[plugin] = Verdict(changes=known[key])
-        probed = in_child([plugin for plugin in plugins if plugin not in found], describe, limit_s=self.limit_s)
-        fresh = {key: verdict.changes for plugin, verdict in probed.items() if (key := keys[plugin]) and not verdict.harm}
-        if fresh:
-            self.remember(fresh)
-        found.update(probed)
-        return {plugin: found[plugin] for plugin in plugins}
+            if key is not None and key in cached:
+                verdicts[plugin] = Verdict(changes=cached[key])
+        probed = in_child([plugin for plugin in plugins if plugin not in verdicts], describe, limit_s=self.limit_s)
+        harmless = {key: verdict.changes for plugin, verdict in probed.items() if (key := keys[plugin]) and not verdict.harm}
+        if harmless:
+            self.remember(harmless)
+        verdicts.update(probed)
+        return {plugin: verdicts[plugin] for plugin in plugins}
 
     def remembered(self) -> dict[str, tuple[str, ...]]:
-        """What was loaded without harm: a key for each, with the global state that it changes."""
+        """Return the changes of global state for each cached harmless plugin, by fingerprint."""
         if self.cache is None:
             return {}
         try:
             data = json.loads((self.cache / "plugins.json").read_text(encoding="utf-8"))
             return {str(key): tuple(map(str, changes)) for key, changes in data.items()}
         except (OSError, ValueError, AttributeError, TypeError):
-            return {}  # not there, or not ours: it's made anew
+            return {}  # a missing or invalid cache is written again
 
-    def remember(self, fresh: Mapping[str, tuple[str, ...]]) -> None:
-        """Add to what :meth:`remembered` gives."""
+    def remember(self, harmless: Mapping[str, tuple[str, ...]]) -> None:
+        """Add entries to the cache, in the form of :meth:`remembered`."""
         if self.cache is None:
             return
-        known = {**self.remembered(), **fresh}
-        with suppress(OSError):  # a cache that can't be written costs time, nothing else
+        entries = {**self.remembered(), **harmless}
+        with suppress(OSError):  # without a cache the next process probes again
             self.cache.mkdir(parents=True, exist_ok=True)
-            scratch = self.cache / f"plugins.json.{os.getpid()}"
-            scratch.write_text(json.dumps(dict(list(known.items())[-_ENTRIES:])), encoding="utf-8")
-            scratch.replace(self.cache / "plugins.json")
+            temporary = self.cache / f"plugins.json.{os.getpid()}"
+            temporary.write_text(json.dumps(dict(list(entries.items())[-_MAX_CACHE_ENTRIES:])), encoding="utf-8")
+            temporary.replace(self.cache / "plugins.json")
 
 
 def fingerprint(plugin: EntryPoint) -> str | None:
-    """A key that changes with the plugin's version and files, with torch and with Python; None where there are no files to
-    look at. Imports nothing.
+    """Return a cache key that changes with the plugin's version and files, with torch, Outrider and Python.
+
+    Returns None if the plugin's package can't be found or has too many files. Imports nothing.
     """
     top = plugin.value.partition(":")[0].partition(".")[0].strip()
     try:
@@ -117,11 +117,11 @@ def fingerprint(plugin: EntryPoint) -> str | None:
     if spec is None:
         return None
     files: list[Path] = []
-    for place in spec.submodule_search_locations or ():
-        for path in Path(place).rglob("*"):
+    for directory in spec.submodule_search_locations or ():
+        for path in Path(directory).rglob("*"):
             if path.suffix in (".py", ".so", ".pyd"):
                 files.append(path)
-            if len(files) > _FILES:
+            if len(files) > _MAX_FINGERPRINT_FILES:
                 return None
     if spec.origin is not None:
         files.append(Path(spec.origin))
@@ -132,7 +132,7 @@ def fingerprint(plugin: EntryPoint) -> str | None:
     except OSError:
         return None
     version = plugin.dist.version if plugin.dist is not None else ""
-    given = (
+    identity = (
         plugin.group,
         plugin.name,
         plugin.value,
@@ -141,43 +141,43 @@ def fingerprint(plugin: EntryPoint) -> str | None:
         _version("outrider"),
         sys.version,
         stats,
-        _NOTICED,
+        _PROBE_VERSION,
     )
-    return hashlib.sha256(repr(given).encode("utf-8", "surrogateescape")).hexdigest()
+    return hashlib.sha256(repr(identity).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def in_child(plugins: Sequence[EntryPoint], describe: str, *, limit_s: float) -> dict[EntryPoint, Verdict]:
-    """Load the plugins in child processes: one, and one more for each plugin that ends it."""
-    found: dict[EntryPoint, Verdict] = {}
-    rest = list(plugins)
-    while rest:
-        verdicts = _run(rest, describe, limit_s)
-        found |= zip(rest, verdicts, strict=False)
-        rest = rest[len(verdicts) :]
-    return found
+    """Return a verdict for each plugin after loading it in a child process. A plugin that ends the child costs a new one."""
+    verdicts: dict[EntryPoint, Verdict] = {}
+    remaining = list(plugins)
+    while remaining:
+        next_verdicts = _run_child(remaining, describe, limit_s)
+        verdicts |= zip(remaining, next_verdicts, strict=False)
+        remaining = remaining[len(next_verdicts) :]
+    return verdicts
 
 
-def _run(plugins: Sequence[EntryPoint], describe: str, limit_s: float) -> list[Verdict]:
-    """The verdicts of one child, up to the plugin that ended it; at least one."""
-    offered = [{"name": p.name, "value": p.value, "group": p.group, "describe": describe} for p in plugins]
-    work = json.dumps({"path": [str(Path(entry).absolute()) for entry in sys.path], "plugins": offered})
+def _run_child(plugins: Sequence[EntryPoint], describe: str, limit_s: float) -> list[Verdict]:
+    """Return the verdicts of one child, up to the plugin that ended it. The list is never empty."""
+    entry_points = [{"name": p.name, "value": p.value, "group": p.group, "describe": describe} for p in plugins]
+    work = json.dumps({"path": [str(Path(entry).absolute()) for entry in sys.path], "plugins": entry_points})
     verdicts: list[Verdict] = []
     try:
         with started(
-            [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            [sys.executable, "-c", _CHILD_CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as child:
             assert child.stdin is not None
             assert child.stdout is not None
             with suppress(BrokenPipeError):
                 child.stdin.write(work.encode())
                 child.stdin.close()
-            lines = _Lines(child.stdout.fileno())
+            lines = _JsonLines(child.stdout.fileno())
             while True:
                 line = lines.next(limit_s)
                 if line is None:
                     return [*verdicts, Verdict(harm=f"it wasn't loaded within {limit_s:g} s")]
                 if not line:
-                    return [*verdicts, Verdict(harm=_ending(child.wait()))]
+                    return [*verdicts, Verdict(harm=_describe_exit(child.wait()))]
                 if "end" in line:
                     verdicts.append(Verdict(changes=tuple(line["changes"])))
                 if "done" in line:
@@ -187,32 +187,32 @@ def _run(plugins: Sequence[EntryPoint], describe: str, limit_s: float) -> list[V
         return [*verdicts, *[Verdict(harm=harm)] * (len(plugins) - len(verdicts))]
 
 
-class _Lines:
-    """Lines of JSON from a file descriptor, each with a time limit."""
+class _JsonLines:
+    """A reader of JSON lines from a file descriptor, with a time limit for each line."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._read = b""
+        self._buffer = b""
 
     def next(self, limit_s: float) -> dict[str, Any] | None:
-        """The next line; empty at the end of the file, None when the time is over."""
+        """Return the next line; an empty object at the end of the file, None after ``limit_s`` seconds."""
         end = time.monotonic() + limit_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._descriptor, selectors.EVENT_READ)
-            while b"\n" not in self._read:
-                left = end - time.monotonic()
-                if left <= 0 or not selector.select(left):
+            while b"\n" not in self._buffer:
+                remaining_s = end - time.monotonic()
+                if remaining_s <= 0 or not selector.select(remaining_s):
                     return None
-                piece = os.read(self._descriptor, 65536)
-                if not piece:
+                data = os.read(self._descriptor, 65536)
+                if not data:
                     return {}
-                self._read += piece
-        line, _, self._read = self._read.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        return found
+                self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        parsed: dict[str, Any] = json.loads(line)
+        return parsed
 
 
-def _ending(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"loading it ends the process with exit code {code}"
     with suppress(ValueError):
@@ -222,11 +222,11 @@ def _ending(code: int) -> str:
 
 def _is_trusted(plugin: EntryPoint) -> bool:
     module = plugin.value.partition(":")[0].strip()
-    return module in sys.modules or (plugin.dist is not None and plugin.dist.name == _TRUSTED)
+    return module in sys.modules or (plugin.dist is not None and plugin.dist.name == _TRUSTED_DISTRIBUTION)
 
 
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
-    except Exception:  # not there, or unreadable: both are one state
+    except Exception:  # missing and unreadable distributions count alike
         return ""

@@ -1,4 +1,4 @@
-"""Proposers by name: those that come with Outrider, and those of installed plugins."""
+"""Proposers of installed plugins, by name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider.device.errors import BackendLoadError, ConfigError, OutriderError, PluginContractError
+from outrider.device.errors import ConfigError
 from outrider.registry import Candidate, PluginGroup, Plugins
-from outrider.registry.plugins import describe_error, type_name
+from outrider.registry.plugins import checked_product
 from outrider.speculative.names import FIRST, OWN_PROPOSERS
 from outrider.speculative.plugin import PROPOSER_VERSION, PROPOSERS_GROUP, ProposerHooks, ProposerInfo
 
@@ -27,26 +27,27 @@ PROPOSERS = PluginGroup(
 
 
 def shadowed(candidate: Candidate[ProposerInfo]) -> Candidate[ProposerInfo]:
-    """The candidate; broken where its name is one of Outrider's own, which it can't take the place of."""
+    """Return the candidate, with the status ``broken`` if its name is that of a built-in proposer."""
     if candidate.name not in OWN_PROPOSERS:
         return candidate
     reason = f"{candidate.name!r} is the name of a proposer that comes with Outrider; nothing takes its place"
     return replace(candidate, status="broken", reason=reason, advice="the plugin needs another name")
 
 
-def plugin_builders(name: str, given: Collection[str] = ()) -> Mapping[str, Builder]:
-    """The builder of the installed plugin called ``name``; empty for a proposer of Outrider's and for one of ``given``.
+def plugin_builders(name: str, other_builders: Collection[str] = ()) -> Mapping[str, Builder]:
+    """Return the builder of the plugin called ``name``; empty for a built-in proposer or one of ``other_builders``.
 
-    Loads the named plugin alone. Raises :class:`ConfigError` for a name that no plugin offers, and what
-    :meth:`Plugins.usable_info` raises.
+    Loads only the named plugin. Raises :class:`ConfigError` for an unknown name, and the errors of
+    :meth:`Plugins.usable_info`.
     """
-    asked, name = name, name.removeprefix(FIRST)  # whose second part may be a plugin's
-    if name in OWN_PROPOSERS or name in given:
+    speculate, name = name, name.removeprefix(FIRST)  # a combined proposer's second part can be a plugin's
+    if name in OWN_PROPOSERS or name in other_builders:
         return {}
     plugins = Plugins(PROPOSERS)
     if name not in plugins.names:
         installed = f"; plugins: {', '.join(plugins.names)}" if plugins.names else "; no plugin brings another one"
-        raise ConfigError(f"speculate is {asked!r}; expected one of {', '.join(sorted({*OWN_PROPOSERS, *given}))}{installed}")
+        names = ", ".join(sorted({*OWN_PROPOSERS, *other_builders}))
+        raise ConfigError(f"speculate is {speculate!r}; expected one of {names}{installed}")
     plugins.usable_info(plugins.offer(name))
     return {name: lambda options: _build(plugins, name, options)}
 
@@ -54,18 +55,8 @@ def plugin_builders(name: str, given: Collection[str] = ()) -> Mapping[str, Buil
 def _build(plugins: Plugins[ProposerInfo], name: str, options: DraftOptions) -> Proposer:
     from outrider.speculative.proposer import Proposer
 
-    offer, info = plugins.offer(name), plugins.info(name)
-    try:
-        made = plugins.adapt(plugins.call("create_proposer", name, options=options), info)
-    except OutriderError:
-        raise
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise BackendLoadError(f"plugin {offer.label}: hook create_proposer failed: {describe_error(error)}") from error
-    if not isinstance(made, Proposer):
-        raise PluginContractError(
-            f"plugin {offer.label}: hook create_proposer returned {type_name(made)}, expected a Proposer; the class must "
-            "subclass outrider.speculative.proposer.Proposer"
-        )
-    return made
+    offer, hook = plugins.offer(name), "create_proposer"
+    failure = f"plugin {offer.label}: hook {hook} failed"
+    product = plugins.create(hook, plugins.info(name), failure=failure, options=options)
+    proposer: Proposer = checked_product(offer, hook, product, Proposer, "outrider.speculative.proposer.Proposer")
+    return proposer

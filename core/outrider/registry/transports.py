@@ -1,12 +1,12 @@
-"""Transports by name: those that come with Outrider, and those of installed plugins."""
+"""Transports by name. The built-in transports are plugins too."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outrider.device.errors import BackendLoadError, ConfigError, OutriderError, PluginContractError
+from outrider.device.errors import ConfigError
 from outrider.registry.backends import parse_spec
-from outrider.registry.plugins import PluginGroup, Plugins, describe_error, type_name
+from outrider.registry.plugins import PluginGroup, Plugins, checked_product
 from outrider.transports.plugin import TRANSPORT_VERSION, TRANSPORTS_GROUP, TransportHooks, TransportInfo
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ TRANSPORTS = PluginGroup(
 
 
 def get_transport(name: str) -> Transport:
-    """The transport that ``name`` says, as people type it: ``nixl``, ``nixl:devices=eth0``.
+    """Create the transport of a name such as ``nixl`` or ``nixl:devices=eth0``.
 
-    Raises :class:`ConfigError` for a name or an option that nobody offers, and what loading the plugin raises.
+    Raises :class:`ConfigError` for an unknown name or option, and the errors of :meth:`Plugins.usable_info`.
     """
     from outrider.transports.link import Transport
 
@@ -39,17 +39,7 @@ def get_transport(name: str) -> Transport:
         raise ConfigError(
             f"the transport {spec.name!r} has no option {unknown[0]!r}; it has {', '.join(info.options) or 'none'}"
         )
-    try:
-        made = plugins.adapt(plugins.call("create_transport", spec.name, options=spec.options), info)
-    except OutriderError:
-        raise
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise BackendLoadError(f"plugin {offer.label}: hook create_transport failed: {describe_error(error)}") from error
-    if not isinstance(made, Transport):
-        raise PluginContractError(
-            f"plugin {offer.label}: hook create_transport returned {type_name(made)}, expected a Transport; the class must "
-            "subclass outrider.transports.Transport"
-        )
-    return made
+    hook = "create_transport"
+    product = plugins.create(hook, info, failure=f"plugin {offer.label}: hook {hook} failed", options=spec.options)
+    transport: Transport = checked_product(offer, hook, product, Transport, "outrider.transports.Transport")
+    return transport

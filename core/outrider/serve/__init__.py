@@ -1,5 +1,6 @@
-"""The server: an API as OpenAI's, over an engine in a process of its own.
+"""HTTP server with OpenAI's API. The engine runs in a separate process.
 
-Nothing is imported here. :func:`outrider.serve.app.create_app` makes the application, :mod:`outrider.serve.service` is what
-its routes call, and :mod:`outrider.serve.command` is ``outrider serve``. All but the last need the extra ``serve``.
+:func:`outrider.serve.app.create_app` creates the application. Its routes call :mod:`outrider.serve.service`. The command
+``outrider serve`` is :mod:`outrider.serve.command`. Every module except the command needs the extra ``serve``. Importing this
+package imports none of them.
 """

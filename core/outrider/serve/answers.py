@@ -1,4 +1,4 @@
-"""Answers of completions and chats, whole and in chunks, as OpenAI writes them."""
+"""Response bodies of completions and chat completions in OpenAI's format: one JSON object, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -18,47 +18,52 @@ from outrider.serve.service import Generation
 
 
 class Writer:
-    """Writes the answer to one request. ``model``: as the client named it; ``fingerprint``: of the server's configuration."""
+    """The response to one request, written from the deltas of its generation."""
 
     def __init__(
         self,
-        asked: Sampling,
+        request: Sampling,
         generation: Generation,
         tokenizer: Tokenizer,
         *,
         fingerprint: str,
         readers: Sequence[Reader] = (),
     ) -> None:
-        """``readers``: of each choice of a chat."""
+        """``fingerprint`` identifies the server's configuration. ``readers`` has one tool-call reader for each choice of a
+        chat; it is empty for a completion.
+        """
         self._readers = readers
-        self._asked = asked
+        self._request = request
         self._generation = generation
         self._tokenizer = tokenizer
-        self._chat = isinstance(asked, ChatRequest)
-        logprobs = getattr(asked, "logprobs", None)
+        self._chat = isinstance(request, ChatRequest)
+        logprobs = getattr(request, "logprobs", None)
         self._logprobs = bool(logprobs) if self._chat else logprobs is not None
         kind = "chat.completion" if self._chat else "text_completion"
-        options = asked.stream_options
-        self._usage = options is not None and options.include_usage
-        self._usage_always = options is not None and options.include_usage and options.continuous_usage_stats
-        self._drafted = options is not None and options.include_drafted
+        options = request.stream_options
+        self._has_usage = options is not None and options.include_usage
+        self._has_usage_in_each_chunk = self._has_usage and options is not None and options.continuous_usage_stats
+        self._has_draft_details = options is not None and options.include_drafted
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": f"{kind}.chunk" if self._chat and asked.stream else kind,
+            "object": f"{kind}.chunk" if self._chat and request.stream else kind,
             "created": int(time.time()),
-            "model": asked.model,
+            "model": request.model,
             "system_fingerprint": fingerprint,
         }
 
-    # -- whole -----------------------------------------------------------------------------------------------------
+    # -- one JSON object ---------------------------------------------------------------------------------------------
 
     async def whole(self, echoed: Sequence[str] = ()) -> dict[str, Any]:
-        """The whole answer. ``echoed``: for each choice, text to put before its own."""
-        found: dict[int, list[Delta]] = {}
+        """Return the complete response once every choice has ended.
+
+        ``echoed`` has, for each choice, the prompt text to put before the generated text; it may be empty.
+        """
+        by_choice: dict[int, list[Delta]] = {}
         async for deltas in self._generation.deltas():
             for delta in deltas:
-                found.setdefault(delta.index, []).append(delta)
-        choices = [self._choice(index, found[index], echoed[index] if echoed else "") for index in sorted(found)]
+                by_choice.setdefault(delta.index, []).append(delta)
+        choices = [self._choice(index, by_choice[index], echoed[index] if echoed else "") for index in sorted(by_choice)]
         return {**self._head, "choices": choices, "usage": self.usage}
 
     def _choice(self, index: int, deltas: Sequence[Delta], echoed: str) -> dict[str, Any]:
@@ -69,46 +74,55 @@ class Writer:
             choice["message"] = self._message(index, text)
         else:
             choice["text"] = echoed + text
-        choice["logprobs"] = self._shown(entries, {index: len(echoed)}, index)
-        choice["finish_reason"] = self._reason(deltas[-1])
-        if self._asked.return_token_ids:
+        choice["logprobs"] = self._format_logprobs(entries, {index: len(echoed)}, index)
+        choice["finish_reason"] = self._finish_reason(deltas[-1])
+        if self._request.return_token_ids:
             choice["token_ids"] = [token for delta in deltas for token in delta.tokens]
         return choice
 
     def _message(self, index: int, text: str) -> dict[str, Any]:
-        said = self._readers[index].feed(text, last=True)
-        calls = [{name: value for name, value in call.items() if name != "index"} for call in said.pop("tool_calls", ())]
-        message = {"role": "assistant", "content": said.pop("content", None if calls else ""), "refusal": None, **said}
+        fields = self._readers[index].feed(text, last=True)
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in fields.pop("tool_calls", ())]
+        content = fields.pop("content", None if calls else "")
+        message = {"role": "assistant", "content": content, "refusal": None, **fields}
         return {**message, "tool_calls": calls} if calls else message
 
-    def _reason(self, delta: Delta) -> str | None:
-        """Why a choice ended, as OpenAI says it."""
+    def _finish_reason(self, delta: Delta) -> str | None:
         called = self._chat and self._readers[delta.index].called
         return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
 
-    def _shown(self, entries: Sequence[TokenLogprobs], offsets: dict[int, int], index: int) -> dict[str, Any] | None:
+    def _format_logprobs(
+        self, entries: Sequence[TokenLogprobs], offsets: dict[int, int], index: int
+    ) -> dict[str, Any] | None:
+        """Return the ``logprobs`` field of choice ``index``, or None if the client didn't ask for it.
+
+        ``offsets`` has the text offset of the next token by choice; a completion advances its own entry.
+        """
         if not self._logprobs:
             return None
         if self._chat:
             return chat_logprobs(self._tokenizer, entries)
-        shown, offsets[index] = completion_logprobs(self._tokenizer, entries, offsets.get(index, 0))
-        return shown
+        logprobs, offsets[index] = completion_logprobs(self._tokenizer, entries, offsets.get(index, 0))
+        return logprobs
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens so far."""
-        read, written = self._generation.prompt_tokens, self._generation.output_tokens
+        """The ``usage`` field: prompt tokens and the output tokens received so far, over all choices."""
+        prompt_tokens, output_tokens = self._generation.prompt_tokens, self._generation.output_tokens
         return {
-            "prompt_tokens": read,
-            "completion_tokens": written,
-            "total_tokens": read + written,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompt_tokens + output_tokens,
             "completion_tokens_details": {"accepted_draft_tokens": self._generation.accepted},
         }
 
-    # -- in chunks -------------------------------------------------------------------------------------------------
+    # -- a stream of chunks ------------------------------------------------------------------------------------------
 
     async def chunks(self, echoed: Sequence[str] = ()) -> AsyncIterator[bytes]:
-        """The answer as server-sent events, but for the last one, which says that it's done."""
+        """Yield the response as encoded server-sent events, except the final ``[DONE]`` event.
+
+        ``echoed`` has, for each choice, the prompt text of its first chunk; it may be empty.
+        """
         head = json.dumps(self._head, separators=(",", ":"))[:-1].encode()
         tail = self._tail()
         offsets: dict[int, int] = {}
@@ -121,69 +135,59 @@ class Writer:
             yield self._chunk(head, {"index": index, "text": text, "logprobs": None, "finish_reason": None}, tail)
             offsets[index] = len(text)
         async for deltas in generation.deltas():
-            tail = self._tail() if self._usage_always else tail
-            pieces = [
-                self._chunk(head, self._part(delta, offsets), tail, delta) for delta in _merged(deltas) if self._says(delta)
+            tail = self._tail() if self._has_usage_in_each_chunk else tail
+            chunks = [
+                self._chunk(head, self._chunk_choice(delta, offsets), tail, delta)
+                for delta in _merge_by_choice(deltas)
+                if self._has_content(delta)
             ]
-            if pieces:
-                yield b"".join(pieces)
-        if self._usage:
+            if chunks:
+                yield b"".join(chunks)
+        if self._has_usage:
             yield event({**self._head, "choices": [], "usage": self.usage})
 
     def _tail(self) -> bytes:
-        """What ends a chunk: the usage so far where each one has it."""
-        if self._usage_always:
+        """Return the end of a chunk after its choices: the ``usage`` field if the client asked for it, and the brace."""
+        if self._has_usage_in_each_chunk:
             return b',"usage":%b}\n\n' % json.dumps(self.usage, separators=(",", ":")).encode()
-        return b',"usage":null}\n\n' if self._usage else b"}\n\n"
+        return b',"usage":null}\n\n' if self._has_usage else b"}\n\n"
 
-    def _says(self, delta: Delta) -> bool:
-        """Whether there is anything to tell. A token whose character isn't complete has no text yet."""
+    def _has_content(self, delta: Delta) -> bool:
+        """Return whether the client gets a chunk for ``delta``. A token that ends inside a character has no text yet."""
         return bool(
             delta.text
             or delta.finish_reason
             or (self._logprobs and delta.logprobs)
-            or (delta.tokens and (self._asked.return_token_ids or self._drafted))
+            or (delta.tokens and (self._request.return_token_ids or self._has_draft_details))
         )
 
-    def _part(self, delta: Delta, offsets: dict[int, int]) -> dict[str, Any]:
-        part: dict[str, Any] = {"index": delta.index}
+    def _chunk_choice(self, delta: Delta, offsets: dict[int, int]) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": delta.index}
         if self._chat:
-            part["delta"] = self._readers[delta.index].feed(delta.text, last=delta.finish_reason is not None)
+            choice["delta"] = self._readers[delta.index].feed(delta.text, last=delta.finish_reason is not None)
         else:
-            part["text"] = delta.text
-        part["logprobs"] = self._shown(delta.logprobs, offsets, delta.index)
-        part["finish_reason"] = self._reason(delta)
-        if self._asked.return_token_ids:
-            part["token_ids"] = delta.tokens
-        return part
+            choice["text"] = delta.text
+        choice["logprobs"] = self._format_logprobs(delta.logprobs, offsets, delta.index)
+        choice["finish_reason"] = self._finish_reason(delta)
+        if self._request.return_token_ids:
+            choice["token_ids"] = delta.tokens
+        return choice
 
-    def _chunk(self, head: bytes, part: dict[str, Any], tail: bytes, delta: Delta | None = None) -> bytes:
-        said = b""
-        if self._drafted and delta is not None:
-            told = {"tokens": delta.pieces, "proposed": delta.proposed, "accepted": delta.drafted}
-            said = b',"outrider":' + json.dumps(told, separators=(",", ":")).encode()
-        choice = json.dumps(part, separators=(",", ":")).encode()
-        return b"".join((b"data: ", head, b',"choices":[', choice, b"]", said, tail))
+    def _chunk(self, head: bytes, choice: dict[str, Any], tail: bytes, delta: Delta | None = None) -> bytes:
+        draft_details = b""
+        if self._has_draft_details and delta is not None:
+            counts = {"tokens": delta.pieces, "proposed": delta.proposed, "accepted": delta.drafted}
+            draft_details = b',"outrider":' + json.dumps(counts, separators=(",", ":")).encode()
+        encoded = json.dumps(choice, separators=(",", ":")).encode()
+        return b"".join((b"data: ", head, b',"choices":[', encoded, b"]", draft_details, tail))
 
 
-def _merged(deltas: Sequence[Delta]) -> Sequence[Delta]:
-    """One delta for each choice, where a slow reader gets several at once."""
+def _merge_by_choice(deltas: Sequence[Delta]) -> Sequence[Delta]:
+    """Return one delta for each choice: a slow reader gets several deltas of a choice at once."""
     if len(deltas) == 1:
         return deltas
     merged: dict[int, Delta] = {}
     for delta in deltas:
-        before = merged.get(delta.index)
-        if before is None:
-            merged[delta.index] = delta
-            continue
-        merged[delta.index] = Delta(
-            delta.index,
-            before.text + delta.text,
-            before.tokens + delta.tokens,
-            before.logprobs + delta.logprobs,
-            delta.finish_reason,
-            before.drafted + delta.drafted,
-            before.proposed + delta.proposed,
-            before.pieces + delta.pieces,
-        )
+        earlier = merged.get(delta.index)
+        merged[delta.index] = delta if earlier is None else earlier.followed_by(delta)
     return list(merged.values())

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model writes: asked for by a guide, or found by transformers' parser of responses."""
+"""Tool calls in the text of a chat's choice: enforced by a guide, or found by transformers' response parser."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from outrider.errors import one_line
 from outrider.serve.errors import bad_request
 from outrider.serve.fields import ChatRequest, NamedTool
 
-_CALL = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
-_THINKING = {"open": "<think>", "close": "</think>", "repeats": False}
+_CALL_TEMPLATE = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
+_THINKING_TEMPLATE = {"open": "<think>", "close": "</think>", "repeats": False}
 FORMATS: Mapping[str, Mapping[str, Any]] = {
     "hermes": {
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
-            "reasoning_content": _THINKING,
+            "reasoning_content": _THINKING_TEMPLATE,
             "content": {},
             "tool_calls": {
                 "open": "<tool_call>",
                 "close": "</tool_call>",
                 "repeats": True,
                 "content": "json",
-                "transform": _CALL,
+                "transform": _CALL_TEMPLATE,
             },
         },
     },
@@ -58,42 +58,43 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
         },
     },
 }
-"""Ways in which families of models write calls, as transformers' ``response_template``: Hermes and Qwen; Mistral; Llama 3."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Tool-call formats of model families (Hermes and Qwen, Mistral, Llama 3), each a transformers ``response_template``."""
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Field names of response templates that the API reports as ``reasoning_content``."""
 
 
 class Reader(Protocol):
-    """Turns the text of one choice into deltas of a message, as it comes."""
+    """An incremental parser: turns the text of one choice into deltas of a chat message."""
 
     def feed(self, text: str, *, last: bool) -> dict[str, Any]:
-        """What is new; ``last``: no more text follows."""
+        """Return the message delta that ``text`` completes, possibly empty. ``last`` says that no more text follows."""
 
     @property
     def called(self) -> bool:
-        """Whether a tool was called."""
+        """Return whether the finish reason is ``tool_calls``."""
 
 
 class PlainReader:
-    """Text is content."""
+    """A reader that reports all text as message content."""
 
     called = False
 
     def feed(self, text: str, *, last: bool) -> dict[str, Any]:
-        """See :class:`Reader`."""
+        """Return ``text`` as content."""
         del last
         return {"content": text} if text else {}
 
 
 class NamedReader:
-    """The text is the arguments of one call, which a guide made sure of."""
+    """A reader for a named tool: all text is the arguments of one call. A guide has enforced their schema."""
 
-    called = False  # OpenAI's finish reason is then stop
+    called = False  # OpenAI's finish reason of a named tool is "stop"
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
 
     def feed(self, text: str, *, last: bool) -> dict[str, Any]:
-        """See :class:`Reader`."""
+        """Return ``text`` as arguments. The first delta also has the id and the name of the call."""
         del last
         if self._name is None:
             return {"tool_calls": [{"index": 0, "function": {"arguments": text}}]} if text else {}
@@ -104,127 +105,132 @@ class NamedReader:
 
 
 class ListReader:
-    """The text is a list of calls, which a guide made sure of; they come when it's whole."""
+    """A reader for a JSON list of calls, whose schema a guide has enforced. It reports all calls at the end of the text."""
 
     def __init__(self) -> None:
         self._text = ""
         self.called = False
 
     def feed(self, text: str, *, last: bool) -> dict[str, Any]:
-        """See :class:`Reader`."""
+        """Return nothing until the last text, then every call. A list that ``max_tokens`` truncated is content."""
         self._text += text
         if not last:
             return {}
         try:
-            calls = json.loads(self._text)
-            made = [_call(call["name"], json.dumps(call["arguments"])) for call in calls]
-        except (ValueError, KeyError, TypeError):  # cut off by max_tokens
+            listed = json.loads(self._text)
+            calls = [_call(call["name"], json.dumps(call["arguments"])) for call in listed]
+        except (ValueError, KeyError, TypeError):  # max_tokens truncated the list
             return {"content": self._text}
-        self.called = bool(made)
-        return {"tool_calls": [{"index": index, **call} for index, call in enumerate(made)]}
+        self.called = bool(calls)
+        return {"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]}
 
 
 class ParsedReader:
-    """The text is read by transformers' parser. Where it can't be, it's content as it stands, from there on."""
+    """A reader that uses transformers' response parser. After a parser error, all further text is content."""
 
     def __init__(self, template: Mapping[str, Any], prompt: str, tools: list[dict[str, Any]]) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
         self._parser: Any = ResponseParser(dict(template), prefix=prompt, tools=[*tools])
-        self._held = ""
+        self._unreported = ""
         self._count = 0
 
     @property
     def called(self) -> bool:
-        """See :class:`Reader`."""
+        """Return whether the parser has found at least one call."""
         return self._count > 0
 
     def feed(self, text: str, *, last: bool) -> dict[str, Any]:
-        """See :class:`Reader`."""
+        """Return content and reasoning as soon as the parser reports them, and each call when it is complete."""
         if self._parser is None:
             return {"content": text} if text else {}
-        self._held += text
+        self._unreported += text
         try:
             events = self._parser.feed(text)
             if last:
                 events = [*events, *self._parser.finalize()[1]]
-            return self._read(events)
-        except Exception:  # what a model writes needn't be what its template says
+            return self._delta_of(events)
+        except Exception:  # the model may write text that doesn't match its template
             self._parser = None
-            return {"content": self._held} if self._held else {}
+            return {"content": self._unreported} if self._unreported else {}
 
-    def _read(self, events: list[dict[str, Any]]) -> dict[str, Any]:
+    def _delta_of(self, events: list[dict[str, Any]]) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         for event in events:
             field, kind = event["field"], event["type"]
-            name = "reasoning_content" if field in _REASONING else field
+            name = "reasoning_content" if field in _REASONING_FIELDS else field
             if kind == "region_chunk" and name in ("content", "reasoning_content"):
                 delta[name] = delta.get(name, "") + event["text"]
-                self._held = ""
+                self._unreported = ""
             elif kind == "region_close" and name == "tool_calls":
                 value = event["value"]
                 for call in value if isinstance(value, list) else [value]:
-                    delta.setdefault("tool_calls", []).append(self._called(call))
-                self._held = ""
+                    delta.setdefault("tool_calls", []).append(self._numbered_call(call))
+                self._unreported = ""
         return delta
 
-    def _called(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _numbered_call(self, call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
         arguments = function["arguments"]
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        made = {"index": self._count, **_call(str(function["name"]), text)}
+        index = self._count
         self._count += 1
-        return made
+        return {"index": index, **_call(str(function["name"]), text)}
 
 
 class Calls:
-    """How calls of one request are asked for, and read. ``guide``: what the text must be, or None. ``special_tokens``:
-    whether readers need their spelling.
-    """
+    """The tool calls of one chat request: the guide that enforces them, and the readers that find them in the text."""
 
-    def __init__(self, asked: ChatRequest, template: Mapping[str, Any] | None) -> None:
-        """Raises :class:`~outrider.serve.errors.ApiError` for a choice of tools that can't be."""
-        self.guide: JsonSchema | None = None
+    guide: JsonSchema | None
+    """Schema that the text of each choice must follow; None if the text is free."""
+    special_tokens: bool
+    """Whether the readers need the spelling of special tokens in the text."""
+
+    def __init__(self, request: ChatRequest, template: Mapping[str, Any] | None) -> None:
+        """``template`` is the model's ``response_template``; None if the model has none.
+
+        Raises :class:`~outrider.serve.errors.ApiError` for a ``tool_choice`` that contradicts the other fields.
+        """
+        self.guide = None
         self.special_tokens = False
-        self._make: Callable[[str], Reader] = lambda prompt: PlainReader()
-        self._tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
-        choice = asked.tool_choice
+        self._make_reader: Callable[[str], Reader] = lambda prompt: PlainReader()
+        self._tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+        choice, response_format = request.tool_choice, request.response_format
         if choice not in (None, "none") and not self._tools:
             raise bad_request("tool_choice is only allowed when tools are given", "tool_choice")
         if isinstance(choice, NamedTool):
-            self._named(choice.function.name)
+            self._require_tool(choice.function.name)
         elif choice == "required":
-            most = {"maxItems": 1} if asked.parallel_tool_calls is False else {}
-            calls = {"type": "array", "minItems": 1, **most, "items": {"anyOf": [*map(_one, self._tools)]}}
-            self.guide = self._guide(calls)
-            self._make = lambda prompt: ListReader()
+            limit = {"maxItems": 1} if request.parallel_tool_calls is False else {}
+            calls = {"type": "array", "minItems": 1, **limit, "items": {"anyOf": [*map(_call_schema, self._tools)]}}
+            self.guide = self._make_guide(calls)
+            self._make_reader = lambda prompt: ListReader()
         elif template is not None and choice != "none":
             self.special_tokens = True
-            self._make = lambda prompt: ParsedReader(template, prompt, self._tools)
-        if self.guide is not None and asked.response_format is not None and asked.response_format.get("type") != "text":
+            self._make_reader = lambda prompt: ParsedReader(template, prompt, self._tools)
+        if self.guide is not None and response_format is not None and response_format.get("type") != "text":
             raise bad_request("response_format doesn't go with a tool_choice that asks for a call", "response_format")
 
     def reader(self, prompt: str) -> Reader:
-        """A reader for one choice, behind a prompt as the template wrote it."""
-        return self._make(prompt)
+        """Create a reader for one choice. ``prompt`` is the text that the chat template made of the conversation."""
+        return self._make_reader(prompt)
 
-    def _named(self, name: str) -> None:
-        found = next((tool["function"] for tool in self._tools if tool["function"]["name"] == name), None)
-        if found is None:
+    def _require_tool(self, name: str) -> None:
+        function = next((tool["function"] for tool in self._tools if tool["function"]["name"] == name), None)
+        if function is None:
             raise bad_request(f"tool_choice names {name!r}, which isn't among the tools", "tool_choice")
-        self.guide = self._guide(_parameters(found))
-        self._make = lambda prompt: NamedReader(name)
+        self.guide = self._make_guide(_parameters(function))
+        self._make_reader = lambda prompt: NamedReader(name)
 
     @staticmethod
-    def _guide(schema: dict[str, Any]) -> JsonSchema:
+    def _make_guide(schema: dict[str, Any]) -> JsonSchema:
         try:
             return JsonSchema(schema)
         except ConfigError as error:
             raise bad_request(f"the tools' parameters can't be enforced: {one_line(str(error))}", "tools") from error
 
 
-def _one(tool: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a call of this tool."""
+def _call_schema(tool: dict[str, Any]) -> dict[str, Any]:
     function = tool["function"]
     return {
         "type": "object",

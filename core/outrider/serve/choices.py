@@ -1,4 +1,4 @@
-"""The text of one sample as it comes, and the log-probabilities of its tokens as OpenAI writes them."""
+"""Text of one choice, decoded from the engine's outputs, and the log-probabilities of its tokens in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -14,22 +14,40 @@ from outrider.serve.messages import Output
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice. ``drafted``: how many of the tokens, the first ones, a draft had; it had ``proposed``."""
+    """The new text and tokens of one choice."""
 
     index: int
+    """Number of the choice in the response."""
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
     drafted: int = 0
+    """Number of ``tokens`` that are accepted draft tokens. They come first."""
     proposed: int = 0
+    """Number of draft tokens that the engine verified in this iteration."""
     pieces: list[tuple[str, bool]] = field(default_factory=list)
-    """The text of each token, and whether it was drafted; only where they were asked for."""
+    """Text of each token and whether the token was drafted. Empty unless the request asks for it."""
+
+    def followed_by(self, later: Delta) -> Delta:
+        """Return one delta that has the content of this delta and then the content of ``later``, of the same choice."""
+        return Delta(
+            self.index,
+            self.text + later.text,
+            self.tokens + later.tokens,
+            self.logprobs + later.logprobs,
+            later.finish_reason,
+            self.drafted + later.drafted,
+            self.proposed + later.proposed,
+            self.pieces + later.pieces,
+        )
 
 
 class ChoiceText:
-    """Makes the text of one sample from its outputs. ``special_tokens``: their spelling is part of the text, for a parser.
-    ``pieces``: deltas have the text of each token.
+    """A decoder of one choice: turns the token ids of its outputs into text, output by output.
+
+    With ``special_tokens`` the text includes the spelling of special tokens, which a tool-call parser needs. With ``pieces``
+    each delta has the text of each of its tokens. ``ends`` are the end-of-sequence tokens, which never have text.
     """
 
     def __init__(
@@ -43,37 +61,42 @@ class ChoiceText:
         pieces: bool = False,
     ) -> None:
         self.index = index
-        self._ends = ends  # these have no text, even where special tokens do
-        self._by_engine = bool(params.stop)  # it decides where the text ends
+        self._ends = ends
+        # With stop strings the engine decodes the text itself, because it has to find them.
+        self._text_from_engine = bool(params.stop)
         self._decoder = tokenizer.stream(special_tokens=special_tokens)
-        self._pieces = pieces
+        self._has_pieces = pieces
         self.finish_reason: str | None = None
-        self.count = 0
 
     def add(self, output: Output) -> Delta:
-        """Take an output in. Tokens whose text isn't certain give it later."""
+        """Decode the tokens of ``output`` and return the new text.
+
+        The text of a token that ends inside a character is part of a later delta. The last output flushes the decoder.
+        """
         decoder, tokens = self._decoder, output.tokens
-        self.count += len(tokens)
         self.finish_reason = output.finish_reason
         if output.finish_reason == "stop" and tokens and tokens[-1] in self._ends:
             tokens = tokens[:-1]
         pieces: list[str] = []
-        if self._pieces:
+        if self._has_pieces:
             pieces = [decoder.push(token) for token in tokens]
-        elif not self._by_engine and tokens:
+        elif not self._text_from_engine and tokens:
             pieces = [decoder.push(*tokens)]
-        if output.finish_reason is not None and (self._pieces or not self._by_engine):
+        if output.finish_reason is not None and (self._has_pieces or not self._text_from_engine):
             rest = decoder.flush()
             pieces = [*pieces[:-1], pieces[-1] + rest] if pieces else [rest]
-        text = (output.text or "") if self._by_engine else "".join(pieces)
+        text = (output.text or "") if self._text_from_engine else "".join(pieces)
         delta = Delta(self.index, text, output.tokens, output.logprobs, output.finish_reason, output.drafted, output.proposed)
-        if self._pieces:
-            delta.pieces = [(piece, place < output.drafted) for place, piece in enumerate(pieces) if piece]
+        if self._has_pieces:
+            delta.pieces = [(piece, index < output.drafted) for index, piece in enumerate(pieces) if piece]
         return delta
 
 
 def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], offset: int) -> tuple[dict[str, Any], int]:
-    """``logprobs`` of a completion, with the offset in its text of each token; the second result is where the next begins."""
+    """Return the ``logprobs`` field of a completion, and the text offset after its last token.
+
+    ``offset`` is the offset of the first token in the text of the choice, in characters.
+    """
     offsets, tokens = [], []
     for entry in entries:
         offsets.append(offset)
@@ -91,21 +114,21 @@ def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], 
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """``logprobs`` of a chat's choice."""
+    """Return the ``logprobs`` field of a choice of a chat completion."""
 
-    def shown(token: int, logprob: float) -> dict[str, Any]:
+    def token_entry(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.bytes_of(token)
         return {"token": data.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
 
     content = [
-        {**shown(entry.token, entry.logprob), "top_logprobs": [shown(token, value) for token, value in entry.top]}
+        {**token_entry(entry.token, entry.logprob), "top_logprobs": [token_entry(token, value) for token, value in entry.top]}
         for entry in entries
     ]
     return {"content": content, "refusal": None}
 
 
 def spelled(tokenizer: Tokenizer, token: int) -> str:
-    """A token as OpenAI's completions show it: its text, or its bytes where it's a part of a character."""
+    """Return the token's text as OpenAI's completions show it. A part of a character is shown as its bytes."""
     data = tokenizer.bytes_of(token)
     try:
         return data.decode()

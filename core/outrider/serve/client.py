@@ -1,4 +1,4 @@
-"""The server's side of the line to its engine: requests in, their outputs out, on one event loop."""
+"""The server's end of the connection to its engine: it submits requests and delivers their outputs, on one event loop."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from outrider.serve.messages import (
 
 
 class EngineGone(OutriderError):
-    """The engine has ended: its device was lost, its process died, or it was closed. No request is served any more."""
+    """The engine has ended: its device was lost, its process died, or it was closed. It serves no request."""
 
 
 class Inbox:
-    """Outputs of the requests of one caller, in the order in which they came. One task reads it.
+    """A queue of the outputs of one caller's requests, in the order of arrival. One task reads it.
 
-    :meth:`take` gives all that has come, so a caller that is slow gets more at once and the server keeps nothing twice.
+    :meth:`take` returns all queued outputs: a slow caller gets several at once.
     """
 
     def __init__(self) -> None:
@@ -42,28 +42,28 @@ class Inbox:
         self._error: BaseException | None = None
         self._wake: asyncio.Future[None] | None = None
         self.keys: set[int] = set()
-        """Requests that haven't ended."""
+        """Keys of the requests that haven't ended."""
 
     async def admitted(self) -> None:
-        """Wait until every request was checked by the engine. Raises :class:`RequestError` where one can't be served."""
+        """Wait until the engine has accepted every request. Raises :class:`RequestError` if the engine refuses one."""
         while self._waiting_for_admission and self._error is None:
             await self._sleep()
         if self._error is not None:
             raise self._error
 
     async def take(self) -> list[Output]:
-        """All outputs that have come; waits where there is none. Raises what :meth:`fail` was told, outputs first."""
+        """Return all queued outputs; wait if there is none. Raises the error of :meth:`fail` once the queue is empty."""
         while not self._outputs:
             if self._error is not None:
                 raise self._error
             await self._sleep()
-        taken, self._outputs = self._outputs, []
-        return taken
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def fail(self, error: BaseException) -> None:
-        """Let the reader raise this. The first error stays."""
+        """Make the reader raise ``error`` after the queued outputs. A second error is ignored."""
         self._error = self._error or error
-        self._rouse()
+        self._wake_reader()
 
     async def _sleep(self) -> None:
         self._wake = asyncio.get_running_loop().create_future()
@@ -72,7 +72,7 @@ class Inbox:
         finally:
             self._wake = None
 
-    def _rouse(self) -> None:
+    def _wake_reader(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -82,42 +82,42 @@ class Inbox:
 
     def _put(self, output: Output) -> None:
         self._outputs.append(output)
-        self._rouse()
+        self._wake_reader()
 
-    def _answer(self, key: int) -> None:
+    def _admit(self, key: int) -> None:
         self._waiting_for_admission.discard(key)
-        self._rouse()
+        self._wake_reader()
 
 
 @dataclass(slots=True)
 class _Open:
-    """One request on the way. ``left``: samples that haven't ended."""
-
     inbox: Inbox
-    left: int
+    num_running: int
+    """Number of samples that haven't ended."""
 
 
 class EngineClient(ABC):
-    """An engine that works elsewhere, as a server sees it. All methods belong to the event loop that :meth:`start` ran on,
-    and none of them waits for the device.
+    """A client of an engine that runs in another thread or process.
+
+    Call all methods on the event loop that :meth:`start` ran on. No method waits for the device.
     """
 
     def __init__(self) -> None:
         self._info: EngineInfo | None = None
         self._open: dict[int, _Open] = {}
-        self._samples = 0  # in all of them
+        self._num_samples = 0
         self._next_key = 1
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._listeners: list[Callable[[EngineGone], None]] = []
         self.snapshot: Snapshot | None = None
-        """The latest that the engine has told: at most a tenth of a second old while it works."""
+        """The engine's latest snapshot, at most 0.1 s old while the engine has requests. None before the first one."""
         self.error: EngineGone | None = None
-        """Why the engine is gone; None while it works."""
+        """The error that ended the engine; None while the engine runs."""
 
     # -- starting and ending ---------------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
-        """Make the engine, and wait for it. Raises :class:`EngineGone` where it can't be made."""
+        """Start the engine, wait until it is ready, and return its properties. Raises :class:`EngineGone` if it fails."""
         self._ready = asyncio.get_running_loop().create_future()
         await self._launch()
         self._info = await self._ready
@@ -125,33 +125,33 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End the engine; open requests are aborted. Allowed more than once."""
+        """End the engine, which aborts its open requests. May be called more than once."""
 
     @abstractmethod
     async def _launch(self) -> None:
-        """Start what runs the engine. Its events come to :meth:`_handle`."""
+        """Start the thread or the processes of the engine, whose events are passed to :meth:`_handle`."""
 
     @abstractmethod
     def _send(self, command: Command) -> None:
-        """Hand a command on, without waiting."""
+        """Send a command to the engine without waiting."""
 
     @property
     def info(self) -> EngineInfo:
-        """What of the engine doesn't change. Raises :class:`EngineGone` before :meth:`start` is through."""
+        """The engine's constant properties. Raises :class:`EngineGone` before :meth:`start` has returned."""
         if self._info is None:
             raise EngineGone("the engine hasn't started")
         return self._info
 
     def on_gone(self, listener: Callable[[EngineGone], None]) -> None:
-        """Call this, once, when the engine is gone without having been closed."""
+        """Register ``listener``, which is called once if the engine ends without :meth:`close`."""
         self._listeners.append(listener)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     @property
     def open_requests(self) -> int:
-        """Samples that haven't ended."""
-        return self._samples
+        """Number of samples, over all requests, that haven't ended."""
+        return self._num_samples
 
     def submit(
         self,
@@ -162,32 +162,32 @@ class EngineClient(ABC):
         priority: int = 0,
         media: Sequence[Media] = (),
     ) -> int:
-        """Queue a request whose outputs come to ``inbox``; returns its key. Raises :class:`EngineGone`."""
+        """Queue a request whose outputs are delivered to ``inbox``, and return its key. Raises :class:`EngineGone`."""
         if self.error is not None:
             raise self.error
         key = self._next_key
         self._next_key += 1
         self._open[key] = _Open(inbox, params.n)
-        self._samples += params.n
+        self._num_samples += params.n
         inbox._expect(key)
         self._send(Submit(key, tokens, params, priority, media))
         return key
 
     def abort(self, inbox: Inbox) -> int:
-        """End what is open of an inbox; nothing more comes to it. Returns how many samples that ended."""
-        ended = 0
+        """Abort the open requests of ``inbox``, which gets no output from now on. Returns the number of aborted samples."""
+        aborted = 0
         for key in list(inbox.keys):
-            ended += self._open.pop(key).left
+            aborted += self._open.pop(key).num_running
             if self.error is None:
                 self._send(Abort(key))
         inbox.keys.clear()
-        self._samples -= ended
-        return ended
+        self._num_samples -= aborted
+        return aborted
 
-    # -- from the engine -------------------------------------------------------------------------------------------
+    # -- events of the engine ----------------------------------------------------------------------------------------
 
     def _handle(self, events: Iterable[Event]) -> None:
-        """Take in what the engine told. On the event loop."""
+        """Handle events of the engine. Called on the event loop."""
         for event in events:
             if type(event) is Output:
                 self._deliver(event)
@@ -195,11 +195,11 @@ class EngineClient(ABC):
             match event:
                 case Admitted(key):
                     if key in self._open:
-                        self._open[key].inbox._answer(key)
+                        self._open[key].inbox._admit(key)
                 case Refused(key, message):
                     if key in self._open:
                         refused = self._open.pop(key)
-                        self._samples -= refused.left
+                        self._num_samples -= refused.num_running
                         inbox = refused.inbox
                         inbox.keys.discard(key)
                         inbox.fail(RequestError(message))
@@ -213,18 +213,21 @@ class EngineClient(ABC):
 
     def _deliver(self, output: Output) -> None:
         request = self._open.get(output.key)
-        if request is None:  # it was aborted meanwhile
+        if request is None:  # the server has aborted the request
             return
         if output.finish_reason is not None:
-            request.left -= 1
-            self._samples -= 1
-            if request.left == 0:
+            request.num_running -= 1
+            self._num_samples -= 1
+            if request.num_running == 0:
                 del self._open[output.key]
                 request.inbox.keys.discard(output.key)
         request.inbox._put(output)
 
     def _gone(self, error: EngineGone, *, expected: bool = False) -> None:
-        """The engine has ended: say so to every caller. The first error stays."""
+        """Record that the engine has ended, and make the callers of all open requests raise ``error``.
+
+        A second error is ignored. If the end is ``expected``, the listeners aren't called.
+        """
         if self.error is not None:
             return
         self.error = error

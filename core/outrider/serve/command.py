@@ -7,6 +7,7 @@ import functools
 import json
 import sys
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,17 +39,17 @@ _REFUSED_BY_ROLE = {
     "prefill": (*_HTTP_OPTIONS, "data_parallel", "prefill_server", "through_transformers", "trust_remote_code"),
     "decode": (*_HTTP_OPTIONS, "through_transformers", "trust_remote_code"),
 }
-"""Parameters of :func:`serve` that a role has no use for: an option that would be ignored is an error."""
+"""Parameters of :func:`serve` that have no effect with a role. Passing such an option is an error."""
 
 
-@with_options
-def serve(
-    context: typer.Context,
-    *,
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """The options of a server: address, names, API keys, templates and cache events."""
+
     host: Annotated[
         str,
         typer.Option("--host", metavar="ADDRESS", rich_help_panel=_SERVER, help="Address to listen on; 0.0.0.0: all."),
-    ] = "127.0.0.1",
+    ] = "127.0.0.1"
     port: Annotated[
         int | None,
         typer.Option(
@@ -59,7 +60,7 @@ def serve(
             rich_help_panel=_SERVER,
             help="Port to listen on; 0: any free port. Default: 8000; of role prefill 9500, of role decode 9600.",
         ),
-    ] = None,
+    ] = None
     name: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,7 +69,7 @@ def serve(
             rich_help_panel=_SERVER,
             help="Name of the model for clients. Repeatable. Default: the last part of --model.",
         ),
-    ] = None,
+    ] = None
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -78,14 +79,14 @@ def serve(
             help="File of API keys, one a line; a client must send one of them. OUTRIDER_API_KEY adds keys. Default: no key "
             "is needed. With --role prefill|decode: the secret of at least 16 bytes that all processes share.",
         ),
-    ] = None,
+    ] = None
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
             "--allow-origin", metavar="URL", rich_help_panel=_SERVER, help="Origin of web pages that may call the server."
         ),
-    ] = None,
-    chat_template: ChatTemplateOption = None,
+    ] = None
+    chat_template: ChatTemplateOption = None
     tool_format: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +96,7 @@ def serve(
             help="How the model writes tool calls: a known format, or a file with a response_template of transformers. "
             "Default: the checkpoint's response_template.",
         ),
-    ] = None,
+    ] = None
     kv_events: Annotated[
         str | None,
         typer.Option(
@@ -105,7 +106,7 @@ def serve(
             help="Publish the events of the prefix cache on ZMQ, in vLLM's format: tcp://*:5557 is bound, a host name is "
             "connected to. REPLAY, such as tcp://*:5558: where subscribers request the events that they missed.",
         ),
-    ] = None,
+    ] = None
     drain_seconds: Annotated[
         float,
         typer.Option(
@@ -115,7 +116,13 @@ def serve(
             rich_help_panel=_SERVER,
             help="Seconds that running requests have after SIGTERM.",
         ),
-    ] = 30.0,
+    ] = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleOptions:
+    """The options of disaggregated serving, and of serving on several ranks."""
+
     role: Annotated[
         str,
         typer.Option(
@@ -125,7 +132,7 @@ def serve(
             help="all: serve OpenAI's API. prefill: prefill prompts for decode servers. decode: decode for a DecodeClient, "
             "with prompts from prefill servers.",
         ),
-    ] = "all",
+    ] = "all"
     prefill_server: Annotated[
         list[str] | None,
         typer.Option(
@@ -134,7 +141,7 @@ def serve(
             rich_help_panel=_DISAGGREGATION,
             help="With --role decode: a prefill server. Repeatable.",
         ),
-    ] = None,
+    ] = None
     transport: Annotated[
         str,
         typer.Option(
@@ -143,52 +150,65 @@ def serve(
             rich_help_panel=_DISAGGREGATION,
             help="Plugin that transfers KV pages between the servers: nixl, torch, or an installed plugin's name.",
         ),
-    ] = "torch",
-    tensor_parallel: TensorParallelOption = 1,
-    data_parallel: DataParallelOption = 1,
-    options: ServerOptions,
-) -> Report | None:
+    ] = "torch"
+    tensor_parallel: TensorParallelOption = 1
+    data_parallel: DataParallelOption = 1
+
+
+@with_options
+def serve(context: typer.Context, *, http: HttpOptions, roles: RoleOptions, options: ServerOptions) -> Report | None:
     """Serve a model as OpenAI's API does; without --model the bundled one. Needs the extra: pip install 'outrider[serve]'.
 
     With --role, prefill and decode run in separate processes that exchange KV pages; these roles need no extra.
     """
     from outrider.cli.torch_probe import require_torch
 
-    _check_role(context, role)
-    if port is None:
-        port = _DEFAULT_PORTS[role]
-    if role == "all":
+    _check_role(context, roles.role)
+    port = _DEFAULT_PORTS[roles.role] if http.port is None else http.port
+    if roles.role == "all":
         require_serve()
     require_torch()
-    if role == "prefill":
+    if roles.role == "prefill":
         return serve_prefill(
-            host, port, transport=transport, secret_file=api_key_file, drain_s=drain_seconds, options=options
-        )
-    if role == "decode":
-        return serve_decode(
-            host,
+            http.host,
             port,
-            prefill_servers=prefill_server or (),
-            transport=transport,
-            secret_file=api_key_file,
-            drain_s=drain_seconds,
-            data_parallel=data_parallel,
+            transport=roles.transport,
+            secret_file=http.api_key_file,
+            drain_s=http.drain_seconds,
             options=options,
         )
+    if roles.role == "decode":
+        return serve_decode(
+            http.host,
+            port,
+            prefill_servers=roles.prefill_server or (),
+            transport=roles.transport,
+            secret_file=http.api_key_file,
+            drain_s=http.drain_seconds,
+            data_parallel=roles.data_parallel,
+            options=options,
+        )
+    _serve_api(port, http, roles, options)
+    return None
+
+
+def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: ServerOptions) -> None:
+    """Serve OpenAI's API until SIGTERM or SIGINT. Errors that don't need the model are raised before it is loaded."""
     from outrider.serve.config import ServeConfig
 
     speculation = options.speculation()
+    default_name = "outrider-bundled" if options.model is None else options.model.resolve().name
     config = ServeConfig(
-        names=tuple(name or ("outrider-bundled" if options.model is None else options.model.resolve().name,)),
-        drain_s=drain_seconds,
-        api_keys=_read_api_keys(api_key_file),
-        allow_origins=tuple(allow_origin or ()),
+        names=tuple(http.name or (default_name,)),
+        drain_s=http.drain_seconds,
+        api_keys=_read_api_keys(http.api_key_file),
+        allow_origins=tuple(http.allow_origin or ()),
     )
     make: Any = options.loader(speculation, max_requests=None, say=True)
-    if kv_events is not None:
-        make = _with_kv_events(make, kv_events)
-    template = None if chat_template is None else read_template(chat_template)
-    response_template = _read_tool_format(tool_format)
+    if http.kv_events is not None:
+        make = _with_kv_events(make, http.kv_events)
+    template = None if http.chat_template is None else read_template(http.chat_template)
+    response_template = _read_tool_format(http.tool_format)
     from outrider.serve.engine_ranks import engine_process
     from outrider.serve.logs import log_to_stderr
     from outrider.serve.prompts import Prompter, Wording
@@ -196,8 +216,7 @@ def serve(
     from outrider.serve.server import serve as serve_until_ended
     from outrider.serve.tracing import Spans
 
-    # Errors that don't need the model are reported before minutes of loading it.
-    check_listening("--host and --port", host, port)
+    check_listening("--host and --port", http.host, port)
     wording = Wording(speculation.model, chat_template=template, response_template=response_template)
     spans = Spans() if spans_from_environment() else None
     log_to_stderr("text" if sys.stderr.isatty() else "json")
@@ -205,19 +224,18 @@ def serve(
     def make_prompter(info: EngineInfo) -> Prompter:
         return Prompter(speculation.model, info, wording)
 
-    def started(host: str, port: int) -> None:
+    def report_started(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host
         sys.stdout.write(f"outrider: serving {config.names[0]} at http://{shown}:{port}\n")
         sys.stdout.flush()
 
-    address = Address(host=host, port=port)
-    engine = engine_process(make, tensor=tensor_parallel, data=data_parallel)
-    run_loop(serve_until_ended(engine, make_prompter, config, address, started=started, spans=spans))
-    return None
+    address = Address(host=http.host, port=port)
+    engine = engine_process(make, tensor=roles.tensor_parallel, data=roles.data_parallel)
+    run_loop(serve_until_ended(engine, make_prompter, config, address, started=report_started, spans=spans))
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Run the server on an event loop of its own: uvloop's if uvloop is installed."""
+    """Run the server on a new event loop, which is uvloop's if uvloop is installed."""
     if find_spec("uvloop") is None:
         asyncio.run(work)
         return
@@ -227,7 +245,7 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_role(context: typer.Context, role: str) -> None:
-    """Raise :class:`ConfigError` for an unknown role, and for a given option that the role has no use for."""
+    """Raise :class:`ConfigError` for an unknown role, and for an option that has no effect with the role."""
     if role not in _REFUSED_BY_ROLE:
         raise ConfigError(f"--role is {role!r}; expected one of {', '.join(_REFUSED_BY_ROLE)}")
     for parameter in context.command.params:
@@ -244,37 +262,39 @@ def _with_kv_events(make: Any, addresses: str) -> Any:
     return functools.partial(make_watched, make, address, replay or None)
 
 
-def _read_tool_format(given: str | None) -> dict[str, Any] | None:
-    """Return the response template of a known tool format or of a file; None if the checkpoint decides."""
-    if given is None:
+def _read_tool_format(tool_format: str | None) -> dict[str, Any] | None:
+    """Return the response template of a known format or of a file. None selects the checkpoint's template."""
+    if tool_format is None:
         return None
     from outrider.serve.calls import FORMATS
 
-    if given in FORMATS:
-        return dict(FORMATS[given])
-    if not given.endswith(".json"):
-        raise ConfigError(f"--tool-format is {given!r}; expected one of {', '.join(FORMATS)}, or a file that ends in .json")
-    return _read_json_object(Path(given))
+    if tool_format in FORMATS:
+        return dict(FORMATS[tool_format])
+    if not tool_format.endswith(".json"):
+        raise ConfigError(
+            f"--tool-format is {tool_format!r}; expected one of {', '.join(FORMATS)}, or a file that ends in .json"
+        )
+    return _read_json_object(Path(tool_format))
 
 
 def _read_api_keys(file: Path | None) -> tuple[str, ...]:
     """Return the API keys of the environment and of the file. Raises :class:`ConfigError` for a file without a key."""
-    found = list(api_keys_from_environment())
+    keys = list(api_keys_from_environment())
     if file is not None:
         lines = [line.strip() for line in read_utf8(file, "API keys", _MAX_FILE_BYTES).splitlines()]
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys:
+        file_keys = [line for line in lines if line and not line.startswith("#")]
+        if not file_keys:
             raise ConfigError(f"{file}: has no API key; expected one a line")
-        found += keys
-    return tuple(found)
+        keys += file_keys
+    return tuple(keys)
 
 
 def _read_json_object(file: Path) -> dict[str, Any]:
     text = read_utf8(file, "a response template", _MAX_FILE_BYTES)
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file}: has a {type(found).__name__}; expected a JSON object")
-    return found
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: has a {type(value).__name__}; expected a JSON object")
+    return value

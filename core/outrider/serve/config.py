@@ -1,4 +1,4 @@
-"""The configuration of a server."""
+"""The configuration of an HTTP server: limits, API keys and the model's names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from outrider.device import ConfigError
 from outrider.errors import shown
 
-_NUMBERS = {
+_RANGES = {
     "max_queued": (0, 2**20),
     "max_body_bytes": (1024, 2**34),
     "request_timeout_s": (0.001, 1e9),
@@ -19,33 +19,31 @@ _NUMBERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig:
-    """Limits and choices of a server, validated when made.
-
-    ``names``: names of the model for clients; the first one is shown, each one is accepted. ``max_queued``: samples that may
-    wait in addition to those that the engine runs; further requests get status 429. ``max_body_bytes``: maximum size of a
-    request's body. ``request_timeout_s``: from the request's arrival to its last token; ``body_timeout_s``: for its body to
-    arrive; ``write_timeout_s``: for a client to read a piece of its answer. ``drain_s``: time that running requests have once
-    the server is told to end.
-
-    ``api_keys``: a request to ``/v1`` must have one of them; empty: no key is needed. ``allow_origins``: origins of web pages
-    that may call the server from a browser.
-    """
+    """The configuration of a server. The constructor checks it and raises :class:`ConfigError`."""
 
     names: tuple[str, ...]
+    """Names of the model for clients. The server reports the first name and accepts all of them."""
     max_queued: int = 256
+    """Maximum number of waiting samples, in addition to those that the engine runs. Further requests get status 429."""
     max_body_bytes: int = 32 << 20
     request_timeout_s: float = 3600.0
+    """Maximum time from a request's arrival to its last token."""
     body_timeout_s: float = 60.0
+    """Maximum time until the whole body of a request has arrived."""
     write_timeout_s: float = 60.0
+    """Maximum time in which a client must read one piece of a streamed response."""
     drain_s: float = 30.0
+    """Time that running requests have to finish after SIGTERM or SIGINT."""
     api_keys: tuple[str, ...] = ()
+    """A request to ``/v1`` must have one of these keys. If there is none, no key is needed."""
     allow_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the server from a browser."""
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _NUMBERS.items():
+        for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-                raise ConfigError(f"{name} is {shown(value)}; expected a number from {least:g} to {most:g}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ConfigError(f"{name} is {shown(value)}; expected a number from {low:g} to {high:g}")
         if not self.names or not all(isinstance(name, str) and name for name in self.names):
             raise ConfigError(f"names is {shown(self.names)}; expected at least one name of the model")
         if not all(isinstance(key, str) and key and key.isascii() and key.isprintable() for key in self.api_keys):

@@ -1,4 +1,4 @@
-"""The engine's side of a server: commands in, events out, one batch of them for an iteration."""
+"""The loop that runs an engine for a server: it receives commands before each iteration and sends events after it."""
 
 from __future__ import annotations
 
@@ -12,57 +12,64 @@ from outrider.engine.engine import Engine
 from outrider.engine.requests.request import StepOutput
 from outrider.serve.messages import Abort, Admitted, Command, Event, Output, Refused, Snapshot, Stop, Submit
 
-_FAILURES = 8
-"""Recoverable failures in a row after which the engine is given up."""
-_COMPILERS = 2
-_GLANCE_S = 0.01
-"""So often an engine that only waits for guides looks for commands."""
-_SNAPSHOT_S = 0.1
-"""Between two snapshots, while the engine works."""
+_MAX_CONSECUTIVE_FAILURES = 8
+"""Number of consecutive recoverable device failures after which the loop raises the error."""
+_NUM_COMPILER_THREADS = 2
+_GUIDE_POLL_INTERVAL_S = 0.01
+"""Interval in which the loop checks for commands while its only requests wait for their guides."""
+_SNAPSHOT_INTERVAL_S = 0.1
+"""Minimum time between two snapshots while the engine has requests."""
 
 
 class Port(Protocol):
-    """The engine's end of the line to its server."""
+    """The engine's end of the connection to its server."""
 
     def take(self, *, block: bool) -> Sequence[Command]:
-        """The commands that have come, in order. ``block``: wait for one. A server that is gone says :class:`Stop`."""
+        """Return the commands received since the last call, in order. With ``block`` wait for at least one.
+
+        If the server is gone, the port returns :class:`Stop`.
+        """
 
     def send(self, events: Sequence[Event]) -> None:
-        """Tell the server. What it doesn't read in time is kept for it."""
+        """Send ``events`` to the server. Events that the server hasn't read yet are queued."""
 
 
 class EngineLoop:
-    """Runs an engine for a server, in the thread that owns the engine.
+    """The loop of an engine that serves, in the thread that owns the engine.
 
-    Recoverable failures of the device are retried: requests keep their tokens. Any other error ends the loop.
+    The loop retries recoverable device failures, and requests keep their tokens. Any other error ends the loop.
     """
 
     def __init__(self, engine: Engine, port: Port) -> None:
         self._engine = engine
         self._port = port
-        self._place: dict[int, tuple[int, int]] = {}  # of an engine's request: its key and which sample it is
-        self._ids: dict[int, list[int]] = {}  # of a key: the requests that haven't ended
+        self._sample_of: dict[int, tuple[int, int]] = {}
+        """(key, number of the sample) of each engine request that hasn't ended, by request id."""
+        self._request_ids: dict[int, list[int]] = {}
+        """Ids of the engine requests that haven't ended, by key."""
         self._events: list[Event] = []
         self._step_s = 0.0
-        self._told = float("-inf")  # when the last snapshot was sent
-        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="outrider-guides")
-        self._compiling: dict[int, tuple[Submit, Future[None]]] = {}  # requests whose guides are being compiled
+        self._snapshot_time = float("-inf")
+        self._compilers = ThreadPoolExecutor(_NUM_COMPILER_THREADS, thread_name_prefix="outrider-guides")
+        self._compiling: dict[int, tuple[Submit, Future[None]]] = {}
+        """Requests whose guides are being compiled, by key."""
 
     def run(self) -> None:
-        """Serve until the server says stop. Raises the error that ended the engine."""
+        """Serve until the server sends :class:`Stop`. Raises the error that ended the engine."""
         engine = self._engine
         failures = 0
         while True:
-            idle = not engine.has_unfinished
-            if idle and self._compiling:
-                wait([future for _, future in self._compiling.values()], timeout=_GLANCE_S, return_when=FIRST_COMPLETED)
-            elif idle:
-                self._tell(idle=True)
-            for command in self._port.take(block=idle and not self._compiling):
+            is_idle = not engine.has_unfinished
+            if is_idle and self._compiling:
+                futures = [future for _, future in self._compiling.values()]
+                wait(futures, timeout=_GUIDE_POLL_INTERVAL_S, return_when=FIRST_COMPLETED)
+            elif is_idle:
+                self._send_events(is_idle=True)
+            for command in self._port.take(block=is_idle and not self._compiling):
                 if isinstance(command, Stop):
-                    self._end()
+                    self._stop()
                     return
-                self._obey(command)
+                self._execute(command)
             self._admit_compiled()
             if engine.has_unfinished:
                 began = time.perf_counter()
@@ -71,38 +78,38 @@ class EngineLoop:
                     failures = 0
                 except DeviceError as error:
                     failures += 1
-                    if error.device_lost or failures >= _FAILURES:
+                    if error.device_lost or failures >= _MAX_CONSECUTIVE_FAILURES:
                         raise
                     continue
                 finally:
                     self._step_s += time.perf_counter() - began
                 for output in outputs:
-                    self._note(output)
-            self._tell()
+                    self._queue_output(output)
+            self._send_events()
 
-    def _tell(self, *, idle: bool = False) -> None:
-        """Send what has happened; a snapshot with it where the last one is old, or the engine is about to wait."""
+    def _send_events(self, *, is_idle: bool = False) -> None:
+        """Send the queued events, and a snapshot if the last one is old or the engine is about to wait for commands."""
         now = time.perf_counter()
-        if idle or now - self._told >= _SNAPSHOT_S:
+        if is_idle or now - self._snapshot_time >= _SNAPSHOT_INTERVAL_S:
             self._events.append(Snapshot(self._engine.stats, self._engine.load, self._step_s))
-            self._told = now
+            self._snapshot_time = now
         if self._events:
             self._port.send(self._events)
             self._events = []
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case Submit():
                 guide = command.params.guide
                 if guide is None:
                     self._admit(command)
-                else:  # compiling takes up to seconds: requests that run don't wait for it
+                else:  # compilation takes up to seconds; a thread compiles while other requests run
                     compiled = self._compilers.submit(self._engine.compile_guide, guide)
                     self._compiling[command.key] = (command, compiled)
             case Abort(key):
                 self._compiling.pop(key, None)
-                for request in self._ids.pop(key, ()):
-                    del self._place[request]
+                for request in self._request_ids.pop(key, ()):
+                    del self._sample_of[request]
                     self._engine.abort(request)
 
     def _admit(self, command: Submit) -> None:
@@ -115,12 +122,12 @@ class EngineLoop:
             self._events.append(Refused(key, str(error)))
             return
         ids = list(range(first, first + params.n))
-        self._ids[key] = ids
-        self._place.update({request: (key, sample) for sample, request in enumerate(ids)})
+        self._request_ids[key] = ids
+        self._sample_of.update({request: (key, sample) for sample, request in enumerate(ids)})
         self._events.append(Admitted(key))
 
     def _admit_compiled(self) -> None:
-        """Admit the requests whose guides are ready, or refuse them."""
+        """Admit each request whose guide has been compiled, and refuse each request whose guide can't be compiled."""
         for key, (command, compiled) in list(self._compiling.items()):
             if not compiled.done():
                 continue
@@ -131,27 +138,27 @@ class EngineLoop:
             else:
                 self._events.append(Refused(key, str(error)))
 
-    def _note(self, output: StepOutput) -> None:
-        place = self._place.get(output.request_id)
-        if place is None:
+    def _queue_output(self, output: StepOutput) -> None:
+        key_and_sample = self._sample_of.get(output.request_id)
+        if key_and_sample is None:  # the request was aborted
             return
-        key, sample = place
+        key, sample = key_and_sample
         reason = output.finish_reason
         if reason is not None:
-            del self._place[output.request_id]
-            left = self._ids[key]
-            left.remove(output.request_id)
-            if not left:
-                del self._ids[key]
-        ended = None if reason is None else str(reason)
-        said = (output.logprobs, output.text, output.error, output.drafted, output.proposed, output.refused)
-        self._events.append(Output(key, sample, output.tokens, ended, *said))
+            del self._sample_of[output.request_id]
+            running = self._request_ids[key]
+            running.remove(output.request_id)
+            if not running:
+                del self._request_ids[key]
+        finish_reason = None if reason is None else str(reason)
+        details = (output.logprobs, output.text, output.error, output.drafted, output.proposed, output.refused)
+        self._events.append(Output(key, sample, output.tokens, finish_reason, *details))
 
-    def _end(self) -> None:
-        """Abort what runs, and leave the device at rest."""
+    def _stop(self) -> None:
+        """Abort all requests, wait until the device is idle, and send the last events."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
-        for key in list(self._ids):
-            self._obey(Abort(key))
+        for key in list(self._request_ids):
+            self._execute(Abort(key))
         self._engine.drain()
         self._engine.step()
-        self._tell(idle=True)
+        self._send_events(is_idle=True)

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, over a pair of sockets that nobody else can reach."""
+"""An engine in a child process. Server and child communicate over a socket pair, which no other process can open."""
 
 from __future__ import annotations
 
@@ -18,17 +18,26 @@ from outrider.serve.engine_loop import EngineLoop
 from outrider.serve.messages import Command, EngineInfo, Event, Failed, Ready, Stop
 from outrider.serve.wire import Frames, command_of_wire, command_to_wire, event_of_wire, event_to_wire, frame
 
-_PIECE = 1 << 18
-_BUFFER = 8 << 20
-_PATIENCE_S = 10.0
-"""So long the process may take to end once it was told to."""
+_RECEIVE_BYTES = 1 << 18
+_SOCKET_BUFFER_BYTES = 8 << 20
+_EXIT_TIMEOUT_S = 10.0
+"""Time that a child process has to exit after it was told to end. Then it is killed."""
+
+
+async def join_or_kill(process: Any) -> None:
+    """Wait for a child process to exit, and kill it after ``_EXIT_TIMEOUT_S``."""
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(None, process.join, _EXIT_TIMEOUT_S)
+    if process.is_alive():
+        process.kill()
+        await loop.run_in_executor(None, process.join)
 
 
 class EngineProcess(EngineClient):
-    """Runs an engine in a child process, which ends when this one does, whatever ends it.
+    """A client that runs the engine in a child process. The child ends when this process ends, even if it is killed.
 
-    ``make`` returns the engine; it's pickled, and called in the child. The child takes no notice of SIGINT and SIGTERM, which
-    come to a whole group of processes: its parent tells it to end.
+    ``make`` is pickled, and called in the child, where it returns the engine. The child ignores SIGINT and SIGTERM, which a
+    terminal sends to the whole process group: only :meth:`close` ends the child.
     """
 
     def __init__(self, make: Callable[[], Engine]) -> None:
@@ -40,58 +49,53 @@ class EngineProcess(EngineClient):
 
     @property
     def pid(self) -> int | None:
-        """The child's process id, once it was started."""
+        """Process id of the child; None before the start."""
         return None if self._process is None else self._process.pid
 
     async def close(self) -> None:
-        """Tell the process to end, and wait for that; where it doesn't, kill it."""
+        """Tell the child to end and wait until it has exited. A child that doesn't exit in time is killed."""
         self._gone(EngineGone("the engine was closed"), expected=True)
         if self._process is None:
             return
         if self._transport is not None and not self._transport.is_closing():
             self._send(Stop())
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._process.join, _PATIENCE_S)
-        if self._process.is_alive():
-            self._process.kill()
-            await loop.run_in_executor(None, self._process.join)
+        await join_or_kill(self._process)
         if self._transport is not None:
             self._transport.close()
 
     async def _launch(self) -> None:
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
+        server_end, child_end = socket.socketpair()
+        for end in (server_end, child_end):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 with suppress(OSError):
-                    end.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+                    end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_serve, args=(self._make, theirs), name="outrider-engine", daemon=True)
-        # From this thread: the child ends with the thread that started it. That takes some milliseconds.
+        self._process = context.Process(target=_serve, args=(self._make, child_end), name="outrider-engine", daemon=True)
+        # Not in an executor: the kernel ends the child when the thread that started it ends. The call takes milliseconds.
         with deaf_from_the_start():
             self._process.start()
-        theirs.close()
-        ours.setblocking(False)
-        transport, _ = await asyncio.get_running_loop().create_connection(lambda: _Line(self), sock=ours)
+        child_end.close()
+        server_end.setblocking(False)
+        transport, _ = await asyncio.get_running_loop().create_connection(lambda: _EventProtocol(self), sock=server_end)
         self._transport = transport
 
     def _send(self, command: Command) -> None:
         assert self._transport is not None
         self._transport.write(frame(command_to_wire(command)))
 
-    def _hung_up(self) -> None:
-        """The child's end is closed: it has ended, or is about to."""
+    def _handle_disconnect(self) -> None:
         if self.error is None:
-            self._waiting = asyncio.get_running_loop().create_task(self._say_how_it_ended())
+            self._waiting = asyncio.get_running_loop().create_task(self._report_exit())
 
-    async def _say_how_it_ended(self) -> None:
+    async def _report_exit(self) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self._process.join, 1.0)
         code = self._process.exitcode
         how = "hung up" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._gone(EngineGone(f"the engine's process {how}"))
 
 
-class _Line(asyncio.Protocol):
-    """Cuts what the child sends into frames."""
+class _EventProtocol(asyncio.Protocol):
+    """The asyncio protocol of the server's end: decodes the child's frames and passes the events to the client."""
 
     def __init__(self, client: EngineProcess) -> None:
         self._client = client
@@ -103,49 +107,49 @@ class _Line(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
-        self._client._hung_up()
+        self._client._handle_disconnect()
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
 class _ChildPort:
-    """The engine's end of the line."""
+    """The engine's end of the socket pair."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
         self._frames = Frames()
 
     def take(self, *, block: bool) -> Sequence[Command]:
-        """See :class:`~outrider.serve.engine_loop.Port`."""
-        taken: list[Command] = []
-        while not taken:
-            if not block and not select.select([self._line], [], [], 0)[0]:
+        """Return the commands in the socket. A closed connection means that the server is gone."""
+        commands: list[Command] = []
+        while not commands:
+            if not block and not select.select([self._socket], [], [], 0)[0]:
                 break
-            piece = self._line.recv(_PIECE)
+            piece = self._socket.recv(_RECEIVE_BYTES)
             if not piece:
                 return [Stop()]
-            taken.extend(command_of_wire(command) for command in self._frames.add(piece))
-        return taken
+            commands.extend(command_of_wire(command) for command in self._frames.add(piece))
+        return commands
 
     def send(self, events: Sequence[Event]) -> None:
-        """See :class:`~outrider.serve.engine_loop.Port`."""
-        self._line.sendall(frame([event_to_wire(event) for event in events]))
+        """Send ``events`` in one frame. Blocks while the socket's buffers are full."""
+        self._socket.sendall(frame([event_to_wire(event) for event in events]))
 
 
-def _serve(make: Callable[[], Engine], line: socket.socket) -> None:
-    """What the child runs."""
+def _serve(make: Callable[[], Engine], sock: socket.socket) -> None:
+    """Run the engine in the child: the target of :class:`EngineProcess`."""
     stay_deaf()
     end_with_parent()
-    port = _ChildPort(line)
+    port = _ChildPort(sock)
     try:
         engine = make()
         port.send([Ready(EngineInfo.of(engine))])
         EngineLoop(engine, port).run()
-        engine.close()  # other ranks end with it
+        engine.close()  # ends the other ranks
     except (BrokenPipeError, ConnectionResetError):  # the server is gone
         os._exit(1)
     except BaseException as error:
         with suppress(OSError):
             port.send([Failed(f"{type(error).__name__}: {error}")])
-        os._exit(1)  # what a lost device leaves behind can't be relied on to end by itself
+        os._exit(1)  # after a lost device, the vendor runtime's exit handlers may hang

@@ -1,4 +1,4 @@
-"""An engine on several ranks of this host: each a process of its own, the first of which serves."""
+"""An engine on several ranks of this host, with one child process for each rank. The server talks to the first rank."""
 
 from __future__ import annotations
 
@@ -13,26 +13,23 @@ from outrider.cli.rank_processes import Joined
 from outrider.engine.engine import Engine
 from outrider.registry.children import deaf_from_the_start, end_with_parent, stay_deaf
 from outrider.serve.client import EngineGone
-from outrider.serve.engine_process import EngineProcess
-
-_PATIENCE_S = 10.0
-"""So long ranks may take to end once the first one has."""
+from outrider.serve.engine_process import EngineProcess, join_or_kill
 
 
 def engine_process(make: Callable[..., Engine], *, tensor: int = 1, data: int = 1) -> EngineProcess:
-    """An engine in a process, or on several ranks with a process each."""
+    """Return a client of an engine in one child process, or of ``tensor`` x ``data`` ranks in one child process each."""
     return EngineProcess(make) if tensor * data == 1 else EngineRanks(make, tensor=tensor, data=data)
 
 
 class EngineRanks(EngineProcess):
-    """Runs ``tensor`` times ``data`` ranks of one engine in child processes, which end when this one does.
+    """A client that runs ``tensor`` x ``data`` ranks of one engine in child processes, which end when this process ends.
 
-    ``make`` returns a rank's engine; it's pickled, called in each child, and given the ranks as ``joined``
-    (:class:`~outrider.cli.rank_processes.Joined`). Where one rank ends by itself, all do, and the engine is gone.
+    ``make`` is pickled and called in each child. It gets the ranks as the keyword argument ``joined``
+    (:class:`~outrider.cli.rank_processes.Joined`) and returns the engine of its rank. If one rank ends, all ranks end.
     """
 
     def __init__(self, make: Callable[..., Engine], *, tensor: int = 1, data: int = 1) -> None:
-        self._every = make
+        self._make_rank = make
         self._tensor, self._data = tensor, data
         self._store: Any = None
         self._followers: list[Any] = []
@@ -40,20 +37,16 @@ class EngineRanks(EngineProcess):
         self.on_gone(self._lost)
 
     async def close(self) -> None:
-        """Tell the ranks to end, and wait for that; kill those that don't."""
+        """Tell the ranks to end and wait until all have exited. Ranks that don't exit in time are killed."""
         await super().close()
-        loop = asyncio.get_running_loop()
         for process in self._followers:
-            await loop.run_in_executor(None, process.join, _PATIENCE_S)
-            if process.is_alive():
-                process.kill()
-                await loop.run_in_executor(None, process.join)
+            await join_or_kill(process)
         self._store = None
 
     async def _launch(self) -> None:
-        # Importing torch takes a second, in which the event loop shouldn't stand still.
-        self._store = await asyncio.get_running_loop().run_in_executor(None, _meeting_place)
-        ranks = functools.partial(_Rank, self._every, self._tensor, self._data, port=self._store.port)
+        # In a thread: the import of torch takes a second, which would block the event loop.
+        self._store = await asyncio.get_running_loop().run_in_executor(None, _create_store)
+        ranks = functools.partial(_Rank, self._make_rank, self._tensor, self._data, port=self._store.port)
         context = multiprocessing.get_context("spawn")
         for rank in range(1, self._tensor * self._data):
             process = context.Process(target=ranks(rank=rank).follow, name=f"outrider-rank-{rank}", daemon=True)
@@ -70,18 +63,18 @@ class EngineRanks(EngineProcess):
 
 
 class _Rank:
-    """One rank, as its process makes it. Before that, it's what travels there."""
+    """A picklable description of one rank. Its process calls :meth:`engine` (rank 0) or :meth:`follow`."""
 
     def __init__(self, make: Callable[..., Engine], tensor: int, data: int, *, rank: int, port: int) -> None:
         self._make, self._tensor, self._data, self._rank, self._port = make, tensor, data, rank, port
 
     def engine(self) -> Engine:
-        """The engine of the first rank. The ranks part when the process ends."""
+        """Create and return the engine of rank 0. The process group lasts until the process ends."""
         become_rank(rank=self._rank, world=self._tensor * self._data, port=self._port)
         return self._make(joined=Joined(self._tensor, self._data))
 
     def follow(self) -> None:
-        """Do what the first rank does, until that ends."""
+        """Create this rank's engine and repeat the decisions of rank 0 until rank 0 ends."""
         stay_deaf()
         end_with_parent()
         become_rank(rank=self._rank, world=self._tensor * self._data, port=self._port)
@@ -89,7 +82,7 @@ class _Rank:
             self._make(joined=joined).follow()
 
 
-def _meeting_place() -> Any:
+def _create_store() -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

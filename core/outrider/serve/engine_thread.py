@@ -1,4 +1,4 @@
-"""An engine in a thread of the server's own process: for programs that embed the server, and for tests."""
+"""An engine in a thread of the server's process, for programs that embed the server and for tests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from outrider.serve.messages import Command, EngineInfo, Event, Failed, Ready, S
 
 
 class EngineThread(EngineClient):
-    """Runs an engine in a thread. ``make`` returns it, and is called in that thread; an engine that exists is adopted, and
-    its maker must no longer use it.
+    """A client that runs the engine in a thread.
 
-    The thread shares Python's lock with the event loop. For load, take :class:`~outrider.serve.engine_process.EngineProcess`.
+    ``make`` is an engine, or a function that returns one; the thread calls the function. The thread adopts an existing
+    engine: the thread that created the engine must not use it afterwards.
+
+    The thread shares Python's global interpreter lock with the event loop. Under load, use
+    :class:`~outrider.serve.engine_process.EngineProcess`.
     """
 
     def __init__(self, make: Engine | Callable[[], Engine]) -> None:
@@ -29,7 +32,7 @@ class EngineThread(EngineClient):
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     async def close(self) -> None:
-        """End the thread, and wait for that."""
+        """Tell the thread to end and wait until it has ended."""
         self._gone(EngineGone("the engine was closed"), expected=True)
         if self._thread.ident is not None:
             self._commands.put(Stop())
@@ -42,21 +45,21 @@ class EngineThread(EngineClient):
     def _send(self, command: Command) -> None:
         self._commands.put(command)
 
-    # -- in the engine's thread: a port ----------------------------------------------------------------------------
+    # -- the port, called in the engine's thread ---------------------------------------------------------------------
 
     def take(self, *, block: bool) -> Sequence[Command]:
-        """See :class:`~outrider.serve.engine_loop.Port`."""
-        taken: list[Command] = []
+        """Return the queued commands. Called in the engine's thread."""
+        commands: list[Command] = []
         with suppress(Empty):
-            taken.append(self._commands.get(block=block))
+            commands.append(self._commands.get(block=block))
             while True:
-                taken.append(self._commands.get_nowait())
-        return taken
+                commands.append(self._commands.get_nowait())
+        return commands
 
     def send(self, events: Sequence[Event]) -> None:
-        """See :class:`~outrider.serve.engine_loop.Port`."""
+        """Schedule the handling of ``events`` on the event loop. Called in the engine's thread."""
         assert self._loop is not None
-        with suppress(RuntimeError):  # the event loop was closed: nobody reads it
+        with suppress(RuntimeError):  # the event loop was closed, so no caller waits for the events
             self._loop.call_soon_threadsafe(self._handle, events)
 
     def _run(self) -> None:

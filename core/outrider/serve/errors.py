@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API writes them."""
+"""Error responses in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 from outrider.errors import one_line
 
 INVALID, SERVER, OVERLOADED = "invalid_request_error", "server_error", "rate_limit_error"
-"""Values of an error's ``type``."""
+"""Values of the field ``type`` of an error response."""
 
 
 class ApiError(Exception):
-    """What a client gets instead of an answer. ``param``: the field at fault; ``code``: a word for programs."""
+    """An error that the client gets as the response.
+
+    ``status`` is the HTTP status and ``kind`` the error's ``type``. ``param`` names the request field that caused the error.
+    ``code`` identifies the error for programs. ``headers`` are added to the response.
+    """
 
     def __init__(
         self,
@@ -35,20 +39,20 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The object that the client gets."""
+        """The error object of the response body, as plain data for JSON."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def encoded(self) -> bytes:
-        """The same as JSON. ASCII alone: a message may quote half a character."""
+        """Return :attr:`body` as JSON in ASCII: a message may quote text that UTF-8 can't encode."""
         return json.dumps(self.body).encode()
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that can't be served as it is."""
+    """Return a 400 error: the request is invalid, and the client has to change it."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(message: str, code: str, retry_after_s: int | None = None) -> ApiError:
-    """The server can't serve it now, whatever it is."""
+    """Return a 503 error: the server accepts no request now. ``retry_after_s`` tells the client when to try again."""
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     return ApiError(503, message, kind=SERVER, code=code, headers=headers)

@@ -1,4 +1,4 @@
-"""The extras ``serve`` and ``kv-events``: whether what they install is there."""
+"""Checks that the packages of the extras ``serve`` and ``kv-events`` are installed."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from importlib.util import find_spec
 
 from outrider.device.errors import ConfigError
 
-NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
-NEEDED_BY_KV_EVENTS = ("zmq", "msgspec")
+SERVE_PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
+KV_EVENTS_PACKAGES = ("zmq", "msgspec")
 
 
 def require_serve() -> None:
-    """Raises :class:`ConfigError` where a package of the extra is missing."""
-    _require("the server", NEEDED, "serve")
+    """Raise :class:`ConfigError` if a package of the extra ``serve`` is missing."""
+    _require_packages("the server", SERVE_PACKAGES, "serve")
 
 
 def require_kv_events() -> None:
-    """Raises :class:`ConfigError` where a package of the extra is missing."""
-    _require("--kv-events", NEEDED_BY_KV_EVENTS, "kv-events")
+    """Raise :class:`ConfigError` if a package of the extra ``kv-events`` is missing."""
+    _require_packages("--kv-events", KV_EVENTS_PACKAGES, "kv-events")
 
 
-def _require(what: str, needed: tuple[str, ...], extra: str) -> None:
-    missing = [name for name in needed if find_spec(name) is None]
+def _require_packages(feature: str, packages: tuple[str, ...], extra: str) -> None:
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"{what} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; "
+            f"{feature} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; "
             f"run: pip install 'outrider[{extra}]'"
         )

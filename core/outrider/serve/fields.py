@@ -1,7 +1,7 @@
-"""Requests of the API, field by field.
+"""Fields of the API's requests, as pydantic models.
 
-A field that OpenAI's API doesn't have is refused, as OpenAI does, but for those of other servers that sampling knows
-(``top_k``, ``min_p``, …). Fields without an effect here are accepted and named in :data:`IGNORED`.
+An unknown field is an error, as in OpenAI's API. The models add sampling fields of other servers (``top_k``, ``min_p``, …).
+:data:`IGNORED` lists the fields that are accepted and have no effect.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ IGNORED = (
     "prompt_cache_retention",
     "verbosity",
 )
-"""Fields that are checked for their type and change nothing."""
+"""Fields whose type is checked and that have no effect."""
 
-_MOST = 2**31 - 1
-_Words = Annotated[str, Field(max_length=4096)]
+_MAX_INT32 = 2**31 - 1
+_ShortText = Annotated[str, Field(max_length=4096)]
 
 
 class _Strict(BaseModel):
@@ -32,20 +32,21 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream carries besides text."""
+    """The additional content of a streamed response."""
 
-    include_usage: bool = Field(False, description="A last chunk with the usage, and no choices.")
+    include_usage: bool = Field(False, description="Send a last chunk that has the usage and no choices.")
     continuous_usage_stats: bool = Field(
-        False, description="With include_usage, each chunk has the usage so far. vLLM's field, which load generators send."
+        False,
+        description="With include_usage: each chunk has the usage so far. A field of vLLM, which load generators send.",
     )
     include_obfuscation: bool | None = Field(None, description="Has no effect.")
-    include_drafted: bool = Field(False, description="Each chunk says which tokens a draft had proposed.")
+    include_drafted: bool = Field(False, description="Each chunk marks the tokens that are accepted draft tokens.")
 
 
 class Sampling(_Strict):
-    """Fields that completions and chats share."""
+    """The fields that completions and chat completions share."""
 
-    model: _Words
+    model: _ShortText
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
@@ -58,62 +59,62 @@ class Sampling(_Strict):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: dict[str, Any] | None = None
 
-    # Of other servers
-    top_k: Annotated[int, Field(ge=-1, le=_MOST)] | None = Field(None, description="0 or -1: all tokens.")
+    # Fields of other servers
+    top_k: Annotated[int, Field(ge=-1, le=_MAX_INT32)] | None = Field(None, description="0 or -1: all tokens.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=_MOST)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=_MOST)] | None = Field(None, description="Higher goes first.")
+    priority: Annotated[int, Field(ge=-(2**31), le=_MAX_INT32)] | None = Field(None, description="Higher goes first.")
     return_token_ids: bool | None = Field(None, description="Choices carry token_ids.")
 
-    # Without an effect
-    user: _Words | None = None
+    # Fields without effect
+    user: _ShortText | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    service_tier: _Words | None = None
+    service_tier: _ShortText | None = None
     prediction: dict[str, Any] | None = None
-    safety_identifier: _Words | None = None
-    prompt_cache_key: _Words | None = None
-    prompt_cache_retention: _Words | None = None
+    safety_identifier: _ShortText | None = None
+    prompt_cache_key: _ShortText | None = None
+    prompt_cache_retention: _ShortText | None = None
 
 
 class CompletionRequest(Sampling):
-    """``POST /v1/completions``."""
+    """The body of ``POST /v1/completions``."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: Annotated[int, Field(ge=1, le=_MOST)] | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=_MOST)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     echo: bool | None = False
     suffix: str | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
 
 
 class FunctionCall(_Strict):
-    """A call that the assistant made."""
+    """The function and the arguments (JSON text) of an earlier call by the assistant."""
 
-    name: _Words
+    name: _ShortText
     arguments: str
 
 
 class ToolCall(_Strict):
-    """A call of a tool."""
+    """An earlier tool call by the assistant."""
 
-    id: _Words
+    id: _ShortText
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class ImageUrl(_Strict):
-    """Where an image is: a data URL."""
+    """An image of a message, as a data URL."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
 
 
 class Part(_Strict):
-    """A part of a message."""
+    """One part of a message's content."""
 
     type: Literal["text", "image_url", "refusal", "input_audio", "file"]
     text: str | None = None
@@ -128,9 +129,9 @@ class Message(_Strict):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[Part], Field(max_length=4096)] | None = None
-    name: _Words | None = None
+    name: _ShortText | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: _Words | None = None
+    tool_call_id: _ShortText | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     audio: dict[str, Any] | None = None
@@ -154,9 +155,9 @@ class Tool(_Strict):
 
 
 class NamedFunction(_Strict):
-    """A function by its name."""
+    """The name of a function among the tools."""
 
-    name: _Words
+    name: _ShortText
 
 
 class NamedTool(_Strict):
@@ -167,19 +168,19 @@ class NamedTool(_Strict):
 
 
 class ChatRequest(Sampling):
-    """``POST /v1/chat/completions``."""
+    """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=65536)]
-    max_tokens: Annotated[int, Field(ge=1, le=_MOST)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_MOST)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=_MOST)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: _Words | None = Field(None, description="Given to the template, as are chat_template_kwargs.")
-    verbosity: _Words | None = None
-    modalities: list[_Words] | None = None
+    reasoning_effort: _ShortText | None = Field(None, description="A variable for the chat template.")
+    verbosity: _ShortText | None = None
+    modalities: list[_ShortText] | None = None
     audio: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""What every request passes: its id, the API key, limits of its body, the log, and errors that nobody expected."""
+"""ASGI middleware for every HTTP request: request id, API key, limits of the body, log, metrics and unexpected errors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from outrider.serve.service import Service
 from outrider.serve.tracing import Spans
 
 LOG = "outrider.serve"
-"""The logger of requests. A record's ``fields`` are what a line of JSON has besides the message."""
+"""Name of the server's logger. The attribute ``fields`` of a record has the values to log in addition to the message."""
 NOTES = "outrider"
-"""Key of a scope: what a route wants in the log about the request, as a dict."""
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_PROTECTED = "/v1/"
-_CALLER = ("traceparent", "tracestate")
-_QUIET = ("/health", "/ready", "/metrics")
-"""Asked for every few seconds: logged only where they fail."""
+"""Key in the ASGI scope of a dict: a route adds the fields to it that the request's log record shall have."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_PROTECTED_PREFIX = "/v1/"
+_TRACE_HEADERS = ("traceparent", "tracestate")
+_POLLED_PATHS = ("/health", "/ready", "/metrics")
+"""Paths that supervisors request every few seconds. They are logged only if they fail."""
 
 
 class Gate:
-    """ASGI middleware around the application."""
+    """The middleware around the application. It replaces no response of the application except an unexpected error."""
 
     def __init__(self, app: ASGIApp, *, service: Service, spans: Spans | None = None) -> None:
         self._app = app
@@ -40,18 +40,19 @@ class Gate:
         self._log = logging.getLogger(LOG)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle one HTTP request: check it, call the application, and log and count the outcome."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         began = time.perf_counter()
-        given = _header(scope, b"x-request-id")
-        request_id = given if given is not None and _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        client_id = _header(scope, b"x-request-id")
+        has_valid_id = client_id is not None and _REQUEST_ID.fullmatch(client_id)
+        request_id = str(client_id) if has_valid_id else f"req-{secrets.token_hex(12)}"
         notes: dict[str, Any] = {}
         scope[NOTES] = notes
         status = 0
 
-        async def answer(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -62,10 +63,10 @@ class Gate:
         try:
             try:
                 self._check_key(scope)
-                await self._app(scope, await self._with_body(scope, receive), answer)
+                await self._app(scope, await self._receive_body(scope, receive), send_with_id)
             except ApiError as error:
                 notes["error"] = error.message
-                await send_error(answer, error)
+                await send_error(send_with_id, error)
         except ClientGone as gone:
             outcome = str(gone)
         except asyncio.CancelledError:
@@ -76,52 +77,58 @@ class Gate:
             outcome = "internal error"
             if status == 0:
                 message = f"internal error; the server's log has it under {request_id}"
-                await send_error(answer, ApiError(500, message, kind=SERVER, code="internal_error"))
+                await send_error(send_with_id, ApiError(500, message, kind=SERVER, code="internal_error"))
         finally:
-            self._note(scope, request_id, status, outcome, notes, time.perf_counter() - began)
+            self._log_request(scope, request_id, status, outcome, notes, time.perf_counter() - began)
 
-    # -- parts -----------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------------------------
 
     def _check_key(self, scope: Scope) -> None:
-        """Raises :class:`ApiError` without one of the keys. Takes as long for a wrong key as for a right one."""
+        """Raise :class:`ApiError` if the request has none of the API keys.
+
+        Every key is compared, each in constant time: the duration says nothing about the keys.
+        """
         keys = self._service.config.api_keys
-        if not keys or not scope["path"].startswith(_PROTECTED) or scope["method"] == "OPTIONS":
+        if not keys or not scope["path"].startswith(_PROTECTED_PREFIX) or scope["method"] == "OPTIONS":
             return
-        given = _header(scope, b"authorization") or ""
-        kind, _, key = given.partition(" ")
-        found = _digest(key.strip())
-        right = [hmac.compare_digest(found, _digest(each)) for each in keys]
-        if kind.lower() != "bearer" or not any(right):
-            said = "Incorrect API key provided" if key else "You didn't provide an API key"
-            message = f"{said}; give it in the header Authorization, as Bearer KEY"
+        scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, _digest(each)) for each in keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            reason = "Incorrect API key provided" if key else "You didn't provide an API key"
+            message = f"{reason}; give it in the header Authorization, as Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
-    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
-        """``receive`` with the whole body read. Raises :class:`ApiError` for one that is too large, or too slow."""
+    async def _receive_body(self, scope: Scope, receive: Receive) -> Receive:
+        """Receive the whole body and return a ``receive`` that gives it to the application in one message.
+
+        Raises :class:`ApiError` for a body that is too large or arrives too slowly.
+        """
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return receive
-        most, limit = self._service.config.max_body_bytes, self._service.config.body_timeout_s
+        max_bytes, timeout_s = self._service.config.max_body_bytes, self._service.config.body_timeout_s
         length = _header(scope, b"content-length")
-        closing = {"Connection": "close"}  # the rest of the body isn't read
-        too_large = ApiError(413, f"the request's body has more than {most} bytes", code="request_too_large", headers=closing)
-        if length is not None and length.isdigit() and (len(length) > 15 or int(length) > most):
+        closing = {"Connection": "close"}  # the server doesn't read the remaining body
+        text = f"the request's body has more than {max_bytes} bytes"
+        too_large = ApiError(413, text, code="request_too_large", headers=closing)
+        if length is not None and length.isdigit() and (len(length) > 15 or int(length) > max_bytes):
             raise too_large
         pieces: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(timeout_s):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone("the client went away while it sent its request")
                     pieces.append(message.get("body", b""))
                     size += len(pieces[-1])
-                    if size > most:
+                    if size > max_bytes:
                         raise too_large
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
-            text = f"the request's body didn't arrive within {limit:g} s"
+            text = f"the request's body didn't arrive within {timeout_s:g} s"
             raise ApiError(408, text, code="body_timeout", headers=closing) from None
         body: list[bytes] = [b"".join(pieces)]
 
@@ -132,13 +139,13 @@ class Gate:
 
         return replay
 
-    def _note(
+    def _log_request(
         self, scope: Scope, request_id: str, status: int, outcome: str | None, notes: dict[str, Any], seconds: float
     ) -> None:
-        """Count and log a request that is over."""
+        """Count a finished request in the metrics, log it, and export its span. ``status`` is 0 if none was sent."""
         route = getattr(scope.get("route"), "path", None) or "none"
         self._service.metrics.answered(route, status)
-        if scope["path"] in _QUIET and status == 200:
+        if scope["path"] in _POLLED_PATHS and status == 200:
             return
         client = scope.get("client")
         fields = {
@@ -154,8 +161,8 @@ class Gate:
             fields["outcome"] = outcome
         self._log.info("request", extra={"fields": fields})
         if self._spans is not None:
-            caller = {name: value for name in _CALLER if (value := _header(scope, name.encode())) is not None}
-            self._spans.record(f"{scope['method']} {route}", caller, seconds=seconds, now_ns=time.time_ns(), fields=fields)
+            headers = {name: value for name in _TRACE_HEADERS if (value := _header(scope, name.encode())) is not None}
+            self._spans.record(f"{scope['method']} {route}", headers, seconds=seconds, now_ns=time.time_ns(), fields=fields)
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

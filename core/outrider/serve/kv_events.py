@@ -1,7 +1,7 @@
-"""Events of the prefix cache on ZMQ, in the format that vLLM's has and that routers (Dynamo, llm-d) read.
+"""Publication of prefix cache events on ZMQ, in vLLM's format, which routers (Dynamo, llm-d) read.
 
-Needs the extra ``kv-events``. A message has three frames: the topic, a sequence number (8 bytes, big-endian) and a batch in
-msgpack: an array of the time, the events and the data-parallel rank. Each event is a map with its ``type``.
+Needs the extra ``kv-events``. A message has three frames: the topic, a sequence number (8 bytes, big-endian) and a batch. The
+batch is a msgpack array of the time, the events and the data-parallel rank. Each event is a map with its ``type``.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from outrider.engine.engine import Engine
 from outrider.engine.requests.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
 REPLAY_BATCHES = 10_000
-"""Batches that a subscriber can ask for again."""
+"""Number of latest batches that a subscriber can request again."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-"""The sequence number behind the last replayed batch."""
+"""The sequence number that follows the last replayed batch."""
 
-_MEDIUM = "GPU"  # the format's word for the memory of the device that computes
-_WATERMARK = 100_000  # messages that wait for a slow subscriber before it loses some
-_MOST_EVENTS = 1_000  # of a batch
-_IDLE_S = 0.05
-_CLOSING_S = 2.0
+_MEDIUM = "GPU"  # the format's name for the memory of the compute device
+_MAX_QUEUED_MESSAGES = 100_000  # for a slow subscriber; further messages to it are dropped
+_MAX_BATCH_EVENTS = 1_000
+_POLL_INTERVAL_S = 0.05
+_CLOSE_TIMEOUT_S = 2.0
 
 
 class StoredOnWire(msgspec.Struct, tag="BlockStored", omit_defaults=True):
-    """Pages that can be hit from now on; ``extra_keys``: for each, what it depends on besides its tokens."""
+    """Event: the prefix cache has stored pages.
+
+    ``extra_keys`` has, for each page, the inputs besides its tokens that its KV depends on; None if there is none.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -48,18 +51,18 @@ class StoredOnWire(msgspec.Struct, tag="BlockStored", omit_defaults=True):
 
 
 class RemovedOnWire(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
-    """Pages that can't be hit any more."""
+    """Event: the prefix cache has removed pages."""
 
     block_hashes: list[int]
     medium: str | None
 
 
 class ClearedOnWire(msgspec.Struct, tag="AllBlocksCleared"):
-    """No page can be hit any more."""
+    """Event: the prefix cache has removed all pages."""
 
 
 class BatchOnWire(msgspec.Struct, array_like=True):
-    """Events in order. ``ts``: seconds since 1970."""
+    """A message: events in order. ``ts`` is the Unix time in seconds."""
 
     ts: float
     events: list[StoredOnWire | RemovedOnWire | ClearedOnWire]
@@ -67,14 +70,19 @@ class BatchOnWire(msgspec.Struct, array_like=True):
 
 
 class KvEventPublisher:
-    """Publishes events from a thread of its own; :meth:`tell` may be called from any thread, and doesn't block.
+    """A publisher of prefix cache events. A background thread sends them.
 
-    ``endpoint`` is bound where it has a ``*`` (``tcp://*:5557``) or is ``ipc://`` or ``inproc://``, else connected to, as in
-    vLLM. ``replay``: an address to bind, where subscribers ask for the batches that they missed: a request has one frame, the
-    first sequence number wanted (8 bytes, big-endian); batches come as sequence number and payload, :data:`END_OF_REPLAY`
-    behind the last. So many as ``buffer`` are kept. A subscriber that is too slow loses events, never the engine time.
+    Any thread may call :meth:`tell`, which doesn't block. A subscriber that is too slow loses events; it never delays the
+    engine.
 
-    Raises :class:`ConfigError` for an address that can't be had.
+    As in vLLM, an ``endpoint`` with ``*`` or ``::``, or with ``ipc://`` or ``inproc://``, is bound. The publisher connects to
+    any other endpoint.
+
+    ``replay`` is an address to bind, where subscribers request batches that they missed. A request has one frame: the first
+    sequence number wanted (8 bytes, big-endian). The reply has one message for each batch, with sequence number and payload,
+    then one with :data:`END_OF_REPLAY`. The publisher keeps the latest ``buffer`` batches.
+
+    Raises :class:`ConfigError` for an address that can't be bound or connected to.
     """
 
     def __init__(
@@ -90,69 +98,67 @@ class KvEventPublisher:
         self._page_size = page_size
         self._rank = rank
         self._topic = topic.encode()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer)
-        self._next = 0
+        self._latest_batches: deque[tuple[int, bytes]] = deque(maxlen=buffer)
+        self._sequence_number = 0
         self._queue: SimpleQueue[CacheEvent | None] = SimpleQueue()
-        self._closing = False
         self._context = zmq.Context()
-        self._publishes = self._socket(zmq.PUB, "--kv-events", endpoint, bind=_is_local(endpoint))
-        self._replays = None if replay is None else self._socket(zmq.ROUTER, "--kv-events", replay, bind=True)
+        self._publish_socket = self._open_socket(zmq.PUB, endpoint, bind=_is_local(endpoint))
+        self._replay_socket = None if replay is None else self._open_socket(zmq.ROUTER, replay, bind=True)
         self._thread = threading.Thread(target=self._run, name="outrider-kv-events", daemon=True)
         self._thread.start()
 
     def tell(self, event: CacheEvent) -> None:
-        """Publish an event. Those told after :meth:`close` are dropped."""
+        """Queue an event for publication. Events queued after :meth:`close` are dropped."""
         self._queue.put(event)
 
     def close(self) -> None:
-        """Publish what was told so far, and end. Allowed twice."""
-        self._closing = True
+        """Publish the queued events, and end the thread and the sockets. May be called twice."""
         self._queue.put(None)
-        self._thread.join(_CLOSING_S)
-        for socket in (self._publishes, self._replays):
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        for socket in (self._publish_socket, self._replay_socket):
             if socket is not None:
                 socket.close(linger=200)
         self._context.term()
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------------------------
 
-    def _socket(self, kind: int, option: str, address: str, *, bind: bool) -> zmq.Socket[bytes]:
+    def _open_socket(self, kind: int, address: str, *, bind: bool) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.set_hwm(_WATERMARK)
+        socket.set_hwm(_MAX_QUEUED_MESSAGES)
         try:
             port = address.rpartition(":")[2] if address.startswith("tcp:") else ""
-            if port.isdecimal() and not 0 < int(port) < 2**16:  # ZMQ takes it modulo 2**16
+            if port.isdecimal() and not 0 < int(port) < 2**16:  # ZMQ would use it modulo 2**16
                 raise ValueError(f"{port} is no port")
             (socket.bind if bind else socket.connect)(address)
         except (zmq.ZMQError, ValueError) as error:
             self._context.destroy(linger=0)
             raise ConfigError(
-                f"{option} {address}: {error}; expected an address that ZMQ can "
+                f"--kv-events {address}: {error}; expected an address that ZMQ can "
                 f"{'bind' if bind else 'connect to'}, such as tcp://*:5557 or ipc:///run/outrider/kv-events"
             ) from None
         return socket
 
     def _run(self) -> None:
         while True:
-            if self._replays is not None:
-                while self._replays.poll(0):
-                    self._replay(self._replays)
-            events, ends = self._take()
+            if self._replay_socket is not None:
+                while self._replay_socket.poll(0):
+                    self._replay(self._replay_socket)
+            events, is_closed = self._dequeue_events()
             if events:
                 self._publish(events)
-            if ends:
+            if is_closed:
                 return
 
-    def _take(self) -> tuple[list[CacheEvent], bool]:
-        """Events that wait, and whether this is the end."""
+    def _dequeue_events(self) -> tuple[list[CacheEvent], bool]:
+        """Wait briefly for events. Return the events of one batch, and whether :meth:`close` was called."""
         events: list[CacheEvent] = []
         with contextlib.suppress(Empty):
-            event = self._queue.get(timeout=_IDLE_S)
+            event = self._queue.get(timeout=_POLL_INTERVAL_S)
             while True:
                 if event is None:
                     return events, True
                 events.append(event)
-                if len(events) == _MOST_EVENTS:
+                if len(events) == _MAX_BATCH_EVENTS:
                     break
                 event = self._queue.get_nowait()
         return events, False
@@ -160,9 +166,9 @@ class KvEventPublisher:
     def _publish(self, events: Sequence[CacheEvent]) -> None:
         batch = BatchOnWire(time.time(), [self._on_wire(event) for event in events], self._rank)
         payload = msgspec.msgpack.encode(batch)
-        self._kept.append((self._next, payload))
-        self._publishes.send_multipart((self._topic, self._next.to_bytes(8, "big"), payload))
-        self._next += 1
+        self._latest_batches.append((self._sequence_number, payload))
+        self._publish_socket.send_multipart((self._topic, self._sequence_number.to_bytes(8, "big"), payload))
+        self._sequence_number += 1
 
     def _on_wire(self, event: CacheEvent) -> StoredOnWire | RemovedOnWire | ClearedOnWire:
         match event:
@@ -186,19 +192,20 @@ class KvEventPublisher:
     def _replay(self, socket: zmq.Socket[bytes]) -> None:
         client, *frames = socket.recv_multipart()
         if len(frames) != 2 or len(frames[1]) != 8:
-            return  # nothing that the format knows; there is no form for an error
+            return  # not a request of this format, which has no error reply
         first = int.from_bytes(frames[1], "big")
-        for number, payload in self._kept:
+        for number, payload in self._latest_batches:
             if number >= first:
                 socket.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
         socket.send_multipart((client, b"", END_OF_REPLAY, b""))
 
 
-def make_watched(make: Callable[..., Engine], address: str, replay: str | None, **given: Any) -> Engine:
-    """The engine that ``make`` makes of what is ``given``. Its prefix cache is told of at ``address``, for as long as the
-    engine lives; of several ranks, the first tells.
+def make_watched(make: Callable[..., Engine], address: str, replay: str | None, **arguments: Any) -> Engine:
+    """Call ``make(**arguments)`` and return its engine, whose prefix cache events are published at ``address``.
+
+    The publisher lives as long as the engine. Of several ranks, only the first publishes events.
     """
-    engine = make(**given)
+    engine = make(**arguments)
     if engine.follows:
         return engine
     publisher = KvEventPublisher(address, page_size=engine.config.page_size, replay=replay)
@@ -216,7 +223,10 @@ def _is_local(endpoint: str) -> bool:
 
 
 def _extra_keys(extra: object) -> tuple[Any, ...] | None:
-    """What :meth:`Request.besides_tokens` says, for msgpack: (digest in hexadecimal, place in the prompt) of each medium."""
+    """Return the value of :meth:`Request.besides_tokens` for msgpack.
+
+    Each image becomes (digest in hexadecimal, position in the prompt).
+    """
     if not isinstance(extra, tuple):
         return None
     rope_key, digests = extra

@@ -1,4 +1,4 @@
-"""The server's log: a line of JSON for each record, or text for people."""
+"""Formats of the server's log: one JSON object per line, or text for people."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import time
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line, ASCII alone: a name or a path of a client can't forge a line."""
+    """A formatter that writes one JSON object per line, in ASCII: data of a client can't forge a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See :class:`logging.Formatter`."""
+        """Return the record as JSON: time, level, event, the record's ``fields`` and its traceback."""
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {"time": f"{at}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "event": record.getMessage()}
         line |= getattr(record, "fields", {})
@@ -22,17 +22,17 @@ class JsonLines(logging.Formatter):
 
 
 class Text(logging.Formatter):
-    """The same for people."""
+    """A formatter that writes the message and the record's ``fields`` as text for people."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See :class:`logging.Formatter`."""
+        """Return the record as one line, with the traceback of an error on further lines."""
         fields = " ".join(f"{name}={value!r}" for name, value in getattr(record, "fields", {}).items())
         text = f"outrider: {record.getMessage()} {fields}".rstrip()
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
 def log_to_stderr(form: str) -> None:
-    """Let everything that is logged go to standard error, as ``json`` or ``text``. Replaces what was set before."""
+    """Write all log records to standard error. ``form`` is ``json`` or ``text``. Replaces the handlers of the root logger."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else Text())
     root = logging.getLogger()

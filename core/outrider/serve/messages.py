@@ -1,4 +1,7 @@
-"""What a server and its engine tell each other; :mod:`outrider.serve.wire` writes it."""
+"""Messages between a server and its engine: commands to the engine, events from it.
+
+:mod:`outrider.serve.wire` encodes the messages.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from outrider.model import Media
 
 
 class Submit(NamedTuple):
-    """Run a request. ``key`` names it in all that follows; the sender chooses it, and uses it once."""
+    """Command to run all samples of a request."""
 
     key: int
+    """Identifies the request in all later messages. The sender chooses the key and uses it once."""
     tokens: Sequence[int]
     params: SamplingParams
     priority: int
@@ -25,33 +29,33 @@ class Submit(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """End a request. Nothing more comes of it. One that has ended is no error."""
+    """Command to end a request: no event follows for it. A request that has already ended is no error."""
 
     key: int
 
 
 class Stop(NamedTuple):
-    """End the engine's loop; requests that run are aborted."""
+    """Command to end the engine's loop, which aborts all running requests."""
 
 
 Command = Submit | Abort | Stop
 
 
 class Admitted(NamedTuple):
-    """The request was checked, and waits or runs."""
+    """Event: the engine has accepted the request, which now waits or runs."""
 
     key: int
 
 
 class Refused(NamedTuple):
-    """The request can't be served; nothing more comes of it."""
+    """Event: the engine can't serve the request. No event follows for it."""
 
     key: int
     message: str
 
 
 class Output(NamedTuple):
-    """New tokens of one sample of a request: a :class:`~outrider.engine.requests.request.StepOutput` under its key."""
+    """Event: new tokens of one sample of a request, from a :class:`~outrider.engine.requests.request.StepOutput`."""
 
     key: int
     sample: int
@@ -66,26 +70,23 @@ class Output(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """Counts so far, and what the engine holds. ``step_s``: seconds spent in steps, those at fences among them."""
+    """Event: the engine's counters and its current load."""
 
     stats: EngineStats
     load: EngineLoad
     step_s: float
+    """Seconds spent in :meth:`Engine.step` so far, including the waits for fences."""
 
 
 class Failed(NamedTuple):
-    """The engine can't go on; the last that is told."""
+    """Event: the engine has ended with an error. It is the last event."""
 
     message: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
-    """What of an engine doesn't change.
-
-    ``longest_request``: tokens of prompt and output together. ``draft_tokens``: the most tokens of a draft that can be
-    accepted in an iteration; 0 without speculation. ``image_token``: the placeholder of an image; None for a model of text.
-    """
+    """The properties of an engine that don't change while it runs."""
 
     backend: str
     device: str
@@ -95,17 +96,20 @@ class EngineInfo:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     longest_request: int
+    """Maximum number of tokens of prompt and output together."""
     max_requests: int
     max_logprobs: int
     page_size: int
     num_pages: int
     prefix_cache: bool
     draft_tokens: int
+    """Maximum number of draft tokens that one iteration can accept for a request; 0 without speculation."""
     image_token: int | None
+    """Placeholder token of an image in a prompt; None for a text-only model."""
 
     @classmethod
     def of(cls, engine: Engine) -> EngineInfo:
-        """That of an engine."""
+        """Return the properties of ``engine``."""
         config, model = engine.config, engine.model.config
         return cls(
             backend=engine.backend.name,
@@ -127,7 +131,7 @@ class EngineInfo:
 
 
 class Ready(NamedTuple):
-    """The engine is made; the first that is told."""
+    """Event: the engine has started. It is the first event."""
 
     info: EngineInfo
 

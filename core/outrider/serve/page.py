@@ -1,4 +1,4 @@
-"""The page at ``/``: one file, with all that it needs inside, and a policy that lets a browser run that and nothing else."""
+"""The web page at ``/``: one HTML file with inline script and style, and a content security policy that allows only them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the page. It needs no key; what it asks of the API does."""
+    """Add the route of the page to ``app``. The page itself needs no API key; its requests to the API do."""
     text = resources.files("outrider.serve").joinpath("page.html").read_text("utf-8")
     headers = {
         "content-security-policy": policy(text),
@@ -23,17 +23,20 @@ def add_page(app: FastAPI) -> None:
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
-        """The page."""
+        """Return the web page, with its content security policy."""
         return HTMLResponse(text, headers=headers)
 
 
 def policy(text: str) -> str:
-    """The policy of a page: its own inline script and style, by their hashes, and calls to its own server."""
-    parts = [f"{kind}-src {_hash(text, tag)}" for kind, tag in (("script", "script"), ("style", "style"))]
+    """Return the content security policy of the page ``text``.
+
+    It allows the page's inline script and style, by their hashes, and requests to the page's own server.
+    """
+    inline = [f"{tag}-src {_inline_hash(text, tag)}" for tag in ("script", "style")]
     others = ("connect-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'")
-    return "; ".join(("default-src 'none'", *parts, *others))
+    return "; ".join(("default-src 'none'", *inline, *others))
 
 
-def _hash(text: str, tag: str) -> str:
+def _inline_hash(text: str, tag: str) -> str:
     (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"

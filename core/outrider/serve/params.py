@@ -1,4 +1,4 @@
-"""From a request's fields to what the engine samples with."""
+"""Conversion of a request's fields to sampling parameters and guides of the engine."""
 
 from __future__ import annotations
 
@@ -13,54 +13,60 @@ from outrider.serve.errors import bad_request
 from outrider.serve.fields import ChatRequest, CompletionRequest, Sampling
 from outrider.serve.messages import EngineInfo
 
-_COLD = 1e-5
-"""Below this temperature the likeliest token is all that is left."""
+_MIN_SAMPLING_TEMPERATURE = 1e-5
+"""Below this temperature the engine decodes greedily: only the likeliest token has a probability above 0."""
 
 
-def sampling_params(asked: Sampling, info: EngineInfo, *, max_tokens: int, guide: Guide | None = None) -> SamplingParams:
-    """What a request asks for; what it leaves open is as in OpenAI's API: temperature 1, and a seed that is drawn. ``guide``:
-    what its output must be. At temperature 0 all samples are the same, and ``n`` is 1.
+def sampling_params(request: Sampling, info: EngineInfo, *, max_tokens: int, guide: Guide | None = None) -> SamplingParams:
+    """Return the engine's sampling parameters for a request.
 
-    Raises :class:`~outrider.serve.errors.ApiError` for what the engine can't do.
+    Absent fields have the defaults of OpenAI's API: temperature 1 and a random seed. ``guide`` constrains the output. At
+    temperature 0 all samples are equal, so ``n`` is 1.
+
+    Raises :class:`~outrider.serve.errors.ApiError` for values that the engine doesn't support.
     """
-    temperature = 1.0 if asked.temperature is None else asked.temperature
-    given: dict[str, Any] = {
+    temperature = 1.0 if request.temperature is None else request.temperature
+    is_greedy = temperature < _MIN_SAMPLING_TEMPERATURE
+    fields: dict[str, Any] = {
         "max_tokens": max_tokens,
-        "temperature": temperature if temperature >= _COLD else 0.0,
-        "seed": secrets.randbits(62) if asked.seed is None else asked.seed,
-        "top_p": _share(asked.top_p),
-        "top_k": 0 if asked.top_k in (None, -1) else asked.top_k,
-        "logprobs": _logprobs(asked),
-        "logit_bias": _biases(asked.logit_bias),
-        "stop": _stops(asked.stop),
-        "stop_token_ids": tuple(asked.stop_token_ids or ()),
-        "n": (asked.n or 1) if temperature >= _COLD else 1,
+        "temperature": 0.0 if is_greedy else temperature,
+        "seed": secrets.randbits(62) if request.seed is None else request.seed,
+        "top_p": _top_p(request.top_p),
+        "top_k": 0 if request.top_k in (None, -1) else request.top_k,
+        "logprobs": _num_logprobs(request),
+        "logit_bias": _logit_biases(request.logit_bias),
+        "stop": _stop_strings(request.stop),
+        "stop_token_ids": tuple(request.stop_token_ids or ()),
+        "n": 1 if is_greedy else (request.n or 1),
         "guide": guide,
     }
     for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos"):
-        value = getattr(asked, name)
+        value = getattr(request, name)
         if value is not None:
-            given[name] = value
-    if given["logprobs"] is not None and given["logprobs"] > info.max_logprobs:
-        name = "top_logprobs" if isinstance(asked, ChatRequest) else "logprobs"
-        raise bad_request(f"{name} is {given['logprobs']}; this server reports {info.max_logprobs} at most", name)
+            fields[name] = value
+    if fields["logprobs"] is not None and fields["logprobs"] > info.max_logprobs:
+        name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+        raise bad_request(f"{name} is {fields['logprobs']}; this server reports {info.max_logprobs} at most", name)
     try:
-        return SamplingParams(**given)
+        return SamplingParams(**fields)
     except ConfigError as error:
         raise bad_request(str(error), str(error).partition(" ")[0]) from error
 
 
-def format_guide(asked: Sampling) -> Guide | None:
-    """What ``response_format`` says that the output must be. Raises :class:`~outrider.serve.errors.ApiError`."""
-    given = asked.response_format
-    kind = None if given is None else given.get("type")
-    if given is None or kind == "text":
+def format_guide(request: Sampling) -> Guide | None:
+    """Return the guide for the request's ``response_format``, or None if the output is free text.
+
+    Raises :class:`~outrider.serve.errors.ApiError` for an unknown format or a schema that can't be enforced.
+    """
+    response_format = request.response_format
+    kind = None if response_format is None else response_format.get("type")
+    if response_format is None or kind == "text":
         return None
     try:
         if kind == "json_object":
             return JsonObject()
         if kind == "json_schema":
-            named = given.get("json_schema")
+            named = response_format.get("json_schema")
             schema = named.get("schema") if isinstance(named, dict) else None
             if schema is None:
                 raise bad_request("response_format has no json_schema.schema", "response_format.json_schema.schema")
@@ -72,51 +78,51 @@ def format_guide(asked: Sampling) -> Guide | None:
     )
 
 
-def check_unserved(asked: Sampling) -> None:
-    """Raises :class:`~outrider.serve.errors.ApiError` for fields that ask for what isn't served."""
-    if asked.stream_options is not None and not asked.stream:
+def check_unserved(request: Sampling) -> None:
+    """Raise :class:`~outrider.serve.errors.ApiError` if a field asks for a feature that this server doesn't have."""
+    if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options is only allowed when stream is true", "stream_options")
-    if isinstance(asked, CompletionRequest):
-        if asked.suffix:
+    if isinstance(request, CompletionRequest):
+        if request.suffix:
             raise bad_request("suffix isn't served: the model continues a text, it doesn't fill one in", "suffix")
-        if asked.best_of is not None and asked.best_of != (asked.n or 1):
-            raise bad_request(f"best_of is {asked.best_of}; this server takes it only equal to n", "best_of")
-        if asked.echo and asked.logprobs is not None:
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise bad_request(f"best_of is {request.best_of}; this server takes it only equal to n", "best_of")
+        if request.echo and request.logprobs is not None:
             raise bad_request("echo with logprobs isn't served: prompts have no log-probabilities here", "echo")
-    if isinstance(asked, ChatRequest):
-        if asked.modalities is not None and asked.modalities != ["text"]:
+    if isinstance(request, ChatRequest):
+        if request.modalities is not None and request.modalities != ["text"]:
             raise bad_request("the model answers in text alone; leave modalities out", "modalities")
         for name in ("audio", "web_search_options", "functions", "function_call"):
-            if getattr(asked, name) is not None:
+            if getattr(request, name) is not None:
                 hint = "; use tools and tool_choice" if name.startswith("function") else ""
                 raise bad_request(f"{name} isn't served{hint}", name)
-        if asked.top_logprobs is not None and not asked.logprobs:
+        if request.top_logprobs is not None and not request.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
 
 
-def _share(top_p: float | None) -> float:
-    """OpenAI takes 0, which leaves the likeliest token: the smallest share does the same."""
+def _top_p(top_p: float | None) -> float:
+    """Return ``top_p`` for the engine, which requires a value above 0. OpenAI's 0 selects only the likeliest token."""
     return 1.0 if top_p is None else max(top_p, 1e-6)
 
 
-def _logprobs(asked: Sampling) -> int | None:
-    if isinstance(asked, ChatRequest):
-        return (asked.top_logprobs or 0) if asked.logprobs else None
-    return asked.logprobs if isinstance(asked, CompletionRequest) else None
+def _num_logprobs(request: Sampling) -> int | None:
+    if isinstance(request, ChatRequest):
+        return (request.top_logprobs or 0) if request.logprobs else None
+    return request.logprobs if isinstance(request, CompletionRequest) else None
 
 
-def _biases(given: dict[str, float] | None) -> dict[int, float]:
-    """Keys are token ids, written as JSON writes keys."""
+def _logit_biases(by_key: dict[str, float] | None) -> dict[int, float]:
+    """Return the bias of each token id. In the request the ids are strings, because JSON has no other keys."""
     biases: dict[int, float] = {}
-    for key, value in (given or {}).items():
+    for key, value in (by_key or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise bad_request(f"logit_bias has the key {key[:40]!r}; expected token ids", "logit_bias")
         if int(key) in biases:
             raise bad_request(f"logit_bias has token {int(key)} twice", "logit_bias")
-        # OpenAI's -100 bans a token, whatever its logit.
+        # In OpenAI's API, the bias -100 excludes a token for every logit.
         biases[int(key)] = float("-inf") if value == -100 else value
     return biases
 
 
-def _stops(given: str | list[str] | None) -> tuple[str, ...]:
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)

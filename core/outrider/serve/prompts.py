@@ -1,5 +1,6 @@
-"""Prompts: from text, token ids or a conversation to what the engine takes. Everything here may take milliseconds; the
-server calls it outside its event loop where the text is long.
+"""Conversion of text, token ids and conversations to prompts for the engine.
+
+The functions of this module take milliseconds for long texts. The server then calls them in a thread.
 """
 
 from __future__ import annotations
@@ -21,24 +22,27 @@ from outrider.serve.errors import ApiError, bad_request
 from outrider.serve.fields import ChatRequest, Message, Part
 from outrider.serve.messages import EngineInfo
 
-_MOST_IMAGES = 64
+_MAX_IMAGES = 64
+"""Maximum number of images in a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as the engine takes it. ``text``: that of a conversation as the template wrote it."""
+    """A prompt in the form that the engine reads."""
 
     tokens: Sequence[int]
     media: Sequence[Media] = ()
+    """Images of the prompt, in the order of their placeholder tokens."""
     text: str = ""
+    """Text that the chat template made of a conversation with tools; empty for other prompts."""
 
 
 class Wording:
-    """What a checkpoint says of text, which can be read before its weights are: tokenizer and templates. Immutable.
+    """The tokenizer and the templates of a checkpoint. They are loaded without the weights. Immutable.
 
-    ``chat_template``: a Jinja template in place of the checkpoint's. ``response_template``: how the model writes calls of
-    tools and its reasoning, as transformers' ``response_template``, in place of the checkpoint's. Raises
-    :class:`CheckpointError` and :class:`ConfigError` for what can't be read.
+    ``chat_template`` is a Jinja template that replaces the checkpoint's. ``response_template`` describes how the model writes
+    tool calls and reasoning, in transformers' format; it replaces the checkpoint's. Raises :class:`CheckpointError` or
+    :class:`ConfigError` if a file or a template can't be used.
     """
 
     def __init__(
@@ -57,25 +61,32 @@ class Wording:
 
 
 class Prompter:
-    """Makes prompts for one model. May be shared by threads. ``wording``: the model's, if it was read already."""
+    """A builder of prompts for one model. Threads may share it.
+
+    ``wording`` has the model's tokenizer and templates; None loads them from ``model_dir``.
+    """
 
     def __init__(self, model_dir: Path, info: EngineInfo, wording: Wording | None = None) -> None:
-        read = Wording(model_dir) if wording is None else wording
-        self.tokenizer, self.response_template, self._chat = read.tokenizer, read.response_template, read.chat
+        wording = wording or Wording(model_dir)
+        self.tokenizer, self.response_template, self._chat = wording.tokenizer, wording.response_template, wording.chat
         self._info = info
         self._processor = None if info.image_token is None else _processor(model_dir)
 
     @property
     def chats(self) -> bool:
-        """Whether there is a chat template."""
+        """True if the model has a chat template."""
         return self._chat is not None
 
-    def completion(self, given: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-        """The prompts of ``POST /v1/completions``. Raises :class:`ApiError`."""
-        listed: Sequence[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
-        if not listed:
+    def completion(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+        """Return the prompts of a request to ``/v1/completions``: ``prompt`` is one prompt or a list of prompts.
+
+        Raises :class:`ApiError` for an empty list, and for text or tokens that the model can't read.
+        """
+        is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        prompts: Sequence[Any] = [prompt] if is_single else prompt
+        if not prompts:
             raise bad_request("prompt is an empty list; give at least one prompt", "prompt")
-        return [Prompt(self._tokens(each)) for each in listed]
+        return [Prompt(self._tokens(each)) for each in prompts]
 
     def _tokens(self, prompt: str | list[int]) -> Sequence[int]:
         if isinstance(prompt, str):
@@ -88,7 +99,7 @@ class Prompter:
         if not tokens:
             if self._info.bos_token_id is None:
                 raise bad_request("the prompt is empty; give at least one character or token", "prompt")
-            tokens = [self._info.bos_token_id]  # as OpenAI does: from the start of a document
+            tokens = [self._info.bos_token_id]  # as in OpenAI's API: the model starts a document
         return tokens
 
     def _encode(self, text: str) -> list[int]:
@@ -97,8 +108,11 @@ class Prompter:
         except (RequestError, CheckpointError) as error:
             raise bad_request(str(error), "prompt") from error
 
-    def chat(self, asked: ChatRequest) -> Prompt:
-        """The prompt of a conversation. Raises :class:`ApiError`."""
+    def chat(self, request: ChatRequest) -> Prompt:
+        """Return the prompt that the chat template makes of the conversation of ``request``.
+
+        Raises :class:`ApiError` if the model has no chat template, or if the template rejects the conversation.
+        """
         if self._chat is None:
             raise bad_request(
                 "this model has no chat template, so it can't be chatted with; use /v1/completions, or start the server with "
@@ -107,19 +121,20 @@ class Prompter:
                 "no_chat_template",
             )
         images: list[Media] = []
-        messages = [self._message(index, each, images) for index, each in enumerate(asked.messages)]
-        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
-        variables = dict(asked.chat_template_kwargs or {})
-        if asked.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", asked.reasoning_effort)
+        messages = [self._message(index, each, images) for index, each in enumerate(request.messages)]
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+        variables = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", request.reasoning_effort)
+        # Parameters of transformers' apply_chat_template, which a request must not set.
         reserved = {"tools", "chat_template", "conversation", "documents", "tokenize", "padding", "truncation", "max_length"}
         options = {"continue_final_message": False, "add_generation_prompt": True}
         for name in options:
             if isinstance(variables.get(name), bool):
                 options[name] = variables.pop(name)
-        taken = {name for name in variables if name in reserved | options.keys() or name.startswith("return_")}
-        if taken:
-            raise bad_request(f"chat_template_kwargs has {min(taken)!r}, which isn't a template's", "chat_template_kwargs")
+        refused = {name for name in variables if name in reserved | options.keys() or name.startswith("return_")}
+        if refused:
+            raise bad_request(f"chat_template_kwargs has {min(refused)!r}, which isn't a template's", "chat_template_kwargs")
         try:
             tokens = self._chat.tokens(messages, tools=tools, variables=variables, **options)
             text = self._chat.text(messages, tools=tools, variables=variables, **options) if tools else ""
@@ -130,24 +145,24 @@ class Prompter:
         return Prompt(tokens, images, text)
 
     def _message(self, index: int, message: Message, images: list[Media]) -> dict[str, Any]:
-        """A message as templates know them; its images are appended to ``images``."""
-        where = f"messages[{index}]"
+        """Return a message in the form that chat templates read. Its images are appended to ``images``."""
+        field = f"messages[{index}]"
         for name in ("audio", "function_call"):
             if getattr(message, name) is not None:
-                raise bad_request(f"{where}.{name} isn't served", f"{where}.{name}")
-        made = message.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
+                raise bad_request(f"{field}.{name} isn't served", f"{field}.{name}")
+        variables = message.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
         if message.role == "developer" and self._chat is not None and "developer" not in self._chat.source:
-            made["role"] = "system"
+            variables["role"] = "system"
         if isinstance(message.content, list):
-            made["content"] = self._content(where, message.content, images)
+            variables["content"] = self._content(field, message.content, images)
         elif message.content is not None:
-            made["content"] = message.content
+            variables["content"] = message.content
         elif message.role == "assistant":
-            made["content"] = ""
+            variables["content"] = ""
         else:
-            raise bad_request(f"{where} has no content", f"{where}.content")
+            raise bad_request(f"{field} has no content", f"{field}.content")
         if message.tool_calls:
-            made["tool_calls"] = [
+            variables["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -155,80 +170,81 @@ class Prompter:
                 }
                 for call in message.tool_calls
             ]
-        return made
+        return variables
 
-    def _content(self, where: str, parts: Sequence[Part], images: list[Media]) -> str | list[dict[str, str]]:
-        """The parts of a message: one text where there are no images, which all templates know."""
-        made: list[dict[str, str]] = []
+    def _content(self, field: str, parts: Sequence[Part], images: list[Media]) -> str | list[dict[str, str]]:
+        """Return the parts of a message, or one text if there are no images: every template reads text."""
+        content: list[dict[str, str]] = []
         for number, part in enumerate(parts):
-            at = f"{where}.content[{number}]"
+            part_field = f"{field}.content[{number}]"
             if part.type == "image_url":
                 if part.image_url is None:
-                    raise bad_request(f"{at} has no image_url", f"{at}.image_url")
-                images.append(self._image(part.image_url.url, f"{at}.image_url.url", len(images)))
-                made.append({"type": "image"})
+                    raise bad_request(f"{part_field} has no image_url", f"{part_field}.image_url")
+                images.append(self._image(part.image_url.url, f"{part_field}.image_url.url", len(images)))
+                content.append({"type": "image"})
                 continue
             text = {"text": part.text, "refusal": part.refusal}.get(part.type)
             if text is None:
-                raise bad_request(f"{at} is of the type {part.type}, which isn't served, or lacks its text", at)
-            made.append({"type": "text", "text": text})
-        if any(part["type"] == "image" for part in made):
-            return made
-        return "\n".join(part["text"] for part in made)
+                message = f"{part_field} is of the type {part.type}, which isn't served, or lacks its text"
+                raise bad_request(message, part_field)
+            content.append({"type": "text", "text": text})
+        if any(part["type"] == "image" for part in content):
+            return content
+        return "\n".join(part["text"] for part in content)
 
-    def _image(self, url: str, where: str, before: int) -> Media:
+    def _image(self, url: str, field: str, num_images: int) -> Media:
         if self._processor is None:
-            raise bad_request("this is a model of text alone; it can't see images", where)
-        if before >= _MOST_IMAGES:
-            raise bad_request(f"more than {_MOST_IMAGES} images in a request", where)
+            raise bad_request("this is a model of text alone; it can't see images", field)
+        if num_images >= _MAX_IMAGES:
+            raise bad_request(f"more than {_MAX_IMAGES} images in a request", field)
         try:
-            return self._processor.image(_picture(_data_of(url, where), where))
+            return self._processor.image(_decode_image(_decode_data_url(url, field), field))
         except RequestError as error:
-            raise bad_request(str(error), where) from error
+            raise bad_request(str(error), field) from error
 
 
-def prompt_size(given: str | list[str] | list[int] | list[list[int]]) -> int:
-    """Characters of the prompts of a completion that have to be tokenised."""
-    if isinstance(given, str):
-        return len(given)
-    return sum(len(each) for each in given if isinstance(each, str))
+def prompt_size(prompt: str | list[str] | list[int] | list[list[int]]) -> int:
+    """Return the number of characters that the tokenizer has to encode for the prompts of a completion."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(each) for each in prompt if isinstance(each, str))
 
 
-def _data_of(url: str, where: str) -> bytes:
+def _decode_data_url(url: str, field: str) -> bytes:
     head, _, data = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64"):
-        raise bad_request("expected an image as a data URL, data:image/…;base64,…; the server fetches nothing", where)
+        raise bad_request("expected an image as a data URL, data:image/…;base64,…; the server fetches nothing", field)
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise bad_request(f"the image's base64 can't be read: {error}", where) from error
+        raise bad_request(f"the image's base64 can't be read: {error}", field) from error
 
 
-def _picture(data: bytes, where: str) -> Any:
+def _decode_image(data: bytes, field: str) -> Any:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data)) as picture:
-            if picture.width * picture.height > (Image.MAX_IMAGE_PIXELS or 1 << 26):
-                raise bad_request(f"the image has {picture.width} x {picture.height} pixels, which is too many", where)
-            return picture.convert("RGB")
+        with Image.open(io.BytesIO(data)) as image:
+            if image.width * image.height > (Image.MAX_IMAGE_PIXELS or 1 << 26):
+                raise bad_request(f"the image has {image.width} x {image.height} pixels, which is too many", field)
+            return image.convert("RGB")
     except ApiError:
         raise
-    except Exception as error:  # readers of image formats raise what they like
-        raise bad_request(f"the image can't be read: {one_line(str(error))}", where) from error
+    except Exception as error:  # Pillow's decoders raise many error classes
+        raise bad_request(f"the image can't be read: {one_line(str(error))}", field) from error
 
 
 def _arguments(text: str) -> Any:
-    """Templates write the arguments of a call from an object; what isn't one stays as it is."""
+    """Return the arguments of a call as an object, which templates expect. Text that is no JSON object stays text."""
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except ValueError:
         return text
-    return found if isinstance(found, dict) else text
+    return arguments if isinstance(arguments, dict) else text
 
 
 def _check_response_template(template: Mapping[str, Any]) -> None:
-    """Raises :class:`ConfigError` for one that transformers can't read."""
+    """Raise :class:`ConfigError` if transformers' parser can't use ``template``."""
     try:
         from transformers.utils.chat_parsing import ResponseParser
 
@@ -243,4 +259,4 @@ def _processor(model_dir: Path) -> MediaProcessor | None:
     try:
         return MediaProcessor.from_checkpoint(model_dir)
     except (CheckpointError, ConfigError):
-        return None  # the text of a vision model can be asked for without
+        return None  # the model can still serve text

@@ -1,4 +1,4 @@
-"""Answers: whole ones, and streams of server-sent events. Both end their work when the client goes away."""
+"""ASGI responses: one JSON object, or a stream of server-sent events. Both cancel their work if the client disconnects."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.serve.errors import ApiError
 
-_JSON = b"application/json"
-_EVENTS = b"text/event-stream; charset=utf-8"
+_JSON_CONTENT_TYPE = b"application/json"
+_EVENTS_CONTENT_TYPE = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
+"""The event that ends every stream."""
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return ``data`` encoded as one server-sent event."""
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
 class ClientGone(Exception):
-    """The client has closed its connection, or doesn't read."""
+    """The client has closed its connection, or hasn't read for the allowed time."""
 
 
 class Answer(Response):
-    """An answer that is still to be worked out: ``work`` returns it, as a mapping. Where the client goes away, ``work`` is
-    cancelled. ``close`` is called in the end, however that comes.
+    """A JSON response whose body ``work`` computes.
+
+    If the client disconnects first, ``work`` is cancelled. ``close`` is called once, after success, error or disconnection.
     """
 
     def __init__(self, work: Callable[[], Awaitable[Mapping[str, Any]]], *, close: Callable[[], None]) -> None:
@@ -37,18 +39,20 @@ class Answer(Response):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Run the work and send its result, or raise :class:`ClientGone`."""
         del scope
         try:
-            data = await _unless_gone(receive, self._work())
+            data = await _run_while_connected(receive, self._work())
         finally:
             self._close()
         await _send_whole(send, 200, json.dumps(data).encode(), {})
 
 
 class EventStream(Response):
-    """A stream of events: ``work`` yields them as bytes. ``write_s``: how long the client may take to read a piece.
-    ``close`` is called in the end, however that comes.
+    """A response that streams the encoded events that ``work`` yields.
+
+    If the client disconnects, or takes more than ``write_s`` seconds to read a piece, ``work`` is cancelled. ``close`` is
+    called once, after success, error or disconnection.
     """
 
     def __init__(self, work: Callable[[], AsyncIterator[bytes]], *, close: Callable[[], None], write_s: float) -> None:
@@ -58,15 +62,19 @@ class EventStream(Response):
         self._write_s = write_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Send the events, then ``[DONE]``, or raise :class:`ClientGone`. An :class:`ApiError` is sent as an event."""
         del scope
         try:
-            await _unless_gone(receive, self._pump(send))
+            await _run_while_connected(receive, self._send_events(send))
         finally:
             self._close()
 
-    async def _pump(self, send: Send) -> None:
-        headers = [(b"content-type", _EVENTS), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+    async def _send_events(self, send: Send) -> None:
+        headers = [
+            (b"content-type", _EVENTS_CONTENT_TYPE),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             async for piece in self._work():
@@ -85,33 +93,33 @@ class EventStream(Response):
 
 
 async def send_error(send: Send, error: ApiError) -> None:
-    """Answer with an error."""
+    """Send ``error`` as the whole response: its status, its headers and its JSON body."""
     await _send_whole(send, error.status, error.encoded(), error.headers)
 
 
 async def _send_whole(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-    named = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    named += [(b"content-type", _JSON), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": named})
+    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    encoded += [(b"content-type", _JSON_CONTENT_TYPE), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
     await send({"type": "http.response.body", "body": body})
 
 
-async def _unless_gone(receive: Receive, work: Awaitable[Any]) -> Any:
-    """What ``work`` returns. Raises :class:`ClientGone` once the client has gone, and cancels it."""
+async def _run_while_connected(receive: Receive, work: Awaitable[Any]) -> Any:
+    """Return the result of ``work``. If the client disconnects first, cancel ``work`` and raise :class:`ClientGone`."""
     working = asyncio.ensure_future(work)
-    listening = asyncio.ensure_future(_disconnected(receive))
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait({working, listening}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientGone("the client has closed its connection")
         return working.result()
     finally:
-        for task in (working, listening):
+        for task in (working, disconnected):
             if not task.done():
                 task.cancel()
-        await asyncio.gather(working, listening, return_exceptions=True)
+        await asyncio.gather(working, disconnected, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

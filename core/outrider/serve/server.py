@@ -1,4 +1,4 @@
-"""Running the application: the port, the signals, and the order in which everything ends."""
+"""The HTTP server: starts the engine, listens, handles signals, and shuts everything down in order."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from outrider.serve.prompts import Prompter
 from outrider.serve.tracing import Spans
 
 _KEEP_ALIVE_S = 75
-"""So long an idle connection stays open: longer than clients and proxies keep theirs. Or it might close as it's used."""
-_CONNECTIONS_S = 5.0
-"""So long connections may take to close once all requests have ended."""
+"""Time that an idle connection stays open. Clients and proxies close theirs earlier, so none sends into a closed one."""
+_CLOSE_CONNECTIONS_TIMEOUT_S = 5.0
+"""Time that connections have to close once all requests have ended."""
+_DRAIN_AFTER_ENGINE_LOSS_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where the server listens. Port 0: one that is free."""
+    """The address on which the server listens. Port 0 selects a free port."""
 
     host: str = "127.0.0.1"
     port: int = 8000
 
 
 class ServerLost(OutriderError):
-    """The server has ended because its engine had."""
+    """The server has ended because its engine ended."""
 
 
 async def serve(
@@ -46,10 +47,12 @@ async def serve(
     started: Callable[[str, int], None] | None = None,
     spans: Spans | None = None,
 ) -> None:
-    """Start the engine and serve until SIGTERM or SIGINT; a second signal ends it at once. ``started`` is told host and port;
-    ``spans`` is closed in the end.
+    """Start the engine and serve until SIGTERM or SIGINT. Running requests then have ``config.drain_s`` seconds to finish.
 
-    Raises :class:`ServerLost` where the engine ended by itself, and what starting it raised.
+    A second signal ends the server at once. ``started`` is called with host and port once the server listens. The function
+    closes ``engine`` and ``spans`` before it returns.
+
+    Raises :class:`ServerLost` if the engine ends by itself, and the error of an engine that can't start.
     """
     import uvicorn
 
@@ -69,37 +72,38 @@ async def serve(
             "server_header": False,
             "ws": "none",
         }
-        server = _Server(uvicorn.Config(app, host=address.host, port=address.port, lifespan="off", backlog=2048, **options))
-        ending: list[asyncio.Task[None]] = []
+        server = _make_uvicorn_server(
+            uvicorn.Config(app, host=address.host, port=address.port, lifespan="off", backlog=2048, **options), started
+        )
+        shutdown_tasks: list[asyncio.Task[None]] = []
 
-        async def end(seconds: float) -> None:
-            """Let running requests end, then close the port."""
-            all_ended = await service.drain(seconds)
+        async def shut_down(drain_s: float) -> None:
+            """Drain the running requests, then close the port and all connections."""
+            all_ended = await service.drain(drain_s)
             log.info("drained", extra={"fields": {"all_ended": all_ended}})
             server.should_exit = True
-            await asyncio.sleep(_CONNECTIONS_S)
+            await asyncio.sleep(_CLOSE_CONNECTIONS_TIMEOUT_S)
             server.force_exit = True
 
-        def asked_to_end(number: int) -> None:
-            if ending:
+        def handle_signal(number: int) -> None:
+            if shutdown_tasks:
                 server.force_exit = server.should_exit = True
                 return
             fields = {"signal": signal.Signals(number).name, "seconds": config.drain_s}
             log.info("draining", extra={"fields": fields})
-            ending.append(loop.create_task(end(config.drain_s)))
+            shutdown_tasks.append(loop.create_task(shut_down(config.drain_s)))
 
-        def lost(error: EngineGone) -> None:
+        def handle_engine_loss(error: EngineGone) -> None:
             log.error("engine lost", extra={"fields": {"error": str(error)}})
-            if not ending:
-                ending.append(loop.create_task(end(1.0)))
+            if not shutdown_tasks:
+                shutdown_tasks.append(loop.create_task(shut_down(_DRAIN_AFTER_ENGINE_LOSS_S)))
 
-        engine.on_gone(lost)
+        engine.on_gone(handle_engine_loss)
         if engine.error is not None:
             raise engine.error
-        server.on_started = started
-        with _signals(loop, asked_to_end):
+        with _signals(loop, handle_signal):
             await server.serve()
-        for task in ending:
+        for task in shutdown_tasks:
             task.cancel()
         service.close()
         if engine.error is not None:
@@ -110,35 +114,29 @@ async def serve(
             await loop.run_in_executor(None, spans.close)
 
 
-def _server_class() -> Any:
+def _make_uvicorn_server(config: Any, on_started: Callable[[str, int], None] | None) -> Any:
     import uvicorn
 
-    class Server(uvicorn.Server):
-        """uvicorn's server, but for its signals, which :func:`serve` handles."""
-
-        on_started: Callable[[str, int], None] | None = None
+    class HttpServer(uvicorn.Server):
+        """uvicorn's server without its signal handlers: :func:`serve` handles the signals."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Generator[None]:
-            """Leave the signals alone."""
+            """Leave the signal handlers unchanged."""
             yield
 
         async def startup(self, sockets: Any = None) -> None:
-            """Say where it listens. Raises :class:`ConfigError` where it can't."""
+            """Start to listen, then call ``on_started``. Raises :class:`ConfigError` if the address can't be bound."""
             try:
                 await super().startup(sockets)
-            except SystemExit:  # uvicorn has logged why
+            except SystemExit:  # uvicorn has logged the reason
                 where = f"{self.config.host}, port {self.config.port}"
                 raise ConfigError(f"nothing can listen at {where}: the log has the reason; choose another") from None
-            if self.started and self.on_started is not None:
+            if self.started and on_started is not None:
                 host, port = self.servers[0].sockets[0].getsockname()[:2]
-                self.on_started(host, port)
+                on_started(host, port)
 
-    return Server
-
-
-def _Server(config: Any) -> Any:  # noqa: N802
-    return _server_class()(config)
+    return HttpServer(config)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What the routes call: admission, generation, and the states of a server."""
+"""Admission and generation of requests, and the state of the server. The routes call this module."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from outrider.serve.metrics import Metrics
 from outrider.serve.prompts import Prompt, Prompter
 
 T = TypeVar("T")
-_RETRY_S = 1
-"""What a client that was refused is told to wait."""
-_SHORT = 1024
-"""Characters that are tokenised in less time than a thread takes."""
-_PREPARING = 2
-"""Threads that tokenise and fill in templates."""
+_RETRY_AFTER_S = 1
+"""Value of ``Retry-After`` for a client whose request was refused."""
+_MAX_INLINE_CHARACTERS = 1024
+"""Prompts below this length are tokenised on the event loop: a switch to a thread takes longer."""
+_NUM_PROMPT_THREADS = 2
+"""Number of threads that tokenise prompts and render chat templates."""
 
 
 class State(StrEnum):
-    """What a server does with a new request."""
+    """The state of a server, which decides whether it accepts new requests."""
 
     READY = "ready"
     DRAINING = "draining"
-    """It's about to end: running requests go on, new ones are refused."""
+    """The server is about to end: it refuses new requests and finishes the running ones."""
     LOST = "lost"
-    """Its engine is gone."""
+    """The engine is gone."""
 
 
 class Service:
-    """Runs requests on an engine that has started. It belongs to the engine client's event loop."""
+    """The requests of a server whose engine has started. All methods run on the engine client's event loop."""
 
     def __init__(self, engine: EngineClient, prompter: Prompter, config: ServeConfig) -> None:
         self.engine = engine
@@ -48,11 +48,11 @@ class Service:
         self.started = int(time.time())
         self._draining = False
         self._open: set[Generation] = set()
-        self._threads = ThreadPoolExecutor(_PREPARING, thread_name_prefix="outrider-prompts")
+        self._threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, thread_name_prefix="outrider-prompts")
 
     @property
     def state(self) -> State:
-        """What it does with a new request."""
+        """The current state of the server."""
         if self.engine.error is not None:
             return State.LOST
         return State.DRAINING if self._draining else State.READY
@@ -60,33 +60,39 @@ class Service:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raises :class:`ApiError` where no new request is taken."""
+        """Raise :class:`ApiError` unless the server accepts new requests."""
         if self.state is State.LOST:
             raise unavailable("the engine is gone; this server is about to end", "engine_lost")
         if self.state is State.DRAINING:
-            raise unavailable("this server is about to end; ask another one", "draining", _RETRY_S)
+            raise unavailable("this server is about to end; ask another one", "draining", _RETRY_AFTER_S)
 
     def check_model(self, name: str) -> None:
-        """Raises :class:`ApiError` where the model isn't served under this name."""
+        """Raise :class:`ApiError` unless ``name`` is one of the model's names."""
         if name not in self.config.names:
             message = f"the model {name!r} does not exist; this server has {', '.join(self.config.names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def prepare(self, make: Callable[[], T], *, size: int | None) -> T:
-        """What ``make`` returns; called in a thread where it may take long. ``size``: its characters, or None."""
-        if size is not None and size < _SHORT:
+        """Call ``make``, which builds a prompt, and return its result. Long prompts are built in a thread.
+
+        ``size`` is the number of characters to tokenise; None if it is unknown.
+        """
+        if size is not None and size < _MAX_INLINE_CHARACTERS:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._threads, make)
 
     def room_for(self, prompt: Prompt, max_tokens: int | None) -> int:
-        """Tokens that the output may have: ``max_tokens``, or None for what fits. Raises :class:`ApiError`."""
+        """Return the maximum number of output tokens: ``max_tokens``, or the remaining context if that is None.
+
+        Raises :class:`ApiError` if prompt and output exceed the context length.
+        """
         longest = self.engine.info.longest_request
-        # An image has one placeholder here, and in the cache a token for each feature.
+        # An image counts as one placeholder token here; in the KV cache it has one token for each feature.
         length = len(prompt.tokens)
-        most = longest - 1
-        if length > most:
+        max_length = longest - 1
+        if length > max_length:
             raise bad_request(
-                f"the prompt has {length} tokens, this server takes {most} at most (its context is {longest})",
+                f"the prompt has {length} tokens, this server takes {max_length} at most (its context is {longest})",
                 "prompt",
                 "context_length_exceeded",
             )
@@ -108,9 +114,10 @@ class Service:
         special_tokens: bool = False,
         pieces: bool = False,
     ) -> Generation:
-        """Start a request: prompt i gets ``params[i].n`` choices. It's admitted when this returns; the caller must close it.
+        """Start a request and return its generation once the engine has accepted it. The caller must close the generation.
 
-        Raises :class:`ApiError`.
+        Prompt i gets ``params[i].n`` choices. ``special_tokens`` and ``pieces`` are passed to
+        :class:`~outrider.serve.choices.ChoiceText`. Raises :class:`ApiError` if the request is refused or the queue is full.
         """
         self.check_open()
         samples = sum(each.n for each in params)
@@ -123,7 +130,7 @@ class Service:
                 f"the queue is full: {self.engine.open_requests} choices run or wait, {capacity} at most; try again later",
                 kind=OVERLOADED,
                 code="queue_full",
-                headers={"Retry-After": str(_RETRY_S)},
+                headers={"Retry-After": str(_RETRY_AFTER_S)},
             )
         generation = Generation(self, special_tokens=special_tokens, pieces=pieces)
         try:
@@ -133,67 +140,69 @@ class Service:
             raise
         return generation
 
-    # -- the end ---------------------------------------------------------------------------------------------------
+    # -- shutdown ----------------------------------------------------------------------------------------------------
 
     def refuse_new(self) -> None:
-        """From now on refuse new requests."""
+        """Refuse new requests from now on; running requests continue."""
         self._draining = True
 
     async def drain(self, seconds: float) -> bool:
-        """Refuse new requests, wait for the running ones for so long, then end them with an error. Returns whether all ended
-        by themselves.
+        """Refuse new requests, and wait up to ``seconds`` for the running ones. Then end the remaining ones with an error.
+
+        Returns whether all requests finished in time.
         """
         self.refuse_new()
         deadline = time.monotonic() + seconds
         while self._open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        left = list(self._open)
-        for generation in left:
+        unfinished = list(self._open)
+        for generation in unfinished:
             generation.fail(unavailable("this server has ended; the request was cut off", "draining"))
-        return not left
+        return not unfinished
 
     def close(self) -> None:
-        """Give up what the service holds besides the engine."""
+        """Stop the threads that build prompts. The caller closes the engine."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Generation:
-    """The choices of one request, on their way."""
+    """The running choices of one request."""
 
     def __init__(self, service: Service, *, special_tokens: bool, pieces: bool) -> None:
         self._service = service
         self._inbox = Inbox()
         self._special_tokens, self._pieces = special_tokens, pieces
         self._choices: dict[tuple[int, int], ChoiceText] = {}
-        self._arrived = time.perf_counter()
-        self._last: dict[int, float] = {}
+        self._arrival_time = time.perf_counter()
+        self._last_output_time: dict[int, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self.notes: dict[str, Any] = {}
-        """What the log shall say of it; filled when it's closed."""
+        """Fields for the log record of the request; :meth:`close` adds them."""
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.accepted = 0
+        """Number of accepted draft tokens, over all choices."""
         self.first_token_s: float | None = None
-        """From arrival to the first token; None before it."""
+        """Seconds from the request's arrival to its first token; None before the first token."""
         service._open.add(self)
 
     @property
     def choices(self) -> int:
-        """How many it has."""
+        """Number of choices of the request."""
         return len(self._choices)
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Those of the choices that have ended, in their order."""
+        """Finish reasons of the choices that have ended, in the order of the choices."""
         return [choice.finish_reason for choice in self._choices.values() if choice.finish_reason is not None]
 
     async def start(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: int) -> None:
-        """Queue the requests, and wait until the engine has checked them."""
+        """Submit one engine request for each prompt, and wait until the engine has accepted all of them."""
         service = self._service
-        limit = service.config.request_timeout_s
-        late = ApiError(504, f"the request wasn't done within {limit:g} s", kind=SERVER, code="timeout")
-        self._timer = asyncio.get_running_loop().call_later(limit, self.fail, late)
+        timeout_s = service.config.request_timeout_s
+        timeout = ApiError(504, f"the request wasn't done within {timeout_s:g} s", kind=SERVER, code="timeout")
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self.fail, timeout)
         try:
             for prompt, each in zip(prompts, params, strict=True):
                 self.prompt_tokens += len(prompt.tokens)
@@ -209,17 +218,20 @@ class Generation:
                     )
             await self._inbox.admitted()
         except Exception as error:
-            raise self._told(error) from error
+            raise _client_error(error) from error
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What is new, as it comes; a reader that is slow gets more at once. Raises :class:`ApiError`."""
-        left = len(self._choices)
+        """Yield the new text and tokens until every choice has ended; a slow reader gets several deltas at once.
+
+        Raises :class:`ApiError` if the request fails or times out.
+        """
+        num_running = len(self._choices)
         metrics = self._service.metrics
-        while left:
+        while num_running:
             try:
                 outputs = await self._inbox.take()
             except Exception as error:
-                raise self._told(error) from error
+                raise _client_error(error) from error
             now = time.perf_counter()
             deltas: list[Delta] = []
             for output in outputs:
@@ -230,27 +242,26 @@ class Generation:
                     raise ApiError(500, f"the request failed on the device: {output.error}", kind=SERVER, code="failed")
                 if output.tokens:
                     if self.first_token_s is None:
-                        self.first_token_s = now - self._arrived
+                        self.first_token_s = now - self._arrival_time
                         metrics.first_token(self.first_token_s)
-                    last = self._last.get(choice.index)
-                    gap = None if last is None else now - last
-                    metrics.output(gap, len(output.tokens), output.drafted, output.proposed)
-                    self._last[choice.index] = now
+                    last = self._last_output_time.get(choice.index)
+                    interval = None if last is None else now - last
+                    metrics.output(interval, len(output.tokens), output.drafted, output.proposed)
+                    self._last_output_time[choice.index] = now
                     self.output_tokens += len(output.tokens)
                     self.accepted += output.drafted
-                delta = choice.add(output)
-                deltas.append(delta)
-                left -= output.finish_reason is not None
+                deltas.append(choice.add(output))
+                num_running -= output.finish_reason is not None
             yield deltas
-        seconds = time.perf_counter() - self._arrived
+        seconds = time.perf_counter() - self._arrival_time
         metrics.ended(seconds, self.prompt_tokens, self.output_tokens, self.finish_reasons)
 
     def fail(self, error: ApiError) -> None:
-        """End it with this error."""
+        """End the request: the reader of :meth:`deltas` raises ``error`` after the outputs that have arrived."""
         self._inbox.fail(error)
 
     def close(self) -> None:
-        """Abort what hasn't ended. Allowed more than once."""
+        """Abort the choices that haven't ended, and record the request for the log. May be called more than once."""
         if self._closed:
             return
         self._closed = True
@@ -258,19 +269,20 @@ class Generation:
             self._timer.cancel()
         service = self._service
         service._open.discard(self)
-        ended = service.engine.abort(self._inbox)
+        aborted = service.engine.abort(self._inbox)
         self.notes |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
-        self.notes |= {"accepted_draft_tokens": self.accepted, "finish_reasons": self.finish_reasons, "aborted": ended}
+        self.notes |= {"accepted_draft_tokens": self.accepted, "finish_reasons": self.finish_reasons, "aborted": aborted}
         if self.first_token_s is not None:
             self.notes["first_token_s"] = round(self.first_token_s, 6)
-        if ended:
-            service.metrics.aborted(ended)
+        if aborted:
+            service.metrics.aborted(aborted)
             service.metrics.counted(self.prompt_tokens, self.output_tokens)
 
-    def _told(self, error: Exception) -> Exception:
-        """An error as clients are told of it."""
-        if isinstance(error, RequestError):
-            return bad_request(str(error))
-        if isinstance(error, EngineGone):
-            return unavailable(f"the engine is gone: {error}", "engine_lost")
-        return error
+
+def _client_error(error: Exception) -> Exception:
+    """Return the error that the client gets for an error of the engine client."""
+    if isinstance(error, RequestError):
+        return bad_request(str(error))
+    if isinstance(error, EngineGone):
+        return unavailable(f"the engine is gone: {error}", "engine_lost")
+    return error

@@ -1,4 +1,7 @@
-"""A span of OpenTelemetry for each request; needs the extra ``otel``. Where spans go, OpenTelemetry's variables say."""
+"""OpenTelemetry spans, one for each request. Needs the extra ``otel``.
+
+OpenTelemetry's environment variables (``OTEL_EXPORTER_OTLP_ENDPOINT`` and others) configure the export.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ _NAMES: Mapping[str, str] = {
     "error": "error.message",
     "outcome": "outrider.outcome",
 }
-"""Fields of the log, as spans name them: by OpenTelemetry's conventions where there are any."""
+"""Span attribute of each field of the request log, named by OpenTelemetry's conventions if they have such a name."""
 
 
 class Spans:
-    """Makes spans, and sends them in batches from a thread of its own: over OTLP, or by ``exporter``.
+    """An exporter of request spans. A background thread sends them in batches, by OTLP over HTTP or with ``exporter``.
 
-    Raises :class:`ConfigError` where the extra isn't installed.
+    Raises :class:`ConfigError` if the extra isn't installed.
     """
 
     def __init__(self, exporter: Any = None) -> None:
@@ -53,8 +56,10 @@ class Spans:
     def record(
         self, name: str, headers: Mapping[str, str], *, seconds: float, now_ns: int, fields: Mapping[str, Any]
     ) -> None:
-        """A request that is over: it took ``seconds``, until ``now_ns`` since 1970. ``headers`` may name the caller's span
-        (``traceparent``); ``fields``: those of the log.
+        """Queue the span of a finished request, which ended at ``now_ns`` (Unix time) and took ``seconds``.
+
+        ``headers`` are the request's trace headers: a ``traceparent`` names the parent span. ``fields`` are the fields of the
+        request's log record.
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -67,5 +72,5 @@ class Spans:
         span.end(now_ns)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Export the queued spans, and stop the background thread."""
         self._provider.shutdown()

@@ -1,6 +1,7 @@
-"""Messages between a server and its engine's process, as bytes: a length of four bytes, and JSON.
+"""Encoding of the messages between a server and its engine's process: a length of 4 bytes (big-endian), then JSON.
 
-Both ends are the same program. Still nothing is unpickled: what clients sent is inside, and records alone are made of it.
+Both ends are the same program, but messages contain data of clients. So nothing is unpickled: the decoder creates only the
+records of :mod:`outrider.serve.messages`.
 """
 
 from __future__ import annotations
@@ -39,34 +40,34 @@ _LENGTH = struct.Struct("!I")
 
 
 class Frames:
-    """What frames hold, from the pieces in which they come."""
+    """An incremental decoder of frames."""
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self._received = bytearray()
 
     def add(self, piece: bytes) -> Iterator[Any]:
-        """What has become whole, with this piece."""
-        held = self._held
-        held += piece
+        """Append ``piece`` to the received bytes and yield the content of each frame that is now complete."""
+        received = self._received
+        received += piece
         start = 0
-        while len(held) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(held, start)
+        while len(received) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(received, start)
             end = start + _LENGTH.size + length
-            if end > len(held):
+            if end > len(received):
                 break
-            yield json.loads(held[start + _LENGTH.size : end])
+            yield json.loads(received[start + _LENGTH.size : end])
             start = end
-        del held[:start]
+        del received[:start]
 
 
 def frame(item: Any) -> bytes:
-    """One frame."""
+    """Return ``item``, plain data for JSON, encoded as one frame."""
     data = json.dumps(item, separators=(",", ":")).encode()
     return _LENGTH.pack(len(data)) + data
 
 
 def command_to_wire(command: Command) -> list[Any]:
-    """A command as JSON has it."""
+    """Return a command as plain data for JSON."""
     match command:
         case Submit(key, tokens, params, priority, media):
             return ["submit", key, list(tokens), _params_to_wire(params), priority, [*map(_media_to_wire, media)]]
@@ -76,9 +77,9 @@ def command_to_wire(command: Command) -> list[Any]:
             return ["stop"]
 
 
-def command_of_wire(given: Sequence[Any]) -> Command:
-    """The command again."""
-    match given:
+def command_of_wire(encoded: Sequence[Any]) -> Command:
+    """Return the command that :func:`command_to_wire` encoded."""
+    match encoded:
         case ["submit", key, tokens, params, priority, media]:
             return Submit(key, tokens, _params_of_wire(params), priority, [*map(_media_of_wire, media)])
         case ["abort", key]:
@@ -87,7 +88,10 @@ def command_of_wire(given: Sequence[Any]) -> Command:
 
 
 def event_to_wire(event: Event) -> list[Any]:
-    """An event as JSON has it. An output is the commonest by far: its fields behind a number."""
+    """Return an event as plain data for JSON.
+
+    An output is a flat list that starts with 0: it is by far the most frequent event.
+    """
     if type(event) is Output:
         entries = [(entry.token, entry.logprob, entry.top) for entry in event.logprobs] if event.logprobs else ()
         return [0, *event[:4], entries, *event[5:]]
@@ -105,13 +109,13 @@ def event_to_wire(event: Event) -> list[Any]:
     raise AssertionError(f"{type(event).__name__} isn't an event")
 
 
-def event_of_wire(given: Sequence[Any]) -> Event:
-    """The event again."""
-    if given[0] == 0:
-        _, key, sample, tokens, reason, entries, *rest = given
+def event_of_wire(encoded: Sequence[Any]) -> Event:
+    """Return the event that :func:`event_to_wire` encoded."""
+    if encoded[0] == 0:
+        _, key, sample, tokens, reason, entries, *details = encoded
         logprobs = tuple(TokenLogprobs(token, logprob, tuple(map(tuple, top))) for token, logprob, top in entries)
-        return Output(key, sample, tuple(tokens), reason, logprobs, *rest)
-    match given:
+        return Output(key, sample, tuple(tokens), reason, logprobs, *details)
+    match encoded:
         case ["snapshot", stats, load, step_s]:
             return Snapshot(EngineStats(**stats), EngineLoad(**load), step_s)
         case ["ready", info]:
@@ -120,11 +124,11 @@ def event_of_wire(given: Sequence[Any]) -> Event:
             return Admitted(key)
         case ["refused", key, message]:
             return Refused(key, message)
-    return Failed(given[1])
+    return Failed(encoded[1])
 
 
 def _params_to_wire(params: SamplingParams) -> dict[str, Any]:
-    """Its fields; floats that JSON hasn't are written as Python reads them."""
+    # Python's json writes infinities as Infinity, and reads them again.
     fields = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
     guide = fields.pop("guide")
     return fields | {"guide": None if guide is None else [type(guide).__name__, asdict(guide)]}
@@ -133,8 +137,8 @@ def _params_to_wire(params: SamplingParams) -> dict[str, Any]:
 def _params_of_wire(fields: dict[str, Any]) -> SamplingParams:
     guide = fields.pop("guide")
     if guide is not None:
-        name, given = guide
-        guide = next(kind for kind in GUIDES if kind.__name__ == name)(**given)
+        name, guide_fields = guide
+        guide = next(kind for kind in GUIDES if kind.__name__ == name)(**guide_fields)
     return SamplingParams(**fields, guide=guide)
 
 
@@ -148,7 +152,7 @@ def _media_to_wire(media: Media) -> dict[str, Any]:
     }
 
 
-def _media_of_wire(given: dict[str, Any]) -> Media:
-    values = np.frombuffer(bytearray(base64.b64decode(given["pixels"])), dtype=np.float32)
-    pixels = torch.from_numpy(values).view(given["shape"])
-    return Media(MediaGrid(**given["grid"]), pixels, bytes.fromhex(given["digest"]))
+def _media_of_wire(encoded: dict[str, Any]) -> Media:
+    values = np.frombuffer(bytearray(base64.b64decode(encoded["pixels"])), dtype=np.float32)
+    pixels = torch.from_numpy(values).view(encoded["shape"])
+    return Media(MediaGrid(**encoded["grid"]), pixels, bytes.fromhex(encoded["digest"]))

@@ -1,1 +1,1 @@
-"""Proposers: they draft the tokens that the target verifies."""
+"""Proposers: they draft the tokens that the target model verifies."""

@@ -1,4 +1,4 @@
-"""Two proposers as one: what is found word for word goes first, where enough of it agrees; else a head or a model drafts."""
+"""CombinedProposer: drafts by suffix lookup if a long enough suffix matches, and by a head or a draft model otherwise."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from outrider.device import AttentionShape, Backend, ConfigError
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer, RelaySpec
 from outrider.speculative.suffix import SuffixProposer
 
-LEAST = 4
-"""Tokens of a suffix that must agree for what followed it to be drafted."""
+MIN_SUFFIX_TOKENS = 4
+"""Default length of a matching suffix, in tokens, from which the lookup drafts."""
 
 
 class CombinedProposer(Proposer):
-    """A chain of K tokens: for each request those that ``lookup`` found behind a suffix of ``least`` tokens or more, else
-    those of ``other``.
+    """A chain of K tokens per request: from ``lookup`` if it matches a suffix of at least ``least`` tokens, else from
+    ``other``.
 
-    Which one drafts is decided on the device, so both are at work in every iteration: the gain is in accepted tokens, not in
-    the time of ``other``. What travels in the relay is ``other``'s; both have their own caches.
+    The device selects the draft, so both proposers run in every iteration. The combination raises the number of accepted
+    tokens; it doesn't save the time of ``other``. The relay is that of ``other``. Both have their own caches.
     """
 
-    def __init__(self, lookup: SuffixProposer, other: Proposer, *, least: int = LEAST) -> None:
+    extends = True
+
+    def __init__(self, lookup: SuffixProposer, other: Proposer, *, least: int = MIN_SUFFIX_TOKENS) -> None:
         if other.is_tree or not other.nodes:
             what = "drafts trees" if other.is_tree else "drafts nothing"
             raise ConfigError(
@@ -45,99 +47,94 @@ class CombinedProposer(Proposer):
 
     @property
     def parts(self) -> tuple[SuffixProposer, Proposer]:
-        """Both, the first one first."""
+        """The lookup proposer and the other proposer."""
         return self._lookup, self._other
 
     @property
     def depth(self) -> int:
-        """K."""
+        """K, the number of drafted tokens."""
         return self._other.depth
 
     @property
     def slots(self) -> int:
-        """The more of both."""
+        """The larger number of slots of both proposers."""
         return max(self._lookup.slots, self._other.slots)
 
     @property
     def max_context(self) -> int | None:
-        """The other's."""
+        """The context limit of the other proposer, or None."""
         return self._other.max_context
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        """The other's."""
+        """The target's layers that the other proposer reads."""
         return self._other.aux_hidden_state_layers
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether one of them does."""
-        return self._lookup.reads_hidden or self._other.reads_hidden
+        """True if the other proposer reads the target's hidden states."""
+        return self._other.reads_hidden
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
-        """The other's."""
+        """The relayed tensors of the other proposer."""
         return self._other.relay
 
     @property
-    def extends(self) -> bool:
-        """The lookup takes the accepted tokens in."""
-        return True
-
-    @property
     def lookahead(self) -> int:
-        """The more of both."""
+        """The larger lookahead of both proposers."""
         return max(self._lookup.lookahead, self._other.lookahead)
 
     @property
     def host_lengths(self) -> Mapping[str, int] | None:
-        """The other's: the lookup has no attention."""
+        """The host lengths of the other proposer; the lookup has no attention."""
         return self._other.host_lengths
 
     def host_lengths_of(self, count: int) -> Mapping[str, int] | None:
-        """The other's, which drafts as many."""
+        """Return the host lengths of the other proposer for a draft of ``count`` tokens."""
         return self._other.host_lengths_of(count)
 
     @property
     def host_widths(self) -> Mapping[str, int]:
-        """The other's."""
+        """The host widths of the other proposer."""
         return self._other.host_widths
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
-        """The other's."""
+        """Return the prompt passes of the other proposer."""
         return self._other.prompt_passes(tokens, sequences, longest)
 
     def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
-        """The other's."""
+        """Return the attention shapes of the other proposer."""
         return self._other.attention_shapes(page_size)
 
     @property
     def caches(self) -> tuple[Tensor, ...]:
-        """The history, then the other's."""
+        """The token history, then the other proposer's caches."""
         return (*self._lookup.caches, *self._other.caches)
 
     @property
     def token_bytes(self) -> int:
-        """Of both."""
+        """Bytes of one token in the caches of both proposers."""
         return self._lookup.token_bytes + self._other.token_bytes
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Both."""
+        """Allocate the caches of both proposers."""
         for part in self.parts:
             part.allocate(backend=backend, pages=pages, page_size=page_size)
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Both draft; each request has one of them."""
+        """Run both drafts and select one of them for each request."""
         found, other = self._lookup.continuation(inputs), self._other.draft(inputs)
         count = min(found.tokens.shape[1], other.tokens.shape[1])
-        sure = (found.matched >= self._least).unsqueeze(1)
-        tokens = torch.where(sure, found.tokens[:, :count], other.tokens[:, :count])
+        uses_lookup = (found.matched >= self._least).unsqueeze(1)
+        tokens = torch.where(uses_lookup, found.tokens[:, :count], other.tokens[:, :count])
         if other.probs is None:
             return Draft(tokens, None)
         probs = other.probs[:, :count]
-        certain = F.one_hot(found.tokens[:, :count], probs.shape[-1]).to(probs.dtype)
-        return Draft(tokens, torch.where(sure.unsqueeze(2), certain, probs))
+        one_hot = F.one_hot(found.tokens[:, :count], probs.shape[-1]).to(probs.dtype)
+        return Draft(tokens, torch.where(uses_lookup.unsqueeze(2), one_hot, probs))
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Both take the tokens in."""
+        """Run draft-extend of both proposers."""
         self._lookup.extend(inputs)
         return self._other.extend(inputs)

@@ -1,9 +1,9 @@
-"""Multi-token prediction: a head for each token ahead drafts (DeepSeek-V3, section 2.2), all of it in draft-extend.
+"""Multi-token prediction: one head for each position ahead drafts (DeepSeek-V3, section 2.2), entirely in draft-extend.
 
-Head k (from 1) at position i reads the token at i+k and the hidden state that head k-1 returned at i (the target's for
-k = 1), and guesses the token at i+k+1. So when the tokens up to t are known, head k is right up to position t-k, and its
-last k-1 entries before the new tokens rest on drafts that may have been rejected: each draft-extend runs them again. All
-heads read one sequence, the new tokens and then the drafts; only their first positions differ.
+Head k (from 1) at position i reads the token at i+k and the hidden state that head k-1 returned at i (the target's for k =
+1), and predicts the token at i+k+1. If the tokens up to t are known, head k's cache is valid up to position t-k. Its last k-1
+entries before the new tokens were computed from drafts that may have been rejected, so each draft-extend recomputes them. All
+heads read one sequence, the new tokens followed by the drafts; only their first positions differ.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import ForwardInput, KVCache, MtpHead
-from outrider.speculative.cached import CachedProposer
-from outrider.speculative.places import given_places
+from outrider.speculative.cached_proposer import (
+    CachedProposer,
+    extend_rope_positions,
+    over_target,
+    target_tokens,
+    too_many_branches,
+)
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
 from outrider.speculative.tree import Tree
-from outrider.speculative.vocabulary import over_target, target_tokens, too_many_branches
 
 
 class MtpProposer(CachedProposer):
-    """A token from each of K heads; with ``branches`` T > 1, T tokens from each, a tree whose likeliest path branches.
+    """A chain with one token from each of K heads, or with ``branches`` T > 1 a tree with T tokens from each head.
 
-    Relays the drafts themselves (for a chain that samples, their distributions too), for each head but the last its hidden
-    state at the first position that must run again, how many such positions there are, and where they lie on three axes, if
-    they do.
+    The children of each head's most likely token are the next head's tokens. Relays the draft tokens and, for a chain that
+    samples, their distributions. For each head except the last it relays the hidden state at the first position to recompute.
+    It also relays the number of such positions (``num_recomputed``) and, with mrope, their positions (``rope_positions``).
     """
 
     name = "mtp"
@@ -50,56 +54,56 @@ class MtpProposer(CachedProposer):
 
     @property
     def depth(self) -> int:
-        """K."""
+        """K, the number of heads that draft."""
         return len(self._heads)
 
     @property
     def nodes(self) -> int:
-        """T for each head."""
+        """K * T, the drafted tokens of all heads."""
         return len(self._heads) * self._branches
 
     @property
     def is_tree(self) -> bool:
-        """With several tokens from each head."""
+        """True if each head drafts several tokens."""
         return self._branches > 1
 
     @property
     def lookahead(self) -> int:
-        """The last head reads the token K places ahead."""
+        """K: the last head reads the token K positions ahead."""
         return len(self._heads)
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
-        """See the class."""
+        """The tensors that the class docstring describes."""
         heads, target = len(self._heads), self._heads[0].target
         specs = [
             RelaySpec("tokens", (heads, self._branches), torch.int64),
             RelaySpec("hidden", (heads, target.config.hidden_size), target.dtype),
-            RelaySpec("room", (), torch.int64, bounds=(0, heads)),
+            RelaySpec("num_recomputed", (), torch.int64, bounds=(0, heads)),
         ]
         if self._heads[0].config.rope.sections and heads > 1:
-            specs.append(RelaySpec("places", (heads - 1, 3), torch.int64, bounds=(0, 1 << 62)))
+            specs.append(RelaySpec("rope_positions", (heads - 1, 3), torch.int64, bounds=(0, 1 << 62)))
         if not self.is_tree:
             specs.append(RelaySpec("probs", (heads, target.output_size), torch.float32))
         return tuple(specs)
 
     @property
     def host_lengths(self) -> Mapping[str, int]:
-        """Each head's pass ends where the tokens do."""
+        """No additional length: each head's pass ends at the last new token."""
         return {_pass_name(extra): 0 for extra in range(len(self._heads))}
 
     @property
     def host_widths(self) -> Mapping[str, int]:
-        """A token more with each head."""
+        """One more token per request with each head."""
         return {_pass_name(extra): extra for extra in range(len(self._heads))}
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
-        """One of each head, over as many lanes of each sequence."""
+        """Return one pass for each head, over the same number of lanes for each sequence."""
         del tokens
         return tuple(sequences * (longest + extra) for extra in range(len(self._heads)))
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """The heads' caches, and the tree's shape: the children of each head's likeliest token are the next head's."""
+        """Allocate the heads' KV caches and the parents of the tree."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
         parents = [-1]
         for head in range(len(self._heads)):
@@ -107,7 +111,7 @@ class MtpProposer(CachedProposer):
         self._parents = torch.tensor(parents, device=backend.device)
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """No pass at all: draft-extend has drafted."""
+        """Return the drafts that draft-extend has computed, without a pass."""
         tokens, target = inputs.relay["tokens"].flatten(1), self._heads[0].target
         if not self.is_tree:
             probs = inputs.relay["probs"]
@@ -116,11 +120,11 @@ class MtpProposer(CachedProposer):
         return Draft(tokens, None, Tree.from_parents(parents, depth=len(self._heads)))
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """One pass of each head.
+        """Run one pass of each head and return the relay of its drafts.
 
-        Its lanes are positions in a row that end where ``attention.seq_lens`` does, or begin at 0 where these would begin
-        before: so its length is known without knowing how many of its positions run again. Those that don't, and those
-        behind the last new token, are padding.
+        The lanes of a pass are consecutive positions that end at ``attention.seq_lens``; they begin at 0 if a sequence is
+        shorter than the number of lanes. The length of a pass is therefore known without the number of positions to
+        recompute. Lanes before those positions and after the last new token are padding.
         """
         queries = inputs.attention.query_start[:-1].to(torch.int64)
         width, heads, device = inputs.attention.max_query, len(self._heads), queries.device
@@ -128,68 +132,68 @@ class MtpProposer(CachedProposer):
         lane = torch.arange(width + heads, device=device)
         rows = (queries.unsqueeze(1) + lane[:width]).clamp(max=inputs.tokens.shape[0] - 1)  # [B, W]
         start = inputs.positions[queries]
-        room = torch.where(inputs.continues, inputs.relay["room"], 0)
+        num_recomputed = torch.where(inputs.continues, inputs.relay["num_recomputed"], 0)
         text = torch.nn.functional.pad(inputs.tokens[rows], (0, heads))
-        assert inputs.hidden is not None  # it's read, as ``reads_hidden`` says
-        given = inputs.hidden[rows]
-        places = self._places(inputs, rows)
-        hidden, begin = given, start  # of the head before, and the position of its first lane
-        drafts, probs, states = [], [], [given[:, 0]]
+        assert inputs.hidden is not None  # required by reads_hidden
+        target_states = inputs.hidden[rows]
+        rope_positions = self._rope_positions(inputs, rows)
+        hidden, begin = target_states, start  # states of the preceding head, and the position of its first lane
+        drafts, probs, states = [], [], [target_states[:, 0]]
         for extra, head in enumerate(self._heads):
-            lanes = _Lanes.of(inputs.attention.seq_lens, width + extra, start, count, room.clamp(max=extra), lane)
-            states_in = _rows(hidden, lanes.positions - begin.unsqueeze(1))
+            lanes = _Lanes.of(inputs.attention.seq_lens, width + extra, start, count, num_recomputed.clamp(max=extra), lane)
+            states_in = _gather_rows(hidden, lanes.positions - begin.unsqueeze(1))
             if extra:
-                # What the head before returned further back came with the relay.
+                # The preceding head's state at the first recomputed position comes from the relay.
                 first = (lanes.positions == (start - extra).unsqueeze(1)).unsqueeze(-1)
                 states_in = torch.where(first, inputs.relay["hidden"][:, extra].unsqueeze(1), states_in)
             index = (lanes.positions - start.unsqueeze(1) + extra).clamp(0, text.shape[1] - 1)
-            flat = self._flat(inputs, text.gather(1, index), lanes, start, places, extra)
+            flat = self._pass_input(inputs, text.gather(1, index), lanes, start, rope_positions, extra)
             cache = KVCache((self.cache.layers[extra],))
             begin = lanes.positions[:, 0]
-            end = start + count - begin  # of the lanes that aren't padding
-            if inputs.kept is not None and extra + 1 == heads:  # no head behind it reads its states
+            end = start + count - begin  # end of the lanes that aren't padding
+            if inputs.kept is not None and extra + 1 == heads:  # no further head reads the states of all lanes
                 ends = torch.arange(0, index.numel(), index.shape[1], device=device) + end - 1
                 flat = replace(flat, kept=replace(inputs.kept, index=ends))
-                behind = head.forward(flat, states_in.flatten(0, 1), cache)
+                last_states = head.forward(flat, states_in.flatten(0, 1), cache)
             else:
                 hidden = head.forward(flat, states_in.flatten(0, 1), cache).view(*index.shape, -1)
-                behind = _rows(hidden, (end - 1).unsqueeze(1)).squeeze(1)
-            logits = head.logits(behind)
+                last_states = _gather_rows(hidden, (end - 1).unsqueeze(1)).squeeze(1)
+            logits = head.logits(last_states)
             if self.is_tree:
-                drawn = logits.topk(self._branches, dim=-1).indices
+                sampled = logits.topk(self._branches, dim=-1).indices
             else:
-                token, drawn_from = draw(head.kernels, logits, inputs, inputs.next_positions + extra)
-                drawn = token.unsqueeze(1)
-                probs.append(drawn_from)
-            drafts.append(target_tokens(head.kernels, drawn, head.target.output_ids))
+                token, distribution = draw(head.kernels, logits, inputs, inputs.next_positions + extra)
+                sampled = token.unsqueeze(1)
+                probs.append(distribution)
+            drafts.append(target_tokens(head.kernels, sampled, head.target.output_ids))
             text = text.scatter(1, (count + extra).unsqueeze(1), drafts[-1][:, :1])
-            if extra + 1 < heads:  # for the next call, at its start - (extra + 1)
-                states.append(_rows(hidden, (end - extra - 1).unsqueeze(1)).squeeze(1))
+            if extra + 1 < heads:  # relayed to the next call, at its start - (extra + 1)
+                states.append(_gather_rows(hidden, (end - extra - 1).unsqueeze(1)).squeeze(1))
         relay = {
             "tokens": torch.stack(drafts, dim=1),
             "hidden": torch.stack(states, dim=1),
-            "room": (room + count).clamp(max=heads - 1),
+            "num_recomputed": (num_recomputed + count).clamp(max=heads - 1),
         }
-        if places is not None and heads > 1:
-            relay["places"] = _rows(places, count.unsqueeze(1) + lane[: heads - 1])
+        if rope_positions is not None and heads > 1:
+            relay["rope_positions"] = _gather_rows(rope_positions, count.unsqueeze(1) + lane[: heads - 1])
         if inputs.sampling and not self.is_tree:
             relay["probs"] = torch.stack(probs, dim=1)
         return relay
 
-    def _places(self, inputs: ExtendInputs, rows: Tensor) -> Tensor | None:
-        """On three axes: positions int64 [B, K - 1 + W, 3] from K - 1 before the first new token on; None on one."""
+    def _rope_positions(self, inputs: ExtendInputs, rows: Tensor) -> Tensor | None:
+        """Return mrope positions int64 [B, K - 1 + W, 3], from K - 1 before the first new token on, or None without mrope."""
         rope = self._heads[0].config.rope
         if not rope.sections:
             return None
-        new = given_places(rope, inputs).t()[rows]
-        return torch.cat((inputs.relay["places"], new), dim=1) if len(self._heads) > 1 else new
+        new = extend_rope_positions(rope, inputs).t()[rows]
+        return torch.cat((inputs.relay["rope_positions"], new), dim=1) if len(self._heads) > 1 else new
 
-    def _flat(
-        self, inputs: ExtendInputs, tokens: Tensor, lanes: _Lanes, start: Tensor, places: Tensor | None, extra: int
+    def _pass_input(
+        self, inputs: ExtendInputs, tokens: Tensor, lanes: _Lanes, start: Tensor, rope_positions: Tensor | None, extra: int
     ) -> ForwardInput:
-        """The pass over ``tokens`` [B, W], one a lane."""
+        """Return the pass of head ``extra`` over ``tokens`` [B, W], one token per lane."""
         batch, width = tokens.shape
-        real, positions = lanes.real, lanes.positions
+        is_valid, positions = lanes.is_valid, lanes.positions
         slots = slots_of(positions, inputs.attention.block_table, self._page_size)
         lens = inputs.seq_lens_host
         attention = AttentionMetadata(
@@ -201,41 +205,48 @@ class MtpProposer(CachedProposer):
             uniform=True,
             seq_lens_host=None if lens is None else lens.param(_pass_name(extra), 0, least=width),
         )
-        # Padding behind the new tokens writes where they'd be next, so that attention finds numbers there; before them is
-        # what earlier calls wrote.
+        # Padding after the new tokens writes to the following slots, so that attention reads finite numbers there. Padding
+        # before them writes to page 0 and keeps the entries of earlier calls.
         slots = torch.where(positions >= lanes.first.unsqueeze(1), slots, 0)
-        if places is None:
-            return ForwardInput(tokens.flatten(), torch.where(real, positions, 0).flatten(), slots.flatten(), attention)
-        at = _rows(places, positions - start.unsqueeze(1) + len(self._heads) - 1)
+        if rope_positions is None:
+            return ForwardInput(tokens.flatten(), torch.where(is_valid, positions, 0).flatten(), slots.flatten(), attention)
+        lane_positions = _gather_rows(rope_positions, positions - start.unsqueeze(1) + len(self._heads) - 1)
         return ForwardInput(
-            tokens.flatten(), torch.where(real.unsqueeze(-1), at, 0).flatten(0, 1).t(), slots.flatten(), attention
+            tokens.flatten(),
+            torch.where(is_valid.unsqueeze(-1), lane_positions, 0).flatten(0, 1).t(),
+            slots.flatten(),
+            attention,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Lanes:
-    """Which positions int64 [B, W] a pass computes. ``real`` bool [B, W]: no padding; they begin at ``first`` int64 [B]."""
+    """The positions int64 [B, W] that a pass computes."""
 
     positions: Tensor
-    real: Tensor
+    is_valid: Tensor
+    """bool [B, W]: False for padding."""
     first: Tensor
+    """int64 [B]: first position that is not padding."""
 
     @classmethod
     def of(cls, seq_lens: Tensor, width: int, start: Tensor, count: Tensor, back: Tensor, lane: Tensor) -> _Lanes:
-        """``back`` positions before ``start`` run again, and ``count`` new ones follow."""
+        """Return ``width`` lanes per request: ``back`` positions before ``start`` are recomputed, and ``count`` new ones
+        follow.
+        """
         begin = (seq_lens.to(torch.int64) - width).clamp(min=0)
         positions = begin.unsqueeze(1) + lane[:width]
         first = start - back
-        real = (positions >= first.unsqueeze(1)) & (positions < (start + count).unsqueeze(1))
-        return cls(positions, real, first)
+        is_valid = (positions >= first.unsqueeze(1)) & (positions < (start + count).unsqueeze(1))
+        return cls(positions, is_valid, first)
 
 
 def _pass_name(extra: int) -> str:
-    """What the host lengths of a head's pass are called."""
+    """Return the name of the host lengths of a head's pass."""
     return f"extend.{extra}" if extra else "extend"
 
 
-def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """``values[b, index[b, j]]`` of [B, W, H], for an index [B, J] that is clamped to both ends."""
+def _gather_rows(values: Tensor, index: Tensor) -> Tensor:
+    """Return ``values[b, index[b, j]]`` of [B, W, H]. The index [B, J] is clamped to both ends."""
     index = index.clamp(0, values.shape[1] - 1).unsqueeze(-1)
     return values.gather(1, index.expand(-1, -1, values.shape[-1]))

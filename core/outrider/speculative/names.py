@@ -1,4 +1,4 @@
-"""The proposers that come with Outrider, by name."""
+"""Names of the proposers of Outrider. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ OWN_PROPOSERS: Mapping[str, str] = MappingProxyType(
         "dflash": "a DFlash head (fc, hidden_norm, layers.*, dflash_config): a block in one pass, a chain",
         "mtp": "heads of multi-token prediction (model.mtp_layers.*), one a step: chain or tree",
         "draft-model": "any supported decoder with the same tokenizer: chain or tree",
-        "ngram": "nothing: it looks the last tokens up in what was there before",
-        "suffix": "nothing: it looks the last tokens up in the request's text and in past outputs: chain",
-        "none": "nothing: plain decoding",
+        "ngram": "nothing: it drafts what followed the last tokens earlier in the text: chain or tree",
+        "suffix": "nothing: it drafts what followed the last tokens in the text or in past outputs: chain",
+        "none": "nothing: non-speculative decoding",
     }
 )
-"""The proposers that come with Outrider: name, and the checkpoint that each needs. Other lists of names derive from this one,
-which needs no torch."""
+"""Proposer names with the checkpoint that each needs. Other lists of names derive from this one."""
 
 DRAFTLESS = frozenset(name for name, needs in OWN_PROPOSERS.items() if needs.startswith("nothing:"))
-"""Those that need no checkpoint."""
+"""Proposers that need no checkpoint."""
 
 BY_TARGETS_HEAD = frozenset({"eagle", "dflash", "mtp"})
-"""Those that draw their drafts with the target's output head."""
+"""Proposers that sample drafts with the target's output head."""
 
 FIRST = "suffix+"
-"""Before the name of a proposer: suffix decoding goes first, and the other one drafts where it finds too little."""
+"""Prefix of a proposer's name: suffix decoding drafts first, and the named proposer drafts where it matches too little."""

@@ -1,7 +1,7 @@
-"""What a package offers that brings a proposer of its own: two hooks, and a record that describes it.
+"""The plugin interface of proposers: two hooks and a record that describes the proposer.
 
-A plugin is a module named by an entry point of the group ``outrider.proposers``; its name there is what ``--speculate``
-takes. It needs no torch to be described, so a plugin's module imports the proposer itself inside ``create_proposer``.
+A plugin is a module named by an entry point of the group ``outrider.proposers``. The entry point's name is the value of
+``--speculate``. Descriptions must not need torch, so the module imports the proposer inside ``create_proposer``.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ if TYPE_CHECKING:
 
 PROPOSERS_GROUP = "outrider.proposers"
 PROPOSER_VERSION = 1
-"""Version of the interface of proposers. It rises when a proposer that was right could become wrong."""
+"""Version of the proposer interface. It rises when a correct proposer could become incorrect."""
 
 __all__ = ["PROPOSERS_GROUP", "PROPOSER_VERSION", "ProposerHooks", "ProposerInfo", "hookimpl"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProposerInfo(PluginInfo):
-    """What a plugin says about its proposer. ``needs``: the checkpoint that ``--draft`` must name, in words; or nothing.
+    """Description of a plugin's proposer.
 
     ``interface_min`` and ``interface_max`` are versions of this interface (:data:`PROPOSER_VERSION`).
     """
 
     needs: str = "nothing"
+    """The checkpoint that ``--draft`` must name, in words, or ``nothing``."""
 
 
 class ProposerHooks:
-    """The hooks. They're called before an engine exists; the proposer itself is called directly."""
+    """The hooks of a proposer plugin. They are called before an engine exists; the engine calls the proposer directly."""
 
     @hookspec
     def proposer_info(self) -> ProposerInfo:  # type: ignore[empty-body]
@@ -41,8 +42,8 @@ class ProposerHooks:
 
     @hookspec
     def create_proposer(self, options: DraftOptions) -> Proposer:  # type: ignore[empty-body]
-        """Make the proposer for a target and a backend.
+        """Create the proposer for a target and a backend.
 
-        Raise :class:`~outrider.device.errors.ConfigError` for options that it can't do (a tree, say), and
-        :class:`~outrider.device.errors.CheckpointError` for a checkpoint that isn't right.
+        Raise :class:`~outrider.device.errors.ConfigError` for unsupported options (a tree, for example), and
+        :class:`~outrider.device.errors.CheckpointError` for an invalid checkpoint.
         """

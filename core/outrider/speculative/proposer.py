@@ -1,7 +1,7 @@
-"""The interface of a proposer, and plain decoding as the proposer that drafts nothing.
+"""The interface of a proposer, and non-speculative decoding as the proposer that drafts nothing.
 
-Letters: B requests of a batch, K drafted tokens, N = K+1 nodes of a draft with its root, D longest path from the root
-(D = K for a chain), M rows of a flat token batch, H hidden size, V vocabulary, P pages.
+Letters: B requests of a batch, K drafted tokens, N = K+1 nodes of a draft with its root. D is the longest path from the root
+(D = K for a chain). M rows of a flat token batch, H hidden size, V vocabulary, P pages.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,242 +20,267 @@ from outrider.speculative.seq_lens import HostSeqLens
 from outrider.speculative.tree import Tree
 
 MOST_REQUESTS = 4096
-"""Requests of a batch at most, padding included."""
+"""Maximum number of requests in a batch, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
 class RelaySpec:
-    """One tensor that a proposer relays from an iteration to the next, for each request.
-
-    ``bounds``: what whole numbers in it are at least and below; None: they are tokens of the target. Probes check that.
-    """
+    """One tensor per request that a proposer relays from one iteration to the next."""
 
     name: str
     shape: tuple[int, ...]
+    """Shape of the tensor for one request."""
     dtype: torch.dtype
     bounds: tuple[int, int] | None = None
+    """Lower bound (inclusive) and upper bound (exclusive) of integers, which probes check. None: they are tokens of the
+    target.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """What a draft works on; every tensor is private to the draft, on the stream that it runs on.
-
-    ``seq_lens`` int64 [B]: tokens in the target's cache. ``last_tokens`` int64 [B]: the token after them, not cached yet.
-    ``tables`` int32 [B, P]. ``temperature`` float32 [B], ``seeds`` int64 [B]. ``mrope_position_deltas`` int64 [B]: what a
-    position on three axes is ahead of its index, None where the target's positions are plain. ``relay``: what the
-    iteration before relayed, each [B, ...]. ``max_kv``: host bound of cached tokens after this iteration. ``sampling``:
-    some row has a temperature above 0, so that draft distributions are needed. ``seq_lens_host``: ``seq_lens`` on the
-    host, only where attention takes host integers; every pass then names its own in its metadata
-    (:attr:`Proposer.host_lengths`).
-
-    ``count``: how many tokens to draft, 1 to K; None: K. Only of a chain are less than K asked for, and of one that drafts
-    more all the same the engine takes the first.
-    """
+    """Inputs of a draft. Every tensor is private to the draft, on the stream that the draft runs on."""
 
     seq_lens: Tensor
+    """int64 [B]: number of tokens in the target's cache."""
     last_tokens: Tensor
+    """int64 [B]: the token after them, which is not cached yet."""
     tables: Tensor
+    """int32 [B, P]: block tables."""
     temperature: Tensor
+    """float32 [B]."""
     seeds: Tensor
+    """int64 [B]."""
     mrope_position_deltas: Tensor | None
+    """int64 [B]: difference of a token's mrope position and its index. None if the target has no mrope."""
     relay: Mapping[str, Tensor]
+    """Tensors [B, ...] that the preceding iteration relayed, by name."""
     max_kv: int
+    """Upper bound of cached tokens after this iteration, known on the host."""
     sampling: bool
+    """True if a request has a temperature above 0, so that draft distributions are needed."""
     seq_lens_host: HostSeqLens | None = None
+    """``seq_lens`` on the host, only if attention takes host integers. Every pass then names its own lengths in its metadata
+    (:attr:`Proposer.host_lengths`).
+    """
     count: int | None = None
+    """Number of tokens to draft, 1 to K; None means K. Fewer than K are requested only from chains. If the proposer drafts
+    more, the engine uses the first ``count`` tokens.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What was drafted for each request: ``tokens`` int64 [B, K].
-
-    ``tree`` None: they're a chain, and ``probs`` float32 [B, K, V] is the distribution that each was drawn from, None
-    when no row samples. Else ``tokens[:, i]`` is the token of the tree's node i + 1 (node 0, the root, is the request's
-    last token) and there are no ``probs``: a tree is verified without them (``KernelSet.verify_tree``).
-    """
+    """The drafted tokens of each request, as a chain or as a tree."""
 
     tokens: Tensor
+    """int64 [B, K]. In a tree, column i is the token of node i + 1; node 0, the root, is the request's last token."""
     probs: Tensor | None
+    """float32 [B, K, V]: distribution that each token of a chain was sampled from. None for a tree, and if no request
+    samples. Trees are verified without distributions (``KernelSet.verify_tree``).
+    """
     tree: Tree | None = None
+    """None for a chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendInputs:
-    """Newly accepted tokens, with the target's hidden states, for the draft to catch up with.
+    """Newly accepted tokens with the target's hidden states, which update the draft's state.
 
-    Flat over M tokens, as many of each request as its accepted path or its chunk of the prompt has, or more (then the rest
-    is padding): ``tokens`` int64 [M], the token *after* each position; ``hidden`` [M, H], the target's final hidden state
-    at it, and ``aux_hidden_states``, the states [M, H] that enter its layers ``aux_hidden_state_layers``; ``positions``
-    (indices) and ``slots`` int64 [M]; ``attention`` over the draft's own cache. ``rope_positions``: positions as the
-    target's rope takes them, [3, M] with axes, and then ``mrope_position_deltas`` int64 [B] is there (see
-    :class:`DraftInputs`).
-
-    Per request: ``last`` int64 [B], the index into M of its last valid token (what comes later is padding, never read);
-    ``next_positions`` int64 [B], the position of the token to draft. ``relay``: what the call before relayed, each
-    [B, ...]; it means something only where ``continues`` bool [B] holds: the call before ended just where this one starts.
-
-    ``prompt`` int64 [M], the token *at* each position, where prompts are taken in; None when decoding, where these are
-    tokens that earlier calls had in ``tokens``. With a prompt come ``embeddings``, ``embedded`` and ``prompt_lens`` as the
-    target has them (:class:`ForwardInput`). ``hidden`` is None there unless the proposer says that it reads it
-    (:attr:`Proposer.reads_hidden`). ``kept``: the tokens at ``last`` as the only ones of which a pass over all of them is to
-    give a result, None where attention takes lengths that a host must know or all tokens are such; a pass may give them all
-    the same. ``seq_lens_host``: ``attention.seq_lens`` on the host, see :class:`DraftInputs`.
+    The flat batch of M tokens has the same number of tokens for each request as its accepted path or prompt chunk, or more;
+    the excess is padding.
     """
 
     tokens: Tensor
+    """int64 [M]: the token *after* each position."""
     hidden: Tensor | None
+    """[M, H]: the target's final hidden state at each position. None for prompts unless :attr:`Proposer.reads_hidden` is
+    true.
+    """
     aux_hidden_states: tuple[Tensor, ...]
+    """States [M, H] at the inputs of the target's layers ``aux_hidden_state_layers``."""
     positions: Tensor
+    """int64 [M]: indices in the sequence."""
     rope_positions: Tensor
+    """Positions of the target's rope: int64 [M], or [3, M] with mrope."""
     mrope_position_deltas: Tensor | None
+    """int64 [B] with mrope, else None, see :class:`DraftInputs`."""
     slots: Tensor
+    """int64 [M]: cache slots."""
     attention: AttentionMetadata
+    """Metadata of the attention over the draft's own cache."""
     last: Tensor
+    """int64 [B]: index into M of each request's last valid token. Later tokens of the request are padding and never read."""
     next_positions: Tensor
+    """int64 [B]: position of the first token to draft."""
     temperature: Tensor
     seeds: Tensor
     sampling: bool
     relay: Mapping[str, Tensor]
+    """Tensors [B, ...] that the preceding call relayed. Valid only where ``continues`` is true."""
     continues: Tensor
+    """bool [B]: the preceding call ended where this one starts."""
     prompt: Tensor | None
+    """int64 [M]: the token *at* each position of a prompt. None when decoding: earlier calls had these tokens in ``tokens``.
+    """
     embeddings: Tensor | None = None
+    """Media features of a prompt, as in :class:`ForwardInput`."""
     embedded: Tensor | None = None
+    """Rows of ``embeddings`` that are valid, as in :class:`ForwardInput`."""
     prompt_lens: Tensor | None = None
+    """Prompt lengths, as in :class:`ForwardInput`."""
     kept: KeptRows | None = None
+    """Selects the tokens at ``last`` as the only rows of a pass whose results are needed. None if attention takes host
+    lengths, or if all tokens are needed. A pass may compute all rows nevertheless.
+    """
     seq_lens_host: HostSeqLens | None = None
+    """``attention.seq_lens`` on the host, see :class:`DraftInputs`."""
 
 
 def draw(kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """A draft token for each row of ``logits`` [B, V], and the distribution float32 [B, V] that it was drawn from.
+    """Sample a draft token for each row of ``logits`` [B, V], and return the distribution float32 [B, V] that it was sampled
+    from.
 
-    Where no row samples, the second is meaningless.
+    If no request samples, the second result is meaningless.
     """
     token = kernels.sample(logits, inputs.temperature, inputs.seeds, positions, draft=True)
     if not inputs.sampling:
         return token, logits
-    # Rows at temperature 0 don't read their distribution; 1 keeps the division finite for them.
+    # Rows at temperature 0 don't use their distribution. Dividing by 1 keeps their values finite.
     scale = torch.where(inputs.temperature > 0, inputs.temperature, 1.0).unsqueeze(-1)
     return token, torch.softmax(logits.float() / scale, dim=-1)
 
 
 def draw_rows(
-    kernels: KernelSet, logits: Tensor, inputs: DraftInputs, positions: Tensor, cold: Tensor
+    kernels: KernelSet, logits: Tensor, inputs: DraftInputs, positions: Tensor, zero_temperatures: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """:func:`draw` for n places of each request at once: ``logits`` [B * n, V] at ``positions`` int64 [B, n] → tokens [B, n]
-    and distributions [B, n, V]. ``cold``: B * n zeros in float32 on the device, or more.
+    """Sample n positions of each request at once with :func:`draw`.
+
+    ``logits`` are [B * n, V] at ``positions`` int64 [B, n]. Returns tokens [B, n] and distributions [B, n, V].
+    ``zero_temperatures`` are at least B * n zeros in float32 on the device.
     """
-    count, places = positions.shape[1], positions.flatten()
+    count, flat_positions = positions.shape[1], positions.flatten()
     if inputs.sampling:
         temperature, seeds = inputs.temperature.repeat_interleave(count), inputs.seeds.repeat_interleave(count)
-    else:  # nobody looks at seeds, and every temperature is 0; a copy of them would be a kernel of its own
-        temperature, seeds = cold[: places.shape[0]], places
-    drawn, probs = draw(kernels, logits, replace(inputs, temperature=temperature, seeds=seeds), places)
-    return drawn.view(positions.shape), probs.view(*positions.shape, -1)
+    else:  # greedy: seeds are unused and all temperatures are 0, so repeating them would waste two kernels
+        temperature, seeds = zero_temperatures[: flat_positions.shape[0]], flat_positions
+    sampled, probs = draw(kernels, logits, replace(inputs, temperature=temperature, seeds=seeds), flat_positions)
+    return sampled.view(positions.shape), probs.view(*positions.shape, -1)
 
 
 class Proposer(ABC):
-    """Drafts tokens for a batch. Stateless between calls but for its cache: state per request travels in the relay.
+    """Drafts tokens for a batch. Apart from its caches it keeps no state between calls; the relay holds the state of each
+    request.
 
-    The engine calls it inside the scope of the forward stream and orders everything around it; a proposer opens no
-    scope, waits for nothing and reads no device value on the host.
+    The engine calls a proposer inside the scope of the forward stream and orders all work around it. A proposer opens no
+    scope, waits for nothing, and reads no device value on the host.
     """
 
     name: str
     takes_padding = False
-    """Whether :meth:`extend` takes requests without tokens, whose ``last`` is another request's: a prefill that is replayed
-    from a graph has some. What it returns for them is never read."""
+    """True if :meth:`extend` accepts requests without tokens, whose ``last`` is another request's. A prefill that is replayed
+    from a graph has such requests. Their results are never read.
+    """
     remembers = False
-    """Whether what it drafts for a request depends on other requests, before or beside it. How much of a draft passes then
-    depends on what ran when; the tokens never do."""
+    """True if a request's drafts depend on earlier or concurrent requests. Its acceptance rate then depends on the order of
+    requests; its tokens never do.
+    """
 
     @property
     @abstractmethod
     def depth(self) -> int:
-        """D: the longest path that it drafts in an iteration, in tokens; 0 for plain decoding."""
+        """D, the longest path of a draft in tokens; 0 for non-speculative decoding."""
 
     @property
     def nodes(self) -> int:
-        """K: how many tokens it drafts in an iteration, at least D; D for a chain."""
+        """K, the number of tokens drafted in an iteration. At least D, and D for a chain."""
         return self.depth
 
     @property
     def is_tree(self) -> bool:
-        """Whether its drafts are trees; then each has a :class:`Tree`."""
+        """True if drafts are trees; each draft then has a :class:`Tree`."""
         return False
 
     @property
     def slots(self) -> int:
-        """How many cache slots behind the cached tokens an iteration may write: those of verify, or more if the draft
-        needs more in its own cache.
+        """Number of cache slots after the cached tokens that an iteration may write: those of verify, or more for the draft's
+        own cache.
         """
         return self.nodes + 1
 
     @property
     def num_draft_tokens(self) -> int:
-        """K, as it's called where people choose it."""
+        """K, under the name of the setting."""
         return self.nodes
 
     @property
     def max_context(self) -> int | None:
-        """The longest context that it was made for; None where the target's is the limit."""
+        """The maximum context of the draft in tokens, or None if only the target limits it."""
         return None
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input it wants to see in ``extend``."""
+        """The target's layers whose inputs ``extend`` reads."""
         return ()
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether ``extend`` reads ``ExtendInputs.hidden`` of prompts: the target's final hidden state at every token. Where
-        nobody does, the target computes it for the last token of a chunk alone. The default is whether it extends at all.
+        """True if ``extend`` reads ``ExtendInputs.hidden`` of prompts, the target's final hidden state at every token.
+
+        Otherwise the target computes that state only for the last token of a chunk. The default is :attr:`extends`.
         """
         return self.extends
 
     @property
     @abstractmethod
     def relay(self) -> tuple[RelaySpec, ...]:
-        """What it relays from one iteration to the next."""
+        """The tensors that are relayed from one iteration to the next."""
 
     @property
     def extends(self) -> bool:
-        """Whether it must see the accepted tokens (``extend``) before it can draft again."""
+        """True if ``extend`` must process the accepted tokens before the next draft."""
         return bool(self.relay)
 
     @property
     def lookahead(self) -> int:
-        """How many tokens after a position its cache entry depends on: a shared prefix must agree on those too."""
+        """Number of tokens after a position on which its cache entry depends. Prompts that share a prefix must agree on these
+        too.
+        """
         return 1 if self.extends else 0
 
     @property
     def host_lengths(self) -> Mapping[str, int] | None:
-        """The host parameters that its attention has where lengths are host integers, by name: ``draft.…``, for each pass
-        of ``draft``, how many tokens are cached behind ``DraftInputs.seq_lens`` then; ``extend`` and ``extend.…``, for each
-        pass of ``extend``, how many behind ``ExtendInputs.attention.seq_lens``. None: its lengths are decided on the device,
-        so that it can't run there.
+        """Host parameters of the attention lengths by name, for devices whose attention takes lengths as host integers.
+
+        ``draft.*`` gives, for each pass of ``draft``, the number of cached tokens after ``DraftInputs.seq_lens``. ``extend``
+        and ``extend.*`` give, for each pass of ``extend``, the number after ``ExtendInputs.attention.seq_lens``. None: the
+        device decides the lengths, so the proposer can't run on such a device.
         """
         return None
 
     def host_lengths_of(self, count: int) -> Mapping[str, int] | None:
-        """Those of ``host_lengths`` that it reads where ``DraftInputs.count`` is ``count``, at least 1: a shorter draft that
-        leaves passes out has a graph without them, in which nothing can be rebound. The default is all, right for a proposer
-        that makes the same passes whatever it's asked for.
+        """Return the entries of ``host_lengths`` that a draft of ``count`` >= 1 tokens (``DraftInputs.count``) uses.
+
+        The graph of a shorter draft that skips passes lacks their parameters, so they can't be rebound. The default is all
+        entries, correct for a proposer that always makes the same passes.
         """
         del count
         return self.host_lengths
 
     @property
     def host_widths(self) -> Mapping[str, int]:
-        """Of ``host_lengths``, passes of ``extend`` whose length is at least the number of tokens that they take in: how many
-        these are more than ``ExtendInputs`` has of each request. The default names none.
+        """Passes of ``extend`` in ``host_lengths`` whose length is at least their number of tokens.
+
+        The value is how many tokens per request such a pass has in addition to those of ``ExtendInputs``. The default is
+        empty.
         """
         return {}
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
-        """Tokens of each pass that ``extend`` makes over layers which ranks share, given a prompt's chunks: their tokens and
-        number, and the longest. Data-parallel groups have different prompts, and run the same passes side by side.
+        """Return the number of tokens of each pass that ``extend`` makes over shared layers, for chunks of prompts.
 
-        The default raises :class:`CapabilityError`, for a proposer that doesn't say.
+        ``tokens`` and ``sequences`` are the numbers of tokens and chunks, ``longest`` is the longest chunk. Data-parallel
+        groups have different prompts and run the same passes concurrently. The default raises :class:`CapabilityError`.
         """
         del tokens, sequences, longest
         raise CapabilityError(
@@ -263,70 +289,62 @@ class Proposer(ABC):
         )
 
     def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
-        """The attentions that ``extend`` runs over ``ExtendInputs.attention`` as it comes, for kernels that plan (see
-        ``KernelSet.plan_attention``). The default names none: its attention isn't planned.
+        """Return the attention shapes that ``extend`` runs over ``ExtendInputs.attention`` unchanged, for kernels with a
+        plan.
+
+        See ``KernelSet.plan_attention``. The default is empty: the attention isn't planned.
         """
         del page_size
         return ()
 
     @property
     def caches(self) -> tuple[Tensor, ...]:
-        """Its own caches, [pages, page size, ...] each, all entries of a token in its slot; what a request takes along when
-        another engine goes on with it. They exist from :meth:`allocate` on.
+        """The proposer's own caches, each [pages, page size, ...], with all entries of a token in its slot.
+
+        A request that moves to another engine takes these entries along. They exist from :meth:`allocate` on.
         """
         return ()
 
     @property
     def token_bytes(self) -> int:
-        """What a token takes in its own caches, in bytes, before they exist; an engine sizes its own cache by it. The default
-        is 0, for a proposer without any.
+        """Bytes of one token in the proposer's own caches, known before they exist; an engine sizes its KV cache by it.
+
+        The default is 0, for a proposer without caches.
         """
         return 0
 
     @abstractmethod
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Make its own cache, if it has one, with the page numbers that the target's cache uses."""
+        """Allocate the proposer's own caches, if any, with the page numbers of the target's cache."""
 
     @abstractmethod
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Draft K tokens for each request."""
+        """Draft K tokens, or ``inputs.count``, for each request."""
 
     @abstractmethod
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Take in accepted tokens; returns the relay of each request, [B, ...] by name."""
+        """Process the accepted tokens. Return the relay of each request, [B, ...] by name."""
 
 
 class PlainProposer(Proposer):
-    """Drafts nothing: an iteration is one plain decoding step."""
+    """Drafts nothing: an iteration is one step of non-speculative decoding."""
 
     name = "none"
-
-    @property
-    def depth(self) -> int:
-        """0."""
-        return 0
-
-    @property
-    def relay(self) -> tuple[RelaySpec, ...]:
-        """Nothing but the last token, which the engine relays for every proposer."""
-        return ()
-
-    @property
-    def host_lengths(self) -> Mapping[str, int]:
-        """It has no attention."""
-        return {}
+    depth = 0
+    relay: tuple[RelaySpec, ...] = ()
+    host_lengths: Mapping[str, int] = MappingProxyType({})
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """There is no cache."""
+        """Allocate nothing, because there is no cache."""
         del backend, pages, page_size
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """An empty chain."""
+        """Return an empty chain for each request."""
         batch = inputs.seq_lens.shape[0]
         tokens = inputs.seq_lens.new_empty((batch, 0))
         return Draft(tokens=tokens, probs=None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Nothing to take in."""
+        """Return an empty relay, because there is no state."""
         del inputs
         return {}

@@ -1,4 +1,4 @@
-"""Exact numbers of cached tokens, for devices whose attention takes them as host integers."""
+"""HostSeqLens: exact numbers of cached tokens, for devices whose attention takes lengths as host integers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from outrider.device import HostParam
 
 @dataclass(frozen=True, slots=True)
 class HostSeqLens:
-    """``values``: a length for each request. ``capacity``: the most that a block table holds; what counts further belongs to
-    requests that are over. ``captured``: the parameters of the capture that is open, which are rebound before each replay.
-    """
+    """Sequence lengths of a batch on the host."""
 
     values: tuple[int, ...]
+    """Number of cached tokens of each request."""
     capacity: int
+    """Number of tokens that a block table covers. Lengths are clamped to it; only finished requests exceed it."""
     captured: Mapping[str, HostParam] | None = None
+    """Parameters of the open capture, which are rebound before each replay."""
 
     def param(self, name: str, ahead: int, *, least: int = 0) -> HostParam:
-        """The lengths plus ``ahead``, and ``least`` at the least, as a host parameter that an attention kernel reads."""
+        """Return the lengths plus ``ahead``, at least ``least``, as a host parameter of an attention kernel."""
         if self.captured is not None:
             return self.captured[name]
         return HostParam(name, self.plus(ahead, least))
 
     def plus(self, ahead: int, least: int = 0) -> tuple[int, ...]:
-        """The lengths after ``ahead`` more tokens, and ``least`` at the least."""
+        """Return the lengths plus ``ahead``, at least ``least``."""
         return tuple(max(min(value + ahead, self.capacity), least) for value in self.values)
 
     def padded(self, count: int) -> HostSeqLens:
-        """The same for ``count`` requests; those behind have nothing cached."""
+        """Return the lengths for ``count`` requests; the additional ones have no cached tokens."""
         return HostSeqLens((*self.values, *[0] * (count - len(self.values))), self.capacity)

@@ -1,4 +1,4 @@
-"""From positions to cache slots."""
+"""Conversion of token positions to cache slots."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def slots_of(positions: Tensor, tables: Tensor, page_size: int) -> Tensor:
-    """Cache slots (page * page size + offset) of ``positions`` int64 [B, Q] under block tables [B, pages] → int64 [B, Q].
+    """Return the cache slots int64 [B, Q] of ``positions`` int64 [B, Q] under block tables [B, pages].
 
-    Positions beyond the table map into the reserved page 0: they belong to tokens that the host will discard because
-    their request is over.
+    A slot is page * page size + offset. Positions beyond the table map to the reserved page 0; they belong to finished
+    requests, whose tokens the host discards.
     """
     index = positions // page_size
     inside = index < tables.shape[1]

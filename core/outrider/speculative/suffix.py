@@ -1,8 +1,9 @@
-"""Suffix decoding (Oliaro et al. 2024): what followed a request's longest known suffix, in its own text or in past outputs.
+"""SuffixProposer: suffix decoding (Oliaro et al. 2024), which drafts what followed the longest matching suffix of a request.
 
-No model and no host. The own text is searched as :mod:`outrider.speculative.ngram` does; past outputs are in a
-:class:`~outrider.speculative.suffixes.SuffixTable` on the device, written by draft-extend and read by the next draft, both on
-the forward stream.
+The suffix is looked up in the request's own text and in past outputs, without a model and without host work. The own text is
+searched as in :mod:`outrider.speculative.ngram`. Past outputs are in a
+:class:`~outrider.speculative.suffix_table.SuffixTable` on the device, which draft-extend writes and the next draft reads,
+both on the forward stream.
 """
 
 from __future__ import annotations
@@ -19,37 +20,36 @@ from outrider.model import LanguageModel
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs
 from outrider.speculative.slots import slots_of
-from outrider.speculative.suffixes import SuffixTable
+from outrider.speculative.suffix_table import SuffixTable
 
 LENGTHS = (1, 2, 3, 4, 6, 8)
-"""Lengths of context that past outputs are looked up by."""
+"""Lengths of the contexts by which past outputs are looked up, in tokens."""
 
-_SLOTS = 1 << 20  # 8 MiB: each token of an output takes one for each length at most
+_TABLE_SLOTS = 1 << 20  # 8 MiB; each output token uses at most one slot per length
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What was found for each request: ``tokens`` int64 [B, K], and ``matched`` int64 [B], how long the suffix is that they
-    follow; 0: none was found, and the tokens mean nothing.
-    """
+    """The tokens found for each request."""
 
     tokens: Tensor
+    """int64 [B, K]."""
     matched: Tensor
+    """int64 [B]: length of the suffix that they follow. 0 means no match, and meaningless tokens."""
 
 
 class SuffixProposer(NgramProposer):
-    """A chain of K tokens. Past outputs, of all requests and of this one, count where a longer suffix is found in them than
-    in the request's own prompt and output.
+    """A chain of K tokens. Past outputs of all requests are used if they match a longer suffix than the request's own text.
 
-    ``slots``: places of the table of past outputs, a power of two; it never grows. A request that draws isn't drafted for
-    from past outputs: what it draws depends on its drafts, and must not depend on what ran before it. Other requests' tokens
-    never come out: a draft is only a guess, which the target verifies.
+    ``slots`` is the fixed size of the table of past outputs, a power of two. Requests that sample don't use past outputs:
+    their tokens depend on their drafts, and must not depend on earlier requests. Other requests' tokens can't leak: a draft
+    is only a guess, which the target verifies.
     """
 
     name = "suffix"
     remembers = True
 
-    def __init__(self, *, vocab_size: int, draft_tokens: int, slots: int = _SLOTS) -> None:
+    def __init__(self, *, vocab_size: int, draft_tokens: int, slots: int = _TABLE_SLOTS) -> None:
         if draft_tokens < 1:
             raise ConfigError(f"suffix decoding of {draft_tokens} tokens: expected at least 1")
         if slots < 2 or slots & (slots - 1):
@@ -62,69 +62,73 @@ class SuffixProposer(NgramProposer):
 
     @classmethod
     def of(cls, target: LanguageModel, draft_tokens: int) -> SuffixProposer:
-        """For a target, of the usual size."""
+        """Return a proposer for ``target`` with a table of the default size."""
         return cls(vocab_size=target.config.vocab_size, draft_tokens=draft_tokens)
 
     @property
     def longest(self) -> int:
-        """The most tokens of a suffix that are looked at."""
+        """Maximum number of suffix tokens that are compared."""
         return self._longest
 
     @property
     def past(self) -> SuffixTable:
-        """Past outputs; exist from :meth:`allocate` on."""
+        """The table of past outputs. It exists from :meth:`allocate` on."""
         if self._past is None:
             raise ConfigError("the proposer 'suffix' has no table yet; the engine allocates it")
         return self._past
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """One token a slot, and the table."""
+        """Allocate the token history and the table of past outputs."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
         self._past = SuffixTable(slots=self._slots, lengths=LENGTHS, device=backend.device)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Write the tokens down; those that were decoded also as past output."""
+        """Write the accepted tokens to the history, and decoded tokens also to the table of past outputs."""
         relayed = super().extend(inputs)
         if inputs.prompt is None:
             self._learn(inputs)
         return relayed
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Look up and copy."""
+        """Look up each request's suffix and copy the continuation."""
         tokens = self.continuation(inputs).tokens
-        # The draft is certain of its token: a distribution of one point.
+        # A deterministic draft is a one-point distribution.
         return Draft(tokens, F.one_hot(tokens, self._vocab_size).to(torch.float32) if inputs.sampling else None)
 
     def continuation(self, inputs: DraftInputs) -> Continuation:
-        """What follows the longest suffix of each request. Where nothing is found, the last token again."""
+        """Return the continuation of each request's longest matching suffix. Without a match it repeats the last token."""
         count = inputs.count or self._draft_tokens
         text = self._text(inputs)
-        own, matched = self._own(text, inputs.seq_lens, count)
-        past, length = self._from_past(text, own, inputs.seq_lens)
+        from_text, matched = self._find_in_text(text, inputs.seq_lens, count)
+        from_past, length = self._find_in_past(text, from_text, inputs.seq_lens)
         better = (length > matched) & (inputs.temperature <= 0)
-        return Continuation(torch.where(better.unsqueeze(1), past, own), torch.where(better, length, matched))
+        return Continuation(torch.where(better.unsqueeze(1), from_past, from_text), torch.where(better, length, matched))
 
-    def _own(self, text: Tensor, seq_lens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """From the request's own text [B, S]: the longest suffix, the latest place of it. [B, count] tokens, [B] lengths."""
+    def _find_in_text(self, text: Tensor, seq_lens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return tokens [B, count] and match lengths [B] from the request's own text [B, S]: the longest match, then the
+        latest.
+        """
         index = torch.arange(text.shape[1], device=text.device)
-        best = (self._agreement(text, seq_lens) * text.shape[1] + index).max(dim=1, keepdim=True).values
-        matched, place = best // text.shape[1], best % text.shape[1]
+        best = (self._match_lengths(text, seq_lens) * text.shape[1] + index).max(dim=1, keepdim=True).values
+        matched, match_end = best // text.shape[1], best % text.shape[1]
         last = seq_lens.unsqueeze(1) - 1
-        place = torch.where(matched > 0, place, last - 1)
-        ahead = torch.arange(count, device=text.device)
-        tokens = text.gather(1, (place + 1).clamp(min=0) + ahead % (last - place).clamp(min=1))
+        match_end = torch.where(matched > 0, match_end, last - 1)
+        offsets = torch.arange(count, device=text.device)
+        tokens = text.gather(1, (match_end + 1).clamp(min=0) + offsets % (last - match_end).clamp(min=1))
         return tokens, matched.squeeze(1)
 
-    def _from_past(self, text: Tensor, own: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """From past outputs, token by token [B, count]; where none goes on, that of ``own``. And the first length."""
+    def _find_in_past(self, text: Tensor, fallback: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens [B, K] from past outputs and the first match length [B]. Tokens without a match are those of
+        ``fallback``.
+        """
         past = self.past
         back = torch.arange(past.longest, device=text.device)
         context = text.gather(1, (seq_lens.unsqueeze(1) - 1 - back).clamp(min=0))
         known = seq_lens.clamp(max=past.longest)
         tokens, first = [], torch.zeros_like(seq_lens)
-        for step in range(own.shape[1]):
+        for step in range(fallback.shape[1]):
             token, length = past.follow(context, known)
-            token = torch.where(length > 0, token, own[:, step])
+            token = torch.where(length > 0, token, fallback[:, step])
             first = length if step == 0 else first
             tokens.append(token)
             context = torch.cat((token.unsqueeze(1), context[:, :-1]), dim=1)
@@ -132,14 +136,14 @@ class SuffixProposer(NgramProposer):
         return torch.stack(tokens, dim=1), first
 
     def _learn(self, inputs: ExtendInputs) -> None:
-        """The decoded tokens, each behind those before it. Padding isn't learnt, nor what nobody asked for (page 0)."""
+        """Add the decoded tokens with their contexts to the table, except for padding and requests of captures (page 0)."""
         past, tables = self.past, inputs.attention.block_table
         batch = inputs.last.shape[0]
         positions = inputs.positions.view(batch, -1)
         width = positions.shape[1]
-        # The slot of position i holds token i + 1, so that of i - 1 the token at i, which is the first of its context.
-        places = positions.unsqueeze(2) - 1 - torch.arange(past.longest, device=positions.device)
-        slots = slots_of(places.clamp(min=0).flatten(1), tables, self._page_size)
+        # The slot of position i holds token i + 1. The context of the token after position i begins with the token at i.
+        context_positions = positions.unsqueeze(2) - 1 - torch.arange(past.longest, device=positions.device)
+        slots = slots_of(context_positions.clamp(min=0).flatten(1), tables, self._page_size)
         contexts = self._history[slots].view(batch * width, -1)
         valid = torch.arange(batch * width, device=positions.device).view(batch, width) <= inputs.last.unsqueeze(1)
         valid = valid & (tables[:, :1] > 0)

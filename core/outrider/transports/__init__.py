@@ -1,4 +1,4 @@
-"""How bytes get from one engine's pages into another's: what a transport promises, and the transports that come along."""
+"""Transports, which transfer KV pages between engines: their interface, and the transports ``torch``, ``nixl`` and local."""
 
 from outrider.transports.link import Link, LinkDown, Transfer, Transport
 

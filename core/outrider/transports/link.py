@@ -1,27 +1,27 @@
-"""What a transport promises. A vendor, or anybody, subclasses :class:`Transport` and :class:`Link`; plugins are found by the
-entry-point group ``outrider.transports``.
+"""The interface of transports. A vendor implements it by subclasses of :class:`Transport` and :class:`Link`.
 
-A *link* joins two processes, once. Each side registers memory with it: *regions*, tensors on one device that consist of
-*blocks*, their first dimension; block ``i`` of an engine's page memory is page ``i`` of a layer's keys, say. A transfer moves
-chosen blocks of every region. What the two sides say to each other beside that is carried by somebody else: a link only
-hands out an *offer*, some bytes that the other side's link needs to connect.
+Outrider finds transport plugins by the entry-point group ``outrider.transports``.
 
-*Order.* A network card is ordered by the host alone. A transfer reads and writes memory at any time between the call that
-starts it and the moment when the host has learnt that it's over; streams of the device know nothing of it. So before the
-call, the caller has made sure that its own blocks are filled and that the other side's are free. Two transfers of a link
-aren't ordered to each other, unless one was over when the other was started.
+A *link* connects two processes. Each side registers memory with it: *regions*, tensors on one device. The first dimension of
+a region counts *blocks*. Block ``i`` of an engine's page memory, for example, is page ``i`` of a layer's keys. A transfer
+copies selected blocks of every region. A link exchanges no other data: the caller sends the *offer* of each side, a byte
+string that the other side's link needs to connect.
+
+*Order.* Only the host orders a network card. A transfer may read and write memory from the call that starts it until the host
+learns that it is over. Device streams aren't ordered with it. So before the call, the caller makes sure that its own blocks
+are filled and that the other side's blocks are free. Two transfers of a link are unordered, unless one was over before the
+other was started.
 
 *Lifetime.* Regions must outlive the link. Blocks of a transfer belong to the link until the transfer is over or
 :meth:`Link.close` has returned.
 
-*Errors.* When a peer dies or the network fails, everything that concerns the link raises :class:`LinkDown`, and goes on doing
-so: a link doesn't recover, the sides make another one. Nobody may believe bytes of a transfer that wasn't told of.
+*Errors.* After the death of a peer or a network failure, every call on the link raises :class:`LinkDown`. A link doesn't
+recover: the two sides create a new one. Blocks are valid only after the notice of their transfer.
 
-*Progress.* A transfer is sure to come along only while both sides go on asking, for :meth:`Transfer.done` and
-:meth:`Link.notices`; some transports have threads of their own, and need no asking.
+*Progress.* A transfer is guaranteed to make progress only while both sides call :meth:`Transfer.done` and
+:meth:`Link.notices`. A transport with threads makes progress without these calls.
 
-*Threads.* One thread uses a link, that of the engine. No call blocks for longer than it takes to hand work over, but
-:meth:`Link.close`.
+*Threads.* Use a link in one thread, that of the engine. Only :meth:`Link.close` may block.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from torch import Tensor
 from outrider.device import Backend, ConfigError, Fence, OutriderError
 
 NOTICE_BYTES = 256
-"""How long a notice may be."""
+"""Maximum length of a notice."""
 OFFER_BYTES = 1 << 22
-"""How long an offer may be."""
+"""Maximum length of an offer."""
+_MAX_COUNT = 1 << 48
+"""Limit of the numbers in an offer."""
 
 
 class LinkDown(OutriderError):
@@ -48,19 +50,22 @@ class LinkDown(OutriderError):
 
 
 class Transfer(ABC):
-    """A transfer that was started."""
+    """A running or finished transfer."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether it's over: a write's bytes are in the peer's memory, a read's bytes are here, and this side's blocks may be
-        used for something else. Never blocks. Raises :class:`LinkDown`; the blocks are free then once the link is closed.
+        """Return whether the transfer is over.
+
+        After a write, the bytes are in the peer's memory; after a read, they are in this side's memory. This side's blocks
+        may then be reused. The call never blocks. If it raises :class:`LinkDown`, the blocks may be reused once the link is
+        closed.
         """
 
 
 class Link(ABC):
-    """One side of a connection. See the module for order, lifetime, errors and threads.
+    """One side of a connection. The module describes order, lifetime, errors and threads.
 
-    ``regions``: contiguous tensors [blocks, ...] on the device of ``backend``, all with the same number of blocks.
+    ``regions`` are contiguous tensors [blocks, ...] on the device of ``backend``, all with the same number of blocks.
     """
 
     def __init__(self, transport: str, regions: Sequence[Tensor], backend: Backend) -> None:
@@ -77,126 +82,135 @@ class Link(ABC):
         self.peer_blocks = 0
 
     def offer(self) -> bytes:
-        """What the other side's :meth:`connect` takes, at most ``OFFER_BYTES``. The same at each call."""
+        """Return the argument for the other side's :meth:`connect`, at most ``OFFER_BYTES`` long.
+
+        Each call returns the same bytes.
+        """
         text = {"transport": self.transport, "blocks": self.blocks, "block_bytes": list(self.block_bytes)}
         return json.dumps(text | {"address": base64.b64encode(self._offer()).decode()}).encode()
 
     def connect(self, offer: bytes) -> None:
-        """Take the other side's offer; both sides do, in any order. The connection may come about later: what is started
-        before that waits. Call once.
+        """Connect with the other side's offer. Both sides call this once, in any order.
 
-        Raises :class:`ConfigError` where the two don't fit, and :class:`LinkDown`.
+        The call may return before the connection exists. Transfers that are started earlier wait for the connection. Raises
+        :class:`ConfigError` if transport or block sizes of the two sides differ, and :class:`LinkDown`.
         """
-        read = _read_offer(offer)
-        if read["transport"] != self.transport:
-            raise ConfigError(f"the other side's transport is {read['transport']!r}, this one's {self.transport!r}")
-        if tuple(read["block_bytes"]) != self.block_bytes:
+        fields = _decode_offer(offer)
+        if fields["transport"] != self.transport:
+            raise ConfigError(f"the other side's transport is {fields['transport']!r}, this one's {self.transport!r}")
+        if tuple(fields["block_bytes"]) != self.block_bytes:
             raise ConfigError(
-                f"the other side registers regions of {read['block_bytes']} bytes a block, this one "
+                f"the other side registers regions of {fields['block_bytes']} bytes a block, this one "
                 f"{list(self.block_bytes)}: the engines need the same model, dtype, page size and proposer"
             )
-        self.peer_blocks = read["blocks"]
-        self._connect(read["address"])
+        self.peer_blocks = fields["blocks"]
+        self._connect(fields["address"])
 
-    def write(self, ours: Sequence[int], theirs: Sequence[int], notice: bytes, *, read: Fence | None = None) -> Transfer:
-        """Start to write this side's blocks ``ours`` to the other side's ``theirs``, each to its own, in every region.
+    def write(
+        self, local_blocks: Sequence[int], peer_blocks: Sequence[int], notice: bytes, *, read: Fence | None = None
+    ) -> Transfer:
+        """Start to write block ``local_blocks[i]`` to the other side's block ``peer_blocks[i]``, for each i and region.
 
-        The other side gets ``notice`` from :meth:`notices` after all bytes are in its memory, visible to whatever it enqueues
-        or starts from then on. ``read`` is for links whose copies are work of the backend, on streams: such a link
-        signals it behind them, and ``done`` asks it; others leave it alone.
+        The other side's :meth:`notices` returns ``notice`` after all bytes are in its memory. The bytes are then visible to
+        all work that it enqueues or starts. A link that copies on device streams signals the fence ``read`` after its copies,
+        and :meth:`Transfer.done` queries the fence. Other links ignore it.
 
         Raises :class:`ConfigError` for blocks that don't exist, and :class:`LinkDown`.
         """
-        self._check(ours, theirs, notice)
-        return self._write(list(ours), list(theirs), bytes(notice), read)
+        self._check(local_blocks, peer_blocks, notice)
+        return self._write(list(local_blocks), list(peer_blocks), bytes(notice), read)
 
-    def read(self, ours: Sequence[int], theirs: Sequence[int]) -> Transfer:
-        """Start to read the other side's blocks ``theirs`` into this side's ``ours``. The other side learns nothing of it.
+    def read(self, local_blocks: Sequence[int], peer_blocks: Sequence[int]) -> Transfer:
+        """Start to read the other side's block ``peer_blocks[i]`` into block ``local_blocks[i]``, for each i and region.
 
-        Raises as :meth:`write` does.
+        The other side gets no notice. Raises as :meth:`write` does.
         """
-        self._check(ours, theirs, b"")
-        return self._read(list(ours), list(theirs))
+        self._check(local_blocks, peer_blocks, b"")
+        return self._read(list(local_blocks), list(peer_blocks))
 
     def expecting(self, notice: bytes, written: Fence) -> None:
-        """The fence for the arrival of ``notice``, before the other side is told where to write. For links whose copies are
-        work of the backend; others need none.
+        """Register the fence that the arrival of ``notice`` signals. Call it before the other side may start the write.
+
+        Only links that copy on device streams use the fence; others ignore it.
         """
         del notice, written
 
     @abstractmethod
     def notices(self) -> list[bytes]:
-        """Notices of writes that have arrived, each once. Never blocks. Raises :class:`LinkDown` once there are no more."""
+        """Return the notices of writes that have arrived, each once. Never blocks.
+
+        Raises :class:`LinkDown` if the link is down and all notices have been returned.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """End the link. When it returns, no byte of this side's memory is read or written on its behalf any more, whatever
-        the other side does. Allowed twice, and after the other side's death; the only call that may take long.
+        """Close the link. After the call, neither this side nor the other side reads or writes this side's memory over it.
+
+        The call may block. It may be made twice, and after the other side's death.
         """
 
     @abstractmethod
     def _offer(self) -> bytes:
-        """What :meth:`_connect` of the other side needs."""
+        """Return the address that :meth:`_connect` of the other side needs."""
 
     @abstractmethod
     def _connect(self, address: bytes) -> None:
-        """Transport's verb for :meth:`connect`. ``address`` is what the other side's :meth:`_offer` gave, and its word alone:
-        check it.
-        """
+        """Connect with the ``address`` that the other side's :meth:`_offer` returned. It is untrusted: check it."""
 
     @abstractmethod
-    def _write(self, ours: list[int], theirs: list[int], notice: bytes, read: Fence | None) -> Transfer:
-        """Transport's verb for :meth:`write`."""
+    def _write(self, local_blocks: list[int], peer_blocks: list[int], notice: bytes, read: Fence | None) -> Transfer:
+        """Implement :meth:`write`. The arguments have been checked."""
 
     @abstractmethod
-    def _read(self, ours: list[int], theirs: list[int]) -> Transfer:
-        """Transport's verb for :meth:`read`."""
+    def _read(self, local_blocks: list[int], peer_blocks: list[int]) -> Transfer:
+        """Implement :meth:`read`. The arguments have been checked."""
 
-    def _check(self, ours: Sequence[int], theirs: Sequence[int], notice: bytes) -> None:
+    def _check(self, local_blocks: Sequence[int], peer_blocks: Sequence[int], notice: bytes) -> None:
         if not self.peer_blocks:
             raise LinkDown("this link isn't connected; connect it with the other side's offer first")
-        if len(ours) != len(theirs) or not ours:
-            raise ConfigError(f"{len(ours)} blocks can't go to {len(theirs)}; expected as many, at least one")
-        check_blocks(ours, self.blocks, "this side")
-        check_blocks(theirs, self.peer_blocks, "the other side")
+        if len(local_blocks) != len(peer_blocks) or not local_blocks:
+            raise ConfigError(f"{len(local_blocks)} blocks can't go to {len(peer_blocks)}; expected as many, at least one")
+        check_blocks(local_blocks, self.blocks, "this side")
+        check_blocks(peer_blocks, self.peer_blocks, "the other side")
         if len(notice) > NOTICE_BYTES:
             raise ConfigError(f"a notice of {len(notice)} bytes is too long; expected at most {NOTICE_BYTES}")
 
 
 class Transport(ABC):
-    """Makes links. ``name``: that of its entry point."""
+    """A factory of links between two processes."""
 
     name: str
+    """Name of the transport's entry point."""
 
     @abstractmethod
     def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> Link:
-        """Register ``regions`` and make one side of a link; it's connected later.
+        """Register ``regions`` and create one side of a link, which isn't connected yet.
 
-        One of the two sides ``accepts``, the other one came to it. ``host``: this machine's address that the other side
-        reaches it by; a transport listens nowhere else. Raises :class:`~outrider.device.CapabilityError` where it can't move
-        such memory.
+        The side with ``accepts`` listens, and the other side connects to it. ``host`` is this machine's address for the
+        other side, and the only address on which the transport may listen. Raises
+        :class:`~outrider.device.CapabilityError` if the transport can't transfer such memory.
         """
 
 
 def check_blocks(blocks: Sequence[int], count: int, whose: str) -> None:
-    """Raise :class:`ConfigError` unless each is the number of a block, and none is there twice."""
+    """Raise :class:`ConfigError` unless ``blocks`` are distinct numbers from 0 to ``count`` - 1."""
     if not all(type(block) is int and 0 <= block < count for block in blocks):
         raise ConfigError(f"{whose} has {count} blocks, and was asked for {sorted(blocks)[-1:]}")
     if len(set(blocks)) != len(blocks):
         raise ConfigError(f"a block of {whose} is named twice in one transfer")
 
 
-def _read_offer(offer: bytes) -> dict[str, Any]:
-    """The parts of an offer, checked. Raises :class:`ConfigError`."""
+def _decode_offer(offer: bytes) -> dict[str, Any]:
+    """Return the checked fields of an offer. Raises :class:`ConfigError`."""
     if len(offer) > OFFER_BYTES:
         raise ConfigError(f"the other side's offer has {len(offer)} bytes; expected at most {OFFER_BYTES}")
     try:
-        read = json.loads(offer)
-        sizes = read["block_bytes"]
-        whole = [read["blocks"], *sizes]
-        if not isinstance(read["transport"], str) or not all(type(each) is int and 0 < each < 1 << 48 for each in whole):
+        fields = json.loads(offer)
+        transport, blocks, block_bytes = fields["transport"], fields["blocks"], fields["block_bytes"]
+        are_counts = all(type(each) is int and 0 < each < _MAX_COUNT for each in (blocks, *block_bytes))
+        if not isinstance(transport, str) or not are_counts:
             raise ValueError("a number is missing or out of range")
-        address = base64.b64decode(read["address"], validate=True)
+        address = base64.b64decode(fields["address"], validate=True)
     except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
         raise ConfigError(f"the other side's offer can't be read: {error}") from None
-    return {"transport": read["transport"], "blocks": read["blocks"], "block_bytes": sizes, "address": address}
+    return {"transport": transport, "blocks": blocks, "block_bytes": block_bytes, "address": address}

@@ -1,8 +1,8 @@
-"""Both sides in one process: copies on a stream of their own, which no other stream waits for.
+"""A transport between two engines of one process: copies on a separate stream, for which no other stream waits.
 
-On a simulated device that stream is the network card: an actor that is ordered by the host alone, whose every order can be
-tried. Between two backends, such as those of two devices, the bytes go through the host's memory, and each side's copies are
-on its own stream: there is no fence that both know.
+On a simulated device this stream acts as the network card: only the host orders it, and the explorer can try every order.
+Between two backends, such as those of two devices, the bytes go through host memory. Each side then copies on its own stream,
+because two backends share no fence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.transports.link import Link, LinkDown, Transfer, Transport
 
 
 class LocalTransport(Transport):
-    """Links between engines of one process. The two sides are opened with the same transport object."""
+    """A factory of links between engines of one process. Open both sides of a link with the same object."""
 
     name = "local"
 
@@ -26,21 +26,22 @@ class LocalTransport(Transport):
         self._numbers = count()
 
     def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> LocalLink:
-        """Make one side."""
+        """Create one side of a link. ``accepts`` and ``host`` are ignored."""
         del accepts, host
         key = b"local %d" % next(self._numbers)
-        self._links[key] = made = LocalLink(self, key, regions, backend)
-        return made
+        link = LocalLink(self, key, regions, backend)
+        self._links[key] = link
+        return link
 
     def find(self, key: bytes) -> LocalLink:
-        """The side with that offer. Raises :class:`ConfigError` where there is none in this process."""
+        """Return the side whose offer is ``key``. Raises :class:`ConfigError` if this object hasn't opened it."""
         if key not in self._links:
             raise ConfigError("the other side isn't in this process, or was opened with another transport object")
         return self._links[key]
 
 
 class LocalLink(Link):
-    """One side. A write is made of copies on the link's own stream."""
+    """One side of a local link. A write is a series of copies on the link's stream."""
 
     def __init__(self, transport: LocalTransport, key: bytes, regions: Sequence[Tensor], backend: Backend) -> None:
         super().__init__(transport.name, regions, backend)
@@ -49,27 +50,29 @@ class LocalLink(Link):
         self._peer: LocalLink | None = None
         self._down = False
         self._expected: dict[bytes, Fence] = {}
+        """Fence of each registered write, by notice."""
         self._arriving: list[tuple[bytes, Fence, list[PinnedBuffer]]] = []
-        self._sent: list[tuple[bytes, list[int], list[Tensor]]] = []
-        """Writes from another backend whose bytes are on the host."""
+        """Notice, fence and staging buffers of each write whose copies have been enqueued."""
+        self._on_host: list[tuple[bytes, list[int], list[Tensor]]] = []
+        """Notice, blocks and values of each write from another backend whose bytes are in host memory."""
 
     def expecting(self, notice: bytes, written: Fence) -> None:
-        """The fence that is signalled behind the write with that notice, and asked before the notice is given out."""
+        """Register the fence that is signalled after the copies of the write with ``notice``."""
         self._expected[notice] = written
 
     def notices(self) -> list[bytes]:
-        """Those whose fence is done."""
-        while self._sent and not self._down:
-            self._land(*self._sent.pop(0))
-        found = []
+        """Return the notices of the writes whose fences have been reached."""
+        while self._on_host and not self._down:
+            self._write_from_host(*self._on_host.pop(0))
+        notices = []
         while self._arriving and self._arriving[0][1].done():
-            found.append(self._arriving.pop(0)[0])
-        if self._down and not found:
+            notices.append(self._arriving.pop(0)[0])
+        if self._down and not notices:
             raise LinkDown("the other side of this link was closed")
-        return found
+        return notices
 
     def close(self) -> None:
-        """Wait for the copies of both sides, and end. Those of another backend don't concern this side's memory."""
+        """Close both sides, and wait for their copies on this backend. Copies of another backend don't use this memory."""
         for link in (self, self._peer):
             if link is not None:
                 link._down = True
@@ -82,90 +85,99 @@ class LocalLink(Link):
     def _connect(self, address: bytes) -> None:
         self._peer = self._transport.find(address)
 
-    def _write(self, ours: list[int], theirs: list[int], notice: bytes, read: Fence | None) -> Transfer:
-        peer, read = self._alive(), read or self._fence()
+    def _write(self, local_blocks: list[int], peer_blocks: list[int], notice: bytes, read: Fence | None) -> Transfer:
+        peer, read = self._require_peer(), read or self._create_fence()
         if peer.backend is not self.backend:
-            staged = self._stage(self.regions, ours)
-            for region, buffer in zip(self.regions, staged, strict=True):
-                for place, block in enumerate(ours):
-                    self.backend.copy_async(buffer.tensor[place], region[block], stream=self._stream)
+            staging = self._create_staging(len(local_blocks))
+            for region, buffer in zip(self.regions, staging, strict=True):
+                for index, block in enumerate(local_blocks):
+                    self.backend.copy_async(buffer.tensor[index], region[block], stream=self._stream)
             read.signal(self._stream)
-            return _Sent(self, read, lambda: peer._sent.append((notice, theirs, [each.tensor.clone() for each in staged])))
-        self._copy(peer.regions, theirs, self.regions, ours)
+
+            def pass_to_peer() -> None:
+                peer._on_host.append((notice, peer_blocks, [buffer.tensor.clone() for buffer in staging]))
+
+            return _HostTransfer(self, read, pass_to_peer)
+        self._copy(peer.regions, peer_blocks, self.regions, local_blocks)
         read.signal(self._stream)
-        written = peer._expected.pop(notice, None) or self._fence()
+        written = peer._expected.pop(notice, None) or self._create_fence()
         written.signal(self._stream)
         peer._arriving.append((notice, written, []))
-        return _Copied(self, read)
+        return _StreamTransfer(self, read)
 
-    def _read(self, ours: list[int], theirs: list[int]) -> Transfer:
-        if self._alive().backend is not self.backend:
-            raise ConfigError(f"the other side is on {self._alive().backend.label}, and reads go within one backend alone")
-        self._copy(self.regions, ours, self._alive().regions, theirs)
-        read = self._fence()
+    def _read(self, local_blocks: list[int], peer_blocks: list[int]) -> Transfer:
+        peer = self._require_peer()
+        if peer.backend is not self.backend:
+            raise ConfigError(f"the other side is on {peer.backend.label}, and reads go within one backend alone")
+        self._copy(self.regions, local_blocks, peer.regions, peer_blocks)
+        read = self._create_fence()
         read.signal(self._stream)
-        return _Copied(self, read)
+        return _StreamTransfer(self, read)
 
-    def _copy(self, to: Sequence[Tensor], into: list[int], of: Sequence[Tensor], blocks: list[int]) -> None:
+    def _copy(
+        self, targets: Sequence[Tensor], target_blocks: list[int], sources: Sequence[Tensor], source_blocks: list[int]
+    ) -> None:
         with self.backend.on(self._stream):
-            for target, source in zip(to, of, strict=True):
-                for there, here in zip(into, blocks, strict=True):
-                    target[there].copy_(source[here])
+            for target, source in zip(targets, sources, strict=True):
+                for target_block, source_block in zip(target_blocks, source_blocks, strict=True):
+                    target[target_block].copy_(source[source_block])
 
-    def _stage(self, regions: Sequence[Tensor], blocks: list[int]) -> list[PinnedBuffer]:
-        made = [self.backend.empty_pinned("link", (len(blocks), *each.shape[1:]), each.dtype) for each in regions]
-        for buffer in made:
+    def _create_staging(self, num_blocks: int) -> list[PinnedBuffer]:
+        """Return a pinned host buffer for ``num_blocks`` blocks of each region."""
+        buffers = [self.backend.empty_pinned("link", (num_blocks, *each.shape[1:]), each.dtype) for each in self.regions]
+        for buffer in buffers:
             buffer.renew()
-        return made
+        return buffers
 
-    def _land(self, notice: bytes, blocks: list[int], values: list[Tensor]) -> None:
-        """Write what came from another backend."""
-        staged = self._stage(self.regions, blocks)
-        for region, buffer, value in zip(self.regions, staged, values, strict=True):
+    def _write_from_host(self, notice: bytes, blocks: list[int], values: list[Tensor]) -> None:
+        """Copy a write from another backend, which is in host memory, to this side's blocks."""
+        staging = self._create_staging(len(blocks))
+        for region, buffer, value in zip(self.regions, staging, values, strict=True):
             buffer.tensor.copy_(value)
-            for place, block in enumerate(blocks):
-                self.backend.copy_async(region[block], buffer.tensor[place], stream=self._stream)
-        written = self._expected.pop(notice, None) or self._fence()
+            for index, block in enumerate(blocks):
+                self.backend.copy_async(region[block], buffer.tensor[index], stream=self._stream)
+        written = self._expected.pop(notice, None) or self._create_fence()
         written.signal(self._stream)
-        self._arriving.append((notice, written, staged))
+        self._arriving.append((notice, written, staging))
 
-    def _alive(self) -> LocalLink:
+    def _require_peer(self) -> LocalLink:
+        """Return the other side. Raises :class:`LinkDown` unless the link is connected and open."""
         if self._down or self._peer is None:
             raise LinkDown("the other side of this link was closed")
         return self._peer
 
-    def _fence(self) -> Fence:
+    def _create_fence(self) -> Fence:
         return self.backend.speculative_sync.create_fence("transfer")
 
 
-class _Sent(Transfer):
-    """Copies to the host, from where ``then`` hands them on. It's over when this side's blocks are free."""
+class _HostTransfer(Transfer):
+    """A write to another backend: copies to host memory. Then ``pass_to_peer`` gives the bytes to the other side."""
 
-    def __init__(self, link: LocalLink, over: Fence, then: Callable[[], None]) -> None:
-        self._link, self._over = link, over
-        self._then: Callable[[], None] | None = then
+    def __init__(self, link: LocalLink, copied: Fence, pass_to_peer: Callable[[], None]) -> None:
+        self._link, self._copied = link, copied
+        self._pass_to_peer: Callable[[], None] | None = pass_to_peer
 
     def done(self) -> bool:
-        """Ask the fence; hand the bytes on."""
-        if self._then is None:
+        """Query the fence after the copies. Once it is reached, give the bytes to the other side."""
+        if self._pass_to_peer is None:
             return True
-        self._link._alive()
-        if not self._over.done():
+        self._link._require_peer()
+        if not self._copied.done():
             return False
-        self._then()
-        self._then = None
+        self._pass_to_peer()
+        self._pass_to_peer = None
         return True
 
 
-class _Copied(Transfer):
-    """Copies on the link's stream, with a fence behind them."""
+class _StreamTransfer(Transfer):
+    """A transfer within one backend: copies on the link's stream, followed by a fence."""
 
-    def __init__(self, link: LocalLink, over: Fence) -> None:
-        self._link, self._over = link, over
+    def __init__(self, link: LocalLink, copied: Fence) -> None:
+        self._link, self._copied = link, copied
 
     def done(self) -> bool:
-        """Ask the fence."""
-        if self._over.done():
+        """Query the fence after the copies. Raises :class:`LinkDown` if it isn't reached and the link is closed."""
+        if self._copied.done():
             return True
-        self._link._alive()
+        self._link._require_peer()
         return False

@@ -1,4 +1,4 @@
-"""NIXL: one-sided writes and reads by UCX, between host memory and device memory, over whatever network there is."""
+"""The transport ``nixl``: one-sided writes and reads of NIXL over UCX, between host memory and device memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from outrider.device import Backend, CapabilityError, ConfigError, Fence
 from outrider.transports.link import Link, LinkDown, Transfer, Transport
 
 PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
-"""What the wheels import as: nixl-cu13, nixl-cu12, and builds of one's own."""
-_HOST, _DEVICE = "DRAM", "VRAM"
-_LOOPBACK, _LOOPBACK_DEVICE = "127.", "lo"
+"""Import names of the wheels nixl-cu13 and nixl-cu12, and of a build from source, in order of preference."""
+_HOST_MEMORY, _DEVICE_MEMORY = "DRAM", "VRAM"
+_LOOPBACK_PREFIX, _LOOPBACK_DEVICE = "127.", "lo"
 
 
 class NixlTransport(Transport):
-    """Links of NIXL agents, an agent for each. ``devices``: network devices by UCX's names, separated by commas; none: the
-    loopback device between processes of one host, else what UCX chooses. ``errors``: UCX's error handling, ``peer`` or
-    ``none``; with ``none`` UCX may take faster ways on one host, and the death of a peer is told by its connection alone.
+    """A factory of links. Each side of a link has its own NIXL agent.
+
+    ``devices`` are network devices by UCX's names, separated by commas. By default, processes of one host use the loopback
+    device, and UCX chooses otherwise. ``errors`` is UCX's error handling, ``peer`` or ``none``. With ``none``, UCX may use
+    faster paths within one host, but only the peer's connection reports that the peer is dead.
     """
 
     name = "nixl"
@@ -46,25 +48,26 @@ class NixlTransport(Transport):
         self._devices, self._errors = devices, errors
 
     def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> NixlLink:
-        """Register the regions with an agent of their own."""
+        """Create an agent and register the regions with it. Both sides connect in the same way: ``accepts`` is ignored."""
         del accepts
-        devices = self._devices or (_LOOPBACK_DEVICE if host.startswith(_LOOPBACK) else "")
+        devices = self._devices or (_LOOPBACK_DEVICE if host.startswith(_LOOPBACK_PREFIX) else "")
         return NixlLink(self._api, regions, backend, devices=devices, errors=self._errors)
 
 
 class NixlLink(Link):
-    """One agent. Blocks of all regions are known to it by number, region by region."""
+    """One side of a link, with one NIXL agent. The agent numbers the blocks of all regions, region after region."""
 
     def __init__(self, api: Any, regions: Sequence[Tensor], backend: Backend, *, devices: str, errors: str) -> None:
         super().__init__(NixlTransport.name, regions, backend)
         on_host = {region.device.type == "cpu" for region in self.regions}
         if len(on_host) != 1 or backend.control is not None:
             raise CapabilityError(f"nixl can't register memory of {backend.label}: it has no address")
-        self._memory = _HOST if on_host.pop() else _DEVICE
+        self._memory = _HOST_MEMORY if on_host.pop() else _DEVICE_MEMORY
         self._name = uuid.uuid4().hex
         self._peer = ""
         self._down: str | None = None
-        self._unfinished: list[_Transfer] = []
+        """Reason why the link is down. None while it is up; an empty string after :meth:`close`."""
+        self._unfinished: list[_NixlTransfer] = []
         try:
             self._agent = api.nixl_agent(self._name, api.nixl_agent_config(backends=[]))
             self._agent.create_backend(
@@ -75,27 +78,27 @@ class NixlLink(Link):
                 raise CapabilityError("nixl registers no such memory")
         except CapabilityError:
             raise
-        except Exception as error:  # NIXL has a class for each status
+        except Exception as error:  # NIXL has an error class for each status
             raise CapabilityError(f"nixl can't register {len(self.regions)} regions of {backend.label}: {error}") from error
-        self._ours: Any = None
-        self._theirs: Any = None
+        self._local_descriptors: Any = None
+        self._peer_descriptors: Any = None
 
     def notices(self) -> list[bytes]:
-        """Ask the agent; its own thread makes progress meanwhile."""
+        """Return the notices that the agent has received from the other side. The agent's thread makes progress."""
         self._check_up()
-        with self._guarded("asking for notices"):
-            found: dict[str, list[bytes]] = self._agent.get_new_notifs()
-        return [notice for sender, notices in found.items() if sender == self._peer for notice in notices]
+        with _LinkGuard(self, "asking for notices"):
+            notices_by_sender: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        return [notice for sender, notices in notices_by_sender.items() if sender == self._peer for notice in notices]
 
     def close(self) -> None:
-        """Release what is under way, and take the memory's registration back; the agent ends."""
+        """Release the running transfers, deregister the memory and end the agent. May be called twice."""
         if self._down == "":
             return
         for transfer in self._unfinished:
             transfer.release()
         self._unfinished.clear()
-        if self._down is None or self._agent is not None:
-            for handle in (self._ours, self._theirs):
+        if self._agent is not None:
+            for handle in (self._local_descriptors, self._peer_descriptors):
                 if handle is not None:
                     with suppress(Exception):
                         self._agent.release_dlist_handle(handle)
@@ -104,42 +107,47 @@ class NixlLink(Link):
                     self._agent.remove_remote_agent(self._peer)
             with suppress(Exception):
                 self._agent.deregister_memory(self._registered)
-        self._agent = self._ours = self._theirs = None
+        self._agent = self._local_descriptors = self._peer_descriptors = None
         self._down = ""
+
+    def _region_addresses(self) -> list[list[int]]:
+        """Return [address, device index] of each region. Host memory has index 0."""
+        return [[region.data_ptr(), max(region.get_device(), 0)] for region in self.regions]
 
     def _offer(self) -> bytes:
         text = {
             "name": self._name,
             "memory": self._memory,
-            "regions": [[region.data_ptr(), max(region.get_device(), 0)] for region in self.regions],
+            "regions": self._region_addresses(),
             "metadata": base64.b64encode(self._agent.get_agent_metadata()).decode(),
         }
         return json.dumps(text).encode()
 
     def _connect(self, address: bytes) -> None:
         try:
-            read = json.loads(address)
-            name, memory, regions = str(read["name"]), read["memory"], read["regions"]
+            fields = json.loads(address)
+            name, memory, regions = str(fields["name"]), fields["memory"], fields["regions"]
             numbers = [number for pair in regions for number in pair]
-            if memory not in (_HOST, _DEVICE) or len(regions) != len(self.regions) or len(numbers) != 2 * len(regions):
+            has_memory = memory in (_HOST_MEMORY, _DEVICE_MEMORY)
+            if not has_memory or len(regions) != len(self.regions) or len(numbers) != 2 * len(regions):
                 raise ValueError("the regions are others")
             if not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):
                 raise ValueError("an address is out of range")
-            metadata = base64.b64decode(read["metadata"], validate=True)
+            metadata = base64.b64decode(fields["metadata"], validate=True)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"the other side's NIXL address can't be read: {error}") from None
-        with self._guarded("connecting"):
+        with _LinkGuard(self, "connecting"):
             added = self._agent.add_remote_agent(metadata)
             self._peer = added.decode() if isinstance(added, bytes) else str(added)
             if self._peer != name:
                 raise LinkDown("the other side's NIXL agent has another name than it says")
-            ours = self._descriptors(
-                [[region.data_ptr(), max(region.get_device(), 0)] for region in self.regions], self.blocks
-            )
-            self._ours = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", ours, self._memory)
-            self._theirs = self._agent.prep_xfer_dlist(self._peer, self._descriptors(regions, self.peer_blocks), memory)
+            local = self._make_descriptors(self._region_addresses(), self.blocks)
+            self._local_descriptors = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, self._memory)
+            remote = self._make_descriptors(regions, self.peer_blocks)
+            self._peer_descriptors = self._agent.prep_xfer_dlist(self._peer, remote, memory)
 
-    def _descriptors(self, regions: list[list[int]], blocks: int) -> Any:
+    def _make_descriptors(self, regions: list[list[int]], blocks: int) -> Any:
+        """Return (address, bytes, device index) of each block, as a uint64 array [regions x blocks, 3]."""
         rows = np.empty((len(regions) * blocks, 3), dtype=np.uint64)
         for index, ((address, device), size) in enumerate(zip(regions, self.block_bytes, strict=True)):
             part = rows[index * blocks : (index + 1) * blocks]
@@ -147,30 +155,31 @@ class NixlLink(Link):
             part[:, 1], part[:, 2] = size, device
         return rows
 
-    def _write(self, ours: list[int], theirs: list[int], notice: bytes, read: Fence | None) -> Transfer:
+    def _write(self, local_blocks: list[int], peer_blocks: list[int], notice: bytes, read: Fence | None) -> Transfer:
         del read
-        return self._start("WRITE", ours, theirs, notice)
+        return self._start("WRITE", local_blocks, peer_blocks, notice)
 
-    def _read(self, ours: list[int], theirs: list[int]) -> Transfer:
-        return self._start("READ", ours, theirs, b"")
+    def _read(self, local_blocks: list[int], peer_blocks: list[int]) -> Transfer:
+        return self._start("READ", local_blocks, peer_blocks, b"")
 
-    def _start(self, operation: str, ours: list[int], theirs: list[int], notice: bytes) -> Transfer:
+    def _start(self, operation: str, local_blocks: list[int], peer_blocks: list[int], notice: bytes) -> Transfer:
         self._check_up()
-        with self._guarded("starting a transfer"):
+        with _LinkGuard(self, "starting a transfer"):
             handle = self._agent.make_prepped_xfer(
                 operation,
-                self._ours,
-                self._everywhere(ours, self.blocks),
-                self._theirs,
-                self._everywhere(theirs, self.peer_blocks),
+                self._local_descriptors,
+                self._descriptor_indices(local_blocks, self.blocks),
+                self._peer_descriptors,
+                self._descriptor_indices(peer_blocks, self.peer_blocks),
                 notice,
             )
             state = self._agent.transfer(handle)
-        transfer = _Transfer(self, handle, state)
+        transfer = _NixlTransfer(self, handle, state)
         self._unfinished.append(transfer)
         return transfer
 
-    def _everywhere(self, blocks: list[int], count: int) -> Any:
+    def _descriptor_indices(self, blocks: list[int], count: int) -> Any:
+        """Return the descriptor index of each of ``blocks`` in each region. ``count`` is the number of blocks of a region."""
         starts = np.arange(len(self.regions), dtype=np.int32)[:, None] * np.int32(count)
         return (starts + np.asarray(blocks, dtype=np.int32)[None, :]).reshape(-1)
 
@@ -178,55 +187,52 @@ class NixlLink(Link):
         if self._down is not None:
             raise LinkDown(f"this link is down: {self._down or 'it was closed'}")
 
-    def _guarded(self, doing: str) -> _Guard:
-        return _Guard(self, doing)
-
     def state_of(self, handle: Any) -> str:
-        """NIXL's word for a transfer's state."""
+        """Return NIXL's name of a transfer's state. Raises :class:`LinkDown`."""
         self._check_up()
-        with self._guarded("asking for a transfer"):
+        with _LinkGuard(self, "asking for a transfer"):
             state: str = self._agent.check_xfer_state(handle)
         return state
 
     def fail(self, why: str) -> LinkDown:
-        """The link is down from now on."""
+        """Mark the link as down, and return the error to raise. The first reason is kept."""
         self._down = self._down if self._down is not None else why
         return LinkDown(f"this link is down: {why}")
 
-    def over(self, transfer: _Transfer) -> None:
-        """A transfer needs nothing any more."""
+    def finish(self, transfer: _NixlTransfer) -> None:
+        """Release a transfer that is over."""
         self._unfinished.remove(transfer)
         transfer.release()
 
     def release(self, handle: Any) -> None:
-        """Give a transfer's handle back to NIXL."""
+        """Return the handle of a transfer to NIXL. Errors are ignored: the link may be down."""
         with suppress(Exception):
             self._agent.release_xfer_handle(handle)
 
 
-class _Guard:
-    """Turns what NIXL raises into :class:`LinkDown`."""
+class _LinkGuard:
+    """A context that turns NIXL's errors into :class:`LinkDown` and marks the link as down."""
 
-    def __init__(self, link: NixlLink, doing: str) -> None:
-        self._link, self._doing = link, doing
+    def __init__(self, link: NixlLink, action: str) -> None:
+        self._link, self._action = link, action
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, LinkDown):
-            raise self._link.fail(f"{self._doing}: {type(error).__name__}: {error}") from error
+            raise self._link.fail(f"{self._action}: {type(error).__name__}: {error}") from error
 
 
-class _Transfer(Transfer):
+class _NixlTransfer(Transfer):
     def __init__(self, link: NixlLink, handle: Any, state: str) -> None:
         self._link, self._handle, self._state = link, handle, state
 
     def done(self) -> bool:
-        """Ask NIXL until it's over."""
+        """Query the state of the transfer, and release its handle once it is over."""
         if self._state == "DONE":
             if self._handle is not None:
-                self._link.over(self)
+                self._link.finish(self)
             return True
         self._state = self._link.state_of(self._handle)
         if self._state == "ERR":
@@ -234,7 +240,7 @@ class _Transfer(Transfer):
         return self._state == "DONE" and self.done()
 
     def release(self) -> None:
-        """Allowed twice."""
+        """Release the handle of the transfer. May be called twice."""
         handle, self._handle = self._handle, None
         if handle is not None:
             self._link.release(handle)

@@ -1,4 +1,4 @@
-"""Entry point of the transport ``nixl``."""
+"""Plugin module of the transport ``nixl``, named by its entry point."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def transport_info() -> TransportInfo:
-    """Usable where one of NIXL's packages is installed."""
+    """Describe the transport, which is usable if one of NIXL's packages is installed."""
     usable = any(find_spec(name) is not None for name in ("nixl_cu13", "nixl_cu12", "nixl"))
     return TransportInfo(
         name="nixl",
@@ -31,7 +31,7 @@ def transport_info() -> TransportInfo:
 
 @hookimpl
 def create_transport(options: Mapping[str, str]) -> Transport:
-    """Import NIXL and make it."""
+    """Import NIXL and create the transport."""
     from outrider.transports.nixl import NixlTransport
 
     return NixlTransport(devices=options.get("devices", "").replace("+", ","), errors=options.get("errors", "peer"))

@@ -1,7 +1,7 @@
-"""What a package offers that brings a transport of its own: two hooks, and a record that describes it.
+"""The plugin interface of transports: two hooks, and a record that describes the plugin.
 
-A plugin is a module named by an entry point of the group ``outrider.transports``; its name there is what ``--transport``
-takes. The module imports the library that moves the bytes inside ``create_transport``.
+A plugin is a module that an entry point of the group ``outrider.transports`` names. The name of the entry point is the value
+of ``--transport``. The module imports its transfer library inside ``create_transport``, not at import.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ if TYPE_CHECKING:
 
 TRANSPORTS_GROUP = "outrider.transports"
 TRANSPORT_VERSION = 1
-"""Version of the interface of transports. It rises when a transport that was right could become wrong."""
+"""Version of the transport interface. It rises when a change could make an existing transport incorrect."""
 
 __all__ = ["TRANSPORTS_GROUP", "TRANSPORT_VERSION", "TransportHooks", "TransportInfo", "hookimpl"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportInfo(PluginInfo):
-    """What a plugin says about its transport. ``options``: those that it takes, each with what it means.
+    """The description of a transport plugin.
 
     ``interface_min`` and ``interface_max`` are versions of this interface (:data:`TRANSPORT_VERSION`).
     """
 
     options: Mapping[str, str] = field(default_factory=dict)
+    """Help text of each option that the transport accepts, by name."""
 
 
 class TransportHooks:
-    """The hooks. They're called before an engine exists; the transport itself is called directly."""
+    """The hooks of a transport plugin. Outrider calls them before it creates an engine; the transport itself isn't a hook."""
 
     @hookspec
     def transport_info(self) -> TransportInfo:  # type: ignore[empty-body]
@@ -41,7 +42,7 @@ class TransportHooks:
 
     @hookspec
     def create_transport(self, options: Mapping[str, str]) -> Transport:  # type: ignore[empty-body]
-        """Make the transport. ``options``: those that its name came with (``nixl:devices=eth0``).
+        """Create the transport with the ``options`` of ``--transport`` (``nixl:devices=eth0``).
 
-        Raise :class:`~outrider.device.errors.ConfigError` for options that it doesn't know.
+        Raise :class:`~outrider.device.errors.ConfigError` for an invalid value of an option.
         """

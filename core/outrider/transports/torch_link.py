@@ -1,6 +1,7 @@
-"""torch.distributed: sends and receives by gloo, through host memory, by two threads on each side.
+"""The transport ``torch``: sends and receives of gloo (torch.distributed) through host memory, with two threads on each side.
 
-No side writes into the other's memory: the receiver's own thread does, behind a lock that :meth:`~TorchLink.close` takes.
+No side writes the other side's memory directly. The receiver's thread writes it under a lock, which :meth:`TorchLink.close`
+takes.
 """
 
 from __future__ import annotations
@@ -24,46 +25,51 @@ from torch import Tensor, distributed
 from outrider.device import Backend, CapabilityError, ConfigError, Fence
 from outrider.transports.link import NOTICE_BYTES, Link, LinkDown, Transfer, Transport, check_blocks
 
-dist: Any = distributed  # torch types little of it
-_HEADER, _BODY = 1, 2
-"""Tags. Each side sends from one thread, so that bodies follow their headers."""
+dist: Any = distributed  # torch has no types for most of it
+_HEADER_TAG, _BODY_TAG = 1, 2
+"""Message tags of gloo. Each side sends from one thread, so the parts of a body follow their header."""
+_HEADER_FIELDS = 5
 _MAGIC = 0x6F757472
-_WAIT = timedelta(days=30)
-_JOIN_S = 5.0
+_RECEIVE_TIMEOUT = timedelta(days=30)
+_CONNECT_TIMEOUT = timedelta(seconds=60)
+_JOIN_TIMEOUT_S = 5.0
 
 
 class _Kind(IntEnum):
     WRITE = 1
-    """Header, blocks, notice, bytes of each region."""
+    """Write blocks: header, block numbers, notice, bytes of each region."""
     OVER = 2
-    """The write of that number has landed."""
+    """The write with the header's number is in this side's memory."""
     READ = 3
-    """Write these blocks of yours to those of mine, as an answer to the read of that number."""
+    """Request to send blocks: header, block numbers of the receiver, block numbers of the sender."""
     ANSWER = 4
+    """The blocks that the read with the header's number requested, in the form of a write."""
     END = 5
+    """The sender has closed the link."""
 
 
 @dataclass(eq=False, slots=True)
 class _Job:
     kind: _Kind
     number: int
-    ours: list[int]
-    theirs: list[int]
+    """Number of the transfer on the side that started it."""
+    local_blocks: list[int]
+    peer_blocks: list[int]
     notice: bytes = b""
 
 
 class TorchTransport(Transport):
-    """Links of gloo process groups of two. Works with memory of any backend whose work runs by itself."""
+    """A factory of links, each a gloo process group of two. It works with every backend except simulated devices."""
 
     name = "torch"
 
     def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> TorchLink:
-        """Begin to listen on ``host``, where this side accepts."""
+        """Create one side of a link. With ``accepts``, it listens on a free port of ``host``."""
         return TorchLink(regions, backend, rank=0 if accepts else 1, host=host)
 
 
 class TorchLink(Link):
-    """One side; rank 0 is the one that accepts."""
+    """One side of a gloo link. Rank 0 is the side that accepts the connection."""
 
     def __init__(self, regions: Sequence[Tensor], backend: Backend, *, rank: int, host: str) -> None:
         super().__init__(TorchTransport.name, regions, backend)
@@ -80,7 +86,8 @@ class TorchLink(Link):
         self._closed = False
         self._down: str | None = None
         self._numbers = count(1)
-        self._waiting: dict[int, _Awaited] = {}
+        self._transfers: dict[int, _GlooTransfer] = {}
+        """Running transfers that this side has started, by number."""
         self._notices: deque[bytes] = deque()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -93,17 +100,18 @@ class TorchLink(Link):
             self._address = {"host": host, "port": self._listener.getsockname()[1]}
 
     def notices(self) -> list[bytes]:
-        """What the receiving thread has put into memory."""
-        found = []
+        """Return the notices of the writes that the receiving thread has written to memory."""
+        notices = []
         while self._notices:
-            found.append(self._notices.popleft())
-        if not found:
+            notices.append(self._notices.popleft())
+        if not notices:
             self.check_up()
-        return found
+        return notices
 
     def close(self) -> None:
-        """Take the lock: from then on the receiving thread writes nothing. The threads end when the other side has heard of
-        it, or is dead; one that hangs is waited for a few seconds.
+        """Close the link under the lock, after which the receiving thread writes no memory.
+
+        The threads end once the other side has received *END*, or is dead. The call waits up to 5 s for each thread.
         """
         with self._lock:
             if self._closed:
@@ -116,10 +124,10 @@ class TorchLink(Link):
             with suppress(OSError):
                 self._listener.close()
         for thread in self._threads:
-            thread.join(_JOIN_S)
+            thread.join(_JOIN_TIMEOUT_S)
 
     def check_up(self) -> None:
-        """Raise :class:`LinkDown` once it is."""
+        """Raise :class:`LinkDown` if the link is down."""
         if self._down is not None:
             raise LinkDown(f"this link is down: {self._down}")
 
@@ -130,101 +138,98 @@ class TorchLink(Link):
         host, port = self._host, 0
         if self._rank == 1:
             try:
-                read = json.loads(address)
-                host, port = str(read["host"]), read["port"]
+                fields = json.loads(address)
+                host, port = str(fields["host"]), fields["port"]
                 if type(port) is not int or not 0 < port < 1 << 16:
                     raise ValueError("the port is out of range")
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ConfigError(f"the other side's address can't be read: {error}") from None
-        ready: SimpleQueue[Any] = SimpleQueue()
-        sender = threading.Thread(target=self._send_all, args=(host, port, ready), name="outrider-link-send", daemon=True)
-        receiver = threading.Thread(target=self._receive_all, args=(ready,), name="outrider-link-receive", daemon=True)
+        group: SimpleQueue[Any] = SimpleQueue()  # the sender passes the process group, or None, to the receiver
+        sender = threading.Thread(target=self._send_all, args=(host, port, group), name="outrider-link-send", daemon=True)
+        receiver = threading.Thread(target=self._receive_all, args=(group,), name="outrider-link-receive", daemon=True)
         self._threads = [sender, receiver]
         for thread in self._threads:
             thread.start()
 
-    def _write(self, ours: list[int], theirs: list[int], notice: bytes, read: Fence | None) -> Transfer:
+    def _write(self, local_blocks: list[int], peer_blocks: list[int], notice: bytes, read: Fence | None) -> Transfer:
         del read
-        return self._ask(_Kind.WRITE, ours, theirs, notice)
+        return self._start(_Kind.WRITE, local_blocks, peer_blocks, notice)
 
-    def _read(self, ours: list[int], theirs: list[int]) -> Transfer:
-        return self._ask(_Kind.READ, ours, theirs, b"")
+    def _read(self, local_blocks: list[int], peer_blocks: list[int]) -> Transfer:
+        return self._start(_Kind.READ, local_blocks, peer_blocks, b"")
 
-    def _ask(self, kind: _Kind, ours: list[int], theirs: list[int], notice: bytes) -> Transfer:
+    def _start(self, kind: _Kind, local_blocks: list[int], peer_blocks: list[int], notice: bytes) -> Transfer:
         self.check_up()
         number = next(self._numbers)
-        self._waiting[number] = awaited = _Awaited(self)
-        awaited.into = ours if kind is _Kind.READ else []
-        self._jobs.put(_Job(kind, number, ours, theirs, notice))
-        return awaited
+        self._transfers[number] = transfer = _GlooTransfer(self)
+        self._jobs.put(_Job(kind, number, local_blocks, peer_blocks, notice))
+        return transfer
 
     # -- the sending thread ------------------------------------------------------------------------------------------
 
-    def _send_all(self, host: str, port: int, ready: SimpleQueue[Any]) -> None:
+    def _send_all(self, host: str, port: int, group_queue: SimpleQueue[Any]) -> None:
         try:
-            group = self._join(host, port)
+            group = self._create_group(host, port)
         except Exception as error:
-            ready.put(None)
+            group_queue.put(None)
             self._fail(f"no connection came about: {error}")
             return
-        ready.put(group)
+        group_queue.put(group)
         try:
             while (job := self._jobs.get()) is not None:
                 self._send_job(group, job)
         except Exception as error:
             self._fail(str(error).splitlines()[0])
 
-    def _join(self, host: str, port: int) -> Any:
-        """The group of the two sides; returns when the other one is there."""
-        short = timedelta(seconds=60)
+    def _create_group(self, host: str, port: int) -> Any:
+        """Create the process group of the two sides. Returns when the other side has connected."""
+        timeouts = {"timeout": _CONNECT_TIMEOUT, "wait_for_workers": False}
         if self._listener is not None:
             listening = self._listener.detach()
-            number = 0  # the store's own is that of the socket
-            self._store = dist.TCPStore(
-                self._host, number, 2, is_master=True, timeout=short, wait_for_workers=False, master_listen_fd=listening
-            )
+            any_port = 0  # the store uses the port of the listening socket
+            self._store = dist.TCPStore(self._host, any_port, 2, is_master=True, master_listen_fd=listening, **timeouts)
         else:
-            self._store = dist.TCPStore(host, port, 2, is_master=False, timeout=short, wait_for_workers=False)
+            self._store = dist.TCPStore(host, port, 2, is_master=False, **timeouts)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-        options._timeout = _WAIT
+        options._timeout = _RECEIVE_TIMEOUT
         return dist.ProcessGroupGloo(self._store, self._rank, 2, options)
 
     def _send_job(self, group: Any, job: _Job) -> None:
-        sends = job.kind in (_Kind.WRITE, _Kind.ANSWER)
-        header = [_MAGIC, job.kind, job.number, len(job.theirs), len(job.notice)]
-        body = [torch.tensor(job.theirs, dtype=torch.int64)] if job.theirs else []
+        header = [_MAGIC, job.kind, job.number, len(job.peer_blocks), len(job.notice)]
+        body = [torch.tensor(job.peer_blocks, dtype=torch.int64)] if job.peer_blocks else []
         if job.kind is _Kind.READ:
-            body.append(torch.tensor(job.ours, dtype=torch.int64))
+            body.append(torch.tensor(job.local_blocks, dtype=torch.int64))
         if job.notice:
             body.append(torch.frombuffer(bytearray(job.notice), dtype=torch.uint8))
-        if sends:
-            body += self._gathered(job.ours)
+        if job.kind in (_Kind.WRITE, _Kind.ANSWER):
+            body += self._gather_blocks(job.local_blocks)
         peer = 1 - self._rank
-        group.send([torch.tensor(header, dtype=torch.int64)], peer, _HEADER).wait()
+        group.send([torch.tensor(header, dtype=torch.int64)], peer, _HEADER_TAG).wait()
         for part in body:
-            group.send([part], peer, _BODY).wait()
+            group.send([part], peer, _BODY_TAG).wait()
 
-    def _gathered(self, blocks: list[int]) -> list[Tensor]:
+    def _gather_blocks(self, blocks: list[int]) -> list[Tensor]:
+        """Return the bytes of ``blocks`` of each region in host memory, as uint8 tensors [blocks, bytes of a block]."""
         index = torch.tensor(blocks, dtype=torch.int64)
         if self._stream is None:
             return [region.index_select(0, index) for region in self._flat]
-        found = []
+        host_parts = []
         with self.backend.on(self._stream):
-            chosen = index.to(self.backend.device)
-            taken = [region.index_select(0, chosen) for region in self._flat]
-        for part in taken:
+            device_index = index.to(self.backend.device)
+            device_parts = [region.index_select(0, device_index) for region in self._flat]
+        for part in device_parts:
             host = self.backend.empty_pinned("link", part.shape, torch.uint8)
             host.renew()
             self.backend.copy_async(host.tensor, part, stream=self._stream)
-            found.append(host.tensor)
+            host_parts.append(host.tensor)
         self._stream.synchronize()
-        return found
+        return host_parts
 
     # -- the receiving thread ----------------------------------------------------------------------------------------
 
-    def _receive_all(self, ready: SimpleQueue[Any]) -> None:
-        group = ready.get()
+    def _receive_all(self, group_queue: SimpleQueue[Any]) -> None:
+        group = group_queue.get()
         if group is None:
             return
         try:
@@ -234,27 +239,29 @@ class TorchLink(Link):
             self._fail(str(error).splitlines()[0])
 
     def _receive_one(self, group: Any) -> bool:
-        """Take one message in. False after the last one. What doesn't fit the registered memory ends the link."""
-        header = self._received(group, 5, torch.int64, _HEADER).tolist()
-        magic, kind, number, blocks, noticed = header
-        if magic != _MAGIC or not 0 <= blocks <= self.blocks or not 0 <= noticed <= NOTICE_BYTES:
+        """Receive and handle one message. Return False after the last message.
+
+        Raises :class:`ConfigError`, which ends the link, for a message that doesn't fit the registered memory.
+        """
+        header = self._receive(group, _HEADER_FIELDS, torch.int64, _HEADER_TAG).tolist()
+        magic, kind, number, num_blocks, notice_bytes = header
+        if magic != _MAGIC or not 0 <= num_blocks <= self.blocks or not 0 <= notice_bytes <= NOTICE_BYTES:
             raise ConfigError("the other side sent something that isn't a message")
         if kind == _Kind.END:
             self._fail("the other side closed it")
-            self._jobs.put(_Job(_Kind.END, 0, [], []))  # its receiving thread waits for that
+            self._jobs.put(_Job(_Kind.END, 0, [], []))  # the other side's receiving thread waits for it
             self._jobs.put(None)
             return False
-        listed = self._received(group, blocks, torch.int64).tolist() if blocks else []
+        blocks = self._receive(group, num_blocks, torch.int64).tolist() if num_blocks else []
         if kind == _Kind.OVER:
             self._finish(number)
         elif kind == _Kind.READ:
-            asked = listed  # the blocks of this side; behind them come those of the other one
-            into = self._received(group, blocks, torch.int64).tolist()
-            check_blocks(asked, self.blocks, "this side")
-            self._jobs.put(_Job(_Kind.ANSWER, number, asked, into))
+            peer_blocks = self._receive(group, num_blocks, torch.int64).tolist()
+            check_blocks(blocks, self.blocks, "this side")
+            self._jobs.put(_Job(_Kind.ANSWER, number, blocks, peer_blocks))
         elif kind in (_Kind.WRITE, _Kind.ANSWER):
-            notice = bytes(self._received(group, noticed, torch.uint8).tolist()) if noticed else b""
-            self._land(group, listed)
+            notice = bytes(self._receive(group, notice_bytes, torch.uint8).tolist()) if notice_bytes else b""
+            self._receive_blocks(group, blocks)
             if kind == _Kind.WRITE:
                 self._notices.append(notice)
                 self._jobs.put(_Job(_Kind.OVER, number, [], []))
@@ -264,43 +271,43 @@ class TorchLink(Link):
             raise ConfigError(f"the other side sent a message of the unknown kind {kind}")
         return True
 
-    def _land(self, group: Any, blocks: list[int]) -> None:
+    def _receive_blocks(self, group: Any, blocks: list[int]) -> None:
+        """Receive the bytes of ``blocks`` of each region and write them to this side's memory, under the lock."""
         check_blocks(blocks, self.blocks, "this side")
         index = torch.tensor(blocks, dtype=torch.int64)
         for region in self._flat:
-            came = self._received(group, len(blocks) * region.shape[1], torch.uint8).view(len(blocks), region.shape[1])
+            values = self._receive(group, len(blocks) * region.shape[1], torch.uint8).view(len(blocks), region.shape[1])
             with self._lock:
                 if self._closed:
                     raise LinkDown("it was closed")
                 if self._stream is None:
-                    region.index_copy_(0, index, came)
+                    region.index_copy_(0, index, values)
                     continue
                 with self.backend.on(self._stream):
-                    region.index_copy_(0, index.to(self.backend.device), came.to(self.backend.device))
+                    region.index_copy_(0, index.to(self.backend.device), values.to(self.backend.device))
                 self._stream.synchronize()
 
-    def _received(self, group: Any, size: int, dtype: torch.dtype, tag: int = _BODY) -> Tensor:
-        made = torch.empty(size, dtype=dtype)
-        group.recv([made], 1 - self._rank, tag).wait()
-        return made
+    def _receive(self, group: Any, size: int, dtype: torch.dtype, tag: int = _BODY_TAG) -> Tensor:
+        tensor = torch.empty(size, dtype=dtype)
+        group.recv([tensor], 1 - self._rank, tag).wait()
+        return tensor
 
     def _finish(self, number: int) -> None:
-        awaited = self._waiting.pop(number, None)
-        if awaited is not None:
-            awaited.over = True
+        transfer = self._transfers.pop(number, None)
+        if transfer is not None:
+            transfer.is_over = True
 
     def _fail(self, why: str) -> None:
         self._down = self._down or why
 
 
-class _Awaited(Transfer):
+class _GlooTransfer(Transfer):
     def __init__(self, link: TorchLink) -> None:
         self._link = link
-        self.over = False
-        self.into: list[int] = []
+        self.is_over = False
 
     def done(self) -> bool:
-        """Whether the other side has said so."""
-        if not self.over:
+        """Return whether the other side has confirmed the write, or the requested blocks have arrived."""
+        if not self.is_over:
             self._link.check_up()
-        return self.over
+        return self.is_over

@@ -1,4 +1,4 @@
-"""Entry point of the transport ``torch``."""
+"""Plugin module of the transport ``torch``, named by its entry point."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def transport_info() -> TransportInfo:
-    """Usable wherever torch is."""
+    """Describe the transport, which needs no package but torch."""
     return TransportInfo(name="torch", description="torch.distributed's gloo, through host memory; needs nothing more")
 
 
 @hookimpl
 def create_transport(options: Mapping[str, str]) -> Transport:
-    """It has no options; whoever calls has checked that."""
+    """Create the transport. It has no options; the registry refuses unknown ones."""
     from outrider.transports.torch_link import TorchTransport
 
     del options

@@ -1,1 +1,1 @@
-"""A proposer from outside of Outrider: `proposer` drafts, `plugin` is how it is found."""
+"""A proposer plugin in its own package: `proposer` drafts, `plugin` registers it."""

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def proposer_info() -> ProposerInfo:
-    """It needs no checkpoint."""
+    """Describe the proposer, which needs no checkpoint."""
     return ProposerInfo(name="bigram", description="what followed a token the last time, in any request")
 
 
 @hookimpl
 def create_proposer(options: DraftOptions) -> Proposer:
-    """A chain; it has one successor for each token, so no tree."""
+    """Create a chain proposer. It knows one successor per token, so it refuses trees."""
     if options.topk != 1:
         raise ConfigError(f"draft_topk is {options.topk}, but 'bigram' knows one token after each: it drafts chains alone")
     if options.directory is not None:

@@ -1,4 +1,4 @@
-"""Drafts along a table of successors that is kept on the device.
+"""BigramProposer: drafts along a table of token successors on the device.
 
 Letters as in `outrider.speculative.proposer`: B requests, M rows of a flat token batch, K drafted tokens, V vocabulary.
 """
@@ -16,7 +16,7 @@ from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Prop
 
 
 class BigramProposer(Proposer):
-    """One successor a token, the latest seen. All requests share the table: what one wrote, another may draft."""
+    """Remembers the latest successor of each token. All requests share the table, so one may draft what another wrote."""
 
     name = "bigram"
 
@@ -31,16 +31,16 @@ class BigramProposer(Proposer):
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
-        """The last token of a call: the first one of the next call comes after it."""
+        """The last token of a call, which precedes the first token of the next call."""
         return (RelaySpec("last", (), torch.int64),)
 
     @property
     def reads_hidden(self) -> bool:
-        """It learns from tokens alone, so the target needn't compute every state of a prompt."""
+        """False: the proposer learns from tokens only, so the target needn't compute every hidden state of a prompt."""
         return False
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Entry V is written where there is nothing to learn, and never read."""
+        """Allocate V + 1 entries. Entry V receives the writes of padding and is never read."""
         self._successor = torch.zeros(self._vocab_size + 1, dtype=torch.int64, device=backend.device)
 
     def draft(self, inputs: DraftInputs) -> Draft:
@@ -49,12 +49,12 @@ class BigramProposer(Proposer):
             token = self._successor[token]
             drafted.append(token)
         tokens = torch.stack(drafted, dim=1)
-        # It is certain of its token: a distribution of one point.
+        # A deterministic draft is a one-point distribution.
         probs = F.one_hot(tokens, self._vocab_size).to(torch.float32) if inputs.sampling else None
         return Draft(tokens, probs)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Learn each pair of neighbours; rows of padding teach nothing."""
+        """Learn each pair of adjacent tokens, except for padding."""
         after = inputs.tokens
         if inputs.prompt is not None:
             before, known = inputs.prompt, torch.ones_like(after, dtype=torch.bool)
@@ -66,6 +66,6 @@ class BigramProposer(Proposer):
             known = known.scatter(0, first, inputs.continues)
         row = torch.arange(after.shape[0], device=after.device)
         request = torch.searchsorted(inputs.attention.query_start[1:].to(torch.int64), row, right=True)
-        real = row <= inputs.last[request.clamp(max=inputs.last.shape[0] - 1)]
-        self._successor[torch.where(real & known, before, self._vocab_size)] = after
+        is_valid = row <= inputs.last[request.clamp(max=inputs.last.shape[0] - 1)]
+        self._successor[torch.where(is_valid & known, before, self._vocab_size)] = after
         return {"last": after[inputs.last]}

@@ -1,1 +1,1 @@
-"""Kernels from outside of Outrider: `kernels` computes, `plugin` is how they are found, `bench` measures."""
+"""A kernel plugin in its own package: `kernels` computes, `plugin` registers the kernels, `bench` measures them."""

@@ -1,4 +1,4 @@
-"""Each kernel beside the reference, on this machine: `python -m outrider_lean.bench`."""
+"""Compare each kernel with the reference on this machine: `python -m outrider_lean.bench`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from outrider.device import KernelSet
 from outrider_lean.kernels import LeanKernels
 
-TIMES = 50
+NUM_CALLS = 50
 
 
 def median_us(call: Callable[[], object]) -> float:
     call()
-    took = []
-    for _ in range(TIMES):
+    durations = []
+    for _ in range(NUM_CALLS):
         started = time.perf_counter()
         call()
-        took.append(time.perf_counter() - started)
-    return sorted(took)[TIMES // 2] * 1e6
+        durations.append(time.perf_counter() - started)
+    return sorted(durations)[NUM_CALLS // 2] * 1e6
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Three kernels; what isn't here is the reference."""
+"""LeanKernels: three kernels; all others are those of the reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.device import KernelSet
 
 
 class LeanKernels(KernelSet):
-    """Operators of torch alone, so their schemas say what they read and write."""
+    """Kernels that consist of torch operators only, whose schemas declare their reads and writes."""
 
     name = "lean"
 

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kernel_info() -> KernelInfo:
-    """For the host alone."""
+    """Describe the kernels, which run on the host only."""
     return KernelInfo(name="lean", description="norms in one pass, an activation in place", backends=("cpu",))
 
 
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
-    """Nothing depends on the device."""
+    """Create the kernels, which are the same for every device."""
     from outrider_lean.kernels import LeanKernels
 
     return LeanKernels()

@@ -1,4 +1,4 @@
-"""The verbs of the backend interface, on workers."""
+"""ThreadsBackend: the backend interface, implemented with worker threads."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ CAPABILITIES = Capabilities(
     event_timing=True,
     flags=True,
     captures_graphs=True,
-    forks_in_capture=True,  # branches are run in the order in which they were captured
+    forks_in_capture=True,  # branches run in the order in which they were captured
     perturbs_timing=True,
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
 )
 
 
 class ThreadStream(Stream):
-    """One worker."""
+    """A stream whose work runs on one worker."""
 
     def __init__(self, backend: ThreadsBackend, name: str) -> None:
         super().__init__(backend, name)
@@ -52,7 +52,7 @@ class ThreadStream(Stream):
 
     @property
     def native(self) -> Any:
-        """The worker."""
+        """The worker that runs the stream's tasks."""
         return self.worker
 
     def put(self, task: Task) -> None:
@@ -64,7 +64,7 @@ class ThreadStream(Stream):
             program.append(task)
 
     def _record(self, event: Event) -> None:
-        if self._backend.program is None:  # in a capture the order of the calls is all there is
+        if self._backend.program is None:  # a capture preserves the order of calls, so it needs no marks
             cast(ThreadEvent, event).mark = self.worker.mark()
 
     def _wait(self, event: Event) -> None:
@@ -83,7 +83,7 @@ class ThreadStream(Stream):
 
 
 class ThreadEvent(Event):
-    """The mark of its latest record. A wait that is queued holds the mark itself, so it keeps its generation."""
+    """An event that holds the mark of its latest record. A queued wait holds the mark itself, so it keeps its generation."""
 
     mark: Mark
 
@@ -102,7 +102,7 @@ class ThreadEvent(Event):
 
 
 class ThreadFlag(Flag):
-    """A flag of the threading module, raised and lowered by workers."""
+    """A flag of the threading module that workers set and clear."""
 
     def __init__(self, backend: Backend, name: str) -> None:
         super().__init__(backend, name)
@@ -119,7 +119,7 @@ class ThreadFlag(Flag):
 
 
 class ThreadGraph(Graph):
-    """The tasks of a capture. Their results were allocated when they were captured, so a replay fills the same memory."""
+    """The tasks of a capture. Their results were allocated during the capture, so a replay fills the same memory."""
 
     program: list[Task]
 
@@ -132,14 +132,14 @@ class ThreadGraph(Graph):
 
 
 class ThreadsBackend(Backend):
-    """A device whose streams are threads."""
+    """A device whose streams are threads of the host."""
 
     def __init__(self) -> None:
         super().__init__(
             "threads",
             torch.device("cpu"),
             capabilities=CAPABILITIES,
-            kernels=KernelSet(),  # the torch references, each one task
+            kernels=KernelSet(),  # the torch references; each operator is one task
             speculative_sync=SpeculativeSync,  # the default policy
         )
         self._thread = threading.local()
@@ -148,7 +148,7 @@ class ThreadsBackend(Backend):
     # -- errors -------------------------------------------------------------------------------------------------------
 
     def raise_failed(self, waiting_for: str) -> None:
-        """Raise what failed since somebody was told, once."""
+        """Raise the first error since the last call, once."""
         error = self.failures.take()
         if error is not None:
             raise DeviceFault(f"work before {waiting_for} of {self.label} failed: {error}") from error
@@ -163,7 +163,7 @@ class ThreadsBackend(Backend):
 
     @property
     def program(self) -> list[Task] | None:
-        """What the calling thread captures."""
+        """The tasks that the calling thread captures, or None."""
         return getattr(self._thread, "program", None)
 
     @contextmanager
@@ -171,7 +171,7 @@ class ThreadsBackend(Backend):
         before: ThreadStream | None = getattr(self._thread, "stream", None)
         self._thread.stream = stream
         try:
-            if before is not None:  # the mode of the outer scope is on already, and asks which stream is current
+            if before is not None:  # the outer scope's dispatch mode is active and looks up the current stream
                 yield
             else:
                 with Queueing(lambda task: self._thread.stream.put(task), self._synchronize_current):
@@ -207,10 +207,10 @@ class ThreadsBackend(Backend):
         return torch.empty(shape, dtype=dtype)
 
     def _is_pinned(self, tensor: Tensor) -> bool:
-        return True  # the device is the host: it reaches all memory alike
+        return True  # the device is the host and can access all memory
 
     def memory_info(self) -> MemoryInfo:
-        """No limit is declared."""
+        """Return zeros, because the device declares no limit."""
         return MemoryInfo(total=0, free=0, allocated=0)
 
     # -- graphs -------------------------------------------------------------------------------------------------------

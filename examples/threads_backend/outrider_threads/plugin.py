@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def backend_info() -> BackendInfo:
-    """Runs wherever threads do; an example, so never chosen unless named."""
+    """Describe the backend. As an example it is used only if it is named."""
     return BackendInfo(
         name="threads",
         description="example: each stream is a thread of the host",
@@ -28,7 +28,7 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """The one device, without options."""
+    """Create the backend for device 0, without options."""
     if ordinal != 0:
         raise BackendLoadError(f"backend 'threads': device {ordinal} was asked for, there is only device 0")
     if options:

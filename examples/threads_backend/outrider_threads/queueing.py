@@ -1,7 +1,7 @@
-"""Torch calls become tasks: a dispatch mode that is on inside `Backend.on`.
+"""Queueing: a dispatch mode inside `Backend.on` that turns torch calls into tasks.
 
-A device returns from a call before the work has run, so the result's shape must be known without running it: torch's
-`meta` device gives it. The result is allocated at once and filled by the task.
+A device call returns before the work has run, so the result's shape must be known without running it. Torch's `meta` device
+computes the shape. The result is allocated immediately, and the task fills it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ Enqueue = Callable[[Callable[[], object]], None]
 
 
 class Kind(NamedTuple):
-    """How an operator must be treated, from its schema. `written` are the arguments that it changes."""
+    """Handling of an operator, derived from its schema."""
 
     at_once: bool
+    """True if the operator runs immediately, because it neither reads nor writes values."""
     wants_values: bool
+    """True if the operator needs values on the host."""
     written: tuple[int | str, ...]
+    """Arguments that the operator changes."""
 
 
 class Queueing(TorchDispatchMode):
-    """Hands each operator to `enqueue()`; one that must know values goes ahead after `synchronize()`."""
+    """Passes each operator to `enqueue()`. An operator that needs values on the host runs after `synchronize()`."""
 
     def __init__(self, enqueue: Enqueue, synchronize: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -34,7 +37,7 @@ class Queueing(TorchDispatchMode):
         self._synchronize = synchronize
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operator. Inside this method the mode is off."""
+        """Handle one operator. The mode is inactive inside this method."""
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind.at_once:
@@ -47,18 +50,18 @@ class Queueing(TorchDispatchMode):
         except NotImplementedError:  # the shape depends on values
             self._synchronize()
             return func(*args, **kwargs)
-        held, named = tree_map(_held, args), tree_map(_held, kwargs)
+        task_args, task_kwargs = tree_map(_alias, args), tree_map(_alias, kwargs)
         if kind.written:
             changed = [kwargs.get(which) if isinstance(which, str) else args[which] for which in kind.written]
             if shapes is None or (isinstance(shapes, Tensor) and len(func._schema.returns) == 1 and _aliased(func)):
-                self._enqueue(lambda: func(*held, **named))
+                self._enqueue(lambda: func(*task_args, **task_kwargs))
                 return None if shapes is None else changed[0]
         results = tree_map(_allocated, shapes)
 
         def fill() -> None:
-            made = func(*held, **named)
-            for there, here in zip(_flat(results), _flat(made), strict=True):
-                there.copy_(here)
+            values = func(*task_args, **task_kwargs)
+            for target, value in zip(_flat(results), _flat(values), strict=True):
+                target.copy_(value)
 
         self._enqueue(fill)
         return results
@@ -73,7 +76,7 @@ def _kind(func: Any) -> Kind:
             for position, argument in enumerate(arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
-        # A view moves no bytes, `empty` writes none, `set_` and `t_` change what a tensor looks at: they're done at once.
+        # Views, `empty`, and operators that change a tensor's view (`set_`, `t_`) access no values: run them at once.
         allocates = func._schema.name.split("::")[1].startswith(("empty", "new_empty"))
         found = func._threads_kind = Kind(
             at_once=allocates or torch.Tag.inplace_view in func.tags or (_aliased(func) and not written),
@@ -93,8 +96,8 @@ def _on_meta(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
-def _held(value: Any) -> Any:
-    """The tensor as it is now: a task isn't to see what the tensor is set to look at meanwhile."""
+def _alias(value: Any) -> Any:
+    """Return an alias of a tensor, so that later changes of the tensor's view don't affect a queued task."""
     return value.detach() if isinstance(value, Tensor) else value
 
 

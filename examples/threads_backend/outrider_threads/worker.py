@@ -1,4 +1,4 @@
-"""A stream: a thread that takes tasks from a queue, one after the other."""
+"""Worker: a stream, which is a thread that runs tasks from a queue in order."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ Task = Callable[[], object]
 
 
 class Mark:
-    """A point in a worker's order: reached once, with the time at which it was. One generation of an event."""
+    """A point in a worker's queue that is reached once, with its time. An event has one mark per generation."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
         self.time = 0.0
 
     def reach(self) -> None:
-        """Say so; called by the worker."""
+        """Mark the point as reached. Called by the worker."""
         self.time = time.perf_counter()
         self._reached.set()
 
     def wait(self) -> None:
-        """Block until it's reached."""
+        """Block until the worker reaches the mark."""
         self._reached.wait()
 
     @property
     def reached(self) -> bool:
-        """Whether it is."""
+        """True if the worker has reached the mark."""
         return self._reached.is_set()
 
 
 class Failures:
-    """Errors of a device's tasks that nobody has been told of.
+    """Errors of a device's tasks that have not been raised yet.
 
-    They belong to the device, not to a stream: what failed may have come to whoever waits by way of other streams.
+    They belong to the device, not to a stream, because a failed result may reach the waiting caller through other streams.
     """
 
     def __init__(self) -> None:
@@ -46,19 +46,19 @@ class Failures:
         self._errors: list[Exception] = []
 
     def add(self, error: Exception) -> None:
-        """Called by a worker."""
+        """Store an error. Called by a worker."""
         with self._lock:
             self._errors.append(error)
 
     def take(self) -> Exception | None:
-        """The first of them; all are told with that."""
+        """Return the first stored error, or None, and clear all errors."""
         with self._lock:
             errors, self._errors = self._errors, []
         return errors[0] if errors else None
 
 
 class _State:
-    """What a worker and its thread share."""
+    """State that a worker and its thread share."""
 
     def __init__(self, failures: Failures) -> None:
         self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -67,9 +67,9 @@ class _State:
 
 
 class Worker:
-    """The queue and its thread. Tasks keep what they use alive until they have run.
+    """A queue and its thread. Tasks keep their operands alive until they have run.
 
-    A task that fails doesn't stop the ones after it: its error is kept for the next synchronisation.
+    A failed task doesn't stop later tasks. Its error is stored for the next synchronization.
     """
 
     def __init__(self, name: str, failures: Failures) -> None:
@@ -77,33 +77,33 @@ class Worker:
         self._lock = threading.Lock()
         self._enqueued = 0
         threading.Thread(target=_run, args=(self._state,), name=name, daemon=True).start()
-        # The thread knows the state, not the worker, so it ends when nobody can give it work any more.
+        # The thread refers to the state and not to the worker, so it ends when the worker is collected.
         weakref.finalize(self, self._state.tasks.put, None)
 
     def put(self, task: Task) -> None:
-        """Enqueue a task."""
+        """Append a task to the queue."""
         with self._lock:
             self._enqueued += 1
             self._state.tasks.put(task)
 
     def mark(self) -> Mark:
-        """Enqueue a new mark: it's reached when everything before it has run."""
+        """Enqueue and return a new mark, which is reached when all earlier tasks have run."""
         mark = Mark()
         self.put(mark.reach)
         return mark
 
     @property
     def idle(self) -> bool:
-        """Whether everything enqueued so far has run."""
+        """True if all enqueued tasks have run."""
         return self._state.finished == self._enqueued
 
 
 def _run(state: _State) -> None:
-    with torch.no_grad():  # a thread starts with gradients on, whatever its maker had
+    with torch.no_grad():  # gradients are enabled in every new thread
         while (task := state.tasks.get()) is not None:
             try:
                 task()
             except Exception as error:
                 state.failures.add(error)
-            del task  # or an idle thread would keep the last task's tensors alive
+            del task  # otherwise an idle thread would keep the last task's tensors alive
             state.finished += 1

@@ -1,4 +1,4 @@
-"""The driver of an imaginary device: `toy_…` calls that return a status, and `placed` for torch."""
+"""The driver of an imaginary device: `toy_*` calls that return a status, and `placed` for torch."""
 
 from toy_driver.api import (
     CAPTURE_ERROR,

@@ -1,9 +1,9 @@
-"""The interface of the driver, in the manner of C: every call returns a status, alone or before its result.
+"""The C-like interface of the driver: every call returns a status, alone or before its result.
 
-Work on a stream runs in order, beside other streams and beside the caller. An event is recorded again and again; a wait and
-a query are for its latest record, and one that was never recorded counts as complete. While a thread captures, what it
-launches on the captured stream is noted and not run; other streams are out of bounds for it. When a kernel has failed, the
-next call that says that work is done says KERNEL_FAILED instead, once.
+Work on a stream runs in order, concurrently with other streams and with the caller. An event can be recorded repeatedly. A
+wait or query refers to its latest record; an event that was never recorded is complete. During a thread's capture, its
+launches on the captured stream are stored and not run, and it may not use other streams. After a kernel has failed, the next
+call that would report completed work returns KERNEL_FAILED instead, once.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _thread = threading.local()
 
 
 def toy_driver_version() -> int:
-    """Thousands are the major version."""
+    """Return the version: 1000 times the major version plus the minor version."""
     return 1002
 
 
 def toy_device_count() -> int:
-    """There is one device."""
+    """Return the number of devices, 1."""
     return 1
 
 
 def toy_error_string(status: int) -> str:
-    """A status in words."""
+    """Return the description of a status."""
     return _TEXTS[status] if 0 <= status < len(_TEXTS) else f"unknown status {status}"
 
 
@@ -46,12 +46,12 @@ def toy_error_string(status: int) -> str:
 
 
 def toy_stream_create() -> tuple[int, int]:
-    """(status, stream)."""
+    """Create a stream. Return (status, stream)."""
     return SUCCESS, _handles.new(StreamState(_failures))
 
 
 def toy_stream_destroy(stream: int) -> int:
-    """What is queued still runs; the handle is gone."""
+    """Invalidate the handle. Queued kernels still run."""
     state = _handles.drop(stream, StreamState)
     if state is None:
         return INVALID_HANDLE
@@ -60,7 +60,7 @@ def toy_stream_destroy(stream: int) -> int:
 
 
 def toy_launch(stream: int, kernel: Kernel) -> int:
-    """Run `kernel()` on the stream; returns at once. While this thread captures, it's noted instead."""
+    """Enqueue `kernel()` on the stream and return immediately. During a capture the kernel is stored instead."""
     state = _handles.find(stream, StreamState)
     if state is None:
         return INVALID_HANDLE
@@ -75,43 +75,43 @@ def toy_launch(stream: int, kernel: Kernel) -> int:
 
 
 def toy_spin(stream: int, nanoseconds: int) -> int:
-    """Keep the stream busy."""
+    """Launch a kernel that keeps the stream busy."""
     return toy_launch(stream, lambda: time.sleep(nanoseconds / 1e9))
 
 
 def toy_fail(stream: int) -> int:
-    """Launch a kernel that fails, to test who hears of it."""
+    """Launch a kernel that fails, to test the reporting of errors."""
     return toy_launch(stream, _fail)
 
 
 def toy_stream_query(stream: int) -> int:
-    """NOT_READY, or how the work ended."""
+    """Return NOT_READY, or SUCCESS or KERNEL_FAILED if the work is done."""
     state = _handles.find(stream, StreamState)
     if state is None:
         return INVALID_HANDLE
     if _capture() is not None:
         return CAPTURE_ERROR
-    return _ended() if state.finished == state.enqueued else NOT_READY
+    return _completion_status() if state.finished == state.enqueued else NOT_READY
 
 
 def toy_stream_synchronize(stream: int) -> int:
-    """Block until the stream is empty; returns how the work ended."""
+    """Block until the stream is empty. Return SUCCESS or KERNEL_FAILED."""
     state = _handles.find(stream, StreamState)
     if state is None:
         return INVALID_HANDLE
     if _capture() is not None:
         return CAPTURE_ERROR
     state.point().wait()
-    return _ended()
+    return _completion_status()
 
 
 def toy_stream_wait_event(stream: int, event: int) -> int:
-    """What is launched on the stream from now on waits for the event's latest record."""
+    """Make later launches on the stream wait for the event's latest record."""
     state, marked = _handles.find(stream, StreamState), _handles.find(event, EventState)
     if state is None or marked is None:
         return INVALID_HANDLE
     capture = _capture()
-    if capture is not None:  # one stream in order: an edge from it to itself says nothing new
+    if capture is not None:  # a captured stream is in order, so a wait for its own event adds no edge
         return SUCCESS if marked.capture is capture and capture.stream == stream else CAPTURE_ERROR
     if marked.point is not None:
         state.enqueue(marked.point.wait)
@@ -122,17 +122,17 @@ def toy_stream_wait_event(stream: int, event: int) -> int:
 
 
 def toy_event_create() -> tuple[int, int]:
-    """(status, event)."""
+    """Create an event. Return (status, event)."""
     return SUCCESS, _handles.new(EventState())
 
 
 def toy_event_destroy(event: int) -> int:
-    """Waits that are queued keep what they wait for."""
+    """Invalidate the handle. Queued waits stay valid."""
     return INVALID_HANDLE if _handles.drop(event, EventState) is None else SUCCESS
 
 
 def toy_event_record(event: int, stream: int) -> int:
-    """The event now stands behind everything that was launched on the stream so far."""
+    """Record the event after all launches on the stream so far."""
     state, marked = _handles.find(stream, StreamState), _handles.find(event, EventState)
     if state is None or marked is None:
         return INVALID_HANDLE
@@ -146,25 +146,25 @@ def toy_event_record(event: int, stream: int) -> int:
 
 
 def toy_event_query(event: int) -> int:
-    """NOT_READY, or how the work ended."""
+    """Return NOT_READY, or SUCCESS or KERNEL_FAILED if the latest record is complete."""
     marked = _handles.find(event, EventState)
     if marked is None:
         return INVALID_HANDLE
-    return _ended() if marked.point is None or marked.point.passed else NOT_READY
+    return _completion_status() if marked.point is None or marked.point.passed else NOT_READY
 
 
 def toy_event_synchronize(event: int) -> int:
-    """Block until the latest record is complete; returns how the work ended."""
+    """Block until the latest record is complete. Return SUCCESS or KERNEL_FAILED."""
     marked = _handles.find(event, EventState)
     if marked is None:
         return INVALID_HANDLE
     if marked.point is not None:
         marked.point.wait()
-    return _ended()
+    return _completion_status()
 
 
 def toy_event_elapsed_ms(start: int, end: int) -> tuple[int, float]:
-    """(status, milliseconds between the two records)."""
+    """Return (status, milliseconds between the two records)."""
     points: list[Point] = []
     for event in (start, end):
         marked = _handles.find(event, EventState)
@@ -180,7 +180,7 @@ def toy_event_elapsed_ms(start: int, end: int) -> tuple[int, float]:
 
 
 def toy_capture_begin(stream: int) -> int:
-    """From now on this thread's launches on `stream` are noted."""
+    """Store this thread's later launches on `stream` instead of running them."""
     if _handles.find(stream, StreamState) is None:
         return INVALID_HANDLE
     if _capture() is not None:
@@ -190,7 +190,7 @@ def toy_capture_begin(stream: int) -> int:
 
 
 def toy_capture_end(stream: int) -> tuple[int, int]:
-    """(status, graph)."""
+    """End the capture. Return (status, graph)."""
     capture = _capture()
     if capture is None or capture.stream != stream:
         return CAPTURE_ERROR, 0
@@ -199,7 +199,7 @@ def toy_capture_end(stream: int) -> tuple[int, int]:
 
 
 def toy_graph_launch(graph: int, stream: int) -> int:
-    """Run everything that was captured, in order, as one kernel."""
+    """Run all captured kernels in order, as one kernel."""
     captured = _handles.find(graph, CaptureState)
     if captured is None:
         return INVALID_HANDLE
@@ -207,12 +207,12 @@ def toy_graph_launch(graph: int, stream: int) -> int:
 
 
 def toy_graph_destroy(graph: int) -> int:
-    """Launches that are queued still run."""
+    """Invalidate the handle. Queued launches still run."""
     return INVALID_HANDLE if _handles.drop(graph, CaptureState) is None else SUCCESS
 
 
-def _ended() -> int:
-    return KERNEL_FAILED if _failures.taken() else SUCCESS
+def _completion_status() -> int:
+    return KERNEL_FAILED if _failures.clear() else SUCCESS
 
 
 def _fail() -> None:

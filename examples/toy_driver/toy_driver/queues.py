@@ -1,4 +1,4 @@
-"""The device itself: streams are threads, each with a queue of kernels."""
+"""The device: streams are threads, each with a queue of kernels."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ Kernel = Callable[[], object]
 
 
 class Point:
-    """A place in a stream's order. An event points at the latest one that was recorded."""
+    """A point in a stream's queue. An event refers to the point of its latest record."""
 
     def __init__(self) -> None:
         self._passed = threading.Event()
         self.seconds = 0.0
 
     def pass_(self) -> None:
-        """Called by the stream when it gets here."""
+        """Mark the point as passed. Called by the stream's thread."""
         self.seconds = time.perf_counter()
         self._passed.set()
 
     @property
     def passed(self) -> bool:
-        """Whether it got here."""
+        """True if the stream has passed the point."""
         return self._passed.is_set()
 
     def wait(self) -> None:
-        """Block until it does."""
+        """Block until the stream passes the point."""
         self._passed.wait()
 
 
 class Failures:
-    """Errors of kernels that nobody has been told of. They are the device's: other streams may have waited for the kernel."""
+    """Errors of kernels that have not been reported yet. They belong to the device: other streams may have waited for the
+    kernel.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._errors: list[Exception] = []
 
     def add(self, error: Exception) -> None:
-        """A kernel failed."""
+        """Store the error of a kernel."""
         with self._lock:
             self._errors.append(error)
 
-    def taken(self) -> bool:
-        """Whether there are any; they are forgotten."""
+    def clear(self) -> bool:
+        """Clear the errors. Return True if there were any."""
         with self._lock:
             errors, self._errors = self._errors, []
         return bool(errors)
 
 
 class StreamState:
-    """The queue and its thread. A kernel that fails stops nothing: its error is kept for whoever waits next."""
+    """A queue and its thread. A failed kernel doesn't stop later ones; its error is stored for the next synchronization."""
 
     def __init__(self, failures: Failures) -> None:
         self.failures = failures
@@ -67,13 +69,13 @@ class StreamState:
         threading.Thread(target=self._run, name="toy-stream", daemon=True).start()
 
     def enqueue(self, kernel: Kernel) -> None:
-        """At the end of the queue."""
+        """Append a kernel to the queue."""
         with self.lock:
             self.enqueued += 1
             self.kernels.put(kernel)
 
     def point(self) -> Point:
-        """A point behind everything that is in the queue."""
+        """Enqueue and return a point after all kernels in the queue."""
         point = Point()
         self.enqueue(point.pass_)
         return point
@@ -85,19 +87,19 @@ class StreamState:
                     kernel()
                 except Exception as error:
                     self.failures.add(error)
-                del kernel  # an idle stream holds nobody's memory
+                del kernel  # an idle stream must not keep memory alive
                 self.finished += 1
 
 
 class EventState:
-    """The latest record, if there is one, and the capture in which it was made, if it was made in one."""
+    """The latest record of an event, if any, and the capture in which it was recorded, if any."""
 
     point: Point | None = None
     capture: CaptureState | None = None
 
 
 class CaptureState:
-    """Kernels that are noted instead of run, on one stream, by one thread."""
+    """Kernels that one thread has launched on one stream during a capture."""
 
     def __init__(self, stream: int) -> None:
         self.stream = stream
@@ -105,7 +107,7 @@ class CaptureState:
 
 
 class Handles:
-    """Numbers for objects, as a C interface has them."""
+    """Integer handles of objects, as in a C interface."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -113,19 +115,19 @@ class Handles:
         self._lock = threading.Lock()
 
     def new(self, thing: object) -> int:
-        """A number that no other object had."""
+        """Return a new handle for an object. Handles are never reused."""
         with self._lock:
             number = next(self._numbers)
             self._objects[number] = thing
             return number
 
     def find(self, number: int, kind: type) -> Any:
-        """The object, or None where the number isn't that of one of this kind."""
+        """Return the object of a handle, or None if it isn't a handle of that type."""
         thing = self._objects.get(number)
         return thing if isinstance(thing, kind) else None
 
     def drop(self, number: int, kind: type) -> Any:
-        """Forget the number; returns the object as `find` does."""
+        """Invalidate a handle. Return its object as `find` does."""
         thing = self.find(number, kind)
         if thing is not None:
             del self._objects[number]

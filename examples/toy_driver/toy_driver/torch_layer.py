@@ -1,7 +1,8 @@
-"""How torch reaches the device: inside `placed(stream)` each torch call is a launch.
+"""The torch layer: inside `placed(stream)` each torch call becomes a launch.
 
-A call returns before its kernel has run, so the shape of the result must be known first: torch's `meta` device gives it,
-the memory is taken at once, and the kernel fills it. A call that must know values waits for the stream.
+A call returns before its kernel has run, so the shape of the result must be known first. Torch's `meta` device computes the
+shape, the memory is allocated immediately, and the kernel fills it. A call that needs values on the host waits for the
+stream.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ _placement = threading.local()
 
 
 class ToyError(RuntimeError):
-    """A call of the driver failed beneath torch."""
+    """A driver call failed inside a torch call."""
 
 
 @contextmanager
 def placed(stream: int) -> Generator[None]:
-    """Torch calls of this thread go to `stream`. Nests; the stream around it comes back on exit."""
+    """Send this thread's torch calls to `stream`. Scopes nest; the outer stream is restored at the end."""
     before: int | None = getattr(_placement, "stream", None)
     _placement.stream = stream
     try:
         if before is None:
             with _Launching():
                 yield
-        else:  # the layer is on already, and looks up where to launch
+        else:  # the outer scope's dispatch mode is active and looks up the current stream
             yield
     finally:
         _placement.stream = before
 
 
 class _Launching(TorchDispatchMode):
-    """Inside `__torch_dispatch__` the mode is off."""
+    """The dispatch mode that launches kernels. It is inactive inside `__torch_dispatch__`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -67,8 +68,8 @@ class _Launching(TorchDispatchMode):
         results = tree_map(_memory, shapes)
 
         def kernel() -> None:
-            for place, value in zip(_tensors(results), _tensors(func(*args, **kwargs)), strict=True):
-                place.copy_(value)
+            for target, value in zip(_tensors(results), _tensors(func(*args, **kwargs)), strict=True):
+                target.copy_(value)
 
         _launch(kernel)
         return results
@@ -88,7 +89,7 @@ def _check(status: int, doing: str) -> None:
 
 
 def _needs_no_kernel(func: Any) -> bool:
-    """Views move no bytes, `empty` writes none, `set_` changes what a tensor looks at."""
+    """Return True for views, `empty` and `set_`, which access no values."""
     allocates = func._schema.name.split("::")[1].startswith(("empty", "new_empty", "set_"))
     writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
     return allocates or (_returns_alias(func) and not writes)

@@ -1,6 +1,6 @@
-"""The kernels themselves. Each reads and writes just what its operator's schema says (:mod:`outrider_triton.ops`).
+"""The kernels. Each reads and writes what its operator's schema says (:mod:`outrider_triton.ops`), and nothing else.
 
-``PDL``: programmatic dependent launch. Every program then first lets the next kernel of the stream start, and waits for the
-one before it before it touches anything that a kernel may have written; what comes between may read weights alone. Each
-program waits, so a kernel that has finished implies that all before it have.
+``PDL``: programmatic dependent launch. Every program first lets the next kernel of the stream start. It then waits for the
+preceding kernel before it accesses anything that a kernel may have written; before the wait it may only read weights. All
+programs wait, so a finished kernel implies that all kernels before it have finished.
 """

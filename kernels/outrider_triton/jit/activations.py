@@ -1,4 +1,6 @@
-"""Quantised activations: rows divided by their scales and rounded, alone or by the kernel that makes them."""
+"""Quantised activations: rows are divided by their scales and rounded, in a kernel of their own or in the producing
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +9,55 @@ import triton.language as tl
 
 from outrider.device.kernels.quantized_reference import INT8_LARGEST
 from outrider_triton.jit.dependent import begin
-from outrider_triton.jit.matmul import gated
+from outrider_triton.jit.matmul import swiglu
 from outrider_triton.jit.rows import add_row, nearest_e4m3, norm
 
 _INT8_LARGEST = tl.constexpr(INT8_LARGEST)
 
 
 @triton.jit
-def _whole(value):
-    """The nearest whole number, ties to even, of magnitudes below 2**22."""
+def _round_to_integer(value):
+    """Round to the nearest integer, ties to even, for magnitudes below 2**22."""
     return (value + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def _rounded(quotient, FORMAT: tl.constexpr):
-    """The nearest number of the format. NaN becomes 0: the scale says it, and a whole number couldn't."""
+def _round_to_format(quotient, FORMAT: tl.constexpr):
+    """Round to the nearest value of the format. NaN becomes 0, since integers can't represent it: the scale is NaN
+    instead.
+    """
     quotient = tl.where(quotient == quotient, quotient, 0.0)
     if FORMAT == "fp8":
         return nearest_e4m3(tl.minimum(tl.maximum(quotient, -448.0), 448.0))
     else:
-        return tl.minimum(tl.maximum(_whole(quotient), -128.0), 127.0)
+        return tl.minimum(tl.maximum(_round_to_integer(quotient), -128.0), 127.0)
 
 
 @triton.jit
-def _scale_of(most, FORMAT: tl.constexpr):
-    """What numbers are divided by whose largest magnitude is ``most``; 1 for none but zeros."""
+def _scale_of(maximum, FORMAT: tl.constexpr):
+    """Return the scale for values whose largest magnitude is ``maximum``; 1 if all are zero."""
     largest: tl.constexpr = 448.0 if FORMAT == "fp8" else _INT8_LARGEST
-    return tl.where(most / largest > 0, most / largest, 1.0)
+    return tl.where(maximum / largest > 0, maximum / largest, 1.0)
 
 
 @triton.jit
 def _quantize_row(value, row, out, scales, size, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """A row as :func:`quantize_rows` leaves it, with a scale for each GROUP numbers (0: one). Behind ``size`` it's 0."""
+    """Quantise a row and store it like :func:`quantize_rows`, with a scale per GROUP elements (0: one scale).
+
+    ``value`` must be 0 from ``size`` on.
+    """
     WIDTH: tl.constexpr = GROUP if GROUP else BLOCK
     COUNT: tl.constexpr = BLOCK // WIDTH
     value = tl.reshape(value, [COUNT, WIDTH])
     magnitude = tl.abs(value)
     scale = _scale_of(tl.max(magnitude, axis=1), FORMAT)
-    wrong = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=1)
-    divided = _rounded(value / scale[:, None], FORMAT)
+    is_invalid = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=1)
+    quotient = _round_to_format(value / scale[:, None], FORMAT)
     lane = tl.arange(0, COUNT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(out + row * size + lane, divided.to(out.dtype.element_ty), mask=lane < size)
+    tl.store(out + row * size + lane, quotient.to(out.dtype.element_ty), mask=lane < size)
     groups = tl.cdiv(size, WIDTH)
-    place = tl.arange(0, COUNT)
-    tl.store(scales + row * groups + place, tl.where(wrong > 0, float("nan"), scale), mask=place < groups)
+    group = tl.arange(0, COUNT)
+    tl.store(scales + row * groups + group, tl.where(is_invalid > 0, float("nan"), scale), mask=group < groups)
 
 
 @triton.jit
@@ -69,27 +76,29 @@ def quantize_rows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One group of one row: what ``x`` is divided by goes to ``scales [m, groups]``, the quotient to ``out [m, k]`` in out's
-    dtype. GIVEN: divided by ``given``. PLAIN: ``out`` is multiplied by its scale again. NaN makes the scale NaN.
+    """Quantise one group of one row: store the scale to ``scales [m, groups]`` and the quotient to ``out [m, k]`` in its
+    dtype.
+
+    GIVEN: divide by the scale ``given``. PLAIN: multiply the quotient by the scale again. NaN makes the scale NaN.
     """
     begin(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     column = part * group + lane
-    inside = (lane < group) & (column < k)
-    value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    mask = (lane < group) & (column < k)
+    value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if GIVEN:
         scale = tl.load(given)
-        wrong = tl.max((value != value).to(tl.int32), axis=0)
+        is_invalid = tl.max((value != value).to(tl.int32), axis=0)
     else:
         magnitude = tl.abs(value)
         scale = _scale_of(tl.max(magnitude, axis=0), FORMAT)
-        wrong = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=0)
-    divided = _rounded(value / scale, FORMAT)
-    scale = tl.where(wrong > 0, float("nan"), scale)
+        is_invalid = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=0)
+    quotient = _round_to_format(value / scale, FORMAT)
+    scale = tl.where(is_invalid > 0, float("nan"), scale)
     if PLAIN:
-        divided *= scale
-    tl.store(out + row.to(tl.int64) * k + column, divided.to(out.dtype.element_ty), mask=inside)
+        quotient *= scale
+    tl.store(out + row.to(tl.int64) * k + column, quotient.to(out.dtype.element_ty), mask=mask)
     tl.store(scales + row * groups + part, scale)
 
 
@@ -106,8 +115,10 @@ def quantize_by_maxima(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK numbers of a row, program (row, block): what :func:`quantize_rows` leaves of it. What made ``x [m, size]`` left
-    the largest magnitudes of each row, ``maxima [shares, m]``; infinity there makes the scale NaN.
+    """Quantise BLOCK elements of a row like :func:`quantize_rows`; program (row, block).
+
+    The producer of ``x [m, size]`` stored the largest magnitudes of each row, ``maxima [shares, m]``. Infinity there makes
+    the scale NaN.
     """
     begin(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
@@ -116,11 +127,11 @@ def quantize_by_maxima(
     place = row.to(tl.int64) * size + column
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     share = tl.arange(0, SHARES)
-    found = tl.max(tl.load(maxima + share * tl.num_programs(0) + row, mask=share < shares, other=0.0), axis=0)
-    scale = _scale_of(found, FORMAT)
-    tl.store(out + place, _rounded(value / scale, FORMAT).to(out.dtype.element_ty), mask=inside)
+    maximum = tl.max(tl.load(maxima + share * tl.num_programs(0) + row, mask=share < shares, other=0.0), axis=0)
+    scale = _scale_of(maximum, FORMAT)
+    tl.store(out + place, _round_to_format(value / scale, FORMAT).to(out.dtype.element_ty), mask=inside)
     if part == 0:
-        tl.store(scales + row, tl.where(found < float("inf"), scale, float("nan")))
+        tl.store(scales + row, tl.where(maximum < float("inf"), scale, float("nan")))
 
 
 @triton.jit(do_not_specialize=["part_stride"])
@@ -141,7 +152,7 @@ def add_rms_norm_quantize(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """:func:`outrider_triton.jit.rows.add_rms_norm`, and then the row is quantised."""
+    """Run :func:`outrider_triton.jit.rows.add_rms_norm` and quantise the row."""
     lane = tl.arange(0, BLOCK)
     inside = lane < size
     factor = tl.load(weight + lane, mask=inside, other=0.0)
@@ -162,15 +173,15 @@ def silu_mul_quantize(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: :func:`outrider_triton.jit.rows.silu_mul`, and then it's quantised."""
+    """Run :func:`outrider_triton.jit.rows.silu_mul` for one row and quantise it."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
-    inside = lane < size
-    gate = tl.load(gate_up + row * 2 * size + lane, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * size + size + lane, mask=inside, other=0.0).to(tl.float32)
-    made = gated(gate, up, gate_up.dtype.element_ty)
-    _quantize_row(made.to(tl.float32), row, out, scales, size, FORMAT, GROUP, BLOCK)
+    mask = lane < size
+    gate = tl.load(gate_up + row * 2 * size + lane, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + lane, mask=mask, other=0.0).to(tl.float32)
+    activation = swiglu(gate, up, gate_up.dtype.element_ty)
+    _quantize_row(activation.to(tl.float32), row, out, scales, size, FORMAT, GROUP, BLOCK)
 
 
 @triton.jit
@@ -181,19 +192,21 @@ def embed_beside_quantize(
     out,
     scales,
     size,
-    beside,
+    hidden_size,
     hidden_stride,
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: :func:`outrider_triton.jit.bookkeeping.embed_beside`, and then it's quantised."""
+    """Run :func:`outrider_triton.jit.bookkeeping.embed_beside` for one row and quantise it."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     token = tl.load(tokens + row)
-    other = tl.load(hidden + row * hidden_stride + lane - size, mask=(lane >= size) & (lane < size + beside), other=0.0)
+    features = tl.load(
+        hidden + row * hidden_stride + lane - size, mask=(lane >= size) & (lane < size + hidden_size), other=0.0
+    )
     embedded = tl.load(weight + token * size + lane, mask=lane < size, other=0.0)
-    value = tl.where(lane < size, embedded, other)
-    _quantize_row(value.to(tl.float32), row, out, scales, size + beside, FORMAT, GROUP, BLOCK)
+    value = tl.where(lane < size, embedded, features)
+    _quantize_row(value.to(tl.float32), row, out, scales, size + hidden_size, FORMAT, GROUP, BLOCK)

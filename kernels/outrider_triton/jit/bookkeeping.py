@@ -1,4 +1,4 @@
-"""What lies between the passes of an iteration, a kernel for each: a program has a request, and there is little to do."""
+"""Kernels between the passes of an iteration: one program per request moves a few integers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gather_requests(
     FOUND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request. ``pages`` of a table are taken BLOCK at a time."""
+    """Copy one request's state row to the iteration's tensors, ``pages`` of its block table BLOCK at a time."""
     begin(PDL)
     request = tl.program_id(0)
     row = tl.load(rows + request)
@@ -60,8 +60,8 @@ def _is_nan(value):
 
 
 @triton.jit
-def _first(bad, lane, first):
-    """The least lane that is bad, or ``first``."""
+def _least_bad_lane(bad, lane, first):
+    """Return the least lane that is ``bad``, or ``first`` if that is lower."""
     return tl.minimum(first, tl.min(tl.where(bad, lane, 0x7FFFFFFF), axis=0))
 
 
@@ -80,7 +80,10 @@ def gather_checked(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of ``size``: NaN is looked for among NUMBERS, what is below ``low`` or not below ``high`` among others."""
+    """Copy one row of ``size`` elements and report an invalid one.
+
+    NUMBERS: NaN is invalid. Otherwise values below ``low``, or not below ``high``, are.
+    """
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
     row = request
@@ -91,25 +94,25 @@ def gather_checked(
         lane = start + tl.arange(0, BLOCK)
         value = tl.load(source + row * size + lane, mask=lane < size, other=low)
         if NUMBERS:
-            first = _first(_is_nan(value), lane, first)
+            first = _least_bad_lane(_is_nan(value), lane, first)
             tl.store(out + request * size + lane, value, mask=lane < size)
         else:
-            first = _first(((value < low) | (value >= high)) & (lane < size), lane, first)
+            first = _least_bad_lane(((value < low) | (value >= high)) & (lane < size), lane, first)
     bad = first < 0x7FFFFFFF
-    what = tl.full([], -1, dtype=tl.int64)
+    value_found = tl.full([], -1, dtype=tl.int64)
     if not NUMBERS:
-        what = tl.load(source + row * size + first, mask=bad, other=-1).to(tl.int64)
+        value_found = tl.load(source + row * size + first, mask=bad, other=-1).to(tl.int64)
         for start in range(0, size, BLOCK):
             lane = start + tl.arange(0, BLOCK)
             value = tl.load(source + row * size + lane, mask=lane < size, other=low)
             tl.store(out + request * size + lane, tl.where(bad, low, value), mask=lane < size)
     tl.store(found + request * found_stride, tl.where(bad, first, -1).to(tl.int64))
-    tl.store(found + request * found_stride + 1, what)
+    tl.store(found + request * found_stride + 1, value_found)
 
 
 @triton.jit
 def partial_nan(x, firsts, size, SHARES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program (row, share): the first NaN of the share."""
+    """Find the first NaN of a share; program (row, share)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
@@ -118,13 +121,13 @@ def partial_nan(x, firsts, size, SHARES: tl.constexpr, BLOCK: tl.constexpr, PDL:
     for start in range(share * span, tl.minimum(share * span + span, size), BLOCK):
         lane = start + tl.arange(0, BLOCK)
         value = tl.load(x + row * size + lane, mask=lane < size, other=0.0)
-        first = _first(_is_nan(value), lane, first)
+        first = _least_bad_lane(_is_nan(value), lane, first)
     tl.store(firsts + row * SHARES + share, first)
 
 
 @triton.jit
 def reduce_nan(firsts, found, found_stride, SHARES: tl.constexpr, PDL: tl.constexpr):
-    """One row: index of the first NaN or -1, and -1."""
+    """Store the index of a row's first NaN or -1, then -1."""
     begin(PDL)
     row = tl.program_id(0)
     first = tl.min(tl.load(firsts + row * SHARES + tl.arange(0, SHARES)), axis=0)
@@ -153,19 +156,19 @@ def place_tokens(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request: ``count`` tokens behind its cached ones, ``ends`` of which say how many are cached with them."""
+    """Place one request's ``count`` tokens after its cached ones; the last ``ends`` of them also store cached lengths."""
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, BLOCK)
-    real = token < count
-    place = tl.load(lens + request) + token
-    index = place // page_size
-    page = tl.load(tables + request * pages + index, mask=real & (index < pages), other=0).to(tl.int64)
-    tl.store(slots + request * slot_request + token * slot_token, page * page_size + place % page_size, mask=real)
-    tl.store(positions + request * position_request + token * position_token, tl.minimum(place, last), mask=real)
+    mask = token < count
+    cache_position = tl.load(lens + request) + token
+    index = cache_position // page_size
+    page = tl.load(tables + request * pages + index, mask=mask & (index < pages), other=0).to(tl.int64)
+    tl.store(slots + request * slot_request + token * slot_token, page * page_size + cache_position % page_size, mask=mask)
+    tl.store(positions + request * position_request + token * position_token, tl.minimum(cache_position, last), mask=mask)
     end = token - (count - ends)
-    cached = tl.minimum(place + 1, pages * page_size).to(tl.int32)
-    tl.store(seq_lens + request * end_request + end * end_token, cached, mask=real & (end >= 0))
+    cached = tl.minimum(cache_position + 1, pages * page_size).to(tl.int32)
+    tl.store(seq_lens + request * end_request + end * end_token, cached, mask=mask & (end >= 0))
 
 
 @triton.jit
@@ -186,7 +189,7 @@ def publish_accepted(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request, ``path`` tokens. What was decided may lie in a larger table."""
+    """Publish one request's ``path`` tokens. The accepted tokens may be columns of a wider tensor."""
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
@@ -205,7 +208,7 @@ def publish_accepted(
 
 @triton.jit
 def place_accepted(lens, tokens, accepted, following, last, positions, path, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One request, ``path`` tokens."""
+    """Place one request's ``path`` accepted tokens for the draft pass."""
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
     count = tl.load(accepted + request)
@@ -217,13 +220,15 @@ def place_accepted(lens, tokens, accepted, following, last, positions, path, BLO
 
 
 @triton.jit
-def embed_beside(tokens, weight, hidden, out, size, beside, hidden_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program (token, chunk): ``size`` columns of its embedding, then ``beside`` columns of its features."""
+def embed_beside(tokens, weight, hidden, out, size, hidden_size, hidden_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Concatenate ``size`` embedding columns and ``hidden_size`` feature columns; program (token, chunk)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + row)
     embedded = tl.load(weight + token * size + column, mask=column < size, other=0.0)
-    other = tl.load(hidden + row * hidden_stride + column - size, mask=(column >= size) & (column < size + beside), other=0.0)
-    value = tl.where(column < size, embedded, other)
-    tl.store(out + row * (size + beside) + column, value, mask=column < size + beside)
+    features = tl.load(
+        hidden + row * hidden_stride + column - size, mask=(column >= size) & (column < size + hidden_size), other=0.0
+    )
+    value = tl.where(column < size, embedded, features)
+    tl.store(out + row * (size + hidden_size) + column, value, mask=column < size + hidden_size)

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch, and reading weights ahead."""
+"""Programmatic dependent launch, and prefetching of weights."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ import triton.language as tl
 
 
 @triton.jit
-def let_next_start(PDL: tl.constexpr):
-    """The next kernel may start once every program has said so; what this one writes isn't there for it before it waits."""
+def allow_next_kernel(PDL: tl.constexpr):
+    """Let the next kernel start once every program has called this. It sees this kernel's results only after its own wait."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_last(PDL: tl.constexpr):
-    """Wait until the kernel before has ended and what it wrote is there."""
+def wait_for_previous_kernel(PDL: tl.constexpr):
+    """Wait until the preceding kernel has ended and its results are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Let the next kernel start and wait for the one before."""
-    let_next_start(PDL)
-    wait_for_last(PDL)
+    """Let the next kernel start, and wait for the preceding one."""
+    allow_next_kernel(PDL)
+    wait_for_previous_kernel(PDL)
 
 
 @triton.jit
 def begin_late(PDL: tl.constexpr):
-    """Wait, and only then let the next kernel start: when that runs, every kernel before this one has ended.
+    """Wait, and only then let the next kernel start: when that starts, every kernel before this one has ended.
 
-    After :func:`begin` alone a kernel that hasn't waited yet knows of nothing that it has ended: it and all that were
-    enqueued behind it may have begun while one far ahead still runs. One kernel a layer that begins late bounds this, and
-    one that runs for long doesn't become slower by it.
+    After :func:`begin`, a kernel that hasn't waited yet can't rely on any earlier kernel: it and its predecessors may all
+    have started while a much earlier kernel still runs. One kernel per layer that begins late bounds this. A long kernel
+    doesn't become slower by it.
     """
-    wait_for_last(PDL)
-    let_next_start(PDL)
+    wait_for_previous_kernel(PDL)
+    allow_next_kernel(PDL)
 
 
 @triton.jit
-def _ask(address, size):
-    """Ask the copy engine to bring ``size`` bytes (a multiple of 16) at ``address`` into L2; nothing waits for it."""
+def _prefetch(address, size):
+    """Have the copy engine prefetch ``size`` bytes (a multiple of 16) at ``address`` into L2. Nothing waits for them."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
@@ -53,16 +53,18 @@ def _ask(address, size):
 
 
 @triton.jit
-def ask_for_rows(pointers, columns):
-    """Ask for the first ``columns`` (a multiple of 8) numbers of 16 bits at each of ``pointers``."""
+def prefetch_rows(pointers, columns):
+    """Prefetch the first ``columns`` (a multiple of 8) 16-bit elements at each of ``pointers``."""
     if columns > 0:
         address = pointers.to(tl.int64, bitcast=True)
-        _ask(address, (address * 0 + columns * 2).to(tl.int32))
+        _prefetch(address, (address * 0 + columns * 2).to(tl.int32))
 
 
 @triton.jit
-def fetch(pointers):
-    """Have what is at ``pointers`` brought into L2. May precede the wait: who writes it yet writes it there, too."""
+def prefetch_lines(pointers):
+    """Prefetch the lines at ``pointers`` into L2. It may precede the wait, since a later write by another kernel goes to L2,
+    too.
+    """
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

@@ -1,4 +1,4 @@
-"""Products of experts with quantised weights: an expert is found as plain ones are, its weight multiplied as any other."""
+"""Products of experts with quantised weights: the expert lookup of unquantized experts, and the quantised product."""
 
 from __future__ import annotations
 
@@ -50,40 +50,42 @@ def expert_quantized(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``out [pairs, n]``: x times an expert's ``weight [experts * n, k]``. BY_PAIR: a row of ``x`` is a pair's, and what
-    comes is multiplied by its share; else a token's. The rest as in :func:`outrider_triton.jit.quantized.linear_quantized`.
+    """Multiply by an expert's ``weight [experts * n, k]`` into ``out [pairs, n]``.
+
+    BY_PAIR: a row of ``x`` belongs to a pair, and the result is multiplied by the pair's share; else a row belongs to a
+    token. Other operands are those of :func:`outrider_triton.jit.quantized.linear_quantized`.
     """
     begin(PDL)
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     if expert >= 0:
         WIDE: tl.constexpr = 2 if FORMAT == "int4" else 1
-        hit = pairs >= 0
-        known = hit[None, :]
-        source = tl.where(hit, pairs if BY_PAIR else pairs // count, 0)
+        pair_mask = pairs >= 0
+        column_mask = pair_mask[None, :]
+        source = tl.where(pair_mask, pairs if BY_PAIR else pairs // count, 0)
         row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mine = row < n
+        row_mask = row < n
         rows = expert * n + tl.minimum(row, n - 1)
-        held = k // WIDE
+        row_bytes = k // WIDE
         lane = tl.arange(0, SUB // WIDE)
-        tile = weight + rows.to(tl.int64)[:, None] * held + lane[None, :]
+        tile = weight + rows.to(tl.int64)[:, None] * row_bytes + lane[None, :]
         if WIDE == 2:
             column = x.to(tl.pointer_type(tl.int32)) + source.to(tl.int64)[None, :] * (x_stride // 2) + lane[:, None]
         else:
             column = x + source.to(tl.int64)[None, :] * x_stride + lane[:, None]
         first_scale = (rows // ROWS) * scale_columns
-        # Loaded ahead of the loop: behind it, one release of the compiler loses where they are.
-        factor = tl.where(hit, 1.0, 0.0)
+        # Loaded before the loop: one compiler release fails to lower these loads after it.
+        factor = tl.where(pair_mask, 1.0, 0.0)
         if ACTIVE and not GROUP:
-            factor *= tl.load(x_scales + source, mask=hit, other=0.0)
+            factor *= tl.load(x_scales + source, mask=pair_mask, other=0.0)
         if BY_PAIR:
-            factor *= tl.load(shares + source, mask=hit, other=0.0)
+            factor *= tl.load(shares + source, mask=pair_mask, other=0.0)
         if MODE == "row":
-            of_row = tl.load(scales + first_scale, mask=mine, other=0.0).to(tl.float32)
+            row_scale = tl.load(scales + first_scale, mask=row_mask, other=0.0).to(tl.float32)
         total = sum_of_products(
             tile,
             column,
-            mine,
-            hit,
+            row_mask,
+            pair_mask,
             source,
             scales,
             first_scale,
@@ -93,7 +95,7 @@ def expert_quantized(
             scale_columns,
             0,
             k,
-            held,
+            row_bytes,
             x.dtype.element_ty,
             FORMAT,
             NATIVE,
@@ -110,7 +112,7 @@ def expert_quantized(
             EVEN,
         )
         if MODE == "row":
-            total *= of_row[:, None]
+            total *= row_scale[:, None]
         total *= factor[None, :]
-        there = out + tl.where(hit, pairs, 0)[None, :] * n + row[:, None]
-        tl.store(there, total.to(out.dtype.element_ty), mask=known & mine[:, None])
+        address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + row[:, None]
+        tl.store(address, total.to(out.dtype.element_ty), mask=column_mask & row_mask[:, None])

@@ -1,8 +1,7 @@
-"""Mixtures of experts: which experts a token goes to, and the products of those that some token goes to.
+"""Mixtures of experts: routing, and the products of the experts that have a token.
 
-Few tokens: a program finds on the device which expert is its own, and multiplies all tokens with it; what isn't the expert's
-is not stored. So each weight is read once, and nothing is sorted. Many tokens: pairs of token and expert are laid out by
-expert first, by a program for each expert.
+With few tokens, a program finds its expert on the device and multiplies all tokens by it, but only stores the expert's own.
+Each weight is read once, and nothing is sorted. With many tokens, one program per expert first sorts the token-expert pairs.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import triton
 import triton.language as tl
 
 from outrider_triton.jit.dependent import begin, begin_late
-from outrider_triton.jit.matmul import gated
+from outrider_triton.jit.matmul import swiglu
 
 
 @triton.jit
@@ -27,28 +26,28 @@ def route(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token: softmax of ``experts`` logits, the ``count`` likeliest in descending order, of equal ones the first."""
+    """Route one token: softmax of ``experts`` logits, then the ``count`` largest in descending order; ties take the first."""
     begin(PDL)
     token = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    there = lane < experts
-    value = tl.load(logits + token.to(tl.int64) * stride + lane, mask=there, other=float("-inf")).to(tl.float32)
+    is_expert = lane < experts
+    value = tl.load(logits + token.to(tl.int64) * stride + lane, mask=is_expert, other=float("-inf")).to(tl.float32)
     value = tl.exp(value - tl.max(value, axis=0))
-    left = tl.where(there, value / tl.sum(value, axis=0), -1.0)
+    remaining = tl.where(is_expert, value / tl.sum(value, axis=0), -1.0)
     place = tl.arange(0, COUNT)
     shares = tl.zeros([COUNT], dtype=tl.float32)
-    names = tl.zeros([COUNT], dtype=tl.int64)
-    for turn in range(count):
-        # Beside NaN nothing is the largest: an expert that there is, all the same.
-        name = tl.minimum(tl.argmax(left, axis=0), experts - 1)
-        shares = tl.where(place == turn, tl.sum(tl.where(lane == name, left, 0.0), axis=0), shares)
-        names = tl.where(place == turn, name.to(tl.int64), names)
-        left = tl.where(lane == name, -2.0, left)
+    chosen_experts = tl.zeros([COUNT], dtype=tl.int64)
+    for rank in range(count):
+        # With NaN the argmax is arbitrary: clamp it to a valid expert.
+        largest = tl.minimum(tl.argmax(remaining, axis=0), experts - 1)
+        shares = tl.where(place == rank, tl.sum(tl.where(lane == largest, remaining, 0.0), axis=0), shares)
+        chosen_experts = tl.where(place == rank, largest.to(tl.int64), chosen_experts)
+        remaining = tl.where(lane == largest, -2.0, remaining)
     if RENORMALIZE:
         shares = shares / tl.sum(shares, axis=0)
-    kept = place < count
-    tl.store(weights + token * count + place, shares, mask=kept)
-    tl.store(chosen + token * count + place, names, mask=kept)
+    slot_mask = place < count
+    tl.store(weights + token * count + place, shares, mask=slot_mask)
+    tl.store(chosen + token * count + place, chosen_experts, mask=slot_mask)
 
 
 @triton.jit(do_not_specialize=["pairs", "experts", "size", "blocks"])
@@ -64,48 +63,48 @@ def lay_out_pairs(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One expert's pairs of token and expert, in their order, in ``order [blocks * size]``, and ``expert_of [blocks]``.
+    """Store one expert's token-expert pairs in order to ``order [blocks * size]``, and its blocks to ``expert_of [blocks]``.
 
-    A block has one expert. Places without a pair are -1; of blocks that no expert has, each program fills a share, as if they
-    were the last expert's. BINS: more than ``experts``.
+    A block has one expert. Empty places are -1. All programs share the blocks that no expert uses and mark them as the last
+    expert's. BINS is larger than ``experts``.
     """
     begin(PDL)
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     counts = tl.zeros([BINS], dtype=tl.int32)
     for at in range(0, pairs, BLOCK):
-        name = tl.load(chosen + at + lane, mask=at + lane < pairs, other=experts)
-        counts += tl.histogram(name.to(tl.int32), BINS)
+        pair_expert = tl.load(chosen + at + lane, mask=at + lane < pairs, other=experts)
+        counts += tl.histogram(pair_expert.to(tl.int32), BINS)
     bins = tl.arange(0, BINS)
-    filled = tl.where(bins < experts, (counts + size - 1) // size, 0)  # blocks of each expert
-    used = tl.sum(filled, axis=0)
-    first = tl.sum(tl.where(bins < expert, filled, 0), axis=0)
-    behind = first + tl.sum(tl.where(bins == expert, filled, 0), axis=0)
+    block_counts = tl.where(bins < experts, (counts + size - 1) // size, 0)  # blocks of each expert
+    used = tl.sum(block_counts, axis=0)
+    first = tl.sum(tl.where(bins < expert, block_counts, 0), axis=0)
+    end = first + tl.sum(tl.where(bins == expert, block_counts, 0), axis=0)
     place = first * size
     for at in range(0, pairs, BLOCK):
-        name = tl.load(chosen + at + lane, mask=at + lane < pairs, other=experts)
-        mine = name == expert
-        tl.store(order + place + tl.cumsum(mine.to(tl.int32), axis=0) - 1, (at + lane).to(tl.int64), mask=mine)
-        place += tl.sum(mine.to(tl.int32), axis=0)
-    nothing = tl.full([BLOCK], -1, dtype=tl.int64)
-    for at in range(place, behind * size, BLOCK):
-        tl.store(order + at + lane, nothing, mask=at + lane < behind * size)
-    for at in range(first, behind, BLOCK):
-        tl.store(expert_of + at + lane, nothing + 1 + expert, mask=at + lane < behind)
+        pair_expert = tl.load(chosen + at + lane, mask=at + lane < pairs, other=experts)
+        is_own = pair_expert == expert
+        tl.store(order + place + tl.cumsum(is_own.to(tl.int32), axis=0) - 1, (at + lane).to(tl.int64), mask=is_own)
+        place += tl.sum(is_own.to(tl.int32), axis=0)
+    empty = tl.full([BLOCK], -1, dtype=tl.int64)
+    for at in range(place, end * size, BLOCK):
+        tl.store(order + at + lane, empty, mask=at + lane < end * size)
+    for at in range(first, end, BLOCK):
+        tl.store(expert_of + at + lane, empty + 1 + expert, mask=at + lane < end)
     for at in range(used * size + expert * BLOCK, blocks * size, experts * BLOCK):
-        tl.store(order + at + lane, nothing, mask=at + lane < blocks * size)
+        tl.store(order + at + lane, empty, mask=at + lane < blocks * size)
     for at in range(used + expert * BLOCK, blocks, experts * BLOCK):
-        tl.store(expert_of + at + lane, nothing + experts, mask=at + lane < blocks)
+        tl.store(expert_of + at + lane, empty + experts, mask=at + lane < blocks)
 
 
 @triton.jit
 def _nth_expert(chosen, nth, pairs, PAIRS: tl.constexpr):
-    """The ``nth`` of the experts that some token goes to, by the first pair; -1 where there are fewer."""
-    one = tl.arange(0, PAIRS)
-    name = tl.load(chosen + one, mask=one < pairs, other=-1)
-    other = tl.load(chosen + one, mask=one < pairs, other=-2)
-    again = (name[:, None] == other[None, :]) & (one[None, :] < one[:, None])
-    first = (tl.max(again.to(tl.int32), axis=1) == 0) & (one < pairs)
+    """Return the ``nth`` distinct expert in the order of pairs; -1 if there are fewer."""
+    pair = tl.arange(0, PAIRS)
+    name = tl.load(chosen + pair, mask=pair < pairs, other=-1)
+    other = tl.load(chosen + pair, mask=pair < pairs, other=-2)
+    is_repeated = (name[:, None] == other[None, :]) & (pair[None, :] < pair[:, None])
+    first = (tl.max(is_repeated.to(tl.int32), axis=1) == 0) & (pair < pairs)
     place = tl.cumsum(first.to(tl.int32), axis=0) - 1
     return tl.max(tl.where(first & (place == nth), name, -1), axis=0)
 
@@ -122,7 +121,7 @@ def own_pairs(
     COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """The expert (-1: none) of a program (tile of rows, block), and its pairs of token and expert, -1 where there is none."""
+    """Return the expert of a program (tile of rows, block) and its token-expert pairs, -1 for none."""
     block = tl.program_id(1)
     lane = tl.arange(0, BLOCK_M)
     if SORTED:
@@ -131,11 +130,11 @@ def own_pairs(
     else:
         expert = _nth_expert(chosen, block, m * count, PAIRS) if PAIRS else block.to(tl.int64)
         slot = tl.arange(0, COUNT)
-        names = tl.load(
+        token_experts = tl.load(
             chosen + lane[:, None] * count + slot[None, :], mask=(lane < m)[:, None] & (slot < count)[None, :], other=-2
         )
-        mine = tl.max(tl.where(names == expert, slot[None, :], -1), axis=1)
-        pairs = tl.where(mine >= 0, lane * count + mine, -1).to(tl.int64)
+        own_slot = tl.max(tl.where(token_experts == expert, slot[None, :], -1), axis=1)
+        pairs = tl.where(own_slot >= 0, lane * count + own_slot, -1).to(tl.int64)
     expert = tl.where(tl.max(pairs, axis=0) >= 0, expert, -1)
     return expert, pairs
 
@@ -162,36 +161,36 @@ def expert_gates(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``out [pairs, n]``: silu of ``x [m, k]`` times an expert's gate, times x times its up; ``weight [experts, 2 n, k]``.
+    """Compute ``out [pairs, n]``: SwiGLU of ``x [m, k]`` with an expert's gate and up, ``weight [experts, 2 n, k]``.
 
-    It begins late, so that what starts behind it can read which experts there are at once.
+    It begins late, so that the next kernel can read the pairs' experts at once.
     """
     begin_late(PDL)
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     if expert >= 0:
-        hit = pairs >= 0
-        known = hit[None, :]  # ahead of the loops: behind them, one release of the compiler looks for it inside
+        pair_mask = pairs >= 0
+        column_mask = pair_mask[None, :]  # before the loops: after them, one compiler release looks for it inside
         rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mine = rows < n
+        row_mask = rows < n
         lane = tl.arange(0, BLOCK_K)
         gates = weight + (expert * 2 * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
         ups = gates + tl.cast(n, tl.int64) * k
-        column = x + tl.where(hit, pairs // count, 0)[None, :] * x_stride + lane[:, None]
+        column = x + tl.where(pair_mask, pairs // count, 0)[None, :] * x_stride + lane[:, None]
         gate = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        for at in range(0, k, BLOCK_K):
+        for start in range(0, k, BLOCK_K):
             if EVEN:
-                mask = mine[:, None]
-                t = tl.load(column + at, mask=known, other=0.0)
+                mask = row_mask[:, None]
+                t = tl.load(column + start, mask=column_mask, other=0.0)
             else:
-                mask = mine[:, None] & (lane[None, :] + at < k)
-                t = tl.load(column + at, mask=known & (lane[:, None] + at < k), other=0.0)
-            g = tl.load(gates + at, mask=mask, other=0.0, eviction_policy="evict_first")
-            u = tl.load(ups + at, mask=mask, other=0.0, eviction_policy="evict_first")
+                mask = row_mask[:, None] & (lane[None, :] + start < k)
+                t = tl.load(column + start, mask=column_mask & (lane[:, None] + start < k), other=0.0)
+            g = tl.load(gates + start, mask=mask, other=0.0, eviction_policy="evict_first")
+            u = tl.load(ups + start, mask=mask, other=0.0, eviction_policy="evict_first")
             gate = tl.dot(g, t, gate)
             up = tl.dot(u, t, up)
-        there = out + tl.where(hit, pairs, 0)[None, :] * n + rows[:, None]
-        tl.store(there, gated(gate, up, out.dtype.element_ty), mask=known & mine[:, None])
+        address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + rows[:, None]
+        tl.store(address, swiglu(gate, up, out.dtype.element_ty), mask=column_mask & row_mask[:, None])
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -216,39 +215,40 @@ def expert_outputs(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``out [pairs, n]``: a pair's ``x [pairs, k]`` times its expert's ``weight [experts, n, k]``, times its share.
+    """Multiply each pair's ``x [pairs, k]`` by its expert's ``weight [experts, n, k]`` and its share, into ``out [pairs,
+    n]``.
 
-    Behind :func:`expert_gates`, which begins late: the pairs' experts are read while that still runs.
+    It follows :func:`expert_gates`, which begins late, so it reads the pairs' experts while that kernel still runs.
     """
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin(PDL)
     if expert >= 0:
-        hit = pairs >= 0
-        known = hit[None, :]  # ahead of the loops: behind them, one release of the compiler looks for it inside
-        mine = rows < n
+        pair_mask = pairs >= 0
+        column_mask = pair_mask[None, :]  # before the loops: after them, one compiler release looks for it inside
+        row_mask = rows < n
         lane = tl.arange(0, BLOCK_K)
         tile = weight + (expert * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
-        column = x + tl.where(hit, pairs, 0)[None, :] * k + lane[:, None]
-        share = tl.load(shares + tl.where(hit, pairs, 0), mask=hit, other=0.0)
+        column = x + tl.where(pair_mask, pairs, 0)[None, :] * k + lane[:, None]
+        share = tl.load(shares + tl.where(pair_mask, pairs, 0), mask=pair_mask, other=0.0)
         total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        for at in range(0, k, BLOCK_K):
+        for start in range(0, k, BLOCK_K):
             if EVEN:
-                w = tl.load(tile + at, mask=mine[:, None], other=0.0, eviction_policy="evict_first")
-                t = tl.load(column + at, mask=known, other=0.0)
+                w = tl.load(tile + start, mask=row_mask[:, None], other=0.0, eviction_policy="evict_first")
+                t = tl.load(column + start, mask=column_mask, other=0.0)
             else:
-                inside = lane + at < k
-                w = tl.load(tile + at, mask=mine[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
-                t = tl.load(column + at, mask=known & inside[:, None], other=0.0)
+                inside = lane + start < k
+                w = tl.load(tile + start, mask=row_mask[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+                t = tl.load(column + start, mask=column_mask & inside[:, None], other=0.0)
             total = tl.dot(w, t, total)
         total *= share[None, :]
-        there = out + tl.where(hit, pairs, 0)[None, :] * n + rows[:, None]
-        tl.store(there, total.to(out.dtype.element_ty), mask=known & mine[:, None])
+        address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + rows[:, None]
+        tl.store(address, total.to(out.dtype.element_ty), mask=column_mask & row_mask[:, None])
 
 
 @triton.jit
 def add_experts(parts, out, count, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A token's row of ``out [m, n]``: the sum of its ``count`` rows of ``parts``, in float32 and in their order."""
+    """Sum a token's ``count`` rows of ``parts`` in order and in float32 into its row of ``out [m, n]``."""
     begin(PDL)
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,12 +1,12 @@
-"""Kernels that write into the memory of other ranks' devices, and wait for what those write into theirs.
+"""Kernels that exchange data by writing into the memory of other ranks' devices.
 
-A rank's memory has a room for each rank, twice: calls use the two in turn. What is sent is words of 32 bits, each beside the
-call's number in one store of 64 bits, which arrives as a whole. So the receiver needs no flag apart from the data and no
-fence: a word is there when its number is. A rank's next call but one overwrites what was sent here. By then the others have
-sent their part of the next call, which they begin after they have read this one.
+A rank's memory has a slot for each rank, twice: calls alternate between both. A message consists of 32-bit words, each
+stored together with the call's number in one 64-bit store, which arrives as a whole. A word has arrived when its number has,
+so the receiver needs neither a flag nor a fence. A rank overwrites a slot in its next call but one. By then the other ranks
+have sent their part of the next call, which they begin after they have read this one.
 
-``epochs`` counts the calls of each program of this rank; it's the same on every rank, since they make the same calls.
-``peers`` [SIZE] holds the address of each rank's memory as this device sees it.
+``epochs`` counts the calls of each program of this rank. It is the same on every rank, since all ranks make the same calls.
+``peers`` [SIZE] holds the address of each rank's memory as mapped on this device.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import triton.language as tl
 
 from outrider_triton.jit.dependent import begin
 
-# What a word holds.
+# The contents of a word.
 WORD_FLOAT32 = tl.constexpr(0)
 WORD_BFLOAT16 = tl.constexpr(1)  # two of them
 WORD_FLOAT16 = tl.constexpr(2)  # two of them
 
-# What becomes of the ranks' words.
+# The operation on the ranks' words.
 GATHER = tl.constexpr(0)
 SUM = tl.constexpr(1)
 ROOT = tl.constexpr(2)
@@ -29,32 +29,32 @@ ROOT = tl.constexpr(2)
 
 @triton.jit
 def _send(words, lane, inside, epoch, peers, room, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Write ``words`` into this rank's room at every other rank."""
+    """Write ``words`` into this rank's slot at every other rank."""
     packed = (epoch.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     start = ((epoch & 1) * SIZE + RANK).to(tl.int64) * room
     for rank in tl.static_range(SIZE):
         if rank != RANK:
-            there = tl.load(peers + rank).to(tl.pointer_type(tl.int64))
-            tl.store(tl.multiple_of(there, 16) + start + lane, packed, mask=inside)
+            destination = tl.load(peers + rank).to(tl.pointer_type(tl.int64))
+            tl.store(tl.multiple_of(destination, 16) + start + lane, packed, mask=inside)
 
 
 @triton.jit
 def _receive(lane, inside, epoch, peers, room, rank: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Wait until all words of ``rank`` are here."""
-    here = tl.multiple_of(tl.load(peers + RANK).to(tl.pointer_type(tl.int64)), 16)
-    place = here + ((epoch & 1) * SIZE + rank).to(tl.int64) * room + lane
+    """Wait until all words of ``rank`` have arrived, and return them."""
+    own_memory = tl.multiple_of(tl.load(peers + RANK).to(tl.pointer_type(tl.int64)), 16)
+    place = own_memory + ((epoch & 1) * SIZE + rank).to(tl.int64) * room + lane
     wanted = epoch.to(tl.int64)
-    got = tl.load(place, mask=inside, other=0, volatile=True)
-    missing = tl.max(tl.where(inside & ((got >> 32) != wanted), 1, 0), axis=0)
+    received = tl.load(place, mask=inside, other=0, volatile=True)
+    missing = tl.max(tl.where(inside & ((received >> 32) != wanted), 1, 0), axis=0)
     while missing > 0:
-        got = tl.load(place, mask=inside, other=0, volatile=True)
-        missing = tl.max(tl.where(inside & ((got >> 32) != wanted), 1, 0), axis=0)
-    return got.to(tl.int32)
+        received = tl.load(place, mask=inside, other=0, volatile=True)
+        missing = tl.max(tl.where(inside & ((received >> 32) != wanted), 1, 0), axis=0)
+    return received.to(tl.int32)
 
 
 @triton.jit
-def _low(words, KIND: tl.constexpr):
-    """The word's first number in float32."""
+def _first_element(words, KIND: tl.constexpr):
+    """Return the word's first element in float32."""
     if KIND == WORD_FLOAT32:
         return words.to(tl.float32, bitcast=True)
     elif KIND == WORD_BFLOAT16:
@@ -64,8 +64,8 @@ def _low(words, KIND: tl.constexpr):
 
 
 @triton.jit
-def _high(words, KIND: tl.constexpr):
-    """The word's second number in float32; 0 where it has one."""
+def _second_element(words, KIND: tl.constexpr):
+    """Return the word's second element in float32; 0 if the word has one element."""
     if KIND == WORD_FLOAT32:
         return words.to(tl.float32) * 0.0
     elif KIND == WORD_BFLOAT16:
@@ -75,8 +75,8 @@ def _high(words, KIND: tl.constexpr):
 
 
 @triton.jit
-def _rounded(wide, KIND: tl.constexpr):
-    """A number of float32 with no more digits than a word's have."""
+def _round_to_word(wide, KIND: tl.constexpr):
+    """Round a float32 value to the dtype that words hold."""
     if KIND == WORD_FLOAT32:
         return wide
     elif KIND == WORD_BFLOAT16:
@@ -86,8 +86,8 @@ def _rounded(wide, KIND: tl.constexpr):
 
 
 @triton.jit
-def _packed(low, high, KIND: tl.constexpr):
-    """Two numbers of float32 as a word."""
+def _pack(low, high, KIND: tl.constexpr):
+    """Pack two float32 values into a word."""
     if KIND == WORD_FLOAT32:
         return low.to(tl.int32, bitcast=True)
     elif KIND == WORD_BFLOAT16:
@@ -114,9 +114,10 @@ def exchange(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program i takes part i of ``count`` words. ``out``: all ranks' words in their order, their sum, or those of ``root``.
+    """Exchange part i of ``count`` words; program i.
 
-    Sums are in float32 and in the ranks' order, so that each rank has the same bits.
+    ``out`` receives all ranks' words in rank order, their sum, or those of ``root``. Sums are in float32 and in rank order,
+    so that each rank has the same bits.
     """
     begin(PDL)
     part = tl.program_id(0).to(tl.int64)
@@ -128,18 +129,18 @@ def exchange(
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(SIZE):
-        got = own
+        received = own
         if rank != RANK:
-            got = _receive(lane, inside, epoch, peers, room, rank, RANK, SIZE)
+            received = _receive(lane, inside, epoch, peers, room, rank, RANK, SIZE)
         if MODE == GATHER:
-            tl.store(out + rank * count.to(tl.int64) + lane, got, mask=inside)
+            tl.store(out + rank * count.to(tl.int64) + lane, received, mask=inside)
         elif MODE == SUM:
-            low += _low(got, KIND)
-            high += _high(got, KIND)
+            low += _first_element(received, KIND)
+            high += _second_element(received, KIND)
         elif rank == root:
-            tl.store(out + lane, got, mask=inside)
+            tl.store(out + lane, received, mask=inside)
     if MODE == SUM:
-        tl.store(out + lane, _packed(low, high, KIND), mask=inside)
+        tl.store(out + lane, _pack(low, high, KIND), mask=inside)
     tl.store(epochs + part, epoch)
 
 
@@ -160,31 +161,31 @@ def all_reduce_rms_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program a row of ``size`` words: its sum over the ranks, added to the residual, and the norm of that."""
+    """Reduce a row of ``size`` words over the ranks, add it to the residual and normalise; one program per row."""
     lane = tl.arange(0, BLOCK)
     inside = lane < size
-    scale = tl.load(weight + lane, mask=inside, other=0)  # a weight: on its way while the kernel before still runs
+    scale = tl.load(weight + lane, mask=inside, other=0)  # a weight, so its load may precede the wait
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = row * size + lane
+    place = row * size + lane
     epoch = tl.load(epochs + row) + 1
-    own = tl.load(x + at, mask=inside, other=0)
-    _send(own, at, inside, epoch, peers, room, RANK, SIZE)
-    before = tl.load(residual + at, mask=inside, other=0)
+    own = tl.load(x + place, mask=inside, other=0)
+    _send(own, place, inside, epoch, peers, room, RANK, SIZE)
+    before = tl.load(residual + place, mask=inside, other=0)
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(SIZE):
-        got = own
+        received = own
         if rank != RANK:
-            got = _receive(at, inside, epoch, peers, room, rank, RANK, SIZE)
-        low += _low(got, KIND)
-        high += _high(got, KIND)
-    low = _rounded(low + _low(before, KIND), KIND)
-    high = _rounded(high + _high(before, KIND), KIND)
-    tl.store(residual + at, _packed(low, high, KIND), mask=inside)
+            received = _receive(place, inside, epoch, peers, room, rank, RANK, SIZE)
+        low += _first_element(received, KIND)
+        high += _second_element(received, KIND)
+    low = _round_to_word(low + _first_element(before, KIND), KIND)
+    high = _round_to_word(high + _second_element(before, KIND), KIND)
+    tl.store(residual + place, _pack(low, high, KIND), mask=inside)
     numbers = size if KIND == WORD_FLOAT32 else 2 * size
     factor = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / numbers + eps)
-    low = _low(scale, KIND) * _rounded(low * factor, KIND)
-    high = _high(scale, KIND) * _rounded(high * factor, KIND)
-    tl.store(out + at, _packed(low, high, KIND), mask=inside)
+    low = _first_element(scale, KIND) * _round_to_word(low * factor, KIND)
+    high = _second_element(scale, KIND) * _round_to_word(high * factor, KIND)
+    tl.store(out + place, _pack(low, high, KIND), mask=inside)
     tl.store(epochs + row, epoch)

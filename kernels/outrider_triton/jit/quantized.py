@@ -1,7 +1,7 @@
-"""Products with quantised weights, few tokens at a time: bytes of the weight are read once, and made numbers on the way.
+"""Products with quantised weights for few tokens: weights are read once and dequantised in registers.
 
 As in :mod:`outrider_triton.jit.matmul`, the weight is the wide operand of the matrix unit, and a program has ``each`` rows.
-Scales meet the sums, not the weight, where a tile has one scale a row: so a weight costs no more instructions than it must.
+If a tile has one scale per row, the scale multiplies the sums instead of the weight, which saves instructions.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
+from outrider_triton.jit.dependent import begin, begin_late, prefetch_rows
 from outrider_triton.jit.matmul import rows_and_tokens
 
-# -- numbers from bytes --------------------------------------------------------------------------------------------
+# -- element conversion ----------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _low_and_high(packed, TYPE: tl.constexpr, ASM: tl.constexpr):
-    """Both halves of each byte, less 8. ASM: two at a time, by writing them behind the leading bits of 128 or 1024."""
+def _unpack_nibbles(packed, TYPE: tl.constexpr, ASM: tl.constexpr):
+    """Return both nibbles of each byte, less 8. ASM: two at a time, by inserting them into the mantissa of 128 or 1024."""
     if ASM and tl.bfloat16 == TYPE:
         return tl.inline_asm_elementwise(
             """
@@ -80,11 +80,11 @@ def _low_and_high(packed, TYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _of_e4m3(bits, TYPE: tl.constexpr, FP8: tl.constexpr):
-    """Numbers of e4m3 bytes. Without FP8 by hand: a float16 has one exponent bit more, and a bias that is 8 larger."""
+def _convert_e4m3(bits, TYPE: tl.constexpr, FP8: tl.constexpr):
+    """Convert e4m3 bytes to TYPE. Without FP8 by bit operations: float16 has one more exponent bit, and a bias 8 larger."""
     if FP8:
         half = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        # Compute capability 8.9 has no way from float16 to bfloat16 but through float32.
+        # Compute capability 8.9 converts float16 to bfloat16 only through float32.
         return half if tl.float16 == TYPE else half.to(tl.float32).to(TYPE)
     else:
         wide = bits.to(tl.int16)
@@ -97,18 +97,18 @@ def _of_e4m3(bits, TYPE: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def _number(weight, there, mask, FORMAT: tl.constexpr, TYPE: tl.constexpr, FP8: tl.constexpr):
-    """Values of weights of eight bits."""
-    bits = tl.load(weight + there, mask=mask, other=0, eviction_policy="evict_first")
-    return _of_e4m3(bits, TYPE, FP8) if FORMAT == "fp8" else bits.to(tl.float32).to(TYPE)
+def _load_bytes(weight, offset, mask, FORMAT: tl.constexpr, TYPE: tl.constexpr, FP8: tl.constexpr):
+    """Load eight-bit weights and convert them to TYPE."""
+    bits = tl.load(weight + offset, mask=mask, other=0, eviction_policy="evict_first")
+    return _convert_e4m3(bits, TYPE, FP8) if FORMAT == "fp8" else bits.to(tl.float32).to(TYPE)
 
 
 @triton.jit
-def _spread(grid, place, SHAPE: tl.constexpr, WIDTH: tl.constexpr):
-    """A number for each WIDTH columns, beside each other so often."""
-    made = tl.load(grid + place).to(tl.float32)
-    made = tl.broadcast_to(made[:, :, None], [SHAPE[0], SHAPE[1] // WIDTH, WIDTH])
-    return tl.reshape(made, [SHAPE[0], SHAPE[1]])
+def _load_repeated(grid, place, SHAPE: tl.constexpr, WIDTH: tl.constexpr):
+    """Load one value per WIDTH columns and repeat it WIDTH times."""
+    values = tl.load(grid + place).to(tl.float32)
+    values = tl.broadcast_to(values[:, :, None], [SHAPE[0], SHAPE[1] // WIDTH, WIDTH])
+    return tl.reshape(values, [SHAPE[0], SHAPE[1]])
 
 
 @triton.jit
@@ -130,30 +130,31 @@ def dequantize(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``out [n, k]``: the weight as plain numbers, computed in float32 and rounded once. WIDTH: so many columns of a block, a
-    power of two, have one scale; 0: each looks for its own.
+    """Dequantize the weight to ``out [n, k]``: compute in float32, round once.
+
+    WIDTH: this many columns of a block, a power of two, share a scale; 0: each column looks up its own.
     """
     begin(PDL)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mine = (row < n)[:, None]
-    mask = mine & (column < k)[None, :]
+    row_mask = (row < n)[:, None]
+    mask = row_mask & (column < k)[None, :]
     if FORMAT == "int4":
         HALF: tl.constexpr = BLOCK_K // 2
         pair = tl.program_id(1) * HALF + tl.arange(0, HALF)
-        held = tl.cdiv(k, 2)
-        there = row.to(tl.int64)[:, None] * held + pair[None, :]
-        packed = tl.load(weight + there, mask=mine & (pair < held)[None, :], other=0).to(tl.int32)
+        row_bytes = tl.cdiv(k, 2)
+        offset = row.to(tl.int64)[:, None] * row_bytes + pair[None, :]
+        packed = tl.load(weight + offset, mask=row_mask & (pair < row_bytes)[None, :], other=0).to(tl.int32)
         both = tl.join(packed & 15, packed >> 4)
         value = (tl.reshape(both, [BLOCK_N, BLOCK_K]) - 8).to(tl.float32)
     else:
-        value = _number(weight, row.to(tl.int64)[:, None] * k + column[None, :], mask, FORMAT, tl.float32, FP8)
+        value = _load_bytes(weight, row.to(tl.int64)[:, None] * k + column[None, :], mask, FORMAT, tl.float32, FP8)
     if WIDTH:
         groups = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K // WIDTH) * WIDTH) // COLUMNS
         place = (tl.minimum(row, n - 1) // ROWS)[:, None] * scale_columns + tl.minimum(groups, scale_columns - 1)[None, :]
         if ZEROS:
-            value -= _spread(zeros, place, [BLOCK_N, BLOCK_K], WIDTH)
-        value *= _spread(scales, place, [BLOCK_N, BLOCK_K], WIDTH)
+            value -= _load_repeated(zeros, place, [BLOCK_N, BLOCK_K], WIDTH)
+        value *= _load_repeated(scales, place, [BLOCK_N, BLOCK_K], WIDTH)
     else:
         place = (row // ROWS)[:, None] * scale_columns + (column // COLUMNS)[None, :]
         if ZEROS:
@@ -166,8 +167,8 @@ def dequantize(
 def sum_of_products(
     tile,
     column,
-    mine,
-    real,
+    row_mask,
+    token_mask,
     tokens,
     scales,
     first_scale,
@@ -177,7 +178,7 @@ def sum_of_products(
     scale_columns,
     begins,
     ends,
-    held,
+    row_bytes,
     TYPE: tl.constexpr,
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -193,90 +194,91 @@ def sum_of_products(
     SUB: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Of ``tile``, pointers to rows [BLOCK_N, SUB] of the weight (``mine`` of them), and ``column``, to those of x
-    [SUB, BLOCK_M] (``real`` ones, in the places ``tokens`` of ``x_scales``): the sum over columns from ``begins`` to
-    ``ends``, in float32 [BLOCK_N, BLOCK_M]. Scales of whole rows are the caller's. ``held``: bytes of a row. Else see
-    :func:`linear_quantized`.
+    """Return the sum of products over columns from ``begins`` to ``ends``, in float32 [BLOCK_N, BLOCK_M].
+
+    ``tile`` points to weight rows [BLOCK_N, SUB], valid where ``row_mask``. ``column`` points to x [SUB, BLOCK_M], valid
+    where ``token_mask``, at rows ``tokens`` of ``x_scales``. The caller applies scales of whole rows. ``row_bytes``: bytes
+    per weight row. Other operands: see :func:`linear_quantized`.
     """
     PACKED: tl.constexpr = FORMAT == "int4"
     WIDE: tl.constexpr = 2 if PACKED else 1
-    HELD: tl.constexpr = SUB // WIDE
-    NONE: tl.constexpr = 0.0 if NATIVE and FORMAT == "fp8" else 0
-    NOTHING: tl.constexpr = 0 if PACKED or (NATIVE and FORMAT == "int8") else 0.0
+    SUB_BYTES: tl.constexpr = SUB // WIDE
+    WEIGHT_FILL: tl.constexpr = 0.0 if NATIVE and FORMAT == "fp8" else 0
+    TOKEN_FILL: tl.constexpr = 0 if PACKED or (NATIVE and FORMAT == "int8") else 0.0
     PARTS: tl.constexpr = MODE == "block" or GROUP > 0
-    lane = tl.arange(0, HELD)
-    known = real[None, :]
-    # Scales of a block are on their way while the block before is multiplied. A share may have no columns.
-    there = tl.minimum(begins, ends - 1)
+    lane = tl.arange(0, SUB_BYTES)
+    column_mask = token_mask[None, :]
+    # A block's scales are loaded while the preceding block is multiplied. A share may have no columns.
+    first_column = tl.minimum(begins, ends - 1)
     if MODE == "block":
-        factor = tl.load(scales + first_scale + there // COLUMNS, mask=mine, other=0.0).to(tl.float32)
+        factor = tl.load(scales + first_scale + first_column // COLUMNS, mask=row_mask, other=0.0).to(tl.float32)
         if ZEROS:
-            zero = tl.load(zeros + first_scale + there // COLUMNS, mask=mine, other=0).to(tl.float32)
+            zero = tl.load(zeros + first_scale + first_column // COLUMNS, mask=row_mask, other=0).to(tl.float32)
     if GROUP:
-        divisor = tl.load(x_scales + tokens * x_groups + there // GROUP, mask=real, other=0.0)
+        divisor = tl.load(x_scales + tokens * x_groups + first_column // GROUP, mask=token_mask, other=0.0)
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for start in range(begins, ends, BLOCK_K):
         for sub in tl.static_range(BLOCK_K // SUB):
-            at = start + sub * SUB
-            place = at // WIDE
-            after = tl.minimum(at + SUB, ends - 1)
+            column_start = start + sub * SUB
+            place = column_start // WIDE
+            next_column = tl.minimum(column_start + SUB, ends - 1)
             if EVEN:
-                w = tl.load(tile + place, mask=mine[:, None], other=NONE, eviction_policy="evict_first")
-                t = tl.load(column + place, mask=known, other=NOTHING)
+                w = tl.load(tile + place, mask=row_mask[:, None], other=WEIGHT_FILL, eviction_policy="evict_first")
+                t = tl.load(column + place, mask=column_mask, other=TOKEN_FILL)
             else:
                 w = tl.load(
                     tile + place,
-                    mask=mine[:, None] & (lane[None, :] + place < held),
-                    other=NONE,
+                    mask=row_mask[:, None] & (lane[None, :] + place < row_bytes),
+                    other=WEIGHT_FILL,
                     eviction_policy="evict_first",
                 )
-                t = tl.load(column + place, mask=known & (lane[:, None] + place < held), other=NOTHING)
+                t = tl.load(column + place, mask=column_mask & (lane[:, None] + place < row_bytes), other=TOKEN_FILL)
             if MODE == "fine":
-                groups = tl.arange(0, SUB // COLUMNS) + at // COLUMNS
+                groups = tl.arange(0, SUB // COLUMNS) + column_start // COLUMNS
                 inside = tl.minimum(groups, scale_columns - 1)
-                grid = tl.where(mine, first_scale, 0)[:, None] + inside[None, :]
-                factor = _spread(scales, grid, [BLOCK_N, HELD], COLUMNS // WIDE)
-                less = _spread(zeros, grid, [BLOCK_N, HELD], COLUMNS // WIDE) if ZEROS else 0.0
+                grid = tl.where(row_mask, first_scale, 0)[:, None] + inside[None, :]
+                factor = _load_repeated(scales, grid, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE)
+                zero_points = _load_repeated(zeros, grid, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE) if ZEROS else 0.0
             if PACKED:
-                low, high = _low_and_high(w, TYPE, ASM)
+                low, high = _unpack_nibbles(w, TYPE, ASM)
                 even = (t & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
                 odd = ((t >> 16) & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
                 if MODE == "fine":
-                    low = ((low.to(tl.float32) - less) * factor).to(TYPE)
-                    high = ((high.to(tl.float32) - less) * factor).to(TYPE)
+                    low = ((low.to(tl.float32) - zero_points) * factor).to(TYPE)
+                    high = ((high.to(tl.float32) - zero_points) * factor).to(TYPE)
                 part = tl.dot(low, even, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total)
                 part = tl.dot(high, odd, part)
             elif NATIVE and FORMAT == "fp8":
-                # Hopper's unit adds up e4m3 with few bits: so many columns, then in float32.
-                before = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total
-                part = tl.dot(w, t, before, max_num_imprecise_acc=min(SUB, 128))
+                # Hopper's unit accumulates e4m3 with few bits: limit the columns, then add in float32.
+                initial = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total
+                part = tl.dot(w, t, initial, max_num_imprecise_acc=min(SUB, 128))
             elif NATIVE:
                 part = tl.dot(w, t).to(tl.float32)
                 if not PARTS:
                     part += total
             else:
-                number = _of_e4m3(w, TYPE, FP8) if FORMAT == "fp8" else w.to(tl.float32).to(TYPE)
+                number = _convert_e4m3(w, TYPE, FP8) if FORMAT == "fp8" else w.to(tl.float32).to(TYPE)
                 if MODE == "fine":
-                    number = ((number.to(tl.float32) - less) * factor).to(TYPE)
+                    number = ((number.to(tl.float32) - zero_points) * factor).to(TYPE)
                 part = tl.dot(number, t, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total)
             if MODE == "block":
                 if ZEROS:
                     if PACKED:
-                        whole = tl.sum(even.to(tl.float32) + odd.to(tl.float32), axis=0)
+                        token_sum = tl.sum(even.to(tl.float32) + odd.to(tl.float32), axis=0)
                     else:
-                        whole = tl.sum(t.to(tl.float32), axis=0)
-                    part -= zero[:, None] * whole[None, :]
-                    zero = tl.load(zeros + first_scale + after // COLUMNS, mask=mine, other=0).to(tl.float32)
+                        token_sum = tl.sum(t.to(tl.float32), axis=0)
+                    part -= zero[:, None] * token_sum[None, :]
+                    zero = tl.load(zeros + first_scale + next_column // COLUMNS, mask=row_mask, other=0).to(tl.float32)
                 part *= factor[:, None]
-                factor = tl.load(scales + first_scale + after // COLUMNS, mask=mine, other=0.0).to(tl.float32)
+                factor = tl.load(scales + first_scale + next_column // COLUMNS, mask=row_mask, other=0.0).to(tl.float32)
             if GROUP:
                 part *= divisor[None, :]
-                divisor = tl.load(x_scales + tokens * x_groups + after // GROUP, mask=real, other=0.0)
+                divisor = tl.load(x_scales + tokens * x_groups + next_column // GROUP, mask=token_mask, other=0.0)
             total = total + part if PARTS else part
     return total
 
 
-@triton.jit(do_not_specialize=["m", "each", "ahead"])
+@triton.jit(do_not_specialize=["m", "rows_per_program", "prefetch_columns"])
 def linear_quantized(
     x,
     x_scales,
@@ -291,8 +293,8 @@ def linear_quantized(
     x_stride,
     x_groups,
     scale_columns,
-    each,
-    ahead,
+    rows_per_program,
+    prefetch_columns,
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     MODE: tl.constexpr,
@@ -312,34 +314,36 @@ def linear_quantized(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``x [m, k] @ W [n, k].T`` for the weight that ``weight`` stands for, with a scale for each ROWS x COLUMNS of it.
+    """Compute ``x [m, k] @ W [n, k].T`` for the quantised W in ``weight``, with a scale for each ROWS x COLUMNS of it.
 
-    ``MODE`` "row": a scale for a whole row. "block": for at least the SUB columns that are multiplied at a time. "fine": for
-    fewer, of which SUB is a multiple; it's multiplied with the weight. ``NATIVE``: the matrix unit takes both operands as
-    they are stored. ``ACTIVE``: x was divided by ``x_scales [m, x_groups]``, one for each GROUP columns (0: for the row).
-    Split: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias. ``EVEN``: k is a multiple of
-    SPLIT * BLOCK_K. int4: columns come in pairs, a byte each, and ``x`` likewise.
+    - MODE "row": a scale per whole row. "block": per at least the SUB columns of one multiplication. "fine": per fewer
+    columns, of which SUB is a multiple; the scale multiplies the weight.
+    - NATIVE: the matrix unit takes both operands as stored.
+    - ACTIVE: x was divided by ``x_scales [m, x_groups]``, one per GROUP columns (0: per row).
+    - SPLIT: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias. EVEN: k is a multiple of SPLIT *
+    BLOCK_K.
+    - int4: a byte holds two columns, and ``x`` is read in pairs of columns.
     """
-    rows, mine, tokens = rows_and_tokens(each, n, 1, BLOCK_N, BLOCK_M)
+    rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
     PACKED: tl.constexpr = FORMAT == "int4"
     WIDE: tl.constexpr = 2 if PACKED else 1
-    HELD: tl.constexpr = SUB // WIDE
-    held = k // WIDE
+    SUB_BYTES: tl.constexpr = SUB // WIDE
+    row_bytes = k // WIDE
     share = tl.program_id(2)
     span = tl.cdiv(tl.cdiv(k, SPLIT), BLOCK_K) * BLOCK_K
     begins = share * span
     ends = tl.minimum(begins + span, k)
     if PDL:
-        first = weight + tl.minimum(rows, n - 1).to(tl.int64) * held + begins // WIDE
-        ask_for_rows(first, tl.minimum(ahead, (ends - begins) // (2 * WIDE)))
+        first = weight + tl.minimum(rows, n - 1).to(tl.int64) * row_bytes + begins // WIDE
+        prefetch_rows(first, tl.minimum(prefetch_columns, (ends - begins) // (2 * WIDE)))
     first_scale = (rows // ROWS) * scale_columns
-    if MODE == "row":  # weights, too: no kernel writes them
-        factor = tl.load(scales + first_scale, mask=mine, other=0.0).to(tl.float32)
+    if MODE == "row":  # a weight, so its load may precede the wait
+        factor = tl.load(scales + first_scale, mask=row_mask, other=0.0).to(tl.float32)
     begin_late(PDL)
 
-    lane = tl.arange(0, HELD)
-    tile = weight + rows.to(tl.int64)[:, None] * held + lane[None, :]
-    known = tokens[None, :] < m
+    lane = tl.arange(0, SUB_BYTES)
+    tile = weight + rows.to(tl.int64)[:, None] * row_bytes + lane[None, :]
+    column_mask = tokens[None, :] < m
     if PACKED:
         column = x.to(tl.pointer_type(tl.int32)) + tokens.to(tl.int64)[None, :] * (x_stride // 2) + lane[:, None]
     else:
@@ -349,7 +353,7 @@ def linear_quantized(
     total = sum_of_products(
         tile,
         column,
-        mine,
+        row_mask,
         tokens < m,
         tokens,
         scales,
@@ -360,7 +364,7 @@ def linear_quantized(
         scale_columns,
         begins,
         ends,
-        held,
+        row_bytes,
         x.dtype.element_ty,
         FORMAT,
         NATIVE,
@@ -381,14 +385,14 @@ def linear_quantized(
     if ACTIVE and not GROUP:
         total *= divisor[None, :]
     if HAS_BIAS:
-        total += tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
-    there = out + share.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
-    tl.store(there, total.to(out.dtype.element_ty), mask=known & mine[:, None])
+        total += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+    address = out + share.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
+    tl.store(address, total.to(out.dtype.element_ty), mask=column_mask & row_mask[:, None])
 
 
 @triton.jit
 def add_parts(parts, bias, out, size, n, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """``out [m, n]``, of ``size`` numbers: the sum of PARTS of them, and of ``bias [n]``."""
+    """Add PARTS parts and ``bias [n]`` into ``out [m, n]``, which has ``size`` elements."""
     begin(PDL)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < size
@@ -413,16 +417,17 @@ def scale_products(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``out [m, n]``: the library's ``sums`` of whole numbers, times what both operands were divided by, ``x_scales [m]`` and
-    one of ``scales`` for ROWS of the n, and ``bias [n]``. Program (row, BLOCK numbers).
+    """Scale the library's integer ``sums`` into ``out [m, n]``, and add ``bias [n]``; program (row, BLOCK elements).
+
+    The factors are ``x_scales [m]`` and one of ``scales`` per ROWS of the n.
     """
     begin(PDL)
     row = tl.program_id(0)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < n
-    place = row.to(tl.int64) * n + lane
-    total = tl.load(sums + place, mask=inside, other=0).to(tl.float32) * tl.load(x_scales + row)
+    offset = row.to(tl.int64) * n + lane
+    total = tl.load(sums + offset, mask=inside, other=0).to(tl.float32) * tl.load(x_scales + row)
     total *= tl.load(scales + lane // ROWS, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         total += tl.load(bias + lane, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)

@@ -1,17 +1,17 @@
-"""Kernels that take one token or row a program: norms, SwiGLU, rope with the cache's write, moves of rows."""
+"""Kernels with one token or row per program: norms, SwiGLU, rotation with the cache write, and row copies."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import begin, fetch
-from outrider_triton.jit.planes import keep_in_planes
+from outrider_triton.jit.dependent import begin, prefetch_lines
+from outrider_triton.jit.nibble_planes import store_in_planes
 
 
 @triton.jit
 def norm(wide, weight, out_type: tl.constexpr, size, eps):
-    """RMS norm of one row in float32, rounded as the reference rounds it: before the weight and after it."""
+    """Normalise one row in float32 (RMS norm), rounded as the reference rounds it: before the weight and after it."""
     mean = tl.sum(wide * wide, axis=0) / size
     normed = (wide * tl.rsqrt(mean + eps)).to(out_type).to(tl.float32)
     return (weight.to(tl.float32) * normed).to(out_type)
@@ -19,10 +19,10 @@ def norm(wide, weight, out_type: tl.constexpr, size, eps):
 
 @triton.jit(do_not_specialize=["inner"])
 def rms_norm(x, weight, out, eps, size, inner, stride_outer, stride_inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Row r of ``x`` is at (r // inner, r % inner); ``out`` is contiguous."""
+    """Normalise row r of ``x``, at (r // inner, r % inner); ``out`` is contiguous."""
     lane = tl.arange(0, BLOCK)
     inside = lane < size
-    scale = tl.load(weight + lane, mask=inside, other=0.0)  # a weight: on its way while the kernel before still runs
+    scale = tl.load(weight + lane, mask=inside, other=0.0)  # a weight, so its load may precede the wait
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     wide = tl.load(x + (row // inner) * stride_outer + (row % inner) * stride_inner + lane, mask=inside, other=0.0)
@@ -42,22 +42,24 @@ def add_row(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Begin; ``residual += sum of x's parts (+ bias)`` in row ``row``, and that row as the residual keeps it."""
+    """Begin, compute ``residual += sum of x's parts (+ bias)`` in row ``row``, and return that row in the
+    residual's dtype.
+    """
     lane = tl.arange(0, BLOCK)
-    inside = lane < size
+    mask = lane < size
     if PDL and BLOCK >= 16:
-        # A product ago the residual was near; weights have come since. One of 16 numbers names what comes as a whole.
-        fetch(residual + row * size + tl.minimum(tl.arange(0, BLOCK // 16) * 16, size - 1))
+        # Weights have evicted the residual since the last product used it. One of 16 elements addresses each memory sector.
+        prefetch_lines(residual + row * size + tl.minimum(tl.arange(0, BLOCK // 16) * 16, size - 1))
     begin(PDL)
-    total = tl.load(x + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(x + row * size + lane, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(x + part * part_stride + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(x + part * part_stride + row * size + lane, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        total += tl.load(bias + lane, mask=inside, other=0.0).to(tl.float32)
-    kept = total + tl.load(residual + row * size + lane, mask=inside, other=0.0).to(tl.float32)
-    kept = kept.to(residual.dtype.element_ty)
-    tl.store(residual + row * size + lane, kept, mask=inside)
-    return kept
+        total += tl.load(bias + lane, mask=mask, other=0.0).to(tl.float32)
+    updated = total + tl.load(residual + row * size + lane, mask=mask, other=0.0).to(tl.float32)
+    updated = updated.to(residual.dtype.element_ty)
+    tl.store(residual + row * size + lane, updated, mask=mask)
+    return updated
 
 
 @triton.jit(do_not_specialize=["part_stride"])
@@ -78,25 +80,25 @@ def add_rms_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``residual += sum of x's parts (+ bias)``, then its norm. Parts are those of a matrix product that was split.
+    """Compute ``residual += sum of x's parts (+ bias)``, then its norm. Parts are those of a split matrix product.
 
-    PLANES: the norm is kept as :func:`outrider_triton.jit.planes.keep_in_planes` does, with ``grains`` or without.
+    PLANES: store the norm like :func:`outrider_triton.jit.nibble_planes.store_in_planes`, with or without ``grains``.
     """
     lane = tl.arange(0, BLOCK)
-    inside = lane < size
-    scale = tl.load(weight + lane, mask=inside, other=0.0)
+    mask = lane < size
+    scale = tl.load(weight + lane, mask=mask, other=0.0)
     row = tl.program_id(0).to(tl.int64)
-    kept = add_row(x, bias, residual, row, size, part_stride, PARTS, HAS_BIAS, BLOCK, PDL)
-    normed = norm(kept.to(tl.float32), scale, residual.dtype.element_ty, size, eps)
+    updated = add_row(x, bias, residual, row, size, part_stride, PARTS, HAS_BIAS, BLOCK, PDL)
+    normed = norm(updated.to(tl.float32), scale, residual.dtype.element_ty, size, eps)
     if PLANES:
-        keep_in_planes(out, grains, row, 0, normed, size, stride, BLOCK)
+        store_in_planes(out, grains, row, 0, normed, size, stride, BLOCK)
     else:
-        tl.store(out + row * stride + lane, normed, mask=inside)
+        tl.store(out + row * stride + lane, normed, mask=mask)
 
 
 @triton.jit
 def silu_mul(gate_up, out, grains, size, stride, PLANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program (row, chunk). PLANES: as in :func:`add_rms_norm`."""
+    """Apply SwiGLU to a chunk of a row; program (row, chunk). PLANES: as in :func:`add_rms_norm`."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     begins = tl.program_id(1) * BLOCK
@@ -107,41 +109,43 @@ def silu_mul(gate_up, out, grains, size, stride, PLANES: tl.constexpr, BLOCK: tl
     gate = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32)
     gated = (gate * up.to(tl.float32)).to(up.dtype)
     if PLANES:
-        keep_in_planes(out, grains, row, begins, gated, size, stride, BLOCK)
+        store_in_planes(out, grains, row, begins, gated, size, stride, BLOCK)
     else:
         tl.store(out + row * stride + lane, gated, mask=inside)
 
 
 @triton.jit
 def nearest_e4m3(value):
-    """The nearest number of e4m3, as float32: the step is an eighth of the power of two below, 2**-9 at least."""
+    """Round to the nearest e4m3 value, as float32: the step is an eighth of the next lower power of two, and at
+    least 2**-9.
+    """
     exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
-    away = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)  # 1.5 * 2**23 grains
-    return (value + away) - away
+    shift = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)  # 1.5 * 2**23 steps
+    return (value + shift) - shift
 
 
 @triton.jit
 def as_cached(x, cache):
-    """``x`` as a ``cache`` in e4m3 holds it, clamped to its range as the reference does, a NaN as one; else as it is."""
+    """Convert ``x`` to the dtype of ``cache``: e4m3 is clamped to its range like in the reference, and keeps NaN."""
     if cache.dtype.element_ty == tl.float8e4nv:
         wide = x.to(tl.float32)
         wide = tl.where(wide > 448.0, 448.0, wide)
         wide = tl.where(wide < -448.0, -448.0, wide)
-        return nearest_e4m3(wide).to(tl.float8e4nv)  # exact: an interpreter rounds wrongly
+        return nearest_e4m3(wide).to(tl.float8e4nv)  # exact, since the interpreter rounds incorrectly
     else:
         return x
 
 
 @triton.jit
 def _rotate(pointers, half, cos_low, sin_low, cos_high, sin_high, mask):
-    """Both halves of some heads, turned and stored in place."""
+    """Rotate and store both halves of some heads in place; return them."""
     low = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(pointers + half, mask=mask, other=0.0).to(tl.float32)
-    turned_low = (low * cos_low - high * sin_low).to(pointers.dtype.element_ty)
-    turned_high = (high * cos_high + low * sin_high).to(pointers.dtype.element_ty)
-    tl.store(pointers, turned_low, mask=mask)
-    tl.store(pointers + half, turned_high, mask=mask)
-    return turned_low, turned_high
+    rotated_low = (low * cos_low - high * sin_low).to(pointers.dtype.element_ty)
+    rotated_high = (high * cos_high + low * sin_high).to(pointers.dtype.element_ty)
+    tl.store(pointers, rotated_low, mask=mask)
+    tl.store(pointers + half, rotated_high, mask=mask)
+    return rotated_low, rotated_high
 
 
 @triton.jit
@@ -171,7 +175,7 @@ def rope_write_cache(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token. Strides are in elements; the cache's slots lie ``cache_slot`` apart."""
+    """Rotate one token's queries and keys and write the cache. Strides are in elements; ``cache_slot`` is that of a slot."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK_HALF)[None, :]
@@ -187,12 +191,12 @@ def rope_write_cache(
     head = tl.arange(0, BLOCK_KV)[:, None]
     mask = inside & (head < kv_heads)
     low, high = _rotate(k + token * k_token + head * k_head + lane, half, cos_low, sin_low, cos_high, sin_high, mask)
-    there = tl.load(slots + token) * cache_slot + head * cache_head + lane
-    tl.store(k_cache + there, as_cached(low, k_cache), mask=mask)
-    tl.store(k_cache + there + half, as_cached(high, k_cache), mask=mask)
+    offset = tl.load(slots + token) * cache_slot + head * cache_head + lane
+    tl.store(k_cache + offset, as_cached(low, k_cache), mask=mask)
+    tl.store(k_cache + offset + half, as_cached(high, k_cache), mask=mask)
     value = v + token * v_token + head * v_head + lane
-    tl.store(v_cache + there, as_cached(tl.load(value, mask=mask, other=0.0), v_cache), mask=mask)
-    tl.store(v_cache + there + half, as_cached(tl.load(value + half, mask=mask, other=0.0), v_cache), mask=mask)
+    tl.store(v_cache + offset, as_cached(tl.load(value, mask=mask, other=0.0), v_cache), mask=mask)
+    tl.store(v_cache + offset + half, as_cached(tl.load(value + half, mask=mask, other=0.0), v_cache), mask=mask)
 
 
 @triton.jit(do_not_specialize=["part_stride"])
@@ -221,15 +225,15 @@ def add_parts_rope_write_cache(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """:func:`rope_write_cache` of the sum of ``parts [PARTS, m, (heads + 2 kv_heads) 2 half]`` (+ bias), rounded to q's dtype
-    before it's turned; queries go to ``q [m, heads, 2 half]``. Program (token, head). NORMED: queries and keys are normed
-    head by head in between, with ``q_norm`` and ``k_norm [2 half]``.
+    """Run :func:`rope_write_cache` on the sum of ``parts [PARTS, m, (heads + 2 kv_heads) 2 half]`` (+ bias), rounded to
+    q's dtype; queries go to ``q [m, heads, 2 half]``. Program (token, head). NORMED: queries and keys are normalised per
+    head before the rotation, with ``q_norm`` and ``k_norm [2 half]``.
     """
     head = tl.program_id(1)
     lane = tl.arange(0, BLOCK_HALF)
     inside = lane < half
-    turns = inside & (head < heads + kv_heads)
-    if NORMED:  # weights, on their way while the kernel before still runs
+    rotates = inside & (head < heads + kv_heads)
+    if NORMED:  # weights, so their loads may precede the wait
         factors = k_norm
         if head < heads:
             factors = q_norm
@@ -239,20 +243,20 @@ def add_parts_rope_write_cache(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     angle = token * angles_token + lane
-    cos_low = tl.load(cos + angle, mask=turns, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + angle + half, mask=turns, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + angle + half, mask=turns, other=0.0).to(tl.float32)
-    own = parts + (token * (heads + 2 * kv_heads) + head) * (2 * half) + lane
+    cos_low = tl.load(cos + angle, mask=rotates, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + angle, mask=rotates, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + angle + half, mask=rotates, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + half, mask=rotates, other=0.0).to(tl.float32)
+    source = parts + (token * (heads + 2 * kv_heads) + head) * (2 * half) + lane
     low = tl.zeros([BLOCK_HALF], dtype=tl.float32)
     high = tl.zeros([BLOCK_HALF], dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        low += tl.load(own + part * part_stride, mask=inside, other=0.0).to(tl.float32)
-        high += tl.load(own + part * part_stride + half, mask=inside, other=0.0).to(tl.float32)
+        low += tl.load(source + part * part_stride, mask=inside, other=0.0).to(tl.float32)
+        high += tl.load(source + part * part_stride + half, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         low += tl.load(bias + head * (2 * half) + lane, mask=inside, other=0.0).to(tl.float32)
         high += tl.load(bias + head * (2 * half) + half + lane, mask=inside, other=0.0).to(tl.float32)
-    # Rounded where the reference rounds: after the product and after the turn.
+    # Rounded where the reference rounds: after the product and after the rotation.
     kept_low = low.to(q.dtype.element_ty)
     kept_high = high.to(q.dtype.element_ty)
     low = kept_low.to(tl.float32)
@@ -261,17 +265,17 @@ def add_parts_rope_write_cache(
         scale = tl.rsqrt((tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / (2 * half) + eps)
         low = ((low * scale).to(q.dtype.element_ty).to(tl.float32) * low_factor).to(q.dtype.element_ty).to(tl.float32)
         high = ((high * scale).to(q.dtype.element_ty).to(tl.float32) * high_factor).to(q.dtype.element_ty).to(tl.float32)
-    turned_low = (low * cos_low - high * sin_low).to(q.dtype.element_ty)
-    turned_high = (high * cos_high + low * sin_high).to(q.dtype.element_ty)
+    rotated_low = (low * cos_low - high * sin_low).to(q.dtype.element_ty)
+    rotated_high = (high * cos_high + low * sin_high).to(q.dtype.element_ty)
 
     queries = inside & (head < heads)
     place = q + (token * heads + head) * (2 * half) + lane
-    tl.store(place, turned_low, mask=queries)
-    tl.store(place + half, turned_high, mask=queries)
+    tl.store(place, rotated_low, mask=queries)
+    tl.store(place + half, rotated_high, mask=queries)
     keys = inside & (head >= heads) & (head < heads + kv_heads)
     key = slot * cache_slot + (head - heads) * cache_head + lane
-    tl.store(k_cache + key, as_cached(turned_low, k_cache), mask=keys)
-    tl.store(k_cache + key + half, as_cached(turned_high, k_cache), mask=keys)
+    tl.store(k_cache + key, as_cached(rotated_low, k_cache), mask=keys)
+    tl.store(k_cache + key + half, as_cached(rotated_high, k_cache), mask=keys)
     values = inside & (head >= heads + kv_heads)
     value = key - kv_heads * cache_head
     tl.store(v_cache + value, as_cached(kept_low, v_cache), mask=values)
@@ -282,7 +286,7 @@ def add_parts_rope_write_cache(
 def move_cache(
     k_cache, v_cache, sources, destinations, moves, size, MOVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program moves one stretch of columns of every row: it reads them all before it writes any."""
+    """Move a block of columns of every row: a program reads all rows before it writes any."""
     begin(PDL)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     move = tl.arange(0, MOVES)
@@ -291,37 +295,37 @@ def move_cache(
     mask = (lane < size) & (move < moves)[:, None]
     keys = tl.load(k_cache + source * size + lane, mask=mask, other=0.0)
     values = tl.load(v_cache + source * size + lane, mask=mask, other=0.0)
-    tl.debug_barrier()  # another thread's row may be this one's destination
+    tl.debug_barrier()  # another thread's source row may be this thread's destination
     tl.store(k_cache + destination * size + lane, keys, mask=mask)
     tl.store(v_cache + destination * size + lane, values, mask=mask)
 
 
 @triton.jit
 def gather_rows(state, rows, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program (row, chunk)."""
+    """Gather rows of ``state``; program (row, chunk)."""
     begin(PDL)
-    number = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows + number)
-    tl.store(out + number * size + lane, tl.load(state + row * size + lane, mask=lane < size), mask=lane < size)
+    row = tl.load(rows + index)
+    tl.store(out + index * size + lane, tl.load(state + row * size + lane, mask=lane < size), mask=lane < size)
 
 
 @triton.jit
 def copy_rows(source, out, size, source_row, out_row, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program (row, chunk). Rows of ``size`` elements lie ``source_row`` and ``out_row`` elements apart."""
+    """Copy rows of ``size`` elements, with strides ``source_row`` and ``out_row`` in elements; program (row, chunk)."""
     begin(PDL)
-    number = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(source + number * source_row + lane, mask=lane < size)
-    tl.store(out + number * out_row + lane, values, mask=lane < size)
+    values = tl.load(source + index * source_row + lane, mask=lane < size)
+    tl.store(out + index * out_row + lane, values, mask=lane < size)
 
 
 @triton.jit
 def scatter_rows(state, rows, values, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program (row, chunk). Row 0 is reserved, and isn't written."""
+    """Scatter rows to ``state``; program (row, chunk). Row 0 is reserved and isn't written."""
     begin(PDL)
-    number = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows + number)
-    kept = (lane < size) & (row > 0)
-    tl.store(state + row * size + lane, tl.load(values + number * size + lane, mask=kept), mask=kept)
+    row = tl.load(rows + index)
+    mask = (lane < size) & (row > 0)
+    tl.store(state + row * size + lane, tl.load(values + index * size + lane, mask=mask), mask=mask)

@@ -1,7 +1,8 @@
-"""Skinny matrix products whose operands come through a ring (:mod:`outrider_triton.jit.ring`), with their neighbours.
+"""Skinny matrix products with neighbouring kernels, with operands loaded by a TMA pipeline
+(:mod:`outrider_triton.jit.tma_pipeline`).
 
-As in :mod:`outrider_triton.jit.matmul` and :mod:`outrider_triton.jit.fused`, whose twins they are, the weights are the wide
-operand, and what counts is how fast they come.
+They correspond to the kernels of :mod:`outrider_triton.jit.matmul` and :mod:`outrider_triton.jit.fused`: weights are the
+wide operand, and the speed of loading them decides.
 """
 
 from __future__ import annotations
@@ -9,35 +10,35 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from outrider_triton.jit.dependent import fetch, wait_for_last
-from outrider_triton.jit.fused import angles_of, write_rotated
-from outrider_triton.jit.matmul import gated
-from outrider_triton.jit.ring import (
+from outrider_triton.jit.dependent import prefetch_lines, wait_for_previous_kernel
+from outrider_triton.jit.fused import load_angles, write_rotated
+from outrider_triton.jit.matmul import swiglu
+from outrider_triton.jit.tma_pipeline import (
     PAIRS,
-    bring_tokens,
-    bring_weights,
-    halves_of,
+    load_tokens,
+    load_weights,
     make_buffer,
-    make_ring,
+    make_pipeline,
+    multiply_halves,
     scale_of,
     squares_of,
 )
 
 _LAYOUT = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1]))
-"""Of a tile of results [pairs, tokens]."""
+"""Layout of a tile of results [pairs, tokens]."""
 
 
 @gluon.jit
 def _pairs_and_tokens(BLOCK_M: gl.constexpr):
-    """Places of pairs in a tile, and a program's tokens."""
+    """Return the positions of pairs in a tile, and the program's tokens."""
     pairs = gl.arange(0, PAIRS, gl.SliceLayout(1, _LAYOUT))
     return pairs, gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, _LAYOUT))
 
 
 @gluon.jit
 def _store(
-    own,
-    ring,
+    operands,
+    pipeline,
     buffer,
     HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -46,40 +47,48 @@ def _store(
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    bias, x_scales, scales, out, m, n, each = own
+    bias, x_scales, scales, out, m, n, pairs_per_program = operands
     BLOCK_M: gl.constexpr = buffer.shape[1] // (2 if FOLD else 1)
     lane, token = _pairs_and_tokens(BLOCK_M)
-    known = (token < m)[None, :]
-    place = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
-    wait_for_last(PDL)
+    token_mask = (token < m)[None, :]
+    destination = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
+    wait_for_previous_kernel(PDL)
     if ROWS:
         divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
-    for tile in range(gl.cdiv(each, PAIRS)):
-        inside = tile * PAIRS + lane
-        row = gl.program_id(0) * each + inside
-        mine = (inside < each) & (row < n)
-        if ROWS:  # on their way before the product
-            factor = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)
+    for tile in range(gl.cdiv(pairs_per_program, PAIRS)):
+        index = tile * PAIRS + lane
+        row = gl.program_id(0) * pairs_per_program + index
+        row_mask = (index < pairs_per_program) & (row < n)
+        if ROWS:  # loads that overlap with the product
+            factor = gl.load(scales + row // ROWS, mask=row_mask, other=0.0).to(gl.float32)
         if ADD:
-            old = gl.load(place + row[:, None], mask=known & mine[:, None], other=0.0).to(gl.float32)
-        low, high = halves_of(ring, tile, buffer, FOLD, STEPS, _LAYOUT)
+            previous = gl.load(destination + row[:, None], mask=token_mask & row_mask[:, None], other=0.0).to(gl.float32)
+        low, high = multiply_halves(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT)
         if FOLD:
             total = low + high
             if ROWS:
                 total *= factor[:, None] * divisor[None, :]
             if HAS_BIAS:
-                total += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
-            if ADD:  # rounded before the sum too, as where the product is added by a kernel of its own
-                total = total.to(out.dtype.element_ty).to(gl.float32) + old
-            gl.store(place + row[:, None], total.to(out.dtype.element_ty), mask=known & mine[:, None])
+                total += gl.load(bias + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
+            if ADD:  # rounded before the sum, like a separate addition kernel
+                total = total.to(out.dtype.element_ty).to(gl.float32) + previous
+            gl.store(destination + row[:, None], total.to(out.dtype.element_ty), mask=token_mask & row_mask[:, None])
         else:
             row += row // PAIRS * PAIRS
-            gl.store(place + row[:, None], low.to(out.dtype.element_ty), mask=known & ((inside < each) & (row < n))[:, None])
+            gl.store(
+                destination + row[:, None],
+                low.to(out.dtype.element_ty),
+                mask=token_mask & ((index < pairs_per_program) & (row < n))[:, None],
+            )
             row += PAIRS
-            gl.store(place + row[:, None], high.to(out.dtype.element_ty), mask=known & ((inside < each) & (row < n))[:, None])
+            gl.store(
+                destination + row[:, None],
+                high.to(out.dtype.element_ty),
+                mask=token_mask & ((index < pairs_per_program) & (row < n))[:, None],
+            )
 
 
-@gluon.jit(do_not_specialize=["m", "each"])
+@gluon.jit(do_not_specialize=["m", "pairs_per_program"])
 def streamed_linear(
     x,
     w,
@@ -89,7 +98,7 @@ def streamed_linear(
     out,
     m,
     n,
-    each,
+    pairs_per_program,
     HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
     FOLD: gl.constexpr,
@@ -100,20 +109,20 @@ def streamed_linear(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """:func:`outrider_triton.jit.matmul.linear`; program (share of rows, part of the columns, block of tokens).
+    """Run :func:`outrider_triton.jit.matmul.linear`; program (share of rows, part of the columns, block of tokens).
 
-    A product in parts isn't folded, and has no bias. ROWS: both operands were quantised, ``x`` by ``x_scales [m]``, and the
-    weight by one of ``scales`` for so many rows; 0: neither was. Quantised ones are folded. ADD: to what is in ``out``,
-    where it's folded.
+    A product in parts isn't folded, and has no bias. ROWS: both operands are quantised, ``x`` by ``x_scales [m]``, and the
+    weight by one of ``scales`` per ROWS rows; 0: neither is. Quantised products are folded. ADD: add to ``out``; only folded
+    products.
     """
-    ring = make_ring(x, w, FOLD, BLOCK_M, BLOCK_K, STAGES)
-    buffer = make_buffer(ring)
-    own = bias, x_scales, scales, out, m, n, each
+    pipeline = make_pipeline(x, w, FOLD, BLOCK_M, BLOCK_K, STAGES)
+    buffer = make_buffer(pipeline)
+    operands = bias, x_scales, scales, out, m, n, pairs_per_program
     gl.warp_specialize(
         [
-            (_store, (own, ring, buffer, HAS_BIAS, ROWS, FOLD, ADD, STEPS, PDL)),
-            (bring_weights, (w, ring, each, PAIRS, FOLD, STEPS)),
-            (bring_tokens, (x, ring, each, FOLD, STEPS, ROWS > 0, PDL)),
+            (_store, (operands, pipeline, buffer, HAS_BIAS, ROWS, FOLD, ADD, STEPS, PDL)),
+            (load_weights, (w, pipeline, pairs_per_program, PAIRS, FOLD, STEPS)),
+            (load_tokens, (x, pipeline, pairs_per_program, FOLD, STEPS, ROWS > 0, PDL)),
         ],
         [1, 1],
         [40, 40],
@@ -122,41 +131,41 @@ def streamed_linear(
 
 @gluon.jit
 def _add(
-    own,
-    ring,
+    operands,
+    pipeline,
     buffer,
     HAS_BIAS: gl.constexpr,
     NORM: gl.constexpr,
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    bias, residual, norm, scaled, squares, m, n, each = own
+    bias, residual, norm, scaled, squares, m, n, rows_per_program = operands
     BLOCK_M: gl.constexpr = buffer.shape[1] // 2
     lane, token = _pairs_and_tokens(BLOCK_M)
-    row = gl.program_id(0) * each + lane
-    mine = (lane < each) & (row < n)
-    real = (token < m)[None, :] & mine[:, None]
-    place = token.to(gl.int64)[None, :] * n + row[:, None]
-    # Weights, which are far away and which no kernel writes; and where the residual is, so that it isn't far away either.
-    extra = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, _LAYOUT))
+    row = gl.program_id(0) * rows_per_program + lane
+    row_mask = (lane < rows_per_program) & (row < n)
+    mask = (token < m)[None, :] & row_mask[:, None]
+    offset = token.to(gl.int64)[None, :] * n + row[:, None]
+    # Bias and norm weights are far away, and no kernel writes them. The prefetch brings the residual close, too.
+    bias_values = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, _LAYOUT))
     if HAS_BIAS:
-        extra = gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)
+        bias_values = gl.load(bias + row, mask=row_mask, other=0.0).to(gl.float32)
     factor = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, _LAYOUT))
     if NORM:
-        factor = gl.load(norm + row, mask=mine, other=0.0).to(gl.float32)
-    fetch(residual + gl.where(real, place, 0))
-    wait_for_last(PDL)
-    old = gl.load(residual + place, mask=real, other=0.0)
-    low, high = halves_of(ring, 0, buffer, True, STEPS, _LAYOUT)
-    kept = (low + high + extra[:, None] + old.to(gl.float32)).to(residual.dtype.element_ty)
-    gl.store(residual + place, kept, mask=real)
+        factor = gl.load(norm + row, mask=row_mask, other=0.0).to(gl.float32)
+    prefetch_lines(residual + gl.where(mask, offset, 0))
+    wait_for_previous_kernel(PDL)
+    residual_values = gl.load(residual + offset, mask=mask, other=0.0)
+    low, high = multiply_halves(pipeline, 0, buffer, True, STEPS, _LAYOUT)
+    updated = (low + high + bias_values[:, None] + residual_values.to(gl.float32)).to(residual.dtype.element_ty)
+    gl.store(residual + offset, updated, mask=mask)
     if NORM:
-        numbers = gl.where(real, kept.to(gl.float32), 0.0)
-        gl.store(scaled + place, (numbers * factor[:, None]).to(scaled.dtype.element_ty), mask=real)
-        gl.store(squares + gl.program_id(0) * m + token, gl.sum(numbers * numbers, axis=0), mask=token < m)
+        updated_wide = gl.where(mask, updated.to(gl.float32), 0.0)
+        gl.store(scaled + offset, (updated_wide * factor[:, None]).to(scaled.dtype.element_ty), mask=mask)
+        gl.store(squares + gl.program_id(0) * m + token, gl.sum(updated_wide * updated_wide, axis=0), mask=token < m)
 
 
-@gluon.jit(do_not_specialize=["m", "each"])
+@gluon.jit(do_not_specialize=["m", "rows_per_program"])
 def streamed_linear_add(
     x,
     w,
@@ -167,7 +176,7 @@ def streamed_linear_add(
     squares,
     m,
     n,
-    each,
+    rows_per_program,
     HAS_BIAS: gl.constexpr,
     NORM: gl.constexpr,
     STEPS: gl.constexpr,
@@ -176,15 +185,15 @@ def streamed_linear_add(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """:func:`outrider_triton.jit.fused.linear_add`; folded, and a program has one tile at most."""
-    ring = make_ring(x, w, True, BLOCK_M, BLOCK_K, STAGES)
-    buffer = make_buffer(ring)
-    own = bias, residual, norm, scaled, squares, m, n, each
+    """Run :func:`outrider_triton.jit.fused.linear_add`; folded, and a program has at most one tile."""
+    pipeline = make_pipeline(x, w, True, BLOCK_M, BLOCK_K, STAGES)
+    buffer = make_buffer(pipeline)
+    operands = bias, residual, norm, scaled, squares, m, n, rows_per_program
     gl.warp_specialize(
         [
-            (_add, (own, ring, buffer, HAS_BIAS, NORM, STEPS, PDL)),
-            (bring_weights, (w, ring, each, PAIRS, True, STEPS)),
-            (bring_tokens, (x, ring, each, True, STEPS, False, PDL)),
+            (_add, (operands, pipeline, buffer, HAS_BIAS, NORM, STEPS, PDL)),
+            (load_weights, (w, pipeline, rows_per_program, PAIRS, True, STEPS)),
+            (load_tokens, (x, pipeline, rows_per_program, True, STEPS, False, PDL)),
         ],
         [1, 1],
         [40, 40],
@@ -193,8 +202,8 @@ def streamed_linear_add(
 
 @gluon.jit
 def _gate(
-    own,
-    ring,
+    operands,
+    pipeline,
     buffer,
     HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -203,23 +212,23 @@ def _gate(
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    squares, bias, out, eps, m, n, k, shares, each, x_scales, scales, maxima = own
+    squares, bias, out, eps, m, n, k, shares, pairs_per_program, x_scales, scales, maxima = operands
     BLOCK_M: gl.constexpr = buffer.shape[1]
     lane, token = _pairs_and_tokens(BLOCK_M)
-    wait_for_last(PDL)
+    wait_for_previous_kernel(PDL)
     if SCALED:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
     if ROWS:
         divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
         largest = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, _LAYOUT))
-    for tile in range(gl.cdiv(each, PAIRS)):
-        inside = tile * PAIRS + lane
-        row = gl.program_id(0) * each + inside
-        mine = (inside < each) & (row < n)
-        if ROWS:  # on their way before the product
-            gate_factor = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)
-            up_factor = gl.load(scales + (n + row) // ROWS, mask=mine, other=0.0).to(gl.float32)
-        gate, up = halves_of(ring, tile, buffer, False, STEPS, _LAYOUT)
+    for tile in range(gl.cdiv(pairs_per_program, PAIRS)):
+        index = tile * PAIRS + lane
+        row = gl.program_id(0) * pairs_per_program + index
+        row_mask = (index < pairs_per_program) & (row < n)
+        if ROWS:  # loads that overlap with the product
+            gate_factor = gl.load(scales + row // ROWS, mask=row_mask, other=0.0).to(gl.float32)
+            up_factor = gl.load(scales + (n + row) // ROWS, mask=row_mask, other=0.0).to(gl.float32)
+        gate, up = multiply_halves(pipeline, tile, buffer, False, STEPS, _LAYOUT)
         if ROWS:
             gate *= gate_factor[:, None] * divisor[None, :]
             up *= up_factor[:, None] * divisor[None, :]
@@ -228,21 +237,21 @@ def _gate(
             gate *= scale
             up *= scale
         if HAS_BIAS:
-            gate += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
-            up += gl.load(bias + n + row, mask=mine, other=0.0).to(gl.float32)[:, None]
-        place = out + token.to(gl.int64)[None, :] * n + row[:, None]
-        real = (token < m)[None, :] & mine[:, None]
-        made = gated(gate, up, out.dtype.element_ty)
-        gl.store(place, made, mask=real)
+            gate += gl.load(bias + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
+            up += gl.load(bias + n + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
+        address = out + token.to(gl.int64)[None, :] * n + row[:, None]
+        mask = (token < m)[None, :] & row_mask[:, None]
+        activation = swiglu(gate, up, out.dtype.element_ty)
+        gl.store(address, activation, mask=mask)
         if ROWS:
-            wide = gl.abs(made.to(gl.float32))
-            wide = gl.where(wide == wide, wide, float("inf"))  # else the largest would be that of the others
-            largest = gl.maximum(largest, gl.max(gl.where(real, wide, 0.0), axis=0))
+            magnitude = gl.abs(activation.to(gl.float32))
+            magnitude = gl.where(magnitude == magnitude, magnitude, float("inf"))  # a maximum would ignore NaN
+            largest = gl.maximum(largest, gl.max(gl.where(mask, magnitude, 0.0), axis=0))
     if ROWS:
         gl.store(maxima + gl.program_id(0) * m + token, largest, mask=token < m)
 
 
-@gluon.jit(do_not_specialize=["m", "each", "shares"])
+@gluon.jit(do_not_specialize=["m", "pairs_per_program", "shares"])
 def streamed_silu_mul(
     x,
     w,
@@ -254,7 +263,7 @@ def streamed_silu_mul(
     n,
     k,
     shares,
-    each,
+    pairs_per_program,
     x_scales,
     scales,
     maxima,
@@ -268,19 +277,20 @@ def streamed_silu_mul(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """:func:`outrider_triton.jit.matmul.linear_silu_mul`, SCALED: :func:`outrider_triton.jit.fused.scaled_silu_mul`.
+    """Run :func:`outrider_triton.jit.matmul.linear_silu_mul`, or with SCALED
+    :func:`outrider_triton.jit.fused.scaled_silu_mul`.
 
-    ROWS: as in :func:`streamed_linear`. Then the largest magnitudes of a program's part of each row go to
-    ``maxima [programs, m]``: infinity where there is NaN.
+    ROWS: as in :func:`streamed_linear`. The largest magnitudes of a program's part of each row then go to ``maxima
+    [programs, m]``: infinity for NaN.
     """
-    ring = make_ring(x, w, False, BLOCK_M, BLOCK_K, STAGES)
-    buffer = make_buffer(ring)
-    own = squares, bias, out, eps, m, n, k, shares, each, x_scales, scales, maxima
+    pipeline = make_pipeline(x, w, False, BLOCK_M, BLOCK_K, STAGES)
+    buffer = make_buffer(pipeline)
+    operands = squares, bias, out, eps, m, n, k, shares, pairs_per_program, x_scales, scales, maxima
     gl.warp_specialize(
         [
-            (_gate, (own, ring, buffer, HAS_BIAS, ROWS, SCALED, SHARES, STEPS, PDL)),
-            (bring_weights, (w, ring, each, n, False, STEPS)),
-            (bring_tokens, (x, ring, each, False, STEPS, True, PDL)),
+            (_gate, (operands, pipeline, buffer, HAS_BIAS, ROWS, SCALED, SHARES, STEPS, PDL)),
+            (load_weights, (w, pipeline, pairs_per_program, n, False, STEPS)),
+            (load_tokens, (x, pipeline, pairs_per_program, False, STEPS, True, PDL)),
         ],
         [1, 1],
         [40, 40],
@@ -289,9 +299,9 @@ def streamed_silu_mul(
 
 @gluon.jit
 def _rotate(
-    own,
+    operands,
     rotary,
-    ring,
+    pipeline,
     buffer,
     HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -301,32 +311,32 @@ def _rotate(
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    squares, bias, q, eps, m, k, shares, each, x_scales, scales = own
+    squares, bias, q, eps, m, k, shares, pairs_per_program, x_scales, scales = operands
     cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head = rotary
     BLOCK_M: gl.constexpr = buffer.shape[1]
     token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, _LAYOUT))
-    known = token < m
-    wait_for_last(PDL)
+    token_mask = token < m
+    wait_for_previous_kernel(PDL)
     if SCALED:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
     if ROWS:
-        divisor = gl.load(x_scales + token, mask=known, other=0.0)
-    slot = gl.load(slots + token, mask=known, other=0)
-    for tile in range(gl.cdiv(each, PAIRS)):
-        inside = tile * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, _LAYOUT))
-        pair = gl.program_id(0) * each + inside
+        divisor = gl.load(x_scales + token, mask=token_mask, other=0.0)
+    slot = gl.load(slots + token, mask=token_mask, other=0)
+    for tile in range(gl.cdiv(pairs_per_program, PAIRS)):
+        index = tile * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, _LAYOUT))
+        pair = gl.program_id(0) * pairs_per_program + index
         head = pair // HALF
         lane = pair % HALF
-        mine = (inside < each) & (head < heads + 2 * kv_heads)
-        real = known[None, :] & mine[:, None]
-        # What is needed behind the product, on its way before it.
-        turns = real & (head < heads + kv_heads)[:, None]
-        cos_low, sin_low, cos_high, sin_high = angles_of(cos, sin, token, lane, turns, angles_token, HALF)
+        pair_mask = (index < pairs_per_program) & (head < heads + 2 * kv_heads)
+        mask = token_mask[None, :] & pair_mask[:, None]
+        # Loads that the epilogue needs overlap with the product.
+        rotates = mask & (head < heads + kv_heads)[:, None]
+        cos_low, sin_low, cos_high, sin_high = load_angles(cos, sin, token, lane, rotates, angles_token, HALF)
         row = head * (2 * HALF) + lane
         if ROWS:
-            low_factor = gl.load(scales + row // ROWS, mask=mine, other=0.0).to(gl.float32)
-            high_factor = gl.load(scales + (row + HALF) // ROWS, mask=mine, other=0.0).to(gl.float32)
-        first, second = halves_of(ring, tile, buffer, False, STEPS, _LAYOUT)
+            low_factor = gl.load(scales + row // ROWS, mask=pair_mask, other=0.0).to(gl.float32)
+            high_factor = gl.load(scales + (row + HALF) // ROWS, mask=pair_mask, other=0.0).to(gl.float32)
+        first, second = multiply_halves(pipeline, tile, buffer, False, STEPS, _LAYOUT)
         if ROWS:
             first *= low_factor[:, None] * divisor[None, :]
             second *= high_factor[:, None] * divisor[None, :]
@@ -335,9 +345,9 @@ def _rotate(
             first *= scale
             second *= scale
         if HAS_BIAS:
-            first += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
-            second += gl.load(bias + row + HALF, mask=mine, other=0.0).to(gl.float32)[:, None]
-        # Rounded where the reference rounds: after the product and after the turn.
+            first += gl.load(bias + row, mask=pair_mask, other=0.0).to(gl.float32)[:, None]
+            second += gl.load(bias + row + HALF, mask=pair_mask, other=0.0).to(gl.float32)[:, None]
+        # Rounded where the reference rounds: after the product and after the rotation.
         write_rotated(
             first.to(q.dtype.element_ty),
             second.to(q.dtype.element_ty),
@@ -356,12 +366,12 @@ def _rotate(
             kv_heads,
             cache_slot,
             cache_head,
-            real,
+            mask,
             HALF,
         )
 
 
-@gluon.jit(do_not_specialize=["m", "each", "shares"])
+@gluon.jit(do_not_specialize=["m", "pairs_per_program", "shares"])
 def streamed_rope_write_cache(
     x,
     w,
@@ -382,7 +392,7 @@ def streamed_rope_write_cache(
     angles_token,
     cache_slot,
     cache_head,
-    each,
+    pairs_per_program,
     x_scales,
     scales,
     HAS_BIAS: gl.constexpr,
@@ -396,16 +406,16 @@ def streamed_rope_write_cache(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """:func:`outrider_triton.jit.fused.linear_rope_write_cache`; ROWS: as in :func:`streamed_linear`."""
-    ring = make_ring(x, w, False, BLOCK_M, BLOCK_K, STAGES)
-    buffer = make_buffer(ring)
-    own = squares, bias, q, eps, m, k, shares, each, x_scales, scales
+    """Run :func:`outrider_triton.jit.fused.linear_rope_write_cache`; ROWS: as in :func:`streamed_linear`."""
+    pipeline = make_pipeline(x, w, False, BLOCK_M, BLOCK_K, STAGES)
+    buffer = make_buffer(pipeline)
+    operands = squares, bias, q, eps, m, k, shares, pairs_per_program, x_scales, scales
     rotary = cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head
     gl.warp_specialize(
         [
-            (_rotate, (own, rotary, ring, buffer, HAS_BIAS, ROWS, SCALED, SHARES, HALF, STEPS, PDL)),
-            (bring_weights, (w, ring, each, HALF, False, STEPS)),
-            (bring_tokens, (x, ring, each, False, STEPS, ROWS > 0, PDL)),
+            (_rotate, (operands, rotary, pipeline, buffer, HAS_BIAS, ROWS, SCALED, SHARES, HALF, STEPS, PDL)),
+            (load_weights, (w, pipeline, pairs_per_program, HALF, False, STEPS)),
+            (load_tokens, (x, pipeline, pairs_per_program, False, STEPS, ROWS > 0, PDL)),
         ],
         [1, 1],
         [40, 40],

@@ -156,9 +156,9 @@ def test_17_a_buffer_is_made_anew_after_the_capture(sim):
 
     def change(engine):
         owner = engine._parts.buffers
-        engine._moved = owner._whole[None, "verify.slots"]
+        engine._moved = owner._buffers[None, "verify.slots"]
         with engine.backend.on(engine._parts.streams.forward):
-            owner._whole[None, "verify.slots"] = owner._whole[None, "verify.slots"].clone()
+            owner._buffers[None, "verify.slots"] = owner._buffers[None, "verify.slots"].clone()
         engine._parts.streams.forward.synchronize()
         owner._views.clear()
 

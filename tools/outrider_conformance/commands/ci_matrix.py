@@ -19,41 +19,41 @@ from outrider.device.plugin import BackendInfo, CiDeclaration
 from outrider.registry import Candidate, Registry
 
 _HOSTED = re.compile(r"(ubuntu|windows|macos)-[\w.-]+")
-"""Labels of machines that GitHub lends to everybody."""
+"""Labels of GitHub's hosted runners."""
 
 
 _RANKS, _RANKS_LEVEL = "ranks", "L6"
 
 
 class Format(StrEnum):
-    """What is printed instead of a table."""
+    """The output format, instead of a table."""
 
     github = "github"
     json = "json"
 
 
 def ci_matrix(
-    format: Annotated[  # the option is called so
+    format: Annotated[
         Format | None,
         typer.Option("--format", help="github: {include: […]} on one line, for strategy.matrix; json: the rows as a list."),
     ] = None,
     select: Annotated[
         list[str] | None,
-        typer.Option("--select", metavar="NAME", help="Only this backend, or those with this marker. Repeatable."),
+        typer.Option("--select", metavar="NAME", help="Only this backend, or backends with this marker. Repeatable."),
     ] = None,
     runners: Annotated[
         str,
         typer.Option(
             "--runners",
             metavar="LABELS",
-            help="The runners of your own that exist: labels joined by commas, runners apart by spaces.",
+            help="Your own runners: labels joined by commas, runners separated by spaces.",
         ),
     ] = "",
     json_output: JsonOption = False,
 ) -> Report:
-    """List how a CI runs each installed backend. One that can't be loaded is listed as broken and stops no other.
+    """List how a CI runs each installed backend. A backend that can't be loaded is listed as broken.
 
-    A backend that declares several devices has a second row: level L6, its collectives, on a runner with as many.
+    A backend that declares several devices has a second row: level L6 (collectives) on a runner with that many devices.
     """
     del json_output
     exist = [frozenset(filter(None, runner.split(","))) for runner in runners.split()]
@@ -72,7 +72,7 @@ def ci_matrix(
 
 
 def rows_of(candidate: Candidate[BackendInfo], runners: Iterable[frozenset[str]]) -> list[dict[str, Any]]:
-    """The rows of one backend: its own, and that of its collectives where it declares several devices."""
+    """Return the rows of one backend: its own, and one for collectives if it declares several devices."""
     exist = list(runners)
     ci = candidate.info.ci if candidate.info is not None else CiDeclaration()
     found = [row(candidate, exist)]
@@ -88,8 +88,9 @@ def row(
     ci: CiDeclaration | None = None,
     job: str = "",
 ) -> dict[str, Any]:
-    """One job as flat data. ``status``: ``runs``, ``not run`` (with the reason), or ``broken`` (with the reason). ``ci``: of
-    another job than the backend's first, whose name it's given as ``job``.
+    """Return one job as flat data. ``status`` is ``runs``, or with a reason ``not run`` or ``broken``.
+
+    ``ci`` and ``job`` are the declaration and the name of an additional job of the backend.
     """
     ci = ci or (candidate.info.ci if candidate.info is not None else CiDeclaration())
     status, reason = _status(candidate, ci, runners)
@@ -152,7 +153,7 @@ def _level(row: Mapping[str, Any]) -> str:
 def _render(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("backend", "status", "level", "runner", "container", "torch", "markers"):
-        # An address or a label that is cut short is none; a label isn't broken either.
+        # Addresses and labels are never truncated, and labels are never wrapped.
         widest = max((len(label) for r in rows for label in r["runner_labels"]), default=0) if title == "runner" else 0
         table.add_column(title, overflow="fold", min_width=widest)
     for r in rows:

@@ -30,24 +30,26 @@ def conform(
     programs: Annotated[
         int | None, typer.Option("--programs", metavar="N", min=1, help="Random programs to try over L1 to L3 (default 300).")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="What programs and operands are drawn from.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Random seed of programs and operands.")] = 0,
     only: Annotated[
-        str, typer.Option("--only", metavar="WORD", help="Tests with this word in their names: passes no level.")
+        str, typer.Option("--only", metavar="WORD", help="Only tests with this word in their names. Passes no level.")
     ] = "",
     test: Annotated[
         list[str] | None,
-        typer.Option("--test", metavar="ID", help="This test, by its id in a report; may be repeated. Passes no level."),
+        typer.Option(
+            "--test", metavar="ID", help="Only the test with this id of a report; may be repeated. Passes no level."
+        ),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Then wait, and run what failed again whenever a file of the plugin changes.")
+        bool, typer.Option("--watch", help="Then run the failed tests again whenever a file of the plugin changes.")
     ] = False,
     verify: Annotated[
         Path | None, typer.Option("--verify", metavar="REPORT", help="Check a report.json instead of running anything.")
     ] = None,
     json_output: JsonOption = False,
 ) -> Report:
-    """Run the conformance suite for a backend. Exit code 1 unless every level asked for is passed; with --only or --test,
-    where one of those tests fails.
+    """Run the conformance suite for a backend. The exit code is 1 unless all requested levels are passed. With --only or
+    --test it is 1 if one of those tests fails.
     """
     from outrider_conformance.levels import parse_level
 
@@ -59,7 +61,7 @@ def conform(
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     if spec.name not in registry.names:
-        registry.info(spec.name)  # raises: there is nothing to test. A plugin that is there and broken fails L0 instead.
+        registry.info(spec.name)  # raises for an unknown name. An installed plugin that is broken fails L0 instead.
     chosen = str(spec)
     wanted = f"L{parse_level(level)}"
     command = ["outrider", "conform", "--backend", backend or chosen, "--level", wanted]
@@ -90,19 +92,23 @@ def conform(
         candidates = registry.candidates()
         place = rerun.directory_of(next(each.entry_point for each in candidates if each.name == spec.name))
         rerun.watch(conformed, place, lambda line: print(f"outrider: {line}", flush=True))
-    data = conformed(())
+    return _result(conformed(()), chosen, wanted, f"with {only!r}" if only else "that were requested" if test else "", report)
+
+
+def _result(data: Mapping[str, Any], backend: str, level: str, selection: str, directory: Path | None) -> Report:
+    """Return the outcome of a run. ``selection`` describes the tests of --only or --test, whose run passes no level."""
+    from outrider_conformance.run import failed, passed
 
     def render(console: Console) -> None:
-        if only or test:
-            which = f"with {only!r}" if only else "that were asked for"
-            console.print(f"{chosen}: {'a test failed' if run.failed(data) else 'no test failed'} of those {which}")
+        if selection:
+            console.print(f"{backend}: {'a test failed' if failed(data) else 'no test failed'} of those {selection}")
             return
         reached = f"passes up to {data['reached']}" if data["reached"] else "passes no level"
-        console.print(f"{chosen} {reached} ({wanted} was asked for)")
-        if report is not None:
-            console.print(f"report: {report / 'report.html'}")
+        console.print(f"{backend} {reached} ({level} was requested)")
+        if directory is not None:
+            console.print(f"report: {directory / 'report.html'}")
 
-    good = not run.failed(data) if only or test else run.passed(data)
+    good = not failed(data) if selection else passed(data)
     return Report(data=data, render=render, exit_code=0 if good else 1)
 
 

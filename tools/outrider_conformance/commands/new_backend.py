@@ -41,24 +41,26 @@ _FILES: Mapping[str, str | None] = MappingProxyType(
 
 
 class Kind(StrEnum):
-    """What the device is to torch."""
+    """How torch reaches the device."""
 
     TORCH = "torch"
     """A device type with a module of its own (``torch.get_device_module``)."""
     OWN_QUEUE = "own-queue"
-    """Nothing: torch calls become tasks of the device's own queues."""
+    """No device type of torch: torch calls become tasks of the device's own queues."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """``files``: beside, or instead of, those of every package. ``level``: what it passes as written. ``adapted``: what has
-    happened once it drives the device. ``edit``: what to do first.
-    """
+    """The parts of a package that depend on the kind of the device."""
 
     files: Mapping[str, str]
+    """Templates by path, in addition to the common files or replacing them."""
     level: str
+    """The level that the package passes unchanged."""
     adapted: str
+    """The condition under which the package drives the vendor's device."""
     edit: str
+    """The first edits that the vendor makes."""
 
 
 _TEMPLATES: Mapping[Kind, _Template] = MappingProxyType(
@@ -87,11 +89,11 @@ _TEMPLATES: Mapping[Kind, _Template] = MappingProxyType(
 
 
 class NewBackendError(OutriderError):
-    """The package can't be written there."""
+    """The package can't be written to the directory."""
 
 
 def new_backend(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What people will type: --backend NAME.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the backend, as in --backend NAME.")],
     directory: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Where to write; ./outrider-NAME without it.", show_default=False)
     ] = None,
@@ -100,8 +102,8 @@ def new_backend(
     ] = Kind.TORCH,
     json_output: JsonOption = False,
 ) -> Report:
-    """Write an installable plugin package for a new backend; it passes `outrider conform` as it is: L0 with --kind torch, L2
-    with own-queue.
+    """Write an installable plugin package for a new backend. Unchanged, it passes `outrider conform` up to L0 with --kind
+    torch and up to L2 with own-queue.
     """
     del json_output
     check_name(name)
@@ -111,7 +113,7 @@ def new_backend(
     template = _TEMPLATES[kind]
     following = [
         f"pip install -e {place}",
-        f"outrider conform --backend {name} --level {template.level}    # passes as it is",
+        f"outrider conform --backend {name} --level {template.level}    # passes unchanged",
         f"edit {place}/src/outrider_{name}/{template.edit}",
     ]
 
@@ -136,13 +138,15 @@ def check_name(name: str) -> None:
             f"{_LONGEST} characters, such as 'acme' or 'acme_x2'"
         )
     if name == AUTO:
-        raise ConfigError(f"{name!r} is how people ask for any backend; choose another name")
+        raise ConfigError(f"{name!r} selects any backend; choose another name")
     if name in (taken := Registry().names):
-        raise ConfigError(f"a backend {name!r} is installed already, beside {', '.join(taken)}; choose another name")
+        raise ConfigError(
+            f"a backend {name!r} is installed already; the installed backends are {', '.join(taken)}; choose another name"
+        )
 
 
 def skeleton(name: str, kind: Kind = Kind.TORCH) -> dict[str, str]:
-    """The files of a new package: contents by path, relative to its directory."""
+    """Return the files of a new package: contents by path, relative to its directory."""
     chosen = _TEMPLATES[kind]
     words = {
         "name": name,
@@ -167,7 +171,7 @@ def _filled(text: str, words: Mapping[str, str]) -> str:
 
 
 def _write(place: Path, contents: Mapping[str, str]) -> None:
-    """All of it or nothing: it's written beside its place first, and then moved there."""
+    """Write the package to a scratch directory next to ``place``, and rename it: an error leaves no partial package."""
     if place.exists() and not place.is_dir():
         raise NewBackendError(f"{place} is a file; name a directory that is empty or doesn't exist")
     if place.exists() and any(place.iterdir()):
@@ -192,7 +196,9 @@ def _write(place: Path, contents: Mapping[str, str]) -> None:
         for parent in missing:
             if parent.exists() and not any(parent.iterdir()):
                 parent.rmdir()
-        if isinstance(error, OSError) and scratch is not None:  # a full disk names no file, and others lay in scratch
+        if (
+            isinstance(error, OSError) and scratch is not None
+        ):  # a full-disk error names no file, other errors name a file of the scratch directory
             raise type(error)(error.errno, error.strerror, str(place)) from None
         raise
 

@@ -1,4 +1,4 @@
-"""``outrider support``: which backend does what, by recorded evidence."""
+"""``outrider support``: print the support table of all backends from recorded evidence."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ COMMAND = "outrider support --write docs/reference/generated/support.md"
 
 
 def support(
-    evidence: Annotated[Path, typer.Option("--evidence", metavar="DIR", help="Where the records are.")] = EVIDENCE,
-    write: Annotated[Path | None, typer.Option("--write", metavar="FILE", help="Write the page there.")] = None,
+    evidence: Annotated[Path, typer.Option("--evidence", metavar="DIR", help="Directory of the records.")] = EVIDENCE,
+    write: Annotated[Path | None, typer.Option("--write", metavar="FILE", help="Write the page to this file.")] = None,
     check: Annotated[
-        Path | None, typer.Option("--check", metavar="FILE", help="Fail unless the page there is what the records give.")
+        Path | None,
+        typer.Option("--check", metavar="FILE", help="Fail unless this file equals the page made from the records."),
     ] = None,
     add: Annotated[
         Path | None,
-        typer.Option("--add", metavar="REPORT", help="Make a record of a report.json of the conformance suite."),
+        typer.Option("--add", metavar="REPORT", help="Add a record made from a report.json of the suite."),
     ] = None,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="With --add: the record's file, without .json.")] = "",
-    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="With --add: what a reader must know.")] = "",
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="With --add: name of the record's file, without .json.")
+    ] = "",
+    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="With --add: a remark for readers.")] = "",
     stand_in: Annotated[
-        bool, typer.Option("--stand-in", help="With --add: it ran on another maker's device under the same names.")
+        bool, typer.Option("--stand-in", help="With --add: the run used another vendor's device with the same interface.")
     ] = False,
     json_output: JsonOption = False,
 ) -> Report:
-    """Print the support table made from recorded evidence, or write it, check it, or add a record to it."""
+    """Print the support table made from recorded evidence. Options write it, check it, or add a record."""
     del json_output
     from outrider_conformance.report import MOST_BYTES, load_report, verify
     from outrider_conformance.support import Tier, from_report, load_records, render
 
     if add is not None:
         if not name:
-            raise ConfigError("--add needs --name: what the record's file is called")
+            raise ConfigError("--add needs --name, the name of the record's file")
         report = load_report(read_utf8(add, "a report of the suite", MOST_BYTES), str(add))
         problems = [problem for problem in verify(report) if "suite" not in problem]
         if problems:

@@ -1,4 +1,5 @@
-"""Kernels on drawn operands: what is drawn, what is right in float64, how far off rounding may be, and what may be touched.
+"""Kernels on random operands: the operands, the right results in float64, the rounding bounds, and the memory that may be
+written.
 
-The references here are written from the interface's docstrings alone; they share no code with the kernels that they judge.
+The references are written from the docstrings of the interface. They share no code with the kernels that they check.
 """

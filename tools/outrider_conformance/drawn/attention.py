@@ -1,4 +1,4 @@
-"""Drawn batches over a paged cache: attention, rotation with the write to the cache, and moves within it."""
+"""Random batches over a paged cache: attention, rotation with the cache write, and moves within the cache."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, Product, RotaryArgs
+from outrider_conformance.case import attention_metadata
 from outrider_conformance.drawn import bounds
 from outrider_conformance.drawn.dense import EPS, TOKENS, normed, taken
-from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, kernel_call
 
 HEADS = ((1, 1), (4, 4), (8, 2), (7, 1), (12, 4), (16, 1))
 SIZES = (64, 96, 128, 256)
 _PAGES = (4, 16, 32, 128)
 Mapped = Mapping[str, Tensor]
-NOWHERE = float("inf")
+UNBOUNDED = float("inf")
 _SPREAD: Mapping[str | None, float] = {None: 1.0, "fp8": 300.0}
-"""Keys and values by a cache's format: some lie beyond its range."""
+"""Scale of keys and values by cache format: some values lie outside the format's range."""
 
 
 def _lengths(shape: Shape, dice: Dice) -> tuple[list[int], list[int]]:
-    """New tokens and context of each sequence."""
+    """Return the new tokens and the context of each sequence."""
     batch, most, context = shape["batch"], shape["new"], shape["context"]
     new = dice.whole(1, most + 1, batch).tolist() if shape["ragged"] else [most] * batch
     before = dice.whole(0, context + 1, batch).tolist()
@@ -36,7 +37,7 @@ def _lengths(shape: Shape, dice: Dice) -> tuple[list[int], list[int]]:
 
 
 def _tree(counts: list[int], padding: int, width: int, dice: Dice) -> Tensor:
-    """Who sees whom: each node its ancestors and itself. Columns that are no node hold anything."""
+    """Return a tree mask: each node sees its ancestors and itself. Columns beyond the nodes hold random values."""
     mask = dice.whole(0, 2, sum(counts) + padding, width).bool()
     first = 0
     for count in counts:
@@ -51,7 +52,9 @@ def _tree(counts: list[int], padding: int, width: int, dice: Dice) -> Tensor:
 
 
 class Sequence(NamedTuple):
-    """A sequence's ``q`` [n, Hq, D] and who of these sees whom, its ``keys`` and ``values`` [L, Hkv, D]; all float64."""
+    """Float64 operands of one sequence: ``q`` [n, Hq, D], ``keys`` and ``values`` [L, Hkv, D], and the ``tree`` mask [n,
+    n].
+    """
 
     q: Tensor
     keys: Tensor
@@ -60,7 +63,7 @@ class Sequence(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Operands of attention, and what they mean. Rows of ``padding`` come behind those of all ``sequences``."""
+    """Operands of attention with the sequences that they describe. Rows of padding follow the rows of all sequences."""
 
     operands: dict[str, Operand]
     sequences: list[Sequence]
@@ -71,7 +74,7 @@ class Batch(NamedTuple):
 
 
 def drawn_batch(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None) -> Batch:
-    """Queries over a cache in the format ``cache``. What no sequence has there is NaN."""
+    """Return random queries over a cache in the format ``cache``. Slots of the cache that no sequence uses hold NaN."""
     heads, kv_heads = HEADS[shape["heads"]]
     size, page = SIZES[shape["size"]], _PAGES[shape["page"]]
     new, before = _lengths(shape, dice)
@@ -88,7 +91,7 @@ def drawn_batch(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None)
         total = count + context
         pair = (dice.normal(total, kv_heads, size, dtype=dtype), dice.normal(total, kv_heads, size, dtype=dtype))
         pair[0][total - 1] *= 2
-        pair[1][0] += 3  # what a block left out would take along
+        pair[1][0] += 3  # a kernel that skips a block is far off
         kept.append([_kept(part, cache) for part in pair])
         for pages_of, part in zip(caches, kept[-1], strict=True):
             slot = torch.arange(total)
@@ -111,15 +114,8 @@ def drawn_batch(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None)
     longest = max(n + c for n, c in zip(new, before, strict=True)) + shape["padding"]
 
     def metadata(o: Mapped) -> AttentionMetadata:
-        return AttentionMetadata(
-            query_start=o["query_start"],
-            seq_lens=o["seq_lens"],
-            block_table=o["block_table"],
-            max_query=most,
-            max_kv=longest,
-            tree_mask=o.get("tree_mask"),
-            uniform=not padding and len(set(new)) == 1 and most == new[0],
-        )
+        uniform = not padding and len(set(new)) == 1 and most == new[0]
+        return attention_metadata(o, max_query=most, max_kv=longest, tree_mask=o.get("tree_mask"), uniform=uniform)
 
     sequences, first = [], 0
     for (keys, values), count in zip(kept, new, strict=True):
@@ -142,15 +138,15 @@ def _attention(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None =
 
 
 def with_padding(parts: Iterable[bounds.Number], padding: int) -> bounds.Number:
-    """Rows of each sequence, and rows of padding, which may be anything finite."""
+    """Return the rows of all sequences, followed by rows of padding that may hold any finite number."""
     parts = list(parts)
     rest = torch.zeros(padding, *parts[0].value.shape[1:], dtype=torch.float64)
     value = torch.cat([part.value for part in parts] + [rest])
-    return bounds.Number(value, torch.cat([part.error for part in parts] + [rest + NOWHERE]))
+    return bounds.Number(value, torch.cat([part.error for part in parts] + [rest + UNBOUNDED]))
 
 
 def attend(sequence: Sequence, window: int, scale: float, dtype: torch.dtype) -> bounds.Number:
-    """Attention of one sequence, [n, Hq, D]."""
+    """Return the attention of one sequence, [n, Hq, D]."""
     weights, relative = _weights(sequence, window, scale, dtype)
     v = _of_queries(sequence.values, sequence)
     relative = relative + bounds.growth(v.shape[1], bounds.wide(dtype))
@@ -161,9 +157,11 @@ def attend(sequence: Sequence, window: int, scale: float, dtype: torch.dtype) ->
 def attend_into(
     sequence: Sequence, window: int, scale: float, weight: Tensor, dtype: torch.dtype
 ) -> tuple[bounds.Number, Tensor]:
-    """The same with the error that is each number's own; and how far its product with ``weight`` [H, Hq D] is off, [n, H],
-    since softmax is: by that all numbers of a cached value move together. Taken for one number at a time, it would hide most
-    of what is wrong in a half dtype.
+    """Return the attention of one sequence with each number's own error, and the common error of its product with a
+    weight.
+
+    The product with ``weight`` [H, Hq D] is off by up to the second result [n, H], because an error of the softmax moves
+    all numbers of a cached value together. A bound per number would hide most faults in a half dtype.
     """
     weights, relative = _weights(sequence, window, scale, dtype)
     v = _of_queries(sequence.values, sequence)
@@ -174,15 +172,16 @@ def attend_into(
 
 
 def _of_queries(x: Tensor, sequence: Sequence) -> Tensor:
-    """Keys or values for each head of the queries, [Hq, L, D]."""
+    """Return keys or values repeated for each query head, [Hq, L, D]."""
     return x.repeat_interleave(sequence.q.shape[1] // x.shape[1], dim=1).transpose(0, 1)
 
 
 def _weights(sequence: Sequence, window: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Softmax [Hq, n, L], and relative to it how far it may be off.
+    """Return the softmax [Hq, n, L] and its relative error.
 
-    Scores lose what their sum of D products loses, and a query may be scaled in its own dtype first. A weight is off by that
-    of the scores, twice since all weights are divided by their sum, and may be rounded to the dtype before the last product.
+    Scores lose precision in their sum of D products, and a kernel may scale the query in its own dtype first. A weight
+    has the error of its score, twice since all weights are divided by their sum, and may be rounded to the dtype before
+    the last product.
     """
     k, queries = _of_queries(sequence.keys, sequence), sequence.q.transpose(0, 1)
     count, total, size = queries.shape[1], k.shape[1], k.shape[2]
@@ -204,7 +203,7 @@ def _weights(sequence: Sequence, window: int, scale: float, dtype: torch.dtype) 
 
 
 def _kept(x: Tensor, cache: str | None) -> Tensor:
-    """``x``, within the range of the cache's format, in its dtype."""
+    """Return ``x`` in the dtype of the cache format, unchanged without a format."""
     return x if cache is None else x.to(CACHE_FORMATS[cache])
 
 
@@ -214,7 +213,7 @@ def _kept(x: Tensor, cache: str | None) -> Tensor:
 def rotary_operands(
     shape: Shape, dtype: torch.dtype, dice: Dice, tokens: int, kv_heads: int, size: int, cache: str | None = None
 ) -> tuple[dict[str, Operand], Tensor]:
-    """cos, sin, caches in the format ``cache`` and slots; which tokens are real. The others write to page 0."""
+    """Return cos, sin, caches in the format ``cache`` and slots, and which tokens are real. Padding writes to page 0."""
     page = _PAGES[shape["page"]]
     pages = tokens // page + 3
     slots = dice.order((pages - 1) * page)[:tokens] + page
@@ -223,7 +222,7 @@ def rotary_operands(
     angle = dice.uniform(tokens, size // 2) * 6.28
     caches = [dice.normal(pages, page, kv_heads, size, dtype=dtype) for _ in range(2)]
     for pages_of in caches:
-        pages_of[:, -1] = torch.nan  # an entry that nobody may touch keeps what it holds
+        pages_of[:, -1] = torch.nan  # the write must not change other slots
     made = {"cos": angle.cos(), "sin": angle.sin()}
     operands = {name: Operand(value.repeat(1, 2).to(dtype), "wide") for name, value in made.items()}
     keys, values = (_kept(each, cache) for each in caches)
@@ -232,12 +231,12 @@ def rotary_operands(
 
 
 def _written(cache: Tensor, slots: Tensor, made: bounds.Number, real: Tensor) -> bounds.Number:
-    """A cache after the write; page 0 belongs to padding."""
+    """Return the cache after the write. Page 0 belongs to padding and may hold anything."""
     page = cache.shape[1]
     if cache.dtype in CACHE_FORMATS.values():
         made = bounds.stored(made, cache.dtype)
     wanted = bounds.exact(cache)
-    wanted.error[0] = NOWHERE
+    wanted.error[0] = UNBOUNDED
     wanted.value[0] = torch.nan
     at = slots[real]
     wanted.value[at // page, at % page] = made.value[real]
@@ -246,8 +245,8 @@ def _written(cache: Tensor, slots: Tensor, made: bounds.Number, real: Tensor) ->
 
 
 def _of_real(x: bounds.Number, real: Tensor) -> bounds.Number:
-    """Padding may give anything finite."""
-    return bounds.Number(x.value, torch.where(real.view(-1, *[1] * (x.value.dim() - 1)), x.error, NOWHERE))
+    """Return ``x`` with unlimited finite errors for rows of padding."""
+    return bounds.Number(x.value, torch.where(real.view(-1, *[1] * (x.value.dim() - 1)), x.error, UNBOUNDED))
 
 
 def _rope(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
@@ -256,7 +255,7 @@ def _rope(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None
     q, k, v = (dice.normal(tokens, n, size, dtype=dtype, scale=_SPREAD[cache]) for n in (heads, kv_heads, kv_heads))
     operands, real = rotary_operands(shape, dtype, dice, tokens, kv_heads, size, cache)
     if shape["nan"]:
-        k[0, 0, 0] = v[0, 0, 0] = torch.nan  # is told from a number beyond a format's range
+        k[0, 0, 0] = v[0, 0, 0] = torch.nan  # NaN differs from a number outside the format's range
     cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
     turned = {name: bounds.rotate(bounds.exact(x), cos, sin, dtype) for name, x in (("q", q), ("k", k))}
     wanted = {name: _of_real(x, real) for name, x in turned.items()}
@@ -264,22 +263,18 @@ def _rope(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None
     wanted["v_cache"] = _written(operands["v_cache"].tensor, slots, bounds.exact(v), real)
     operands |= {"q": Operand(q, "wide"), "k": Operand(k, "wide"), "v": Operand(v, "wide")}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        names = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
-        kernels.rope_write_cache(*(o[name] for name in names))
-        return {}
-
-    return Problem(operands, call, wanted)
+    names = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
+    return Problem(operands, kernel_call("rope_write_cache", *names), wanted)
 
 
 def turned_queries(
     made: bounds.Number, operands: Mapping[str, Operand], heads: int, kv_heads: int, real: Tensor, dtype: torch.dtype
 ) -> dict[str, bounds.Number]:
-    """Queries, and both caches, of a product [T, (Hq + 2 Hkv) D]. Rotation may work on a product that isn't rounded."""
+    """Return queries and both caches from a product [T, (Hq + 2 Hkv) D], which need not be rounded before the rotation."""
     size = operands["k_cache"].tensor.shape[-1]
     value, error = (x.view(-1, heads + 2 * kv_heads, size) for x in (made.value, made.error))
-    cuts = (heads, kv_heads, kv_heads)
-    q, k, v = (bounds.Number(*pair) for pair in zip(value.split(cuts, 1), error.split(cuts, 1), strict=True))
+    sizes = (heads, kv_heads, kv_heads)
+    q, k, v = (bounds.Number(*pair) for pair in zip(value.split(sizes, 1), error.split(sizes, 1), strict=True))
     cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
     k = bounds.rotate(k, cos, sin, dtype)
     return {
@@ -290,7 +285,7 @@ def turned_queries(
 
 
 def rotary_of(o: Mapped) -> RotaryArgs:
-    """The operands of :func:`rotary_operands` as a kernel takes them."""
+    """Return the operands of :func:`rotary_operands` as a kernel takes them."""
     return RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
 
 
@@ -360,14 +355,14 @@ def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | N
 
 
 def _move(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
-    """Moves that overlap, some onto themselves, some of padding within page 0."""
+    """Return overlapping moves; some have equal source and destination, and padding moves within page 0."""
     page, size, moves = _PAGES[shape["page"]], SIZES[shape["size"]], shape["moves"]
     pages = moves // page + 3
     caches = [_kept(dice.normal(pages, page, 2, size, dtype=dtype), cache) for _ in range(2)]
     sources = dice.whole(page, pages * page, moves)
     destinations = dice.order((pages - 1) * page)[:moves] + page
     half = moves // 2
-    sources[:half] = destinations[:half].roll(1)  # a ring: each source is another's destination
+    sources[:half] = destinations[:half].roll(1)  # a ring: each source is the destination of another move
     destinations[half : half + moves // 8] = sources[half : half + moves // 8] = 0
     if moves > 8:
         kept = torch.ones(pages * page, dtype=torch.bool)
@@ -382,11 +377,7 @@ def _move(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None
     operands = {"k_cache": Operand(caches[0]), "v_cache": Operand(caches[1])}
     operands |= {"sources": Operand(sources), "destinations": Operand(destinations)}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        kernels.move_cache(o["k_cache"], o["v_cache"], o["sources"], o["destinations"])
-        return {}
-
-    return Problem(operands, call, wanted)
+    return Problem(operands, kernel_call("move_cache", *operands), wanted)
 
 
 _HEAD, _SIZE, _PAGE = st.integers(0, len(HEADS) - 1), st.integers(0, len(SIZES) - 1), st.integers(0, len(_PAGES) - 1)

@@ -1,4 +1,4 @@
-"""Drawn bookkeeping of an iteration: copies of rows, places of tokens, accepted tokens, and what a probe finds."""
+"""Random bookkeeping of an iteration: row copies, token positions, accepted tokens, and findings of probes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from outrider.device import KernelSet, RequestInputs, RequestRows
 from outrider_conformance.drawn import bounds
-from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, Wanted
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, Wanted, kernel_call
 
 Mapped = Mapping[str, Tensor]
 
 
 def _rows(dice: Dice, batch: int, requests: int) -> Tensor:
-    """Distinct rows of requests; where there are several, some padding (row 0)."""
+    """Return distinct request rows, with padding (row 0) in larger batches."""
     rows = dice.order(requests - 1)[:batch] + 1
     if batch > 2:
         rows[1] = 0
@@ -35,8 +35,7 @@ def _gather(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     rows = dice.whole(0, state.shape[0], shape["batch"])
     rows[-1] = state.shape[0] - 1
     operands = {"state": Operand(state), "rows": Operand(rows)}
-    wanted = {"out": bounds.exact(state[rows])}
-    return Problem(operands, lambda k, o: {"out": k.gather_rows(o["state"], o["rows"])}, wanted)
+    return Problem(operands, kernel_call("gather_rows", *operands), {"out": bounds.exact(state[rows])})
 
 
 def _copy(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -44,11 +43,7 @@ def _copy(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     out = Operand(torch.zeros_like(source), "wide")
     operands = {"source": Operand(source, "wide" if shape["flag"] else "rows"), "out": out}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        kernels.copy_rows(o["source"], o["out"])
-        return {}
-
-    return Problem(operands, call, {"out": bounds.exact(source)})
+    return Problem(operands, kernel_call("copy_rows", *operands), {"out": bounds.exact(source)})
 
 
 def _scatter(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -59,11 +54,7 @@ def _scatter(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     after[rows[rows > 0]] = values[rows > 0]
     operands = {"state": Operand(state), "rows": Operand(rows), "values": Operand(values, "wide")}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        kernels.scatter_rows(o["state"], o["rows"], o["values"])
-        return {}
-
-    return Problem(operands, call, {"state": bounds.exact(after)})
+    return Problem(operands, kernel_call("scatter_rows", *operands), {"state": bounds.exact(after)})
 
 
 _OF_REQUESTS = ("rows", "lens", "last_tokens", "seeds", "temperature", "tables")
@@ -99,7 +90,7 @@ def _requests(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
 
 
 def _spoil(numbers: Tensor, dice: Dice) -> Tensor:
-    """NaN in some rows, more than one of them, at the very ends too; infinity, which is none."""
+    """Write NaN to some rows, also at both ends and several per row, and infinity, which is no finding."""
     flat = numbers.view(numbers.shape[0], -1)
     size = flat.shape[1]
     flat[0, -1] = torch.nan
@@ -129,21 +120,17 @@ def _find(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         "found": Operand(torch.zeros(shape["batch"], 2, dtype=torch.int64), "wide"),
     }
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        kernels.find_nan(o["x"], o["found"])
-        return {}
-
-    return Problem(operands, call, {"found": _first(x.isnan(), None)})
+    return Problem(operands, kernel_call("find_nan", *operands), {"found": _first(x.isnan(), None)})
 
 
 def _checked(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    """Numbers, looked at for NaN."""
+    """Return a copy of floating rows that are checked for NaN."""
     source = _spoil(dice.normal(shape["batch"] + 3, 2, shape["width"], dtype=dtype), dice)
     return _looked(source, None, shape, dice)
 
 
 def _checked_tokens(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    """Whole numbers within bounds, or out of them by one or by far."""
+    """Return a copy of integers within the bounds, outside them by one, or far outside."""
     low, high = int(dice.whole(-3, 3, 1)), int(dice.whole(5, 2000, 1))
     source = dice.whole(low, high, shape["batch"] + 3, shape["width"] % 30 + 1)
     for row in range(source.shape[0]):
@@ -172,10 +159,7 @@ def _looked(source: Tensor, limits: tuple[int, int] | None, shape: Shape, dice: 
     if rows is not None:
         operands["rows"] = Operand(rows)
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        kernels.gather_checked(o["source"], o.get("rows"), o["out"], o["found"], bounds=limits)
-        return {}
-
+    call = kernel_call("gather_checked", "source", "rows", "out", "found", bounds=limits)
     return Problem(operands, call, {"out": out, "found": found})
 
 
@@ -205,15 +189,13 @@ def _place(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     layouts = ("wide", "columns", "wide")
     operands |= {n: Operand(torch.zeros_like(v), how) for n, v, how in zip(names, values, layouts, strict=True)}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        kernels.place_tokens(o["lens"], o["tables"], page, last, *(o[name] for name in names))
-        return {}
-
-    return Problem(operands, call, dict(zip(names, values, strict=True)))
+    return Problem(
+        operands, kernel_call("place_tokens", "lens", "tables", page, last, *names), dict(zip(names, values, strict=True))
+    )
 
 
 def _decided(dice: Dice, batch: int, count: int) -> tuple[Tensor, Tensor]:
-    """Tokens [B, E], -1 behind the decided one, and how many were accepted, none and all among them."""
+    """Return tokens [B, E] with -1 after the decided token, and the accepted counts, which include none and all."""
     accepted = dice.whole(0, count, batch)
     accepted[0] = count - 1
     tokens = dice.whole(0, 1 << 20, batch, count)
@@ -265,12 +247,8 @@ def _extend(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     operands = {"lens": Operand(lens), "tokens": Operand(tokens), "accepted": Operand(accepted)}
     operands |= {name: Operand(torch.zeros_like(value)) for name, value in wanted.items() if isinstance(value, Tensor)}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        names = ("lens", "tokens", "accepted", "following", "last", "positions")
-        kernels.place_accepted(*(o[name] for name in names))
-        return {}
-
-    return Problem(operands, call, wanted)
+    names = ("lens", "tokens", "accepted", "following", "last", "positions")
+    return Problem(operands, kernel_call("place_accepted", *names), wanted)
 
 
 _BATCH = st.one_of(st.integers(1, 9), st.sampled_from((64, 65, 257)))

@@ -16,47 +16,49 @@ UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-1
 _TINY = {torch.float64: 2.0**-1074, torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 _LAMBDA = 8.0
 _EXPONENT = 100.0
-"""Beyond this argument an exponential of float32 is 0 or infinite."""
+"""Largest argument whose float32 exponential is neither 0 nor infinite, rounded up."""
 _PARTS = 2.0
-"""Roundings of partial sums to a half dtype: a library may split a sum among programs that leave their parts rounded."""
+"""Roundings of partial sums to a half dtype: a library may split a sum among programs that round their parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """``value`` float64 and ``error``, of one shape: how far a right result may be from it. Infinite: anything finite."""
+    """A float64 ``value`` and the ``error`` of the same shape that a right result may have. An infinite error allows any
+    finite number.
+    """
 
     value: Tensor
     error: Tensor
 
 
 def exact(x: Tensor) -> Number:
-    """What the operand holds."""
+    """Return the operand as a number without error."""
     value = x.to(torch.float64, copy=True)
     return Number(value, torch.zeros_like(value))
 
 
 def wide(dtype: torch.dtype) -> float:
-    """Unit roundoff of statistics and sums."""
+    """Return the unit roundoff of statistics and sums."""
     return UNIT[torch.float64 if dtype is torch.float64 else torch.float32]
 
 
 def growth(count: int, unit: float) -> float:
-    """Relative to the sum of magnitudes: what adding ``count`` terms may lose."""
+    """Return the error of adding ``count`` terms, relative to the sum of their magnitudes."""
     return float(min(count, _LAMBDA * count**0.5) * unit)
 
 
 def rounded(x: Number, dtype: torch.dtype, times: float = 1.0) -> Number:
-    """``x`` after ``times`` roundings to ``dtype``."""
+    """Return ``x`` after ``times`` roundings to ``dtype``."""
     return Number(x.value, x.error + times * UNIT[dtype] * (x.value.abs() + x.error) + times * _TINY[dtype])
 
 
 def add(x: Number, y: Number, dtype: torch.dtype) -> Number:
-    """The sum, rounded to ``dtype``. Either operand may come rounded: the caller says so."""
+    """Return the sum, rounded to ``dtype``. The caller rounds the operands if a kernel may."""
     return rounded(Number(x.value + y.value, x.error + y.error), dtype)
 
 
 def product(x: Number, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Number:
-    """``x @ weight.T + bias``, rounded to ``dtype``."""
+    """Return ``x @ weight.T + bias``, rounded to ``dtype``."""
     w = weight.double()
     magnitude = x.value.abs() @ w.abs().T
     value = x.value @ w.T
@@ -71,9 +73,9 @@ def product(x: Number, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 
 
 def silu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
-    """``silu(gate) * up``: the activation and the product are rounded. The slope of silu stays below 1.1.
+    """Return ``silu(gate) * up`` with activation and product rounded. The slope of silu stays below 1.1.
 
-    The exponential's argument is rounded too, to a base of 2: the result is off by as many units as the argument is large.
+    A kernel also rounds the argument of the exponential, to a base of 2: the relative error grows with the argument.
     """
     value = gate.value * torch.sigmoid(gate.value)
     active = Number(value, 1.1 * gate.error + wide(dtype) * gate.value.abs().clamp(max=_EXPONENT) * value.abs())
@@ -83,7 +85,7 @@ def silu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
 
 
 def rms_norm(x: Number, weight: Tensor, eps: float, dtype: torch.dtype) -> Number:
-    """The norm over the last dimension: its factor in float32, then the row and its product with the weight rounded."""
+    """Return the norm over the last dimension: its factor in float32, the row and its product with the weight rounded."""
     size = x.value.shape[-1]
     mean = x.value.square().mean(-1, keepdim=True) + eps
     factor = mean.rsqrt()
@@ -99,7 +101,9 @@ def rms_norm(x: Number, weight: Tensor, eps: float, dtype: torch.dtype) -> Numbe
 
 
 def rotate(x: Number, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Number:
-    """Halves of the last dimension turned, [T, heads, D] by [T, D]: two products and their sum, each rounded."""
+    """Return the rotation of the halves of the last dimension, [T, heads, D] by [T, D]: two products and their sum, each
+    rounded.
+    """
     half = x.value.shape[-1] // 2
     c, s = cos.double().unsqueeze(1), sin.double().unsqueeze(1)
 
@@ -113,8 +117,9 @@ def rotate(x: Number, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Number:
 
 
 def stored(x: Number, dtype: torch.dtype) -> Number:
-    """``x`` as a cache of ``dtype`` keeps it: clamped and rounded to the nearest. Both are monotone, so what is stored lies
-    between what the ends of the bound give; NaN stays NaN.
+    """Return ``x`` as a cache of ``dtype`` stores it: clamped and rounded to the nearest.
+
+    Both operations are monotone, so the stored value lies between the stored ends of the bound. NaN stays NaN.
     """
     most = torch.finfo(dtype).max
     low, high = ((x.value + off).clamp(-most, most).to(dtype).double() for off in (-x.error, x.error))
@@ -126,7 +131,7 @@ def _statistics(dtype: torch.dtype) -> torch.dtype:
 
 
 def compare(made: Tensor, wanted: Number, what: str) -> None:
-    """Fail where ``made``, on the host, is further off than the bound; NaN and infinity must be where they belong."""
+    """Fail if ``made``, on the host, is outside the bound. NaN and infinity must be at the same positions."""
     assert tuple(made.shape) == tuple(wanted.value.shape), (
         f"{what}: shape {tuple(made.shape)}, expected {tuple(wanted.value.shape)}"
     )

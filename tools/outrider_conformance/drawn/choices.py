@@ -1,7 +1,7 @@
-"""Drawn tokens: sampling and verification, against the draws that the backend interface prescribes.
+"""Random tokens: sampling and verification, against the random numbers that the backend interface prescribes.
 
-Two devices may round a score otherwise, so a choice is right if its score is the best within rounding. That leaves more than
-one answer open about once in ten thousand rows.
+Two devices may round a score differently, so a token is right if its score is the best within rounding. More than one
+token is right in about one of ten thousand rows.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.device import KernelSet
 from outrider_conformance.drawn import noise
-from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, kernel_call
 
 _UNIT = 2.0**-24
 _LAYOUTS = ("rows", "wide")
@@ -23,7 +22,7 @@ _TEMPERATURES = torch.tensor([0.0, 0.3, 0.7, 1.0, 1.5, 4.0])
 
 
 def _rows(dice: Dice, batch: int, *, sampling: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Temperatures, seeds and positions; large and equal ones among them."""
+    """Return temperatures, seeds and positions, with large and equal values among them."""
     temperature = _TEMPERATURES[dice.whole(0, len(_TEMPERATURES), batch)] if sampling else torch.zeros(batch)
     seeds = dice.whole(-(1 << 62), 1 << 62, batch)
     seeds[batch // 2 :] = dice.whole(0, 100, batch - batch // 2)
@@ -34,8 +33,12 @@ def _rows(dice: Dice, batch: int, *, sampling: bool) -> tuple[Tensor, Tensor, Te
     return temperature, seeds, positions
 
 
+def _row_operands(temperature: Tensor, seeds: Tensor, positions: Tensor) -> dict[str, Operand]:
+    return {"temperature": Operand(temperature), "seeds": Operand(seeds), "positions": Operand(positions)}
+
+
 def _logits(dice: Dice, *shape: int) -> Tensor:
-    """Some with equals at the top, some with tokens that were ruled out, the last token of the vocabulary likely."""
+    """Return logits with equal maxima in some rows, excluded tokens in others, and a likely last token."""
     logits = dice.normal(*shape, dtype=torch.float32, scale=3.0)
     flat = logits.view(-1, shape[-1])
     flat[::3, -1] += 6
@@ -46,7 +49,9 @@ def _logits(dice: Dice, *shape: int) -> Tensor:
 
 
 def scores(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int) -> tuple[Tensor, Tensor]:
-    """What :meth:`sample` maximises over the last dimension, and how far off it may be; greedy rows have no noise."""
+    """Return the scores that :meth:`sample` maximises over the last dimension, and their errors. Greedy rows have no
+    noise.
+    """
     hot = (temperature > 0).unsqueeze(-1)
     scaled = logits.double() / torch.where(hot, temperature.unsqueeze(-1), 1.0).double()
     drawn = noise.gumbel(seeds, positions, lane, logits.shape[-1])
@@ -55,7 +60,7 @@ def scores(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 
 
 def allowed(score: Tensor, slack: Tensor) -> Tensor:
-    """Which choices are right, bool of the same shape; without slack the first of the best alone."""
+    """Return the right tokens as bool of the same shape. Without slack only the first maximum is right."""
     sure = (score - slack).amax(-1, keepdim=True)
     fine = score + slack >= sure
     first = torch.zeros_like(fine).scatter(-1, score.argmax(-1, keepdim=True), True)
@@ -79,15 +84,11 @@ def _sample(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     temperature, seeds, positions = _rows(dice, batch, sampling=True)
     operands = {
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
-        "temperature": Operand(temperature),
-        "seeds": Operand(seeds),
-        "positions": Operand(positions),
+        **_row_operands(temperature, seeds, positions),
     }
     right = allowed(*scores(logits, temperature, seeds, positions, noise.DRAFT if draft else noise.SAMPLE))
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        return {"tokens": kernels.sample(o["logits"], o["temperature"], o["seeds"], o["positions"], draft=draft)}
-
+    call = kernel_call("sample", *operands, results=("tokens",), draft=draft)
     return Problem(operands, call, {}, lambda made: _check(right, made["tokens"], "sample"))
 
 
@@ -110,26 +111,21 @@ def _chain(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     operands = {
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
         "draft_tokens": Operand(drafts, "columns"),
-        "temperature": Operand(temperature),
-        "seeds": Operand(seeds),
-        "positions": Operand(positions),
+        **_row_operands(temperature, seeds, positions),
     }
     if sampling:
         operands["draft_probs"] = Operand(probs)
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        rest = (o["temperature"], o["seeds"], o["positions"])
-        tokens, accepted = kernels.verify_chain(o["logits"], o["draft_tokens"], o.get("draft_probs"), *rest)
-        return {"tokens": tokens, "accepted": accepted}
-
     def judge(made: Mapped) -> None:
         _judge_chain(made, logits, drafts, probs if sampling else None, temperature, seeds, positions)
 
+    names = ("logits", "draft_tokens", "draft_probs", "temperature", "seeds", "positions")
+    call = kernel_call("verify_chain", *names, results=("tokens", "accepted"))
     return Problem(operands, call, {}, judge)
 
 
 def _checked(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    """Chains that nobody samples from, a few of which have NaN somewhere."""
+    """Return greedy chains, of which a few hold NaN."""
     batch, count, vocabulary = shape["batch"], shape["drafts"], shape["vocabulary"]
     logits = _logits(dice, batch, count + 1, vocabulary)
     temperature, seeds, positions = _rows(dice, batch, sampling=False)
@@ -146,16 +142,9 @@ def _checked(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     operands = {
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
         "draft_tokens": Operand(drafts, "columns" if count else "rows"),
-        "temperature": Operand(temperature),
-        "seeds": Operand(seeds),
-        "positions": Operand(positions),
+        **_row_operands(temperature, seeds, positions),
         "found": Operand(torch.zeros(batch, 2, dtype=torch.int64), "wide"),
     }
-
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        names = ("logits", "draft_tokens", "temperature", "seeds", "positions", "found")
-        tokens, accepted = kernels.verify_checked(*(o[name] for name in names))
-        return {"tokens": tokens, "accepted": accepted}
 
     def judge(made: Mapped) -> None:
         tokens = made["tokens"]
@@ -164,6 +153,7 @@ def _checked(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         given = (x[clean] for x in (temperature, seeds, positions))
         _judge_chain(sound, logits[clean], drafts[clean], None, *given)
 
+    call = kernel_call("verify_checked", *operands, results=("tokens", "accepted"))
     return Problem(operands, call, {"found": torch.stack((first, torch.full_like(first, -1)), dim=1)}, judge)
 
 
@@ -213,14 +203,14 @@ def _judge_chain(
     wrong = (accepted < count) & surely.gather(1, edge).squeeze(1) if count else torch.zeros(batch, dtype=torch.bool)
     assert not wrong.any(), f"row {int(wrong.nonzero()[0])} rejects a draft that must be accepted"
     assert torch.equal(torch.where(kept, tokens[:, :count], 0), torch.where(kept, drafts, 0)), "accepted tokens aren't drafts"
-    behind = torch.arange(count + 1) > accepted.unsqueeze(1)
-    assert (tokens[behind] == -1).all(), "something other than -1 behind the decided token"
+    undecided = torch.arange(count + 1) > accepted.unsqueeze(1)
+    assert (tokens[undecided] == -1).all(), "a token other than -1 after the decided token"
     rows = torch.arange(batch)
     _check(right[rows, accepted], tokens[rows, accepted], "the token after the accepted drafts")
 
 
 def _off(p: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
-    """How far a probability may be off: its exponent's rounding, and the sum's."""
+    """Return the error of a probability: the rounding of its exponent and of the sum."""
     scale = torch.where(temperature > 0, temperature, 1.0).double()
     largest = logits.double().nan_to_num(0.0, neginf=0.0).abs().amax(-1) / scale.view(-1, *[1] * (logits.dim() - 2))
     relative = 8 * _UNIT * (largest + 8)
@@ -238,13 +228,13 @@ def _tree(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     parents = torch.full((batch, nodes), -1)
     level = torch.zeros(batch, nodes, dtype=torch.int64)
     for node in range(1, nodes):
-        # Mostly the node before it, so that paths grow long; an unused node now and then.
+        # The parent is mostly the previous node, so that paths grow long; some nodes are unused.
         near = (dice.uniform(batch) < 0.6).long() * (node - 1)
         parents[:, node] = torch.maximum(near, dice.whole(0, node, batch))
         parents[dice.uniform(batch) < 0.05, node] = -1
         above = level.gather(1, parents[:, node].clamp(min=0).unsqueeze(1)).squeeze(1)
         level[:, node] = above + 1
-    # What the target will draw at a node, so that most trees hold the way that it goes; equals among siblings, too.
+    # The target's token at each node, so that most trees contain the accepted path; some siblings are equal.
     per = [x.unsqueeze(1).expand(batch, nodes).contiguous() for x in (temperature, seeds, positions)]
     draws, slack = scores(logits, per[0], per[1], per[2] + level, noise.SAMPLE)
     target = draws.argmax(-1)
@@ -256,21 +246,16 @@ def _tree(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
         "tokens": Operand(tokens),
         "parents": Operand(parents),
-        "temperature": Operand(temperature),
-        "seeds": Operand(seeds),
-        "positions": Operand(positions),
+        **_row_operands(temperature, seeds, positions),
     }
-
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        names = ("logits", "tokens", "parents", "temperature", "seeds", "positions")
-        found = kernels.verify_tree(*(o[name] for name in names), depth=depth, sampling=sampling)
-        return dict(zip(("tokens", "path", "accepted"), found, strict=True))
 
     def judge(made: Mapped) -> None:
         for row in range(batch):
             found = {name: tensor[row].tolist() for name, tensor in made.items()}
             _walk(found, right[row], tokens[row].tolist(), parents[row].tolist(), depth, f"row {row}")
 
+    results = ("tokens", "path", "accepted")
+    call = kernel_call("verify_tree", *operands, results=results, depth=depth, sampling=sampling)
     return Problem(operands, call, {}, judge)
 
 

@@ -1,4 +1,4 @@
-"""Drawn products, norms and activations."""
+"""Random products, norms and activations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.device import KernelSet, Product
 from outrider_conformance.drawn import bounds
-from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, kernel_call
 
 TOKENS = st.one_of(st.integers(1, 40), st.sampled_from((63, 64, 65, 127, 128, 129, 255, 257, 300)))
 _INNER = st.sampled_from((8, 40, 96, 256, 520, 1032))
@@ -28,7 +28,7 @@ def _weights(dice: Dice, out: int, into: int, dtype: torch.dtype) -> Tensor:
 
 
 def _product(shape: Shape, dtype: torch.dtype, dice: Dice, out: int) -> tuple[dict[str, Operand], bounds.Number]:
-    """Operands x, weight and bias, and what the product is."""
+    """Return the operands x, weight and bias, and the right product."""
     x = dice.factors(shape["tokens"], shape["inner"], dtype=dtype)
     weight, bias = _weights(dice, out, shape["inner"], dtype), dice.normal(out, dtype=dtype)
     operands = {"x": Operand(x, _LAYOUTS[shape["layout"]]), "weight": Operand(weight)}
@@ -52,11 +52,11 @@ def _linear(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
 def _linear_silu_mul(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     operands, both = _product(shape, dtype, dice, 2 * shape["outer"])
     wanted = bounds.silu_mul(*halves(both), dtype)
-    return Problem(operands, lambda k, o: {"out": k.linear_silu_mul(o["x"], o["weight"], o.get("bias"))}, {"out": wanted})
+    return Problem(operands, kernel_call("linear_silu_mul", "x", "weight", "bias"), {"out": wanted})
 
 
 def halves(x: bounds.Number) -> tuple[bounds.Number, bounds.Number]:
-    """The two halves of the last dimension."""
+    """Return the two halves of the last dimension."""
     size = x.value.shape[-1] // 2
     return bounds.Number(x.value[..., :size], x.error[..., :size]), bounds.Number(x.value[..., size:], x.error[..., size:])
 
@@ -70,14 +70,11 @@ def _added(shape: Shape, dtype: torch.dtype, dice: Dice) -> tuple[dict[str, Oper
 def _linear_add(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     operands, grown = _added(shape, dtype, dice)
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        return {"out": kernels.linear_add(o["x"], o["weight"], o.get("bias"), o["residual"])}
-
-    return Problem(operands, call, {"out": grown, "residual": grown})
+    return Problem(operands, kernel_call("linear_add", "x", "weight", "bias", "residual"), {"out": grown, "residual": grown})
 
 
 def normed(shape: Shape, dtype: torch.dtype, dice: Dice) -> tuple[dict[str, Operand], bounds.Number, bounds.Number]:
-    """Operands of a product, a residual that it's added to and a norm; the grown residual; its norm."""
+    """Return the operands of a product, a residual and a norm; the sum of product and residual; and its norm."""
     operands, grown = _added(shape, dtype, dice)
     norm = dice.normal(shape["outer"], dtype=dtype)
     # The sum may stay unrounded on its way to the norm: its error covers both.
@@ -87,14 +84,14 @@ def normed(shape: Shape, dtype: torch.dtype, dice: Dice) -> tuple[dict[str, Oper
 def _linear_add_rms_norm(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     operands, grown, wanted = normed(shape, dtype, dice)
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        return {"out": kernels.linear_add_rms_norm(o["x"], o["weight"], o.get("bias"), o["residual"], o["norm"], EPS)}
-
+    call = kernel_call("linear_add_rms_norm", "x", "weight", "bias", "residual", "norm", EPS)
     return Problem(operands, call, {"out": wanted, "residual": grown})
 
 
 def taken(x: bounds.Number, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bounds.Number:
-    """The product of a norm. Its factor may come behind the product, so that a row is rounded before it's divided."""
+    """Return the product of a norm. A kernel may apply the norm's factor after the product, so that it rounds the row
+    first.
+    """
     once_more = bounds.rounded(x, dtype, 2.0)
     return bounds.rounded(bounds.product(once_more, weight, bias, dtype), dtype)
 
@@ -118,9 +115,7 @@ def _norm_linear_silu_mul(shape: Shape, dtype: torch.dtype, dice: Dice) -> Probl
 def _embedding(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     tokens, weight = _tokens(shape, dice), dice.normal(shape["vocabulary"], shape["inner"], dtype=dtype)
     operands = {"tokens": Operand(tokens), "weight": Operand(weight)}
-    return Problem(
-        operands, lambda k, o: {"out": k.embedding(o["tokens"], o["weight"])}, {"out": bounds.exact(weight[tokens])}
-    )
+    return Problem(operands, kernel_call("embedding", *operands), {"out": bounds.exact(weight[tokens])})
 
 
 def _tokens(shape: Shape, dice: Dice) -> Tensor:
@@ -134,16 +129,16 @@ def _embed_beside(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     hidden = dice.normal(shape["tokens"], shape["outer"], dtype=dtype)
     operands = {"tokens": Operand(tokens), "weight": Operand(weight), "hidden": Operand(hidden, _LAYOUTS[shape["layout"]])}
     wanted = bounds.exact(torch.cat((weight[tokens], hidden), dim=-1))
-    return Problem(operands, lambda k, o: {"out": k.embed_beside(o["tokens"], o["weight"], o["hidden"])}, {"out": wanted})
+    return Problem(operands, kernel_call("embed_beside", *operands), {"out": wanted})
 
 
 def _row_scales(x: Tensor, dice: Dice) -> Tensor:
-    """Rows of different size: a mean over the wrong row or the whole batch is far off."""
+    """Scale rows differently, so that a mean over a wrong row or the whole batch is far off."""
     return (x.double() * (2.0 ** dice.whole(-3, 4, x.shape[0], *[1] * (x.dim() - 1)).double())).to(x.dtype)
 
 
 def _rms_norm(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    """Rows of a matrix, or heads of tokens as a norm of queries has them."""
+    """Return rows of a matrix, or heads of tokens as in the norm of queries."""
     heads, hidden = shape["heads"], shape["hidden"]
     many = (shape["tokens"], heads, hidden) if heads else (shape["tokens"], hidden)
     if heads and hidden > 256:
@@ -153,7 +148,7 @@ def _rms_norm(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     eps = 1e-2 if shape["layout"] == 1 else EPS
     wanted = bounds.rms_norm(bounds.exact(x), weight, eps, dtype)
     operands = {"x": Operand(x, _LAYOUTS[shape["layout"]]), "weight": Operand(weight)}
-    return Problem(operands, lambda k, o: {"out": k.rms_norm(o["x"], o["weight"], eps)}, {"out": wanted})
+    return Problem(operands, kernel_call("rms_norm", "x", "weight", eps), {"out": wanted})
 
 
 def _add_rms_norm(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -163,14 +158,14 @@ def _add_rms_norm(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     grown = bounds.add(bounds.exact(x), bounds.exact(residual), dtype)
     operands = {"x": Operand(x, _LAYOUTS[shape["layout"]]), "residual": Operand(residual), "weight": Operand(weight)}
     wanted = {"out": bounds.rms_norm(grown, weight, EPS, dtype), "residual": grown}
-    return Problem(operands, lambda k, o: {"out": k.add_rms_norm(o["x"], o["residual"], o["weight"], EPS)}, wanted)
+    return Problem(operands, kernel_call("add_rms_norm", "x", "residual", "weight", EPS), wanted)
 
 
 def _silu_mul(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     gate_up = dice.normal(shape["tokens"], 2 * shape["outer"], dtype=dtype, scale=4.0)
     wanted = bounds.silu_mul(*halves(bounds.exact(gate_up)), dtype)
     operands = {"gate_up": Operand(gate_up, _LAYOUTS[shape["layout"]])}
-    return Problem(operands, lambda k, o: {"out": k.silu_mul(o["gate_up"])}, {"out": wanted})
+    return Problem(operands, kernel_call("silu_mul", "gate_up"), {"out": wanted})
 
 
 _FEW, _MANY = {"tokens": 3, "inner": 40, "outer": 24}, {"tokens": 257, "inner": 520, "outer": 129}

@@ -1,19 +1,19 @@
-"""Drawn mixtures of experts: routing, and what the experts of a token compute."""
+"""Random mixtures of experts: routing, and the sum of the outputs of a token's experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.device import KernelSet
 from outrider_conformance.drawn import bounds
-from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
+from outrider_conformance.drawn.dense import halves
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, kernel_call
 
-_APART = 0.25
-"""Router logits of a token differ by so much at least, so that one choice alone is right."""
+_MIN_LOGIT_GAP = 0.25
+"""Smallest gap between router logits of a token, so that only one choice of experts is right."""
 _EXPERTS = st.sampled_from((1, 2, 5, 8, 60, 128))
 _CHOSEN = st.integers(1, 8)
 _TOKENS = st.one_of(st.integers(1, 12), st.sampled_from((33, 64, 129)))
@@ -21,10 +21,10 @@ _SIZES = st.sampled_from((8, 24, 40, 136))
 
 
 def _distinct(shape: Shape, dtype: torch.dtype, dice: Dice) -> Tensor:
-    """Logits [T, E] in an order of their own in each row, one far from the next, also after rounding to ``dtype``."""
+    """Return logits [T, E] in a random order per row, with gaps that survive the rounding to ``dtype``."""
     tokens, count = shape["tokens"], shape["experts"]
     order = torch.stack([dice.order(count) for _ in range(tokens)])
-    apart = max(_APART, 8.0 * count * bounds.UNIT[dtype])
+    apart = max(_MIN_LOGIT_GAP, 8.0 * count * bounds.UNIT[dtype])
     shift = dice.whole(-3, 4, tokens, 1).double()
     return ((order.double() - count) * apart + shift).to(dtype)
 
@@ -43,11 +43,29 @@ def _route(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     error = weights * unit * (16 + 2 * spread + 2 * bounds.growth(shape["experts"], 1.0)) + 2.0**-140
     wanted: dict[str, bounds.Number | Tensor] = {"weights": bounds.Number(weights, error), "chosen": chosen}
 
-    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        made = kernels.route(o["logits"], count, renormalize=bool(shape["flag"]))
-        return {"weights": made[0], "chosen": made[1]}
-
+    call = kernel_call("route", "logits", count, results=("weights", "chosen"), renormalize=bool(shape["flag"]))
     return Problem({"logits": Operand(logits)}, call, wanted)
+
+
+def weighted_sum(
+    one: Callable[[int, Tensor], bounds.Number], weights: Tensor, chosen: Tensor, hidden: int, dtype: torch.dtype
+) -> bounds.Number:
+    """Return the sum over each token's experts, [T, hidden], by the shares ``weights`` and the experts ``chosen``, [T, k].
+
+    ``one(expert, rows)`` returns the output of one expert for these tokens, [rows, hidden].
+    """
+    value, error, magnitude = (torch.zeros(len(chosen), hidden, dtype=torch.float64) for _ in range(3))
+    for expert in chosen.unique().tolist():
+        rows, slots = (chosen == expert).nonzero(as_tuple=True)
+        made = one(expert, rows)
+        share = weights[rows, slots].double().unsqueeze(-1)
+        # A kernel may round a share to the dtype of the tokens before it multiplies, and round the product too.
+        part = bounds.rounded(bounds.Number(made.value * share, made.error * share), dtype, 2.0)
+        value.index_add_(0, rows, part.value)
+        error.index_add_(0, rows, part.error)
+        magnitude.index_add_(0, rows, part.value.abs())
+    # A kernel may keep the sum in the dtype of the tokens.
+    return bounds.rounded(bounds.Number(value, error + chosen.shape[1] * bounds.UNIT[dtype] * magnitude), dtype)
 
 
 def _experts(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -63,30 +81,14 @@ def _experts(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     weights = dice.positive(tokens, k, dtype=kept)
     operands = {"x": Operand(x), "weights": Operand(weights), "chosen": Operand(chosen)}
     operands |= {"gate_up": Operand(gate_up), "down": Operand(down)}
-    value, error = torch.zeros(tokens, hidden, dtype=torch.float64), torch.zeros(tokens, hidden, dtype=torch.float64)
-    magnitude = torch.zeros_like(value)
-    for expert in range(count):
-        rows, slots = (chosen == expert).nonzero(as_tuple=True)
-        if not len(rows):
-            continue
+
+    def one(expert: int, rows: Tensor) -> bounds.Number:
         both = bounds.product(bounds.exact(x[rows]), gate_up[expert], None, dtype)
-        gate, up = (
-            bounds.Number(part, off) for part, off in zip(both.value.chunk(2, -1), both.error.chunk(2, -1), strict=True)
-        )
-        made = bounds.product(bounds.silu_mul(gate, up, dtype), down[expert], None, dtype)
-        share = weights[rows, slots].double().unsqueeze(-1)
-        # A share may be rounded to the dtype of the tokens before it's multiplied, and so may the product.
-        part = bounds.rounded(bounds.Number(made.value * share, made.error * share), dtype, 2.0)
-        value.index_add_(0, rows, part.value)
-        error.index_add_(0, rows, part.error)
-        magnitude.index_add_(0, rows, part.value.abs())
-    # What is added up may be kept in the dtype of the tokens.
-    wanted = bounds.rounded(bounds.Number(value, error + k * bounds.UNIT[dtype] * magnitude), dtype)
+        return bounds.product(bounds.silu_mul(*halves(both), dtype), down[expert], None, dtype)
 
-    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {"out": kernels.experts(o["x"], o["weights"], o["chosen"], o["gate_up"], o["down"])}
+    wanted = weighted_sum(one, weights, chosen, hidden, dtype)
 
-    return Problem(operands, call, {"out": wanted})
+    return Problem(operands, kernel_call("experts", *operands), {"out": wanted})
 
 
 _FLAG = st.integers(0, 1)

@@ -1,4 +1,4 @@
-"""Running a drawn problem on a backend, and judging results, written operands and everything beside them."""
+"""Run a random problem on a backend, and check results, written operands and the memory around them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from outrider_conformance.lab import Lab
 
 
 def judge(lab: Lab, stream: Stream, problem: Problem, *, again: bool = False, slow: bool = False) -> None:
-    """Run ``problem`` on ``stream``. ``again``: a second call with other values must leave the first one's results alone."""
+    """Run ``problem`` on ``stream`` and check it. ``again``: a second call with other values must not change the results
+    of the first.
+    """
     backend = lab.backend
     kernels = backend.kernels_in_use
     placed = _place(lab, stream, problem.operands)
@@ -31,7 +33,7 @@ def judge(lab: Lab, stream: Stream, problem: Problem, *, again: bool = False, sl
 
 
 def judge_with(kernels: KernelSet, problem: Problem) -> None:
-    """The same for kernels on the host, without a backend."""
+    """Run and check ``problem`` with kernels on the host, without a backend."""
     placed = {name: Placed(operand, torch.device("cpu")) for name, operand in problem.operands.items()}
     made = problem.call(kernels, {name: one.view for name, one in placed.items()})
     _judge(problem, placed, dict(made))
@@ -43,7 +45,7 @@ def _place(lab: Lab, stream: Stream, operands: Mapping[str, Operand]) -> dict[st
 
 
 def _disturbed(problem: Problem) -> dict[str, Operand]:
-    """Other numbers of the same shapes; whole numbers stay, since they're indices."""
+    """Return other floating numbers of the same shapes. Integers stay unchanged, since they are indices."""
     return {
         name: Operand(_halved(one.tensor) if one.tensor.is_floating_point() else one.tensor, one.layout)
         for name, one in problem.operands.items()
@@ -51,7 +53,7 @@ def _disturbed(problem: Problem) -> dict[str, Operand]:
 
 
 def _halved(x: Tensor) -> Tensor:
-    """Its rows in turned order, halved; dtypes of one byte do no arithmetic."""
+    """Return the rows in reversed order, halved. One-byte dtypes have no arithmetic, so float64 computes."""
     return (x.double().flip(0) * 0.5).to(x.dtype)
 
 

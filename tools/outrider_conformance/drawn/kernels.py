@@ -1,4 +1,4 @@
-"""Every kernel that is drawn for, by name."""
+"""All kernels with random operands, by name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ KERNELS: Mapping[str, Drawn] = MappingProxyType(
 
 
 def corners(drawn: Drawn, dtype: torch.dtype, seed: int) -> Iterator[tuple[Shape, Problem]]:
-    """The problems that every run includes; ``seed`` draws their values."""
+    """Yield the problems that every run includes, with values from ``seed``."""
     for number, shape in enumerate(drawn.corners):
         yield shape, problem(drawn, shape, dtype, seed + number)
 
 
 def problem(drawn: Drawn, shape: Shape, dtype: torch.dtype, seed: int) -> Problem:
-    """One problem: the same for the same arguments, in every process."""
+    """Return one problem, the same for the same arguments in every process."""
     return drawn.make(shape, dtype, Dice(zlib.crc32(f"{drawn.kernel} {dtype} {seed}".encode())))

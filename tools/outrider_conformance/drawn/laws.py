@@ -1,4 +1,6 @@
-"""Draws as distributions: many seeds over a small vocabulary, held against the law in float64 by a chi-square test."""
+"""Sampled tokens as distributions: many seeds over a small vocabulary, compared with float64 probabilities by a
+chi-square test.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_STRICT = 5.0
-"""Standard deviations: a right backend fails about once in three million tests."""
-_LEAST = 8.0
+_LIMIT_SIGMAS = 5.0
+"""Standard deviations of the limit: a right backend fails about once in three million tests."""
+_MIN_EXPECTED_COUNT = 8.0
 ROWS = 12_000
 
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """Temperature and truncation of a request's draws."""
+    """Temperature and truncation of a request's samples."""
 
     temperature: float
     top_k: int = 0
@@ -24,7 +26,7 @@ class Shaping:
     min_p: float = 0.0
 
     def law(self, logits: Tensor) -> Tensor:
-        """The distribution that ``logits`` [..., V] give, float64; top-k, then top-p, then min-p, each renormalised."""
+        """Return the float64 probabilities of ``logits`` [..., V] after top-k, top-p and min-p, renormalised after each."""
         rows = [self._row(row) for row in logits.double().reshape(-1, logits.shape[-1])]
         return torch.stack(rows).view(logits.shape)
 
@@ -57,7 +59,7 @@ SHAPINGS: Sequence[Shaping] = (
 
 
 def follows(tokens: Tensor, law: Tensor, what: str) -> None:
-    """Fail unless ``tokens`` [n] look drawn from ``law`` [V]. A token without mass must never come."""
+    """Fail unless ``tokens`` [n] follow the probabilities ``law`` [V]. A token with probability 0 must never occur."""
     total = tokens.numel()
     assert total >= 400, f"{what}: {total} draws are too few to judge; there should be far more"
     assert ((tokens >= 0) & (tokens < law.numel())).all(), f"{what}: a token outside of the vocabulary"
@@ -72,7 +74,7 @@ def follows(tokens: Tensor, law: Tensor, what: str) -> None:
 
 
 def independent(one: Tensor, other: Tensor, law_one: Tensor, law_other: Tensor, what: str) -> None:
-    """Fail unless two draws of each row look independent, each from its law."""
+    """Fail unless the two tokens of each row look independent, each with its own probabilities."""
     joint = (law_one.unsqueeze(1) * law_other).flatten()
     statistic, limit = _chi_square(
         torch.bincount(one * law_other.numel() + other, minlength=joint.numel()).double(), joint * one.numel()
@@ -81,12 +83,12 @@ def independent(one: Tensor, other: Tensor, law_one: Tensor, law_other: Tensor, 
 
 
 def _chi_square(seen: Tensor, expected: Tensor) -> tuple[float, float]:
-    """The statistic, rare cells joined, and its limit (Wilson and Hilferty 1931)."""
-    common = expected >= _LEAST
+    """Return the statistic, with rare cells joined, and its limit (Wilson and Hilferty 1931)."""
+    common = expected >= _MIN_EXPECTED_COUNT
     cells = torch.cat((seen[common], seen[~common].sum().view(1)))
     means = torch.cat((expected[common], expected[~common].sum().view(1)))
     kept = means > 0
     statistic = float(((cells - means).square()[kept] / means[kept]).sum())
     freedom = max(int(kept.sum()) - 1, 1)
     spread = 2 / (9 * freedom)
-    return statistic, float(freedom * (1 - spread + _STRICT * spread**0.5) ** 3)
+    return statistic, float(freedom * (1 - spread + _LIMIT_SIGMAS * spread**0.5) ** 3)

@@ -1,4 +1,4 @@
-"""Drawn logits before a draw: biases, penalties, truncation, counts and reported log-probabilities."""
+"""Random logits before sampling: biases, penalties, truncation, counts and reported log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.device import KernelSet
 from outrider_conformance.drawn import bounds
-from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, kernel_call
 
 _LAYOUTS = ("rows", "wide")
 Mapped = Mapping[str, Tensor]
@@ -53,7 +52,7 @@ def _bias(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         "values": Operand(values),
         "until": Operand(until),
     }
-    return Problem(operands, lambda k, o: {"out": k.bias_logits(*(o[name] for name in operands))}, {"out": wanted})
+    return Problem(operands, kernel_call("bias_logits", *operands), {"out": wanted})
 
 
 def _bitmask(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -61,14 +60,14 @@ def _bitmask(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     batch, nodes, vocabulary = logits.shape
     allowed = dice.uniform(batch, nodes, vocabulary) < 0.5
     allowed[..., -1] = True
-    allowed[0, 0] = True  # everything: bit for bit as it is
+    allowed[0, 0] = True  # all tokens allowed: the row stays unchanged, bit for bit
     words = -(-vocabulary // 32)
-    bits = torch.ones(batch, nodes, 32 * words, dtype=torch.int64)  # what lies behind the vocabulary means nothing
+    bits = torch.ones(batch, nodes, 32 * words, dtype=torch.int64)  # bits beyond the vocabulary are ignored
     bits[..., :vocabulary] = allowed
     bitmask = (bits.view(batch, nodes, words, 32) << torch.arange(32)).sum(-1).to(torch.int32)
     operands = {"logits": Operand(logits, _LAYOUTS[shape["layout"]]), "bitmask": Operand(bitmask)}
     wanted = logits.masked_fill(~allowed, -torch.inf)
-    return Problem(operands, lambda k, o: {"out": k.apply_token_bitmask(o["logits"], o["bitmask"])}, {"out": wanted})
+    return Problem(operands, kernel_call("apply_token_bitmask", *operands), {"out": wanted})
 
 
 def _penalties(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -119,7 +118,7 @@ def _penalties(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         del operands["tree_mask"]
     names = ("logits", "tokens", "tree_mask", "rows", "counts", "penalties")
     wanted = {"out": bounds.Number(value, error)}
-    return Problem(operands, lambda k, o: {"out": k.penalize_logits(*(o.get(name) for name in names))}, wanted)  # type: ignore[arg-type]
+    return Problem(operands, kernel_call("penalize_logits", *names), wanted)
 
 
 def _count(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
@@ -140,11 +139,7 @@ def _count(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
                 after[row, token] += 2
     operands = {"counts": Operand(counts), "rows": Operand(rows), "tokens": Operand(tokens)}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        kernels.count_tokens(o["counts"], o["rows"], o["tokens"])
-        return {}
-
-    return Problem(operands, call, {"counts": after})
+    return Problem(operands, kernel_call("count_tokens", *operands), {"counts": after})
 
 
 # -- truncation ------------------------------------------------------------------------------------------------------
@@ -178,13 +173,13 @@ def _truncate(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
             for node in range(logits.shape[1]):
                 judge_truncated(out[row, node], logits[row, node], *limits, f"row {row}, node {node}, {limits}")
 
-    return Problem(operands, lambda k, o: {"out": k.truncate_logits(*(o[name] for name in operands))}, {}, judge)
+    return Problem(operands, kernel_call("truncate_logits", *operands), {}, judge)
 
 
 def judge_truncated(
     found: Tensor, logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, what: str
 ) -> None:
-    """Hold one row against the docstring in float64; a token on an edge, within rounding, may stay or go."""
+    """Check one row against the docstring in float64. A token at a limit, within rounding, may stay or be dropped."""
     kept = found == logits
     assert (kept | (found == -torch.inf)).all(), f"{what}: a logit is neither what it was nor -inf"
     if temperature == 0:
@@ -198,7 +193,7 @@ def judge_truncated(
     edge = ranked[min(top_k if top_k > 0 else vocabulary, vocabulary) - 1]
     must, may = ranked > edge + slack, ranked >= edge - slack
     must = must | (ranked == edge)
-    # Mass of what is likelier: at least that of what must stay, at most that of all that may.
+    # Probability of likelier tokens: at least that of tokens that must stay, at most that of all that may stay.
     off = 16 * unit * (float(ranked[0].abs()) + 8) + bounds.growth(vocabulary, unit)
     weight = torch.exp(ranked - ranked[0])
     if top_p < 1:
@@ -231,10 +226,6 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     error = error + bounds.growth(vocabulary, unit)
     operands = {"logits": Operand(logits, _LAYOUTS[shape["layout"]]), "tokens": Operand(tokens)}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        values, ids = kernels.logprobs(o["logits"], o["tokens"], count)
-        return {"values": values, "ids": ids}
-
     def judge(made: Mapped) -> None:
         values, ids = made["values"], made["ids"]
         shapes = (tuple(values.shape), tuple(ids.shape))
@@ -253,6 +244,7 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         bounds.compare(values[..., 1:], bounds.Number(best, error.amax(-1, keepdim=True).expand_as(best)), "the likeliest")
         assert (values[..., 1:-1] >= values[..., 2:]).all(), "the likeliest tokens aren't in order"
 
+    call = kernel_call("logprobs", "logits", "tokens", count, results=("values", "ids"))
     return Problem(operands, call, {}, judge)
 
 

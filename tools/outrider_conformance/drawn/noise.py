@@ -1,4 +1,6 @@
-"""The interface's draws, computed again in numpy: Philox4x32-10 (Salmon et al., SC 2011) and Gumbel noise in float64."""
+"""The random numbers of the interface, computed in numpy: Philox4x32-10 (Salmon et al., SC 2011) and Gumbel noise in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SAMPLE, ACCEPT, DRAFT, RESIDUAL = range(4)
 
 
 def uniforms(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:
-    """Float64 in (0, 1), shape ``seeds.shape + (count,)``: value i is word i % 4 of block i // 4, its upper 23 bits."""
+    """Return float64 in (0, 1) of shape ``seeds.shape + (count,)``. Value i is word i % 4 of block i // 4, its upper 23
+    bits.
+    """
     seed = seeds.numpy().astype(np.int64).view(np.uint64)[..., None]
     position = positions.numpy().astype(np.int64).view(np.uint64)[..., None]
     block = np.arange((count + 3) // 4, dtype=np.uint64)
@@ -36,5 +40,5 @@ def uniforms(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:
-    """Gumbel noise of the same shape."""
+    """Return Gumbel noise of the shape that :func:`uniforms` returns."""
     return -torch.log(-torch.log(uniforms(seeds, positions, lane, count)))

@@ -1,15 +1,17 @@
-"""One drawn call of a kernel: its operands with what lies around them, the call, and what must hold afterwards."""
+"""One random call of a kernel: operands in poisoned memory, the call, and the right results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from outrider.device import KernelSet
+from outrider_conformance.case import call_kernel
 from outrider_conformance.drawn.bounds import Number
 
 Shape = Mapping[str, int]
@@ -20,32 +22,46 @@ _COLUMNS = 8
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """``tensor``: values on the host. ``layout``: how it lies in memory that is poisoned around it.
-
-    ``rows``: with poison before and behind; ``wide``: also between its rows; ``columns``: as the transpose of its last two
-    dimensions; ``alone``: nothing around it.
-    """
+    """An operand of a kernel on the host, with its layout on the device."""
 
     tensor: Tensor
     layout: str = "rows"
+    """``rows``: poison before and after the operand; ``wide``: also between its rows; ``columns``: the transpose of the last
+    two dimensions; ``alone``: no poison.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``call`` gives results by name; ``wanted`` says of these, and of each operand that is written, what they are.
-
-    A whole-number tensor is compared for equality. ``judge`` looks at results for which several answers are right.
-    """
+    """One call of a kernel with the conditions that its results meet."""
 
     operands: Mapping[str, Operand]
     call: Callable[[KernelSet, Mapping[str, Tensor]], Mapping[str, Tensor]]
+    """Call the kernel, and return its results by name."""
     wanted: Mapping[str, Wanted]
+    """Right results, and right contents of each written operand. Integers are compared for equality."""
     judge: Callable[[Mapping[str, Tensor]], None] | None = None
+    """Check results of which several are right."""
 
     @property
     def changed(self) -> frozenset[str]:
-        """Operands that the kernel may write."""
+        """Names of the operands that the kernel may write."""
         return frozenset(self.operands) & frozenset(self.wanted)
+
+
+def kernel_call(
+    method: str, *arguments: str | float | None, results: tuple[str, ...] = ("out",), **options: Any
+) -> Callable[[KernelSet, Mapping[str, Tensor]], Mapping[str, Tensor]]:
+    """Return the call of a problem: kernel ``method`` with operands by name, or with other values.
+
+    ``results`` names what the kernel returns. A kernel that only writes its operands has no results.
+    """
+
+    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        made = call_kernel(kernels, method, arguments, o, **options)
+        return dict(zip(results[: len(made)], made, strict=True))
+
+    return call
 
 
 Make = Callable[[Shape, torch.dtype, "Dice"], Problem]
@@ -53,19 +69,21 @@ Make = Callable[[Shape, torch.dtype, "Dice"], Problem]
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A kernel, the dimensions that are drawn for it, those that every run includes, and how a problem is made of them.
-
-    ``choices``: it works on whole numbers or float32 alone, so one dtype is enough. ``format``: it's for backends that
-    declare this format of quantised weights. ``cache``: for kernels that declare this format of a KV cache.
-    """
+    """A kernel with the random shapes and the fixed shapes of its problems."""
 
     kernel: str
     make: Make
+    """Return a problem of a shape."""
     dimensions: Mapping[str, SearchStrategy[int]]
+    """The random dimensions of a shape."""
     corners: Sequence[Shape] = ()
+    """Shapes that every run includes."""
     choices: bool = False
+    """Whether the kernel works only on integers or float32, so that one dtype is enough."""
     format: str | None = None
+    """Format of quantised weights that the backend must declare."""
     cache: str | None = None
+    """Format of a KV cache that the kernels must declare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +97,31 @@ class Dice:
         object.__setattr__(self, "generator", torch.Generator().manual_seed(self.seed))
 
     def normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Normal numbers, rounded to ``dtype``."""
+        """Return normal numbers, rounded to ``dtype``."""
         return (torch.randn(shape, generator=self.generator) * scale).to(dtype)
 
     def positive(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Numbers between a half and one: what a sum in too narrow a dtype stops adding."""
+        """Return numbers between a half and one. Their sum stops growing in too narrow a dtype."""
         return ((torch.rand(shape, generator=self.generator) * 0.5 + 0.5) * scale).to(dtype)
 
     def whole(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Whole numbers from ``low`` to below ``high``."""
+        """Return integers from ``low`` to below ``high``."""
         return torch.randint(low, high, shape, generator=self.generator).to(dtype)
 
     def uniform(self, *shape: int) -> Tensor:
-        """Between 0 and 1, float32."""
+        """Return float32 numbers between 0 and 1."""
         return torch.rand(shape, generator=self.generator)
 
     def order(self, count: int) -> Tensor:
-        """A permutation."""
+        """Return a random permutation of ``count`` indices."""
         return torch.randperm(count, generator=self.generator)
 
     def coin(self) -> bool:
-        """Heads or tails."""
+        """Return True or False with equal probability."""
         return bool(self.whole(0, 2, 1))
 
     def factors(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Operands of a sum: of both signs, or all positive, the last one of each row large."""
+        """Return operands of a sum: normal, or all positive. The last number of each row is large."""
         made = (
             self.normal(*shape, dtype=dtype, scale=scale) if self.coin() else self.positive(*shape, dtype=dtype, scale=scale)
         )
@@ -112,7 +130,7 @@ class Dice:
 
 
 class Placed:
-    """An operand on the device, and its whole memory as it was."""
+    """An operand on the device, with the original contents of its whole memory."""
 
     def __init__(self, operand: Operand, device: torch.device) -> None:
         self._layout, self._tensor = operand.layout, operand.tensor
@@ -134,7 +152,9 @@ class Placed:
         return torch.full(shape, fill, dtype=dtype)
 
     def _margin(self) -> int:
-        """Rows before and behind; the first element lies at a multiple of 16 bytes, as an allocation does."""
+        """Return the poisoned rows before and after the operand. The first element is aligned to 16 bytes, as in an
+        allocation.
+        """
         row = self._tensor.element_size()
         for size in self._tensor.shape[1:]:
             row *= size
@@ -152,13 +172,13 @@ class Placed:
 
     @property
     def view(self) -> Tensor:
-        """What the kernel gets."""
+        """The tensor that the kernel receives."""
         view = self._inside(self._buffer)
         return view.transpose(-1, -2) if self._flipped else view
 
     def read(self) -> tuple[Tensor, bool]:
-        """What the operand holds now, on the host, and whether all around it is as it was, bit for bit."""
-        now = self._buffer.to("cpu", copy=True)  # results may share the operand's memory, and stay as they are
+        """Return the current contents on the host, and whether the memory around the operand is unchanged, bit for bit."""
+        now = self._buffer.to("cpu", copy=True)  # a copy: results may share the operand's memory
         found = self._inside(now).clone()
         self._inside(now).copy_(self._tensor)
         kept = same_bits(now, self._before)
@@ -166,14 +186,14 @@ class Placed:
 
     @property
     def before(self) -> Tensor:
-        """What it held."""
+        """The original contents of the operand."""
         return self._tensor.transpose(-1, -2) if self._flipped else self._tensor
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two host tensors are the same in every bit, NaN included."""
+    """Return whether two host tensors are equal in every bit, NaN included."""
     these, those = _bytes(one), _bytes(other)
-    # Words are compared in an eighth of the time.
+    # A comparison of 8-byte words takes an eighth of the time.
     words = torch.int64 if these.numel() == those.numel() and these.numel() % 8 == 0 else torch.uint8
     return torch.equal(these.view(words), those.view(words))
 

@@ -1,9 +1,10 @@
-"""Drawn products with quantised weights. Each value of an activation lies well inside one step of its quantisation."""
+"""Random products with quantised weights. Each activation lies well inside one quantisation step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -24,7 +25,8 @@ from outrider_conformance.drawn.attention import (
     turned_queries,
     with_padding,
 )
-from outrider_conformance.drawn.dense import EPS
+from outrider_conformance.drawn.dense import EPS, halves
+from outrider_conformance.drawn.experts import weighted_sum
 from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
 
 _BLOCKS = ("channel", "group", "block", "wide group")
@@ -41,7 +43,7 @@ def _spread(grid: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Ten
 
 
 def _weight(shape: Shape, format: str, dice: Dice) -> tuple[dict[str, Operand], Tensor]:
-    """Operands of the weight, its bytes as words of 32 bits; and what it stands for, in float64."""
+    """Return the operands of the weight, with data as 32-bit words, and its float64 values."""
     size, block = (shape["outer"], shape["inner"]), _block(shape)
     grid = (-(-size[0] // block[0]), -(-size[1] // block[1]))
     if format == "fp8":
@@ -63,7 +65,7 @@ def _weight(shape: Shape, format: str, dice: Dice) -> tuple[dict[str, Operand], 
 
 
 def _activations(shape: Shape, format: str, dtype: torch.dtype, dice: Dice) -> tuple[dict[str, Operand], bounds.Number]:
-    """x, what it is once it was quantised, and its scale where that is given."""
+    """Return x, its values after quantisation, and the operand of a given scale."""
     rows, width = shape["tokens"], shape["inner"]
     if format == "fp8":
         steps = (2.0 ** dice.whole(-4, 8, rows, width).double()) * (1 + dice.whole(0, 8, rows, width).double() / 8)
@@ -92,7 +94,8 @@ def _activations(shape: Shape, format: str, dtype: torch.dtype, dice: Dice) -> t
 
 def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     active = {"fp8": "fp8", "int8": "int8", "int4": "int8"}[format] if shape["active"] else None
-    operands, weight = _weight(shape, format, dice)
+    parts, weight = _weight(shape, format, dice)
+    operands = {f"own {name}": each for name, each in parts.items()}
     if active is None:
         x = dice.factors(shape["tokens"], shape["inner"], dtype=dtype)
         more, number = {"x": Operand(x)}, bounds.exact(x)
@@ -104,21 +107,14 @@ def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice)
         operands["bias"] = Operand(bias)
     # The weight may be rounded to the dtype before the product.
     once = _once_more(number, dtype)
-    size, block = (shape["outer"], shape["inner"]), _block(shape)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        zeros = o.get("zeros")
-        made = QuantizedWeight(
-            format=format,
-            data=o["data"].view(QUANTIZED_FORMATS[format]),
-            scales=o["scales"],
-            block=block,
-            shape=size,
-            zero_points=None if zeros is None else zeros.to(torch.int8),
-            activations=active,
-            activation_group=16 if shape["active"] == 2 else 0,
-            input_scale=o.get("input_scale"),
-        )
+        quantized = {
+            "activations": active,
+            "activation_group": 16 if shape["active"] == 2 else 0,
+            "input_scale": o.get("input_scale"),
+        }
+        made = _record(format, shape, o, "own", (shape["outer"], shape["inner"]), **quantized)
         return {"out": kernels.linear_quantized(o["x"], made, o.get("bias"))}
 
     return Problem(operands, call, {"out": bounds.product(once, weight, bias, dtype)})
@@ -142,7 +138,10 @@ _CORNERS = (
 
 
 def _norm_linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    """Plain activations: how a norm's are quantised hangs on its last bit. ``linear_quantized`` is drawn with them."""
+    """Return a problem with unquantised activations, since the quantisation of a norm depends on its last bit.
+
+    ``linear_quantized`` has problems with quantised activations.
+    """
     tokens, hidden, inner = shape["tokens"], 40, shape["inner"]
     first, into = _weight({**shape, "outer": hidden}, format, dice)
     second, out_of = _weight({**shape, "inner": hidden}, format, dice)
@@ -157,20 +156,19 @@ def _norm_linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: 
     operands |= {name: Operand(bias) for name, bias in given.items()}
     number = bounds.exact(x)
     if shape["active"]:
-        gate, up = (bounds.exact(part) for part in x.chunk(2, -1))
-        number = bounds.silu_mul(gate, up, dtype)
+        number = bounds.silu_mul(*halves(number), dtype)
     made = bounds.product(_once_more(number, dtype), into, given.get("first bias"), dtype)
     grown = bounds.add(bounds.exact(residual), made, dtype)
-    wanted = _behind(grown, norm, out_of, given.get("second bias"), dtype)
+    wanted = _normed_product(grown, norm, out_of, given.get("second bias"), dtype)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {"out": kernels.norm_linear_quantized(*_between(format, shape, o))}
+        return {"out": kernels.norm_linear_quantized(*_fused_arguments(format, shape, o))}
 
     return Problem(operands, call, {"out": wanted, "residual": grown})
 
 
 def _linear_quantized_add(format: str, shape: Shape, dtype: torch.dtype, dice: Dice, *, normed: bool = False) -> Problem:
-    """As above, with no product behind; ``normed``: a norm is."""
+    """Return the problem of the first product and the residual only, followed by a norm if ``normed``."""
     made = _norm_linear_quantized(format, shape, dtype, dice)
     grown = made.wanted["residual"]
     assert isinstance(grown, bounds.Number)
@@ -187,15 +185,17 @@ def _linear_quantized_add(format: str, shape: Shape, dtype: torch.dtype, dice: D
     return Problem(operands, call, {"out": wanted, "residual": grown})
 
 
-def _behind(grown: bounds.Number, norm: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bounds.Number:
-    """The product of the norm of ``grown`` with ``weight``."""
+def _normed_product(
+    grown: bounds.Number, norm: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> bounds.Number:
+    """Return the product of the norm of ``grown`` with ``weight``."""
     return bounds.product(_once_more(bounds.rms_norm(grown, norm, EPS, dtype), dtype), weight, bias, dtype)
 
 
-def _between(
+def _fused_arguments(
     format: str, shape: Shape, o: Mapping[str, Tensor]
 ) -> tuple[QuantizedProduct, Tensor, Tensor, float, QuantizedWeight, Tensor | None]:
-    """What ``norm_linear_quantized`` takes."""
+    """Return the arguments of ``norm_linear_quantized``."""
     second = _record(format, shape, o, "second", (shape["outer"], o["residual"].shape[1]))
     return _first(format, shape, o), o["residual"], o["norm"], EPS, second, o.get("second bias")
 
@@ -206,7 +206,7 @@ def _first(format: str, shape: Shape, o: Mapping[str, Tensor]) -> QuantizedProdu
 
 
 def _embed_beside_linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    """Plain activations, as above."""
+    """Return a problem with unquantised activations: embeddings joined with hidden states."""
     parts, weight = _weight(shape, format, dice)
     wide = shape["inner"] // 4
     embedding = dice.factors(_VOCABULARY, wide, dtype=dtype)
@@ -261,7 +261,7 @@ def _norm_linear_quantized_rope(
     wanted = turned_queries(product, operands, heads, kv_heads, real, dtype)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {"out": kernels.norm_linear_quantized_rope_write_cache(*_between(format, shape, o), rotary_of(o))}
+        return {"out": kernels.norm_linear_quantized_rope_write_cache(*_fused_arguments(format, shape, o), rotary_of(o))}
 
     return Problem(operands, call, {**wanted, "residual": made.wanted["residual"]})
 
@@ -269,8 +269,9 @@ def _norm_linear_quantized_rope(
 def _attention_norm_linear_quantized(
     format: str, shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None, *, activated: bool = False
 ) -> Problem:
-    """Plain activations, as above. What attention gives may be rounded to the dtype, or never. ``activated``: the second
-    weight is gate and up, and what is judged is what the product behind them takes.
+    """Return a problem with unquantised activations. A kernel may round the attention to the dtype, or not.
+
+    ``activated``: the second weight is gate and up, and the result is the input of the following product.
     """
     batch = drawn_batch(shape, dtype, dice, cache)
     tokens, inner = batch.operands["q"].tensor.shape[0], batch.operands["q"].tensor[0].numel()
@@ -299,35 +300,28 @@ def _attention_norm_linear_quantized(
         made = bounds.product(_once_more(x, dtype), exact["first"], given.get("first"), dtype)
         made = bounds.Number(made.value, made.error + off * (1 + 4 * bounds.UNIT[dtype]))
         grown.append(bounds.add(bounds.exact(rows), made, dtype))
-        outs.append(_behind(grown[-1], norm, exact["second"], given.get("second"), dtype))
+        outs.append(_normed_product(grown[-1], norm, exact["second"], given.get("second"), dtype))
         if activated:
-            outs[-1] = _activated(outs[-1], dtype)
+            outs[-1] = bounds.silu_mul(*halves(outs[-1]), dtype)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         output, weight, *down = (_record(format, shape, o, name, size) for name, size in sizes.items())
         attended = o["q"], o["k_cache"], o["v_cache"], batch.metadata(o), output, o.get("first bias")
-        behind = o["residual"], o["norm"], EPS, weight, o.get("second bias")
+        following = o["residual"], o["norm"], EPS, weight, o.get("second bias")
         how = batch.scale, batch.window
         if not activated:
             joined = kernels.attention_norm_linear_quantized
-            return {"out": joined(*attended, *behind, scale=how[0], window=how[1])}
+            return {"out": joined(*attended, *following, scale=how[0], window=how[1])}
         pending = down[0], o.get("down bias")
-        made = kernels.attention_norm_linear_silu_mul_quantized(*attended, *behind, *pending, scale=how[0], window=how[1])
+        made = kernels.attention_norm_linear_silu_mul_quantized(*attended, *following, *pending, scale=how[0], window=how[1])
         return {"out": _taken(made, *pending, real=sum(counts))}
 
     wanted = {"out": with_padding(outs, batch.padding), "residual": with_padding(grown, batch.padding)}
     return Problem(operands, call, wanted)
 
 
-def _activated(both: bounds.Number, dtype: torch.dtype) -> bounds.Number:
-    """Gate and up as one, [n, 2 I] → [n, I]."""
-    halves = zip(both.value.chunk(2, -1), both.error.chunk(2, -1), strict=True)
-    gate, up = (bounds.Number(part, off) for part, off in halves)
-    return bounds.silu_mul(gate, up, dtype)
-
-
 def _taken(made: QuantizedProduct, down: QuantizedWeight, bias: Tensor | None, *, real: int) -> Tensor:
-    """What a pending product takes, once it was activated; with what else there is of it."""
+    """Return the activated input of a pending product, after checks of its weight, bias and row maxima."""
     assert made.weight is down, "the product that is left to be made is one with another weight"
     assert made.bias is bias, "the product that is left to be made has another bias"
     x = KernelSet().silu_mul(made.x) if made.gated else made.x
@@ -343,7 +337,9 @@ _VOCABULARY = 37
 
 
 def _experts_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    """Plain activations, as above. Rows of one expert after another, with a scale a row or a group of columns."""
+    """Return a problem with unquantised activations. The weights of all experts are stacked, scaled by row or column
+    group.
+    """
     tokens, hidden, count = shape["tokens"], shape["inner"], 1 + shape["outer"] % 8
     chosen_each, form = min(1 + shape["active"], count), {**shape, "blocks": shape["blocks"] % 2}
     sizes = {"gates": (count * 2 * _INNER, hidden), "down": (count * hidden, _INNER)}
@@ -357,19 +353,13 @@ def _experts_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice
     chosen = torch.stack([dice.order(count)[:chosen_each] for _ in range(tokens)])
     weights = dice.positive(tokens, chosen_each, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
     operands |= {"x": Operand(x), "weights": Operand(weights), "chosen": Operand(chosen)}
-    value, error, magnitude = (torch.zeros(tokens, hidden, dtype=torch.float64) for _ in range(3))
-    for expert in range(count):
-        rows, slots = (chosen == expert).nonzero(as_tuple=True)
-        if not len(rows):
-            continue
+
+    def one(expert: int, rows: Tensor) -> bounds.Number:
         both = bounds.product(_once_more(bounds.exact(x[rows]), dtype), exact["gates"][expert], None, dtype)
-        made = bounds.product(_once_more(_activated(both, dtype), dtype), exact["down"][expert], None, dtype)
-        share = weights[rows, slots].double().unsqueeze(-1)
-        part = bounds.rounded(bounds.Number(made.value * share, made.error * share), dtype, 2.0)
-        value.index_add_(0, rows, part.value)
-        error.index_add_(0, rows, part.error)
-        magnitude.index_add_(0, rows, part.value.abs())
-    wanted = bounds.rounded(bounds.Number(value, error + chosen_each * bounds.UNIT[dtype] * magnitude), dtype)
+        activated = bounds.silu_mul(*halves(both), dtype)
+        return bounds.product(_once_more(activated, dtype), exact["down"][expert], None, dtype)
+
+    wanted = weighted_sum(one, weights, chosen, hidden, dtype)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         first, second = (_record(format, form, o, name, size) for name, size in sizes.items())
@@ -378,7 +368,10 @@ def _experts_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice
     return Problem(operands, call, {"out": wanted})
 
 
-def _record(format: str, shape: Shape, o: Mapping[str, Tensor], name: str, size: tuple[int, int]) -> QuantizedWeight:
+def _record(
+    format: str, shape: Shape, o: Mapping[str, Tensor], name: str, size: tuple[int, int], **quantized: Any
+) -> QuantizedWeight:
+    """Return the weight whose operands are called ``name``, with the ``quantized`` activations of its layer."""
     zeros = o.get(f"{name} zeros")
     return QuantizedWeight(
         format=format,
@@ -387,11 +380,12 @@ def _record(format: str, shape: Shape, o: Mapping[str, Tensor], name: str, size:
         block=_block({**shape, "inner": size[1]}),
         shape=size,
         zero_points=None if zeros is None else zeros.to(torch.int8),
+        **quantized,
     )
 
 
 def _once_more(number: bounds.Number, dtype: torch.dtype) -> bounds.Number:
-    """A factor of a weight that may be rounded to the dtype before the product."""
+    """Return a factor of a weight that a kernel may round to the dtype before the product."""
     return bounds.Number(number.value, number.error + 4 * bounds.UNIT[dtype] * number.value.abs())
 
 

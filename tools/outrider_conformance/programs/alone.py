@@ -1,4 +1,4 @@
-"""What a failing program's script calls."""
+"""The main function of the script that reproduces a failing program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider_conformance.programs.trial import try_program
 
 
 def main(program: Program) -> None:
-    """Run ``program`` on the backend that the command line names; the exit code is 1 where it fails."""
+    """Run ``program`` on the backend that the command line names. The exit code is 1 if a run fails."""
     parser = argparse.ArgumentParser(description="One program over the interface, judged by the model of its contract.")
     parser.add_argument("--backend", required=True, help="as `outrider backends` lists them")
     parser.add_argument("--times", type=int, default=20, help="how often, where time decides")

@@ -1,8 +1,8 @@
-"""What hypothesis draws: programs that the model takes, with traps for what drivers get wrong.
+"""Generate random programs that the model accepts, with sequences that often expose driver faults.
 
-Steps are drawn one by one. Where the model says that one would race, order is put in before it: by an event that covers what
-is missing (recorded long ago, or just now, perhaps again), or by the host. So programs are free of races by construction, and
-no more ordered than they need to be.
+Steps are generated one by one. If the model reports a race, the generator inserts an ordering step before the new step: a
+wait for an event that covers the earlier access, or a host wait. Programs are therefore free of races, and ordered no
+more than necessary.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from outrider_conformance.programs.nodes import Node, Senseless, Unordered
 
 _T = TypeVar("_T")
 _WHOLE = "int64"
-_GRAPHS, _SLOWS = 3, 6
-_HOST = ("host_read", "host_write", "query", "item", "send")
+_MAX_GRAPHS, _MAX_DELAYS = 3, 6
+_HOST_STEPS = ("host_read", "host_write", "query", "item", "send")
 
 
 @st.composite
 def programs(draw: Callable[[Any], Any], abilities: Abilities, family: str) -> Model:
-    """A program of ``family`` for a backend with these abilities, judged by the model already.
+    """Generate a program of ``family`` for a backend with these abilities, applied to the model.
 
-    One draw of a source of chance, not one for each choice, which would take ten times as long: a program that fails is made
-    smaller as a program, where each step can be left out (:mod:`outrider_conformance.programs.shrinking`).
+    Hypothesis draws one source of randomness per program, since one draw per choice takes ten times as long. A failing
+    program is shrunk as a program (:mod:`outrider_conformance.programs.shrinking`).
     """
     return _Drawing(draw(st.randoms(use_true_random=True)), abilities, family).program()
 
 
 class _Drawing:
-    """One program in the making."""
+    """One program under construction."""
 
     def __init__(self, random: Random, abilities: Abilities, family: str) -> None:
         self._random = random
@@ -60,24 +60,24 @@ class _Drawing:
         self.events = list(range(head.events))
         self.buffers = list(range(len(head.buffers)))
         self.slots = list(range(len(head.slots)))
-        self.graphs = list(range(_GRAPHS))
+        self.graphs = list(range(_MAX_GRAPHS))
 
     # -- draws -----------------------------------------------------------------------------------------------------
 
     def number(self, least: int, most: int) -> int:
-        """A whole number."""
+        """Return a random integer from ``least`` to ``most``."""
         return self._random.randint(least, most)
 
     def pick(self, among: Sequence[_T]) -> _T:
-        """One of them."""
+        """Return a random element of the sequence."""
         return among[0] if len(among) == 1 else among[self.number(0, len(among) - 1)]
 
     def chance(self, percent: int) -> bool:
-        """True about as often."""
+        """Return True with a probability of ``percent``."""
         return self.number(0, 99) >= 100 - percent
 
     def fresh(self) -> int:
-        """A number that no other step has: a value, or the seed of a pattern."""
+        """Return a number that no other step uses: a value, or the seed of a pattern."""
         self.seed += 1
         return self.seed
 
@@ -88,7 +88,7 @@ class _Drawing:
         sizes = [1, 3, 17, 64, 257, 1023, 4099, 65_537]
         large = self.pick(sizes)
         if self.family in ("copies", "graphs") and self.chance(8):
-            large = 700_001  # several MiB, whatever the dtype
+            large = 700_001  # several MiB in every dtype
         homes = [self.number(0, streams - 1) for _ in range(5)]
         return Program(
             streams=streams,
@@ -105,7 +105,7 @@ class _Drawing:
     # -- making one ------------------------------------------------------------------------------------------------
 
     def program(self) -> Model:
-        """All of it."""
+        """Generate the steps, and return the model after the whole program."""
         for _ in range(self.number(6, 26)):
             self.one(self.pick(self.kinds))
         self.model.program = replace(self.model.program, steps=tuple(self.steps))
@@ -113,7 +113,7 @@ class _Drawing:
         return self.model
 
     def one(self, kind: str) -> None:
-        """One step of a kind, with what must come before it."""
+        """Add one step of a kind, with the steps that must precede it."""
         step = getattr(self, "_" + kind)()
         if step is not None:
             self.emit(step)
@@ -121,7 +121,7 @@ class _Drawing:
                 self.emit(lang.Record(step.stream, self.pick(self.events)))
 
     def emit(self, step: Step) -> None:
-        """Add a step, and order before it what it needs; leave it out where it makes no sense."""
+        """Add a step, preceded by steps that order it. A step that the contract forbids is left out."""
         for _ in range(8):
             try:
                 self.model.apply(step, (len(self.steps),))
@@ -134,7 +134,7 @@ class _Drawing:
                 return
 
     def order(self, step: Step, earlier: Node) -> None:
-        """Put in what orders ``step`` after ``earlier``."""
+        """Add a step that orders ``step`` after ``earlier``."""
         state, model = self.model.state, self.model
         stream = getattr(step, "stream", None)
         covering = [
@@ -158,21 +158,21 @@ class _Drawing:
     # -- spans -----------------------------------------------------------------------------------------------------
 
     def span(self, of: int, length: int, count: int, *, dense: bool = False) -> Span:
-        """``count`` elements somewhere in ``length``."""
+        """Return a random span of ``count`` elements within ``length``."""
         most = (length - 1) // (count - 1) if count > 1 else 1
         stride = 1 if dense or most < 2 or self.chance(60) else self.number(2, min(most, 5))
         last = length - ((count - 1) * stride + 1 if count else 0)
         return Span(of, self.number(0, last) if last and self.chance(70) else 0, count, stride)
 
     def count(self, length: int) -> int:
-        """How many elements: all of them, none, one, or some."""
+        """Return a random number of elements: all, none, one or some."""
         how = self.number(0, 9)
         if how < 4:
             return length
         return 0 if how == 4 else min(1, length) if how == 5 else self.number(1, length)
 
     def two(self, *, whole: bool = False) -> tuple[Span, Span] | None:
-        """A destination and a source of one dtype."""
+        """Return random spans of two buffers of one dtype: destination and source."""
         memories = self.model.program.buffers
         usable = [n for n in self.buffers if not whole or memories[n].dtype == _WHOLE]
         pairs = [(a, b) for a in usable for b in usable if a != b and memories[a].dtype == memories[b].dtype]
@@ -184,7 +184,7 @@ class _Drawing:
         return self.span(to, length, count), self.span(source, length, count)
 
     def crossing(self) -> tuple[Span, Span] | None:
-        """A span of a buffer and one of a slot, both dense."""
+        """Return dense random spans of a buffer and of a pinned slot of one dtype."""
         program = self.model.program
         pairs = [(b, s) for b in self.buffers for s in self.slots if program.buffers[b].dtype == program.slots[s].dtype]
         if not pairs:
@@ -198,7 +198,7 @@ class _Drawing:
 
     def _slow(self) -> Step | None:
         self.slows += 1
-        return lang.Slow(self.pick(self.streams)) if self.slows <= _SLOWS else None
+        return lang.Slow(self.pick(self.streams)) if self.slows <= _MAX_DELAYS else None
 
     def _fill(self) -> Step:
         of = self.pick(self.buffers)
@@ -236,7 +236,7 @@ class _Drawing:
     def _lend(self) -> Step | None:
         found = self.two(whole=True)
         maker, user = self.pick(self.streams), self.pick(self.streams)
-        if found is None or maker == user or self.slows >= _SLOWS:
+        if found is None or maker == user or self.slows >= _MAX_DELAYS:
             return None
         self.slows += 1
         return lang.Lend(maker, user, self.pick(self.events), *found, self.fresh(), self.number(1, 6))
@@ -255,7 +255,7 @@ class _Drawing:
         return lang.Wait(self.pick(self.streams), self.pick(self.events))
 
     def _pile(self) -> None:
-        """Two dozen waits that are pending at a time, for generations of one event: the last of them orders a read."""
+        """Add two dozen pending waits for generations of one event, of which the last orders a read."""
         a, b = self.pick(self.streams), self.pick(self.streams)
         found = self.two(whole=True)
         if a == b or found is None:
@@ -272,7 +272,7 @@ class _Drawing:
         self.emit(lang.Copy(b, to, source, True))
 
     def _perhaps_elsewhere(self, *steps: Step) -> None:
-        """Emit the steps; sometimes it's the other host thread that does them."""
+        """Add the steps, sometimes on the other host thread."""
         if self.chance(50 if self.family == "threads" else 15):
             self.emit(lang.Elsewhere(steps))
         else:
@@ -280,10 +280,10 @@ class _Drawing:
                 self.emit(step)
 
     def _relay(self) -> None:
-        """A late write, a record, and at once whoever must wait for it: another stream, or the host."""
+        """Add a late write, a record, and at once the wait of another stream or of the host."""
         a, b = self.pick(self.streams), self.pick(self.streams)
         event, crossing, found = self.pick(self.events), self.crossing(), self.two()
-        if a == b or crossing is None or found is None or self.slows >= _SLOWS:
+        if a == b or crossing is None or found is None or self.slows >= _MAX_DELAYS:
             return
         self.slows += 1
         self._record_early(a, event)
@@ -303,7 +303,7 @@ class _Drawing:
         self.emit(lang.Slow(a))
         self.emit(lang.Download(a, slot, buffer))
         self._perhaps_elsewhere(lang.Record(a, event))
-        if self.chance(30):  # pinned memory is read when the copy runs, not when it's enqueued
+        if self.chance(30):  # pinned memory is read when the copy runs, not when it is enqueued
             self.emit(lang.Wait(b, event))
             self.emit(lang.Upload(b, buffer, slot))
             return
@@ -313,7 +313,7 @@ class _Drawing:
         self._perhaps_elsewhere(lang.Synchronize(how, a if how == "stream" else event), lang.HostRead(slot.of))
 
     def _record_early(self, stream: int, event: int) -> None:
-        """Often the event has a generation already, and that is over."""
+        """Often give the event a generation that has completed already."""
         if self.chance(60):
             self.emit(lang.Record(stream, event))
             if self.chance(50):
@@ -345,22 +345,22 @@ class _Drawing:
     def _signal(self) -> Step | None:
         first, second = self.two(whole=True), self.two(whole=True)
         setter, waiter = self.pick(self.streams), self.pick(self.streams)
-        if first is None or second is None or setter == waiter or self.slows >= _SLOWS:
+        if first is None or second is None or setter == waiter or self.slows >= _MAX_DELAYS:
             return None
         self.slows += 1
         before = lang.Mix(setter, *first, self.fresh())
         after = lang.Copy(waiter, second[0], second[1], self.chance(50))
-        if self.chance(60):  # what was written before is what is read after
+        if self.chance(60):  # the waiter reads the memory that the setter wrote
             after = lang.Copy(waiter, replace(first[0], of=first[1].of), first[0], False)
         steps: list[Step] = [lang.Fill(setter, first[0], value) for value in range(self.number(13, 20))]
-        for step in (lang.Slow(setter), *steps) if self.chance(30) else ():  # the set comes behind much that is pending
+        for step in (lang.Slow(setter), *steps) if self.chance(30) else ():  # the set comes after many pending operations
             self.emit(step)
         return lang.Signal(0, self.pick(self.events), setter, waiter, before, after, self.chance(60))
 
     # -- several ---------------------------------------------------------------------------------------------------
 
     def several(self, most: int, kinds: Sequence[str]) -> tuple[Step, ...]:
-        """A few steps that belong inside another; the model is as before."""
+        """Return a few steps for the inside of another step, without changing the model."""
         state, steps = self.model.state, self.steps
         self.model.state, self.steps = state.copy(), []
         try:
@@ -375,8 +375,8 @@ class _Drawing:
         return lang.Elsewhere(found) if found else None
 
     def _scope(self) -> Step | None:
-        # Where the device computes in the host's memory, what the host does to memory in a scope is work of the stream.
-        found = self.several(3, [kind for kind in self.inner if kind not in _HOST])
+        # On a device that computes in host memory, host accesses inside a scope are work of the stream.
+        found = self.several(3, [kind for kind in self.inner if kind not in _HOST_STEPS])
         return lang.Scope(self.pick(self.streams), found, self.chance(30)) if found else None
 
     def _together(self) -> Step | None:
@@ -388,7 +388,7 @@ class _Drawing:
         try:
             for half in range(2):
                 self.streams, self.events, self.buffers, self.slots, self.graphs = (part[half::2] for part in kept)
-                # Buffers of whole numbers: two for the first; the other dtype: one each, and slots of both.
+                # The first thread gets two integer buffers, the second one. Each gets one buffer of the other dtype.
                 self.buffers = [0, 2, 3] if half == 0 else [1, 4]
                 if not self.streams or not self.events:
                     return None
@@ -452,9 +452,11 @@ class _Drawing:
         return tuple(made)
 
     def _beside(self) -> None:
-        """Two graphs that write different memory, replayed on two streams at a time: they share no temporaries."""
+        """Add two graphs that write different memory and are replayed concurrently on two streams: they must not share
+        temporaries.
+        """
         whole = [n for n in self.buffers if self.model.program.buffers[n].dtype == _WHOLE]
-        if len(self.streams) < 2 or len(whole) < 3 or self.slows >= _SLOWS - 1:
+        if len(self.streams) < 2 or len(whole) < 3 or self.slows >= _MAX_DELAYS - 1:
             return
         self.slows += 2
         for graph in self.graphs[:2]:

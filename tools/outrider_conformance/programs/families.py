@@ -1,4 +1,4 @@
-"""What programs are about: the abilities of a backend, and how often each kind of step is drawn."""
+"""The abilities of a backend that limit its programs, and the weights of the kinds of steps by family."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from types import MappingProxyType
 
 from outrider.device import Backend
 
-_OTHERS = ("int32", "int16", "uint8", "bool")
+_INTEGER_DTYPES = ("int32", "int16", "uint8", "bool")
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What of a backend decides which programs it can be given."""
+    """The abilities of a backend that decide which programs it can run."""
 
     dtypes: tuple[str, ...]
     flags: bool
@@ -22,10 +22,10 @@ class Abilities:
 
     @classmethod
     def of(cls, backend: Backend) -> Abilities:
-        """Those that it declares."""
+        """Return the abilities that a backend declares."""
         declared = backend.capabilities
         return cls(
-            dtypes=(*sorted(str(dtype).removeprefix("torch.") for dtype in declared.dtypes), *_OTHERS),
+            dtypes=(*sorted(str(dtype).removeprefix("torch.") for dtype in declared.dtypes), *_INTEGER_DTYPES),
             flags=declared.flags,
             forks=declared.forks_in_capture or not declared.captures_graphs,
             params=declared.updates_graph_params or not declared.captures_graphs,
@@ -55,4 +55,4 @@ FAMILIES: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "bound": {"capture": 5, "replay": 12, "update": 8, "signal": 8, "drop_graph": 1},
     }
 )
-"""What each family of programs is about: weights, beside those that all have."""
+"""Additional weights of the kinds of steps in each family of programs."""

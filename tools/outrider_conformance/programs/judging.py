@@ -1,4 +1,4 @@
-"""What a failed program says: which promise of the backend interface is broken, and the program as a script."""
+"""Explain a failing program: the broken promise of the backend interface, and the program as a script."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ PROMISES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "graph": ("Graph", "An enqueued replay runs even if the Python object is dropped meanwhile."),
     }
 )
-"""What makes an edge, or does work → the member of the interface, and its words. A test holds them against the docstrings."""
+"""Member and words of the promise, by the verb of an edge or node. A test compares the words with the docstrings."""
 
 _WAITS = frozenset({"Stream.wait", "Stream.synchronize", "Event.synchronize", "Backend.synchronize", "Flag.wait"})
 _STEPS: Mapping[type, str] = MappingProxyType(
@@ -83,24 +83,17 @@ _STEPS: Mapping[type, str] = MappingProxyType(
 
 
 def broken(model: Model, error: BaseException) -> tuple[str, str]:
-    """(member, words) of the promise that a program found broken.
+    """Return (member, words) of the promise that a program found broken.
 
-    The value says how: an older one, then what was to order the write before the read didn't; a newer one, then what was to
-    order the read before a later write; another one, then whoever wrote it.
+    An older value blames the wait that should order the write before the read. A newer value blames the wait that should
+    order the read before the later write. Any other value blames the verb that wrote it.
     """
     if isinstance(error, WrongValue):
         return PROMISES[_blamed(model, error.expectation, error.found)]
     if isinstance(error, StepFailed):
         step = error.step
         if isinstance(step, lang.Synchronize):
-            return PROMISES[
-                {
-                    "event": "Event.synchronize",
-                    "within": "Event.synchronize_within",
-                    "stream": "Stream.synchronize",
-                    "device": "Backend.synchronize",
-                }[step.how]
-            ]
+            return PROMISES[lang.WAIT_VERBS[step.how]]
         if isinstance(step, lang.Query):
             return PROMISES["Event.query" if step.what == "event" else "Stream.query"]
         if isinstance(step, lang.Copy) and step.asynchronous:
@@ -114,9 +107,9 @@ def _blamed(model: Model, expectation: Expectation, found: Tensor | None) -> str
     writer = cell.writer
     if found is None:
         return reader.verb if reader.verb in PROMISES else "Backend.on"
-    if _holds(cell.before, found) and writer is not None:  # the last write to it wasn't there yet
+    if _holds(cell.before, found) and writer is not None:  # the read found the memory before its last write
         before = cell.before.writer if cell.before is not None else None
-        if before is not None and before.actor != writer.actor:  # or it came too early, and the one before it late
+        if before is not None and before.actor != writer.actor:  # or the last write came too early and the previous one late
             return _edge(writer, before)
         return _edge(reader, writer)
     while writer is not None and writer.effect is not None:
@@ -137,8 +130,8 @@ def _blamed(model: Model, expectation: Expectation, found: Tensor | None) -> str
                 return _edge(newer.writer, writer)
         before = effect.seen.writer
         if before is None or before.effect is None or before.effect.source is None:
-            # Neither older nor newer: a later write was early and read what this one was yet to make; else wrong bytes, or
-            # memory that was another's.
+            # The value is neither older nor newer: a later write came early and read this memory before this write; or the
+            # bytes are wrong, or belong to other memory.
             for newer in later:
                 if newer.writer is not None and (label := _edge(newer.writer, writer)) in _WAITS:
                     return label
@@ -167,7 +160,7 @@ def _later(model: Model, key: Key, seen: Cell) -> list[Cell]:
 
 
 def _edge(late: Node, early: Node) -> str:
-    """What orders ``late`` behind ``early``, by the shortest way: the edge that isn't of a stream's own order."""
+    """Return the verb that orders ``late`` after ``early`` on the shortest path, other than the order within a stream."""
     came: dict[Node, tuple[Node, str] | None] = {late: None}
     waiting = deque([late])
     while waiting:
@@ -191,15 +184,16 @@ def _edge(late: Node, early: Node) -> str:
 
 
 def script(program: lang.Program, backend: str) -> str:
-    """A file that runs the program alone."""
-    names = sorted({*_names(program.steps), "Memory", "Program", "Span"})
+    """Return the source of a script that runs the program by itself."""
+    parts = (lang.Memory, lang.Program, lang.Span)
+    names = sorted({*_names(program.steps), *(part.__name__ for part in parts)})
     steps = "".join(f"        {step!r},\n" for step in program.steps)
     imports = "".join(f"    {name},\n" for name in names)
     return (
         f'"""Run it: python failing.py --backend {backend}"""\n\n'
         f"from outrider_conformance.programs.alone import main\n"
         f"from outrider_conformance.programs.language import (\n{imports})\n\n"
-        f"program = Program(\n    streams={program.streams},\n"
+        f"program = {lang.Program.__name__}(\n    streams={program.streams},\n"
         f"    buffers={program.buffers!r},\n    slots={program.slots!r},\n"
         f"    events={program.events},\n    flags={program.flags},\n"
         f"    steps=(\n{steps}    ),\n)\n\n"
@@ -208,7 +202,7 @@ def script(program: lang.Program, backend: str) -> str:
 
 
 def _names(part: object) -> Iterator[str]:
-    """Of the classes of steps: those in a list, in another step, and in a graph."""
+    """Yield the class names of all steps, including steps inside other steps and graphs."""
     if isinstance(part, tuple):
         for each in part:
             yield from _names(each)
@@ -219,7 +213,7 @@ def _names(part: object) -> Iterator[str]:
 
 
 def said(model: Model, error: BaseException, backend: str) -> str:
-    """What the report says."""
+    """Return the text of the report about a failing program."""
     member, words = broken(model, error)
     kind = "device error" if isinstance(error.__cause__, DeviceError) else "outcome"
     count = sum(1 for _ in lang.walk(model.program.steps))

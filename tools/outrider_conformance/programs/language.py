@@ -1,22 +1,24 @@
-"""Programs over the backend interface, as data: what hypothesis draws, a backend runs and the model judges.
+"""Programs over the backend interface as data. Hypothesis generates them, a backend runs them, and the model checks them.
 
-A program says what it needs (streams, buffers of device memory, slots of pinned memory, events, flags) and its steps.
-Everything is immutable and prints as the Python that makes it, so that a failing program is a script. Steps are carried out
-in order by one host thread, unless they say otherwise; device work runs when its stream gets there.
+A program lists its resources (streams, buffers of device memory, slots of pinned memory, events, flags) and its steps.
+All parts are immutable, and their ``repr`` is Python source, so that a failing program can be printed as a script. One
+host thread executes the steps in order unless a step says otherwise. Device work runs when its stream reaches it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import get_args, get_type_hints
 
 import torch
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements ``start``, ``start + stride``, … of buffer or slot ``of``, ``count`` of them."""
+    """``count`` elements of buffer or slot ``of``: ``start``, ``start + stride``, and so on."""
 
     of: int
     start: int
@@ -25,13 +27,14 @@ class Span:
 
     @property
     def view(self) -> slice:
-        """The same as an index."""
+        """The span as an index of the tensor."""
         return slice(self.start, self.start + self.count * self.stride, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A buffer or a slot: ``count`` elements of ``dtype`` (``float32``). Contents at first: :func:`pattern`, by its index.
+    """A buffer or a slot with ``count`` elements of ``dtype`` (``float32``). Its initial contents are :func:`pattern` of
+    its index.
 
     A buffer is allocated on stream ``home``.
     """
@@ -46,14 +49,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """The stream is busy for a while."""
+    """A delay that keeps the stream busy for a while."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A kernel writes ``value``."""
+    """A kernel that writes ``value`` to ``to``."""
 
     stream: int
     to: Span
@@ -62,7 +65,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Device to device: with ``copy_async``, or as an ordinary operation."""
+    """A copy on the device, by ``copy_async`` or by an ordinary operation."""
 
     stream: int
     to: Span
@@ -72,9 +75,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Kernels: ``to = source * 3 + add`` through a temporary that is dropped at once. Whole numbers alone.
+    """Kernels that compute ``to = source * 3 + add`` through a temporary that is dropped at once. Only for integers.
 
-    In a graph ``add`` may be the word of a frozen scalar or of a host parameter of its capture.
+    In a graph ``add`` may name a frozen scalar or a host parameter of the capture.
     """
 
     stream: int
@@ -85,7 +88,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Pinned memory to the device, with ``copy_async``."""
+    """A copy from pinned memory to the device by ``copy_async``."""
 
     stream: int
     to: Span
@@ -94,7 +97,9 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """The device to pinned memory, with ``copy_async``. ``racy``: nothing need order it after the writes that it meets."""
+    """A copy from the device to pinned memory by ``copy_async``. ``racy``: earlier writes need not be ordered before the
+    copy.
+    """
 
     stream: int
     slot: Span
@@ -104,7 +109,7 @@ class Download:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Fresh pageable memory with the pattern ``seed`` to the device, by an ordinary copy; dropped at once."""
+    """An ordinary copy of new pageable memory with the pattern ``seed`` to the device. The memory is dropped at once."""
 
     stream: int
     to: Span
@@ -113,7 +118,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The host reads one element in the scope of the stream, which waits for the value."""
+    """A host read of one element in the scope of the stream, which waits for the value."""
 
     stream: int
     of: int
@@ -122,9 +127,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """A temporary with ``source * 3 + add``, made on ``maker`` and read late on ``user``, kept alive until then and dropped.
+    """A temporary ``source * 3 + add`` that ``maker`` makes and ``user`` reads late. It is kept alive until then.
 
-    Meanwhile ``maker`` allocates ``churn`` others of its size and fills them.
+    Meanwhile ``maker`` allocates and fills ``churn`` tensors of the same size.
     """
 
     maker: int
@@ -138,7 +143,7 @@ class Lend:
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """``times`` tensors of ``count`` bytes, made, filled and dropped."""
+    """``times`` tensors of ``count`` bytes that are made, filled and dropped."""
 
     stream: int
     count: int
@@ -147,9 +152,9 @@ class Churn:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Drop the buffer, while work that uses it may be queued, and allocate it anew on its home stream, full of ``value``.
+    """A buffer is dropped while queued work may use it, and allocated again on its home stream, filled with ``value``.
 
-    ``held``: the old memory is kept alive until what the home stream was told to wait for is over.
+    ``held``: the old memory is kept alive until the current work of the home stream has completed.
     """
 
     of: int
@@ -162,7 +167,7 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``stream.record(event)``."""
+    """The call ``stream.record(event)``."""
 
     stream: int
     event: int
@@ -170,7 +175,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """``stream.wait(event)``."""
+    """The call ``stream.wait(event)``."""
 
     stream: int
     event: int
@@ -178,7 +183,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Synchronize:
-    """The host waits: ``how`` is ``event``, ``within`` (the same, with a limit), ``stream`` or ``device``."""
+    """A host wait. ``how`` is ``event``, ``within`` (an event with a time limit), ``stream`` or ``device``."""
 
     how: str
     which: int = 0
@@ -186,7 +191,7 @@ class Synchronize:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The host asks an ``event`` or a ``stream``. Where the answer is yes, ``slot`` holds what was downloaded before."""
+    """A host query of an ``event`` or a ``stream``. If the answer is True, ``slot`` holds the earlier download."""
 
     what: str
     which: int
@@ -195,16 +200,16 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop the event, whatever waits for it, and make another in its place."""
+    """The event is dropped, also while waits for it are queued, and replaced by a new one."""
 
     event: int
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A round of a flag: ``waiter`` waits and does ``after``, then ``setter`` does ``before`` and raises the flag.
+    """One round of a flag: ``waiter`` waits and does ``after``; ``setter`` does ``before`` and sets the flag.
 
-    ``early``: the wait is enqueued before the set. The waiter lowers the flag again, and the setter goes on behind that.
+    ``early``: the wait is enqueued before the set. The waiter resets the flag, and the setter continues after the reset.
     """
 
     flag: int
@@ -221,7 +226,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class HostWrite:
-    """The host writes the pattern ``seed`` into pinned memory."""
+    """The host writes the pattern ``seed`` to pinned memory."""
 
     slot: Span
     seed: int
@@ -229,14 +234,14 @@ class HostWrite:
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """The host reads a slot: it must hold one of the values that are allowed."""
+    """The host reads a slot, which must hold an allowed value."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """``steps`` inside ``on(stream)``, each in its own scope within; ``raises``: it's left by an exception."""
+    """``steps`` inside ``on(stream)``, each in its own inner scope. ``raises``: an exception leaves the scope."""
 
     stream: int
     steps: tuple[Step, ...]
@@ -245,14 +250,14 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """``steps`` on the other host thread, while this one waits for it."""
+    """``steps`` on the other host thread, while this thread waits for it."""
 
     steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Two host threads at a time, each with steps of its own: they share no stream, memory, event or graph."""
+    """Two host threads run their own steps concurrently. They share no stream, memory, event or graph."""
 
     first: tuple[Step, ...]
     second: tuple[Step, ...]
@@ -263,11 +268,11 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Capture ``body``, then ``branch`` on the stream ``fork`` where there is one, joined before ``tail``.
+    """A capture of ``body``, then of ``branch`` on stream ``fork`` if given, joined before ``tail``.
 
-    Buffers that are written are outputs, the others inputs. ``scalar`` is frozen, and changed by the caller right after;
-    ``param`` is the host parameter at the capture. What the graph writes is filled with ``value`` afterwards, since a
-    device may have run it to warm up.
+    Written buffers are outputs, the others are inputs. ``scalar`` is frozen; the caller changes its own copy right after
+    the capture. ``param`` is the host parameter at the capture. The outputs are filled with ``value`` afterwards, since a
+    device may run the work to warm up.
     """
 
     graph: int
@@ -282,13 +287,13 @@ class Capture:
 
     @property
     def work(self) -> tuple[Fill | Copy | Mix, ...]:
-        """All of it in order."""
+        """The captured steps in order."""
         return (*self.body, *self.branch, *self.tail)
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """``times`` replays, one after the other."""
+    """``times`` replays of a graph, one after the other."""
 
     graph: int
     stream: int
@@ -297,7 +302,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Rebind the host parameter."""
+    """A rebind of the graph's host parameter to ``value``."""
 
     graph: int
     stream: int
@@ -306,7 +311,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class DropGraph:
-    """Drop the graph, whatever is queued."""
+    """The graph is dropped, also while replays are queued."""
 
     graph: int
 
@@ -343,7 +348,7 @@ Step = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What it needs, and what it does. At its end the device is synchronised and everything is read."""
+    """Resources and steps. At the end the device is synchronised, and all memory is read."""
 
     streams: int
     buffers: tuple[Memory, ...]
@@ -354,18 +359,18 @@ class Program:
 
 
 Path = tuple[int, ...]
-"""Where a step is: its place among the program's steps, then inside of that."""
+"""The position of a step: its index in the program, then its list and index inside the outer step, and so on."""
 
 
 def inner(step: Step) -> tuple[tuple[Step, ...], ...]:
-    """The lists of steps inside a step."""
+    """Return the lists of steps inside a step."""
     if isinstance(step, Scope | Elsewhere):
         return (step.steps,)
     return (step.first, step.second) if isinstance(step, Together) else ()
 
 
 def walk(steps: tuple[Step, ...], path: Path = ()) -> Iterator[tuple[Path, Step]]:
-    """Every step with its path, those inside of others too."""
+    """Yield every step with its path, including steps inside other steps."""
     for index, step in enumerate(steps):
         here = (*path, index)
         yield here, step
@@ -373,6 +378,27 @@ def walk(steps: tuple[Step, ...], path: Path = ()) -> Iterator[tuple[Path, Step]
             yield from walk(within, (*here, number))
 
 
+def handlers(owner: type) -> dict[type, Callable[..., None]]:
+    """Return the private methods ``(self, step, path)`` of a class, by the types of steps that they declare."""
+    found: dict[type, Callable[..., None]] = {}
+    for name, method in vars(owner).items():
+        if (
+            name.startswith("_")
+            and inspect.isfunction(method)
+            and list(inspect.signature(method).parameters)[1:] == ["step", "path"]
+        ):
+            declared = get_type_hints(method)["step"]
+            found |= dict.fromkeys(get_args(declared) or (declared,), method)
+    return found
+
+
+WAIT_VERBS = {
+    "event": "Event.synchronize",
+    "within": "Event.synchronize_within",
+    "stream": "Stream.synchronize",
+    "device": "Backend.synchronize",
+}
+"""The member of the interface that a :class:`Synchronize` step calls, by its ``how``."""
 _EXPONENTS = {
     torch.float16: 0x7C00,
     torch.bfloat16: 0x7F80,
@@ -383,23 +409,24 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_of(memory: Memory) -> torch.dtype:
-    """The torch dtype."""
+    """Return the torch dtype of a buffer or slot."""
     found = getattr(torch, memory.dtype)
     assert isinstance(found, torch.dtype)
     return found
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A host tensor as whole numbers of the same bits: NaN is like every other value."""
+    """Return a view of a host tensor as integers of the same width, so that NaN compares like any other value."""
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
 def pattern(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """``count`` elements whose bits are scattered over all that the dtype has, the same for the same seed.
+    """Return ``count`` elements with scattered bits, the same for the same seed. Do not write to the result, which is
+    cached.
 
-    Of a floating dtype each fifth is an infinity or NaN with a payload. Don't write to it: others may have the same tensor.
+    Every fifth element of a floating dtype is an infinity or a NaN with a payload.
     """
-    return _few(seed, count, dtype) if count <= _FEW else _scattered(seed, count, dtype)
+    return _cached_pattern(seed, count, dtype) if count <= _MAX_CACHED_COUNT else _scattered(seed, count, dtype)
 
 
 def _scattered(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -415,5 +442,5 @@ def _scattered(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return numbers.to(_BITS[dtype.itemsize]).view(dtype)
 
 
-_FEW = 1 << 12
-_few = lru_cache(1 << 10)(_scattered)
+_MAX_CACHED_COUNT = 1 << 12
+_cached_pattern = lru_cache(1 << 10)(_scattered)

@@ -1,11 +1,11 @@
-"""The reference: what a program may leave in memory, by the contract alone.
+"""The model of the contract: the contents that a program may leave in memory.
 
-Every step becomes *nodes*, one for each thing that a stream or the host does, with a vector clock: what must be over by
-then. Edges come from the interface's sentences alone: the order of a stream, a wait for a generation, the host
-that waits for one, a launch after what the host did before. Two accesses of one memory, one of them a write, must be ordered
-by edges; a step that isn't is refused with :class:`Unordered`, so a program that the model takes has one outcome for each
-read. Only a racy download may meet writes that nothing orders it with: it has several outcomes, any of them for each element,
-and so has all that is made from what it read.
+Each step becomes *nodes*, one per action of a stream or of the host, with a vector clock of the completed earlier nodes.
+Edges come only from the sentences of the interface: the order of a stream, a wait for a generation, a host wait, and a
+launch after earlier host actions. Two accesses of one memory, of which one is a write, must be ordered by edges. The
+model refuses an unordered step with :class:`Unordered`, so an accepted program has one outcome per read. Only a racy
+download may meet unordered writes: each element of its result has several allowed values, and so has everything computed
+from it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from outrider_conformance.programs.nodes import (
 
 
 class Model:
-    """The state of a program's execution, as far as the contract decides it."""
+    """The state of a program's execution as far as the contract determines it."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        count = program.streams + 3  # three host threads: the one that is there, and two beside each other
+        count = program.streams + 3  # three host threads: the main thread, and two that run concurrently
         zero = (0,) * count
         cells: dict[Key, Cell] = {}
         for kind, memories in (("buffer", program.buffers), ("slot", program.slots)):
@@ -54,16 +54,16 @@ class Model:
     # -- nodes -----------------------------------------------------------------------------------------------------
 
     def covers(self, clock: tuple[int, ...], node: Node) -> bool:
-        """Whether ``node`` is over for whoever has this clock."""
+        """Return whether ``node`` has completed for an actor with this clock."""
         return clock[node.actor] >= node.clock[node.actor]
 
     def clock_of(self, stream: int) -> tuple[int, ...]:
-        """What is over for the next thing that is enqueued there."""
+        """Return the clock of the next operation that is enqueued on the stream."""
         return join(self.state.clocks[stream], self.state.clocks[self.state.host])
 
     @property
     def host_clock(self) -> tuple[int, ...]:
-        """What the host knows to be over."""
+        """The clock of the current host thread."""
         return self.state.clocks[self.state.host]
 
     def _node(
@@ -110,7 +110,7 @@ class Model:
             before = cells[effect.target]
             assert before.data is not None
             glanced = any(before.data is glance.version for glance in self.state.glances)
-            # A read that is known to be open shows more if the host sees it as it is.
+            # Only the host may read a value with several outcomes, and only a whole write may replace it.
             if (source is not None and self._others(source)) or (glanced and effect.to.count < len(before.data)):
                 raise Senseless("several outcomes are for the host alone, and replaced as a whole")
             read = source.data if source is not None else None
@@ -126,17 +126,17 @@ class Model:
             self._widen(node, effect.target)
 
     def _others(self, cell: Cell) -> tuple[Tensor, ...]:
-        """What it may hold beside its contents."""
+        """Return the alternative contents of a memory."""
         return self.state.flows.others(cell.data) if cell.data is not None else ()
 
     def _widen(self, node: Node, key: Key) -> None:
-        """Racy downloads that this write may overtake can find it too, and whoever read what they left."""
+        """Add this write to the contents that unordered racy downloads may have read."""
         for glance in self.state.glances:
             if glance.source == key and not self.covers(node.clock, glance.node):
                 self._allow(node, glance, self.state.cells[key])
 
     def _allow(self, node: Node, glance: Glance, found: Cell) -> None:
-        """A racy download may have found this. ``node`` is why: reads that were over before it didn't."""
+        """Allow a racy download to have read ``found``. Reads that completed before ``node`` keep their allowed values."""
         assert found.data is not None
         effect = Effect(glance.source, glance.to, _same, glance.source, glance.span)
         opened = self.state.flows.join(found.data, glance.version, partial(_within, effect, glance.version), itself=True)
@@ -146,7 +146,7 @@ class Model:
                 self.state.expectations[path] = replace(seen, allowed=allowed)
 
     def work(self, stream: int, path: Path, verb: str, effects: Sequence[Effect], *more: Key) -> Node:
-        """One operation of a stream: its accesses must be ordered. ``more`` are things that it writes beside memory."""
+        """Add an operation of a stream whose accesses must be ordered. ``more`` are written keys other than memory."""
         reads = [e.source for e in effects if e.source is not None]
         writes = [*(e.target for e in effects), *more]
         self._check(self.clock_of(stream), reads, writes)
@@ -159,16 +159,18 @@ class Model:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def apply(self, step: Step, path: Path) -> None:
-        """Carry out a step. Raises, with everything as before, where it would race or makes no sense."""
+        """Apply a step. Raises :class:`Unordered` or :class:`Senseless`, without any change, for a race or a forbidden
+        step.
+        """
         before = self.state.copy()
         try:
-            getattr(self, "_" + type(step).__name__.lower())(step, path)
+            _HANDLERS[type(step)](self, step, path)
         except (Unordered, Senseless):
             self.state = before
             raise
 
     def finish(self) -> None:
-        """The end: the device is synchronised, and everything is read."""
+        """Apply the end of the program: the device is synchronised, and all memory is read."""
         path = (len(self.program.steps),)
         self._synchronize(lang.Synchronize("device"), path)
         for key, cell in list(self.state.cells.items()):
@@ -187,17 +189,16 @@ class Model:
     def _churn(self, step: lang.Churn, path: Path) -> None:
         self._node(step.stream, path, "Backend.on")
 
-    def _fill(self, step: lang.Fill, path: Path) -> None:
+    def _fill(self, step: lang.Fill | lang.Mix, path: Path) -> None:
         self.work(step.stream, path, "Backend.on", [self.effect(step)])
+
+    _mix = _fill
 
     def _copy(self, step: lang.Copy, path: Path) -> None:
         self.work(step.stream, path, "Backend.copy_async" if step.asynchronous else "Backend.on", [self.effect(step)])
 
-    def _mix(self, step: lang.Mix, path: Path) -> None:
-        self.work(step.stream, path, "Backend.on", [self.effect(step)])
-
     def effect(self, step: lang.Fill | lang.Copy | lang.Mix, scalar: int = 0, param: int = 0) -> Effect:
-        """What a kernel does to memory."""
+        """Return the effect of a kernel on memory."""
         target: Key = ("buffer", step.to.of)
         if isinstance(step, lang.Fill):
             kind, value = lang.dtype_of(self.program.buffers[step.to.of]), step.value
@@ -218,7 +219,7 @@ class Model:
         if not step.racy:
             self.work(step.stream, path, "Backend.copy_async", [effect])
             return
-        # Everything from the last write that is over for this stream, to the last one that there is so far.
+        # All states from the last write that has completed for this stream to the latest write.
         clock, found = self.clock_of(step.stream), self.state.cells[source]
         chain = [found]
         while chain[-1].writer is not None and not self.covers(clock, chain[-1].writer):
@@ -248,7 +249,7 @@ class Model:
         self._check(self.clock_of(step.stream), (key,), ())
         node = self._node(step.stream, path, "Backend.on")
         self._read(node, key)
-        # Whether the value orders the host after anything else isn't promised: for the model it doesn't.
+        # The contract does not promise that the value orders the host after other work.
         self._expect(path, key, reader=node)
 
     def _lend(self, step: lang.Lend, path: Path) -> None:
@@ -262,7 +263,7 @@ class Model:
         self._wait(lang.Wait(step.user, step.event), path)
         self._node(step.user, path, "Backend.delay")
         effect = Effect(("buffer", step.to.of), step.to, lambda x: _mixed(x, step.add), source, step.source)
-        # The temporary was made from what `source` held then: reading it again is the same, unless this step changes it.
+        # The model reads `source` again instead of the temporary, which is the same unless this step writes `source`.
         if step.to.of == step.source.of:
             raise Senseless("the source changes")
         self.work(step.user, path, "Backend.keep_alive", [effect])
@@ -297,12 +298,7 @@ class Model:
         return found
 
     def _synchronize(self, step: lang.Synchronize, path: Path) -> None:
-        verb = {
-            "event": "Event.synchronize",
-            "within": "Event.synchronize_within",
-            "stream": "Stream.synchronize",
-            "device": "Backend.synchronize",
-        }[step.how]
+        verb = lang.WAIT_VERBS[step.how]
         if step.how in ("event", "within"):
             causes = [(self._recorded(step.which), verb)]
         elif step.how == "stream":
@@ -331,7 +327,7 @@ class Model:
         if step.setter == step.waiter or step.before.stream != step.setter or step.after.stream != step.waiter:
             raise Senseless("a flag is between two streams")
         key: Key = ("flag", step.flag)
-        for stream in (step.setter, step.waiter):  # behind the reset of the round before: neither meets its set
+        for stream in (step.setter, step.waiter):  # after the reset of the previous round
             self._check(self.clock_of(stream), (), (key,))
         self.work(step.setter, path, "Backend.on", [self.effect(step.before)])
         risen = self._node(step.setter, path, "Flag.set")
@@ -355,13 +351,11 @@ class Model:
         self._check(self.host_clock, (("slot", step.slot),), ())
         self._expect(path, ("slot", step.slot))
 
-    def _scope(self, step: lang.Scope, path: Path) -> None:
+    def _scope(self, step: lang.Scope | lang.Elsewhere, path: Path) -> None:
         for number, within in enumerate(step.steps):
             self.apply(within, (*path, 0, number))
 
-    def _elsewhere(self, step: lang.Elsewhere, path: Path) -> None:
-        for number, within in enumerate(step.steps):
-            self.apply(within, (*path, 0, number))
+    _elsewhere = _scope
 
     def _together(self, step: lang.Together, path: Path) -> None:
         used = [_used(steps) for steps in (step.first, step.second)]
@@ -382,7 +376,7 @@ class Model:
     def _capture(self, step: lang.Capture, path: Path) -> None:
         if step.graph in self.state.graphs:
             raise Senseless("there is such a graph already")
-        # A device may run it to warm up, or not: what it reads and writes must be ordered, and what it wrote is filled.
+        # A device may run the work to warm up: its accesses must be ordered, and its outputs are filled afterwards.
         reads, writes = _accessed(step)
         self._check(self.clock_of(step.stream), reads, writes, frees=True)
         node = self._node(step.stream, path, "Backend.capture")
@@ -430,8 +424,11 @@ class Model:
         del self.state.graphs[step.graph]
 
 
+_HANDLERS = lang.handlers(Model)
+
+
 def judge(program: Program) -> Model:
-    """The model after the whole program. Raises :class:`Unordered` or :class:`Senseless` where the program is none."""
+    """Return the model after the whole program. Raises :class:`Unordered` or :class:`Senseless` for an invalid program."""
     model = Model(program)
     for index, step in enumerate(program.steps):
         model.apply(step, (index,))
@@ -451,12 +448,12 @@ def _patched(tensor: Tensor, to: Span, made: Tensor) -> Tensor:
 
 
 def _around(effect: Effect, made: Tensor, before: Tensor) -> Tensor:
-    """What a write leaves, if there was ``before``."""
+    """Return the memory after a write that found ``before``."""
     return _patched(before, effect.to, made)
 
 
 def _within(effect: Effect, after: Tensor, source: Tensor) -> Tensor:
-    """What a write leaves, if it read ``source``; elsewhere what is there ``after``."""
+    """Return the memory after a write that read ``source``; other elements come from ``after``."""
     assert effect.span is not None
     return _patched(after, effect.to, effect.make(source[effect.span.view]))
 
@@ -471,13 +468,13 @@ def _buffers(graph: lang.Capture) -> set[int]:
 
 
 def _accessed(graph: lang.Capture) -> tuple[list[Key], list[Key]]:
-    """(buffers that it reads, buffers that it writes)."""
+    """Return the buffers that a graph reads, and those that it writes."""
     reads: list[Key] = [("buffer", w.source.of) for w in graph.work if not isinstance(w, lang.Fill)]
     return reads, [("buffer", w.to.of) for w in graph.work]
 
 
 def _used(steps: Sequence[Step]) -> set[tuple[str, int]]:
-    """Everything that steps name: streams, memory, events, graphs."""
+    """Return all resources that the steps name: streams, memory, events, graphs and flags."""
     found: set[tuple[str, int]] = set()
     for _, step in lang.walk(tuple(steps)):
         for name in step.__dataclass_fields__:

@@ -1,4 +1,4 @@
-"""What the model is made of: nodes with vector clocks, memory with who wrote and read it, and what reads must find."""
+"""Parts of the model: nodes with vector clocks, memory with its writer and readers, and the expected values of reads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from outrider_conformance.programs.flows import Flows
 
 Key = tuple[str, int]
-"""``("buffer", 2)``: memory, or something else that is read and written: a graph, its host parameter, a flag."""
+"""A resource that is read and written, such as ``("buffer", 2)``: memory, a graph, its host parameter or a flag."""
 
 ORDER, LAUNCH = "Stream", "launch"
-"""Edges that every step has. The others are named by the verb that makes them."""
+"""Labels of the edges that every step has. Other edges are named by the verb that makes them."""
 
 
 class Unordered(Exception):
-    """A step would race: ``earlier`` are the nodes that it must come after and doesn't."""
+    """A step would race. ``earlier`` are the nodes that must precede it and do not."""
 
     def __init__(self, earlier: Sequence[Node]) -> None:
         super().__init__(f"{len(earlier)} accesses aren't ordered")
@@ -30,14 +30,14 @@ class Unordered(Exception):
 
 
 class Senseless(Exception):
-    """A step that the contract forbids here, such as a wait for an event that was never recorded."""
+    """The contract forbids a step here, for example a wait for an event that was never recorded."""
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One thing that a stream or a host thread does. ``verb`` is the member of the backend interface that does it.
+    """One action of a stream or of a host thread. ``verb`` is the member of the backend interface that performs it.
 
-    ``opaque``: what the memory that it writes held just before isn't promised, so that not even a racy read may meet it.
+    ``opaque``: the contents just before the write are not defined, so that not even a racy read may meet the write.
     """
 
     actor: int
@@ -51,7 +51,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Effect:
-    """``to`` of ``target`` becomes ``make(source)``; ``seen`` is the content of ``source`` at the time."""
+    """A write: ``to`` of ``target`` becomes ``make(source)``. ``seen`` is the state of ``source`` at that time."""
 
     target: Key
     to: Span
@@ -63,7 +63,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cell:
-    """One memory now: its contents, who wrote it last and who has read it since. ``before`` is what it was before that."""
+    """The current state of one memory: contents, last writer, readers since then, and the previous state ``before``."""
 
     data: Tensor | None
     writer: Node | None = None
@@ -74,7 +74,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expectation:
-    """What a host-visible read must find: for each element one of ``allowed``. ``certain``: a query must answer yes."""
+    """The allowed values of a host read, element by element. ``certain``: a query must return True."""
 
     reader: Node
     key: Key
@@ -85,7 +85,7 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Glance:
-    """A racy download: ``node`` made ``version`` of its slot, with ``span`` of ``source`` in its ``to``."""
+    """A racy download: ``node`` wrote ``span`` of ``source`` to ``to`` of its slot, which became ``version``."""
 
     node: Node
     version: Tensor
@@ -96,7 +96,7 @@ class Glance:
 
 @dataclass(slots=True)
 class State:
-    """All that changes; lists are replaced or copied, contents never written in place."""
+    """The mutable state of the model. Lists are replaced or copied; contents are never written in place."""
 
     clocks: list[tuple[int, ...]]
     lasts: list[Node | None]
@@ -110,7 +110,7 @@ class State:
     expectations: dict[Path, Expectation] = field(default_factory=dict)
 
     def copy(self) -> State:
-        """For going back."""
+        """Return a copy, so that a failed step can be undone."""
         return replace(
             self,
             clocks=list(self.clocks),
@@ -125,5 +125,5 @@ class State:
 
 
 def join(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    """What is over for whoever knows both."""
+    """Return the union of two clocks: the nodes that have completed for either."""
     return one if one is other else tuple(map(max, one, other))

@@ -1,4 +1,4 @@
-"""A program carried out on a backend: every host-visible value is held against what the model allows."""
+"""Run a program on a backend, and compare each value that the host reads with the values that the model allows."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.device import Backend, CaptureContext, Event, Flag, Graph, PinnedBuffer, Stream
-from outrider_conformance.lab import Lab
+from outrider_conformance.lab import Lab, run_concurrently
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import Path, Program, Span, Step
 from outrider_conformance.programs.model import Model
 from outrider_conformance.programs.nodes import Expectation
 
-_LONG = 60.0
-_SOON = 5.0
+_EVENT_TIMEOUT_S = 60.0
+_QUERY_TIMEOUT_S = 5.0
 
 
 class WrongValue(AssertionError):
-    """The host read something that the model doesn't allow."""
+    """The host read a value that the model does not allow."""
 
     def __init__(self, expectation: Expectation, found: Tensor | None, said: str) -> None:
         super().__init__(said)
@@ -33,7 +34,7 @@ class WrongValue(AssertionError):
 
 
 class StepFailed(AssertionError):
-    """A step raised though the contract allows it."""
+    """A step raised an error although the contract allows the step."""
 
     def __init__(self, path: Path, step: Step, error: BaseException) -> None:
         super().__init__(f"step {path} {step!r} raised {type(error).__name__}: {error}")
@@ -42,11 +43,11 @@ class StepFailed(AssertionError):
 
 
 class _Leave(Exception):
-    """Leaves a scope by an exception."""
+    """The exception that leaves a scope on purpose."""
 
 
 class _OtherThread:
-    """One more host thread, which does what it's told while the caller waits."""
+    """A second host thread that runs tasks while the caller waits."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -73,14 +74,14 @@ class _OtherThread:
 
 
 class Stage:
-    """A backend and streams that programs share, one after the other: devices have only so many."""
+    """A backend with streams that successive programs share, since devices have a limited number of streams."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self._streams: list[Stream] = []
 
     def streams(self, count: int) -> list[Stream]:
-        """So many of them."""
+        """Return the first ``count`` shared streams, and create missing ones."""
         while len(self._streams) < count:
             self._streams.append(self.lab.backend.create_stream(f"s{len(self._streams)}"))
         return self._streams[:count]
@@ -100,7 +101,7 @@ class Run:
         self.holds: list[Event] = [backend.create_event(f"held on s{n}") for n in range(program.streams)]
         self.flags: list[Flag] = [backend.create_flag(f"f{n}") for n in range(program.flags)]
         self.graphs: dict[int, Graph] = {}
-        self.origins: dict[int, Stream] = {}  # where a graph's callable places its work
+        self.origins: dict[int, Stream] = {}  # the stream on which a graph's callable enqueues its work
         self.buffers: list[Tensor] = []
         self.slots: list[PinnedBuffer] = []
         self._other: _OtherThread | None = None
@@ -116,7 +117,7 @@ class Run:
         backend.synchronize()
 
     def go(self) -> None:
-        """All of it. Raises :class:`WrongValue` or :class:`StepFailed`."""
+        """Run all steps and check the final memory. Raises :class:`WrongValue` or :class:`StepFailed`."""
         try:
             for index, step in enumerate(self.program.steps):
                 self.step(step, (index,))
@@ -132,9 +133,8 @@ class Run:
                 self._other.end()
 
     def step(self, step: Step, path: Path) -> None:
-        """One step, on the calling thread."""
-        verb = getattr(self, "_" + type(step).__name__.lower())
-        self._attempt(path, step, lambda: verb(step, path))
+        """Run one step on the calling thread."""
+        self._attempt(path, step, lambda: _HANDLERS[type(step)](self, step, path))
 
     def _attempt(self, path: Path, step: Step, act: Callable[[], object]) -> None:
         try:
@@ -192,17 +192,16 @@ class Run:
                 temporary += add
                 self._view(step.to).copy_(temporary)
 
-    def _fill(self, step: lang.Fill, path: Path) -> None:
+    def _fill(self, step: lang.Fill | lang.Mix, path: Path) -> None:
         self._kernel(step, self.streams[step.stream])
+
+    _mix = _fill
 
     def _copy(self, step: lang.Copy, path: Path) -> None:
         if step.asynchronous:
             self.backend.copy_async(self._view(step.to), self._view(step.source), stream=self.streams[step.stream])
         else:
             self._kernel(step, self.streams[step.stream])
-
-    def _mix(self, step: lang.Mix, path: Path) -> None:
-        self._kernel(step, self.streams[step.stream])
 
     def _upload(self, step: lang.Upload, path: Path) -> None:
         slot = self.slots[step.slot.of].tensor[step.slot.view]
@@ -278,15 +277,15 @@ class Run:
             self.streams[step.which].synchronize()
         elif step.how == "event":
             self.events[step.which].synchronize()
-        elif not self.events[step.which].synchronize_within(_LONG):
-            raise TimeoutError(f"the generation hasn't completed within {_LONG:g} s")
+        elif not self.events[step.which].synchronize_within(_EVENT_TIMEOUT_S):
+            raise TimeoutError(f"the generation hasn't completed within {_EVENT_TIMEOUT_S:g} s")
 
     def _query(self, step: lang.Query, path: Path) -> None:
         asked: Stream | Event = (self.events if step.what == "event" else self.streams)[step.which]
         expectation = self.expected[path]
         done = asked.query()
         if expectation.certain and not done:
-            done = self._comes_true(asked)
+            done = self._becomes_true(asked)
             if not done:
                 raise WrongValue(
                     expectation, None, f"query of {step.what} {step.which} stays False for what the host waited for"
@@ -294,11 +293,11 @@ class Run:
         if done and step.slot is not None:
             self._compare(expectation, self._pinned(step.slot), f"slot {step.slot}, after {step.what} {step.which} was done")
 
-    def _comes_true(self, asked: Stream | Event) -> bool:
-        """A stream may take a moment more than the event that was recorded last on it."""
+    def _becomes_true(self, asked: Stream | Event) -> bool:
+        """Poll briefly: a stream may complete a moment later than the event that was recorded last on it."""
         if self.backend.control is not None:
             return False
-        until = time.monotonic() + _SOON
+        until = time.monotonic() + _QUERY_TIMEOUT_S
         while not (done := asked.query()) and time.monotonic() < until:
             time.sleep(1e-4)
         return done
@@ -353,21 +352,13 @@ class Run:
         if control is not None:
             control.run_threads(*bodies)
             return
-        failed: list[BaseException] = []
         ready = threading.Barrier(len(bodies))
 
-        def run(body: Callable[[], None]) -> None:
-            try:
-                ready.wait()
-                body()
-            except BaseException as error:
-                failed.append(error)
+        def begin_together(body: Callable[[], None]) -> None:
+            ready.wait()
+            body()
 
-        threads = [threading.Thread(target=run, args=(body,), daemon=True) for body in bodies]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        failed = run_concurrently(*(partial(begin_together, body) for body in bodies))
         if failed:
             raise failed[0]
 
@@ -422,7 +413,7 @@ class Run:
     def _replay(self, step: lang.Replay, path: Path) -> None:
         stream = self.streams[step.stream]
         if not self.backend.capabilities.captures_graphs:
-            self.origins[step.graph] = stream  # the callable is called here, and it names its stream
+            self.origins[step.graph] = stream  # replay calls the callable, which names its stream
         for _ in range(step.times):
             self.graphs[step.graph].replay(stream)
 
@@ -435,12 +426,15 @@ class Run:
         del self.graphs[step.graph]
 
 
+_HANDLERS = lang.handlers(Run)
+
+
 def _drop(_: Any) -> None:
-    """Forget a result."""
+    """Drop the result of an operation, so that a lambda returns None."""
 
 
 def run(stage: Stage, model: Model) -> None:
-    """Carry out the model's program, once. The device is drained, whatever happens."""
+    """Run the model's program once. The device is drained also after an error."""
     try:
         Run(stage, model.program, model.state.expectations).go()
     except Exception:

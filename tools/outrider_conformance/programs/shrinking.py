@@ -1,4 +1,4 @@
-"""Making a program that fails smaller: steps left out, taken out of what is around them, and shortened."""
+"""Shrink a failing program: leave out steps, unwrap nested steps, and shorten steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Steps = tuple[Step, ...]
 def shrink(
     model: Model, fails: Callable[[Model], BaseException | None], seconds: float
 ) -> tuple[Model, BaseException | None]:
-    """The smallest program found within ``seconds`` for which ``fails`` returns an error, and that error."""
+    """Return the smallest program found within ``seconds`` for which ``fails`` returns an error, and that error."""
     until = time.monotonic() + seconds
     best, error = model, None
     progress = True
@@ -44,7 +44,9 @@ def _judged(program: Program) -> Model | None:
 
 
 def _smaller(steps: Steps) -> Iterator[Steps]:
-    """Without halves, quarters, …, single steps, the last first; then with a step replaced by less."""
+    """Yield the steps without halves, quarters and so on to single steps, the last first; then with one step replaced by
+    smaller ones.
+    """
     size = max(1, len(steps) // 2)
     while True:
         for start in range(len(steps) - size, -1, -size):

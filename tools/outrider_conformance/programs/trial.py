@@ -1,4 +1,4 @@
-"""Programs tried on a backend: drawn, carried out, and where one fails made smaller and explained."""
+"""Try random programs on a backend, and shrink and explain the first one that fails."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ SECONDS_TO_SHRINK = 4.0
 _SHARES: Mapping[str, int] = MappingProxyType(
     {"order": 50, "copies": 50, "memory": 45, "threads": 55, "graphs": 60, "bound": 40}
 )
-_AT_A_TIME = 50
-_DELAY_MS, _LONGEST_DELAY_MS = 1.0, 8.0
-_ENQUEUED = 10
+_PROGRAMS_PER_BACKEND = 50
+_MIN_DELAY_MS, _MAX_DELAY_MS = 1.0, 8.0
+_TIMED_OPERATIONS = 10
 _SCHEDULES = 2
 
 
 def share(family: str, total: int) -> int:
-    """How many of ``total`` programs are of ``family``."""
+    """Return the number of programs of ``family`` among ``total`` programs."""
     return max(1, round(total * _SHARES[family] / sum(_SHARES.values())))
 
 
 class Convicted(AssertionError):
-    """A backend did what the contract doesn't allow. ``promise``: which one broke, (member, words)."""
+    """A backend did something that the contract does not allow. ``promise`` is the broken promise, (member, words)."""
 
     def __init__(self, said: str, promise: tuple[str, str]) -> None:
         super().__init__(said)
@@ -45,19 +45,19 @@ class Convicted(AssertionError):
 
 
 class _Caught(Exception):
-    """Leaves hypothesis's loop at the first failure."""
+    """The exception that leaves hypothesis's loop at the first failure."""
 
 
 def try_program(stage: Stage, model: Model, number: int = 0, *, brief: bool = False) -> None:
-    """One program, in several orders where the device takes schedules. Raises what it found wrong.
+    """Run one program, in several schedules on a device that takes schedules. Raises the error of the first failing run.
 
-    ``brief``: the schedule that shows it isn't made smaller, which takes many runs, where the device leaves the choice.
+    ``brief`` skips shrinking the failing schedule, which takes many runs, if the device allows that.
     """
     control = stage.lab.backend.control
     if control is None:
         run(stage, model)
         return
-    # In the order of the program, and the host first; then two orders that no other program has.
+    # First the order of the program and the order with the host first, then two schedules of this program's own.
     for first in (0, 2 + _SCHEDULES * number):
         _explore(control, stage, model, first, brief)
 
@@ -90,10 +90,10 @@ def convict(
     alive: Callable[[], None] = lambda: None,
     pace: Pace | None = None,
 ) -> int:
-    """Try ``count`` programs of ``family``, drawn from the seed ``start``; returns how many were tried.
+    """Try ``count`` programs of ``family``, generated from the seed ``start``; return the number of tried programs.
 
-    ``opened`` gives a fresh backend, ``backend`` names it in scripts, ``alive`` is called before each program. Raises
-    :class:`Convicted` for the first program that fails, made smaller.
+    ``opened`` returns a new backend, ``backend`` is its name in scripts, and ``alive`` is called around each program.
+    Raises :class:`Convicted` for the first failing program, shrunk.
     """
     numbers = itertools.count()
     stages: list[Stage] = []
@@ -113,7 +113,7 @@ def convict(
     @given(programs(abilities, family))
     def each(model: Model) -> None:
         number = next(numbers)
-        if number % _AT_A_TIME == 0:
+        if number % _PROGRAMS_PER_BACKEND == 0:
             stages[:] = [Stage(Lab(opened(), pace))]
         alive()
         try:
@@ -122,7 +122,7 @@ def convict(
             caught.append((model, number, error))
             raise _Caught from None
         except BaseException as error:
-            print(script(model.program, backend))  # what hangs is shown as it is
+            print(script(model.program, backend))  # a program that hangs is printed without shrinking
             hung.append(error)
             raise
         finally:
@@ -141,16 +141,16 @@ def convict(
 
 
 def _pace(backend: Backend) -> Pace:
-    """Delays behind which a host gets something done: twice what a few operations take it, which depends on its load."""
+    """Return a delay of twice the host time of a few operations, which depends on the load of the host."""
     stream = backend.create_stream("pace")
     with backend.on(stream):
         x = torch.zeros(1, device=backend.device)
         began = time.perf_counter()
-        for _ in range(_ENQUEUED):
+        for _ in range(_TIMED_OPERATIONS):
             x.fill_(1.0)
         took = 1e3 * (time.perf_counter() - began)
     backend.synchronize()
-    return Pace(target_ms=min(_LONGEST_DELAY_MS, max(_DELAY_MS, 2 * took)))
+    return Pace(target_ms=min(_MAX_DELAY_MS, max(_MIN_DELAY_MS, 2 * took)))
 
 
 def _explain(
@@ -163,7 +163,7 @@ def _explain(
     error: Exception,
 ) -> None:
     def fails(smaller: Model) -> BaseException | None:
-        # A fresh device each time: the last one may be stuck or lost. Where time decides, twice.
+        # Each run gets a new device: the last one may be stuck or lost. Without schedules, chance decides, so try twice.
         for orders in (number, 0):
             alive()
             try:
@@ -174,7 +174,7 @@ def _explain(
 
     smallest, found = shrink(model, fails, SECONDS_TO_SHRINK)
     alive()
-    try:  # once more, for the smallest schedule too
+    try:  # run once more to find the smallest schedule
         try_program(Stage(Lab(opened(), pace)), smallest, number)
     except Exception as explained:
         found = explained

@@ -1,1 +1,1 @@
-"""The tests, a module for each subject; ``test_lN_…`` belongs to level N."""
+"""The tests of the suite, one module per subject. Modules ``test_lN_…`` belong to level N."""

@@ -1,4 +1,6 @@
-"""L0: what a backend declares is constant and well-formed; what it doesn't declare, it refuses; it overrides no rule."""
+"""L0: declarations of a backend are constant and well-formed, undeclared abilities are refused, and no checked method is
+overridden.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from outrider_conformance.verdict import not_applicable
 
 @promise("Backend.capabilities", "Return the capabilities of the device. Constant over the backend's life.")
 def test_capabilities_are_constant(backend: Backend) -> None:
-    """The same record each time, before and after work, with the right types."""
+    """Capabilities are the same record before and after work, and each field has its type."""
     before = backend.capabilities
     assert isinstance(before, Capabilities), f"capabilities is a {type(before).__name__}"
     stream = backend.create_stream("s")
@@ -49,7 +51,7 @@ def test_capabilities_are_constant(backend: Backend) -> None:
 
 @promise("Capabilities.preferred_dtypes", "in which the backend's own kernels run, best first.")
 def test_what_is_preferred_is_declared(backend: Backend) -> None:
-    """Preferred dtypes are declared ones, each named once; a page has a whole number of tokens, as an engine takes it."""
+    """Preferred dtypes are declared and distinct, and the page size is a whole number from 1 to 65536."""
     has = backend.capabilities
     assert isinstance(has.preferred_dtypes, tuple), has.preferred_dtypes
     assert len(set(has.preferred_dtypes)) == len(has.preferred_dtypes), f"a dtype is named twice: {has.preferred_dtypes}"
@@ -65,7 +67,7 @@ def test_what_is_preferred_is_declared(backend: Backend) -> None:
     "(``KernelSet.linear_quantized``). Models in these formats are loaded by default.",
 )
 def test_formats_that_are_declared_exist(backend: Backend) -> None:
-    """A set of the backend interface's own names."""
+    """The declared formats of quantised weights are a set of names of the backend interface."""
     formats = backend.capabilities.quantized_formats
     assert isinstance(formats, frozenset), f"quantized_formats is a {type(formats).__name__}"
     assert formats <= set(QUANTIZED_FORMATS), f"no formats of the backend interface: {formats - set(QUANTIZED_FORMATS)}"
@@ -77,7 +79,7 @@ def test_formats_that_are_declared_exist(backend: Backend) -> None:
     "to the queries' dtype.",
 )
 def test_formats_of_a_cache_exist(backend: Backend) -> None:
-    """A set of the backend interface's own names."""
+    """The formats of a KV cache are a set of names of the backend interface."""
     formats = backend.kernels_in_use.cache_formats
     assert isinstance(formats, frozenset), f"cache_formats is a {type(formats).__name__}"
     assert formats <= set(CACHE_FORMATS), f"no formats of the backend interface: {formats - set(CACHE_FORMATS)}"
@@ -88,7 +90,7 @@ def test_formats_of_a_cache_exist(backend: Backend) -> None:
     "A declared ability that doesn't work fails conformance, and so does a working ability that isn't declared.",
 )
 def test_declared_abilities_fit_together(backend: Backend) -> None:
-    """An ability that builds on another one is declared together with it."""
+    """An ability is declared only together with the ability on which it builds."""
     has = backend.capabilities
     for ability, base in (
         ("concurrent_streams", "asynchronous"),
@@ -98,12 +100,12 @@ def test_declared_abilities_fit_together(backend: Backend) -> None:
         ("row_exact_accesses", "reports_accesses"),
     ):
         assert getattr(has, base) or not getattr(has, ability), f"{ability} is declared without {base}"
-    assert not (has.asynchronous and has.host_writes_memory), "host_writes_memory is declared beside asynchronous"
+    assert not (has.asynchronous and has.host_writes_memory), "host_writes_memory is declared together with asynchronous"
 
 
 @promise("Backend.kernels", "Return the kernels of this device. Constant over the backend's life.")
 def test_kernels_are_constant(backend: Backend) -> None:
-    """One KernelSet with a name."""
+    """The backend returns the same KernelSet each time, and the set has a name."""
     assert isinstance(backend.kernels, KernelSet)
     assert backend.kernels is backend.kernels, "backend.kernels makes a new object each time"
     assert backend.kernels.name.strip()
@@ -111,11 +113,11 @@ def test_kernels_are_constant(backend: Backend) -> None:
 
 @promise("Backend.use_kernels", "Call it once, before a model is loaded.")
 def test_kernels_can_be_chosen_once(kit: Kit) -> None:
-    """What was chosen is in use, the device's own stay what they are, and a second choice is refused."""
+    """Chosen kernels are in use, the device's own kernels stay available, and a second choice is refused."""
     options = {key: value for key, value in kit.spec.options.items() if key != "kernels"}
     backend = kit.registry.create(replace(kit.spec, options=options))
     own, chosen = backend.kernels, KernelSet()
-    assert backend.kernels_in_use is own, "kernels are in use that nobody chose"
+    assert backend.kernels_in_use is own, "kernels are in use although none were chosen"
     backend.use_kernels(chosen)
     assert backend.kernels_in_use is chosen
     assert backend.kernels is own
@@ -125,7 +127,7 @@ def test_kernels_can_be_chosen_once(kit: Kit) -> None:
 
 @promise("Backend.speculative_sync", "Return the policy of this device. Constant over the backend's life.")
 def test_the_policy_is_well_formed(backend: Backend) -> None:
-    """Each declaration has its type, and none contradicts the capabilities."""
+    """Each declaration of the policy has its type, and none contradicts the capabilities."""
     sync = backend.speculative_sync
     assert isinstance(sync, SpeculativeSync)
     assert sync is backend.speculative_sync, "backend.speculative_sync makes a new object each time"
@@ -142,7 +144,7 @@ def test_the_policy_is_well_formed(backend: Backend) -> None:
 
 @promise("Backend", "The public methods check the rules and report to an attached observer, then call the vendor's verb.")
 def test_no_checked_method_is_overridden(backend: Backend) -> None:
-    """No public verb is overridden: a plugin implements the underscored ones, so that no check is lost."""
+    """The plugin overrides no public verb. It implements the underscored verbs, so that no check is lost."""
     stream, event = backend.create_stream("s"), backend.create_event("e")
     kept: list[tuple[object, type, tuple[str, ...]]] = [
         (stream, Stream, ("record", "wait", "synchronize", "query")),
@@ -173,7 +175,7 @@ def test_no_checked_method_is_overridden(backend: Backend) -> None:
     ids=["stream_priorities", "event_timing", "flags", "perturbs_timing"],
 )
 def test_an_ability_is_there_or_refused(backend: Backend, ability: str, use: Callable[[Backend], object]) -> None:
-    """A declared ability can be asked for; another one raises, and never does nothing."""
+    """A declared ability works, and an undeclared one raises an error."""
     if getattr(backend.capabilities, ability):
         assert ability == "perturbs_timing" or use(backend) is not None
         if ability == "perturbs_timing":
@@ -187,7 +189,7 @@ def test_an_ability_is_there_or_refused(backend: Backend, ability: str, use: Cal
     "Backend.translate_error", "Return the typed error for a device exception, or None if the exception isn't the device's."
 )
 def test_errors_that_are_not_the_devices_pass_unchanged(backend: Backend) -> None:
-    """An error of the caller isn't turned into a device error, and a typed error isn't wrapped again."""
+    """The backend passes an error of the caller and a typed error through unchanged."""
     with pytest.raises(ValueError, match="of the caller") as caught, backend.guard("testing"):
         raise ValueError("a mistake of the caller")
     assert not isinstance(caught.value, OutriderError)
@@ -197,7 +199,7 @@ def test_errors_that_are_not_the_devices_pass_unchanged(backend: Backend) -> Non
 
 @promise("Backend.is_host", "Return True if the tensor is host memory from the view of this device.")
 def test_host_and_device_memory_are_told_apart(backend: Backend) -> None:
-    """A device tensor isn't host memory; a host tensor is, unless the device is the host."""
+    """The backend recognises device tensors, and host tensors unless the device computes in host memory."""
     stream = backend.create_stream("s")
     with backend.on(stream):
         there = torch.ones(4, device=backend.device)

@@ -1,4 +1,4 @@
-"""L0: the plugin is found, describes itself, and refuses what it can't do."""
+"""L0: the registry finds the plugin, and the plugin describes itself and refuses unknown options and devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHEAP_SECONDS = 2.0
 
 @promise("BackendHooks.backend_info", "Describe the plugin. Cheap, repeatable, without side effects.")
 def test_it_describes_itself_again_and_again(kit: Kit) -> None:
-    """Two descriptions are equal, under the name of the entry point, and the second costs next to nothing."""
+    """Two descriptions are equal and have the name of the entry point. The second one takes almost no time."""
     first = kit.registry.info(kit.spec.name)
     start = time.perf_counter()
     second = kit.registry.info(kit.spec.name)
@@ -32,7 +32,7 @@ def test_it_describes_itself_again_and_again(kit: Kit) -> None:
 
 @promise("BackendHooks.backend_info", "Cheap, repeatable, without side effects.")
 def test_loading_it_leaves_the_process_as_it_was(kit: Kit) -> None:
-    """Environment, signal handlers, threads, torch's defaults: it's loaded on every machine, just to be described."""
+    """Loading the plugin changes no environment variable, signal handler, thread or default of torch."""
     verdict = kit.loading()
     if verdict is None:
         not_applicable("the plugin isn't installed, so no child process can load it")
@@ -44,7 +44,7 @@ def test_loading_it_leaves_the_process_as_it_was(kit: Kit) -> None:
 
 @promise("PluginInfo.interface_min", "Oldest interface version that the plugin supports.")
 def test_it_supports_this_interface_version(info: BackendInfo) -> None:
-    """The range holds the version that is installed, and isn't empty."""
+    """The supported range of interface versions includes the installed version."""
     assert info.interface_min <= INTERFACE_VERSION <= info.interface_max, (
         f"{info.interface_min}..{info.interface_max} lacks {INTERFACE_VERSION}"
     )
@@ -53,7 +53,7 @@ def test_it_supports_this_interface_version(info: BackendInfo) -> None:
 
 @promise("CiDeclaration", "``outrider ci-matrix`` turns it into a matrix row.")
 def test_its_ci_declaration_can_be_used(info: BackendInfo) -> None:
-    """The level exists, and there's a runner to ask for."""
+    """The declared level exists, and at least one runner label is declared."""
     parse_level(info.ci.level)
     assert info.ci.runner_labels, "runner_labels is empty: no CI could run this backend"
     assert all(isinstance(label, str) and label for label in (*info.ci.runner_labels, *info.ci.markers))
@@ -65,7 +65,7 @@ def test_its_ci_declaration_can_be_used(info: BackendInfo) -> None:
     ":class:`~outrider.device.errors.BackendLoadError` with the reason if the device isn't available.",
 )
 def test_an_unknown_option_is_refused(kit: Kit) -> None:
-    """An unknown option raises and isn't ignored."""
+    """An unknown option raises :class:`ConfigError` and is not ignored."""
     with pytest.raises(ConfigError):
         kit.registry.create(f"{kit.spec.name}:no_such_option_of_anybody=1")
 
@@ -76,7 +76,7 @@ def test_an_unknown_option_is_refused(kit: Kit) -> None:
     ":class:`~outrider.device.errors.BackendLoadError` with the reason if the device isn't available.",
 )
 def test_a_device_that_is_not_there_is_refused(kit: Kit) -> None:
-    """Device 4096 doesn't exist on any machine; neither does the one after the last."""
+    """Device 4096 and the device after the last one raise an error that names the device."""
     beyond = {4096} | ({kit.info.device_count} if kit.info.device_count else set())
     for ordinal in sorted(beyond):
         with pytest.raises(BackendLoadError) as caught:
@@ -86,7 +86,7 @@ def test_a_device_that_is_not_there_is_refused(kit: Kit) -> None:
 
 @promise("Backend.label", "Return name and device for messages:")
 def test_it_says_what_it_is(kit: Kit, backend: Backend) -> None:
-    """Name, device and label agree with what was asked for."""
+    """Name, device and label of the backend agree with the requested specification."""
     expect(backend.name, kit.spec.name, "backend.name")
     assert isinstance(backend.device, torch.device), f"backend.device is a {type(backend.device).__name__}"
     if backend.device.index is not None:
@@ -97,7 +97,7 @@ def test_it_says_what_it_is(kit: Kit, backend: Backend) -> None:
 
 @promise("Backend.versions", "Return the versions that a report of a run should carry: driver, runtime, device name.")
 def test_it_knows_its_versions(backend: Backend) -> None:
-    """Text by name, torch among it."""
+    """The versions are text by name, and include the version of torch."""
     versions = backend.versions()
     assert versions.get("torch"), f"versions() lacks torch: {dict(versions)}"
     assert all(isinstance(key, str) and isinstance(value, str) for key, value in versions.items()), dict(versions)
@@ -105,7 +105,7 @@ def test_it_knows_its_versions(backend: Backend) -> None:
 
 @promise("Backend", "Two backend objects for one device share nothing")
 def test_two_backends_share_nothing(kit: Kit, backend: Backend) -> None:
-    """Streams and events of one are refused by the other, and names start over."""
+    """A backend refuses streams and events of another backend, and each backend counts stream names from the start."""
     other = kit.open()
     ours, theirs = backend.create_stream("shared"), other.create_stream("shared")
     expect(theirs.name, "shared", "the name of the first stream 'shared' of a second backend")
@@ -122,7 +122,7 @@ def test_two_backends_share_nothing(kit: Kit, backend: Backend) -> None:
 
 @promise("PluginInfo.usable", "False if the plugin knows that it can't run on this machine.")
 def test_it_runs_where_it_says_so(info: BackendInfo) -> None:
-    """What was opened is described as usable, without a reason against it."""
+    """An opened backend describes itself as usable, without a reason against it."""
     if not info.usable:
         not_applicable("the registry refuses a backend that says it can't run, so nothing here was opened")
     expect(info.reason, "", "the reason against a usable backend")

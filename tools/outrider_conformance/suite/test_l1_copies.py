@@ -1,14 +1,14 @@
-"""L1: copies move the right bytes, in stream order, without holding the host up."""
+"""L1: copies move the right bytes in stream order, without blocking the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from outrider.device import Backend
-from outrider_conformance.lab import WIDTH, Lab, Seen, expect
+from outrider_conformance.lab import WIDTH, Lab, expect, in_every_order, observing
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.verdict import not_applicable
 
@@ -20,7 +20,7 @@ _LONG = 1 << 18  # numbers of a copy that is a MiB long
     "Backend.empty_pinned", "Allocate page-locked host memory with undefined contents. ``owner`` names the memory in reports."
 )
 def test_pinned_memory_is_host_memory(backend: Backend) -> None:
-    """Of the shape and dtype asked for, contiguous, writable by the host, each buffer apart from the others."""
+    """Pinned buffers have the requested shape and dtype, are contiguous, and do not overlap."""
     buffers = [backend.empty_pinned(f"buffer {number}", (3, 5), torch.int64) for number in range(4)]
     for number, buffer in enumerate(buffers):
         expect(buffer.owner, f"buffer {number}", "the owner")
@@ -34,7 +34,7 @@ def test_pinned_memory_is_host_memory(backend: Backend) -> None:
 
 @promise("Backend.is_pinned", "Return True if a host tensor (or a slice of one) is page-locked for this device.")
 def test_pinned_and_pageable_are_told_apart(backend: Backend) -> None:
-    """A slice stays pinned; ordinary memory isn't."""
+    """A slice of pinned memory counts as pinned, and ordinary host memory does not."""
     buffer = backend.empty_pinned("buffer", (8,), torch.float32)
     assert backend.is_pinned(buffer.tensor[2:6]), "a slice of pinned memory isn't recognised"
     if not backend.is_host(torch.ones(1)):
@@ -45,7 +45,7 @@ def test_pinned_and_pageable_are_told_apart(backend: Backend) -> None:
 @promise("Backend.copy_async", "device to device, pinned host to device, or back.")
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_bytes_arrive(lab: Lab, dtype: torch.dtype) -> None:
-    """There, across the device, and back: the same bytes, each element in its place."""
+    """A round trip from the host over two device tensors returns the same bytes."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     up, down = backend.empty_pinned("up", (4, 6), dtype), backend.empty_pinned("down", (4, 6), dtype)
@@ -62,96 +62,85 @@ def test_bytes_arrive(lab: Lab, dtype: torch.dtype) -> None:
 
 
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+@in_every_order()
 def test_a_copy_to_the_host_reads_in_stream_order(lab: Lab) -> None:
-    """A late write before the copy is in it, an early one after it isn't."""
-
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x = lab.full(a, 0)
-        down = backend.empty_pinned("down", (WIDTH,), torch.float32)
-        down.tensor.fill_(-1)
-        lab.later(a, x, 1)
-        b.wait(lab.record(a, "written"))
-        backend.copy_async(down.tensor, x, stream=b)
-        copied = lab.record(b, "copied")
-        a.wait(copied)
-        lab.fill(a, x, 2)
-        copied.synchronize()
-        expect(lab.peek(down.tensor), 1.0, "the copy between two writes")
-
-    lab.always(program)
+    """A copy to the host contains a late earlier write, and not a later write."""
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    x = lab.full(a, 0)
+    down = backend.empty_pinned("down", (WIDTH,), torch.float32)
+    down.tensor.fill_(-1)
+    lab.later(a, x, 1)
+    b.wait(lab.record(a, "written"))
+    backend.copy_async(down.tensor, x, stream=b)
+    copied = lab.record(b, "copied")
+    a.wait(copied)
+    lab.fill(a, x, 2)
+    copied.synchronize()
+    expect(lab.peek(down.tensor), 1.0, "the copy between two writes")
 
 
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+@in_every_order()
 def test_a_copy_to_the_device_writes_in_stream_order(lab: Lab) -> None:
-    """A late write before the copy is overwritten, and what follows reads the copy."""
-
-    def program(backend: Backend) -> None:
-        (a,) = lab.streams("a")
-        x, y = lab.full(a, 0), lab.full(a, 0)
-        up = backend.empty_pinned("up", (WIDTH,), torch.float32)
-        up.tensor.fill_(5)
-        lab.later(a, x, 1)
-        backend.copy_async(x, up.tensor, stream=a)
-        lab.copy(a, y, x)
-        expect(lab.read(a, y), 5.0, "what the copy wrote over a late write")
-
-    lab.always(program)
+    """A copy to the device overwrites a late earlier write, and following work reads the copy."""
+    backend = lab.backend
+    (a,) = lab.streams("a")
+    x, y = lab.full(a, 0), lab.full(a, 0)
+    up = backend.empty_pinned("up", (WIDTH,), torch.float32)
+    up.tensor.fill_(5)
+    lab.later(a, x, 1)
+    backend.copy_async(x, up.tensor, stream=a)
+    lab.expect_read(a, y, x, 5.0, "what the copy wrote over a late write")
 
 
 @promise("Backend.copy_async", "Copy on ``stream`` without blocking the host")
+@in_every_order()
 def test_a_copy_goes_to_its_stream_and_leaves_the_scope(lab: Lab) -> None:
-    """In the scope of one stream a copy on another is that other's; the scope is as before."""
-
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(b, 0)
-        down = backend.empty_pinned("down", (WIDTH,), torch.float32)
-        down.tensor.fill_(-1)
-        lab.slow(a)
-        lab.slow(b)
-        with backend.on(a):
-            x.fill_(1)
-        with backend.on(b):
-            y.fill_(3)
-            backend.copy_async(down.tensor, x, stream=a)
-            z.copy_(y)
-        a.synchronize()
-        expect(lab.peek(down.tensor), 1.0, "a copy behind work of its own stream")
-        expect(lab.read(b, z), 3.0, "work in the scope, after a copy on another stream")
-
-    lab.always(program)
+    """A copy inside the scope of another stream runs on its own stream, and the scope stays unchanged."""
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(b, 0)
+    down = backend.empty_pinned("down", (WIDTH,), torch.float32)
+    down.tensor.fill_(-1)
+    lab.slow(a)
+    lab.slow(b)
+    with backend.on(a):
+        x.fill_(1)
+    with backend.on(b):
+        y.fill_(3)
+        backend.copy_async(down.tensor, x, stream=a)
+        z.copy_(y)
+    a.synchronize()
+    expect(lab.peek(down.tensor), 1.0, "a copy after work of its own stream")
+    expect(lab.read(b, z), 3.0, "work in the scope, after a copy on another stream")
 
 
 @needs("asynchronous")
 @promise("Backend.copy_async", "Copy on ``stream`` without blocking the host")
 @pytest.mark.parametrize("direction", ["to the host", "to the device", "on the device"])
 def test_a_copy_does_not_block_the_host(lab: Lab, direction: str) -> None:
-    """Behind a long job the copy's call returns while the job runs, be it short, long, or of nothing."""
+    """The call of a copy after slow work returns while that work runs, for short, long and empty copies."""
 
-    def program(width: int) -> Callable[[Backend], None]:
-        def copying(backend: Backend) -> None:
-            (a,) = lab.streams("a")
-            x, y = lab.full(a, 0, width=width), lab.full(a, 0, width=width)
-            pinned = backend.empty_pinned("pinned", (width,), torch.float32)
-            pinned.tensor.fill_(1)
-            lab.slow(a)
-            busy = lab.record(a, "busy")
-            pair = {"to the host": (pinned.tensor, x), "to the device": (x, pinned.tensor), "on the device": (y, x)}
-            backend.copy_async(*pair[direction], stream=a)
-            if not busy.query():
-                raise Seen
-
-        return copying
+    def is_pending(width: int) -> bool:
+        (a,) = lab.streams("a")
+        x, y = lab.full(a, 0, width=width), lab.full(a, 0, width=width)
+        pinned = lab.backend.empty_pinned("pinned", (width,), torch.float32)
+        pinned.tensor.fill_(1)
+        lab.slow(a)
+        busy = lab.record(a, "busy")
+        pair = {"to the host": (pinned.tensor, x), "to the device": (x, pinned.tensor), "on the device": (y, x)}
+        lab.backend.copy_async(*pair[direction], stream=a)
+        return not busy.query()
 
     for width in (WIDTH, _LONG, *([0] if direction == "on the device" else [])):
-        words = f"what came before was always done after a copy of {width} numbers {direction}: the copy is synchronous"
-        lab.sometimes(program(width), words)
+        words = f"earlier work was always done after a copy of {width} numbers {direction}: the copy is synchronous"
+        lab.sometimes(observing(partial(is_pending, width)), words)
 
 
 @promise("PinnedBuffer", "``tensor`` is the host tensor; slices of it stay pinned.")
 def test_a_copy_of_a_slice_leaves_its_neighbours_alone(lab: Lab) -> None:
-    """Part of a pinned buffer into part of a device tensor, and back."""
+    """Copies between slices of a pinned buffer and of a device tensor change no neighbouring element."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     pinned = backend.empty_pinned("pinned", (8,), torch.int64)
@@ -169,7 +158,7 @@ def test_a_copy_of_a_slice_leaves_its_neighbours_alone(lab: Lab) -> None:
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
 @pytest.mark.parametrize("where", ["on the device", "to the host", "to the device"])
 def test_copies_reach_far_into_a_tensor(lab: Lab, where: str) -> None:
-    """Behind 2**24 bytes and elements, where registers of 24 bits and numbers in float32 end."""
+    """Copies work beyond 2**24 bytes and elements, the limits of 24-bit registers and of integers in float32."""
     backend = lab.backend
     far, count = 2**24 + 1, 67
     (stream,) = lab.streams("s")
@@ -182,10 +171,10 @@ def test_copies_reach_far_into_a_tensor(lab: Lab, where: str) -> None:
             large[far:].fill_(5)
         backend.copy_async(pinned, large[far:], stream=stream)
         stream.synchronize()
-        expect(set(pinned.tolist()), {5}, "what a copy found far behind")
+        expect(set(pinned.tolist()), {5}, "what a copy read far into a tensor")
         return
     backend.copy_async(large[far:], small if where == "on the device" else pinned, stream=stream)
     stream.synchronize()
     found = large.cpu()
-    expect(set(found[far:].tolist()), {2 if where == "on the device" else 3}, "what a copy wrote far behind")
+    expect(set(found[far:].tolist()), {2 if where == "on the device" else 3}, "what a copy wrote far into a tensor")
     expect(bool((found[:far] == 1).all()), True, "that everything before it stayed as it was")

@@ -1,6 +1,6 @@
-"""L1: what fails on the device is raised by whoever waits for it, once, typed, and the device goes on.
+"""L1: the first host wait that covers a failed operation raises its error, typed and once, and the device continues.
 
-About devices whose plugin can make an operation fail on purpose (``Backend.provoke_fault``).
+These tests need a plugin that can make an operation fail on purpose (``Backend.provoke_fault``).
 """
 
 from __future__ import annotations
@@ -13,14 +13,10 @@ from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import promise
 
 
-@promise(
-    "Backend.provoke_fault",
-    "The first wait of the host that covers the operation raises it once, also if the wait covers the "
-    "operation through other streams.",
-)
-@pytest.mark.parametrize("way", WAITS)
-def test_every_way_to_wait_raises_what_failed(lab: Lab, way: str) -> None:
-    """Typed, and once: waited for again there is nothing, and what is enqueued after it works."""
+@promise("Backend.provoke_fault", "by the first wait of the host that covers the operation")
+@pytest.mark.parametrize("wait", WAITS)
+def test_every_way_to_wait_raises_what_failed(lab: Lab, wait: str) -> None:
+    """Each kind of host wait raises the error once. A second wait raises nothing, and later work runs."""
     fallible(lab)
 
     def program(backend: Backend) -> None:
@@ -30,8 +26,8 @@ def test_every_way_to_wait_raises_what_failed(lab: Lab, way: str) -> None:
         backend.provoke_fault(a)
         event = lab.record(a)
         with pytest.raises(DeviceError) as caught:
-            WAITS[way](backend, a, event)
-        assert not caught.value.device_lost, f"a provoked fault is survived, and {way} says that the device is lost"
+            WAITS[wait](backend, a, event)
+        assert not caught.value.device_lost, f"a provoked fault is survived, and {wait} says that the device is lost"
         for again in WAITS.values():
             again(backend, a, event)
         lab.fill(a, x, 1)
@@ -42,10 +38,10 @@ def test_every_way_to_wait_raises_what_failed(lab: Lab, way: str) -> None:
     lab.always(program, schedules=6)
 
 
-@promise("Backend.provoke_fault", "also if the wait covers the operation through other streams.")
-@pytest.mark.parametrize("way", WAITS)
-def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, way: str) -> None:
-    """The host waits for the stream that read what failed, and for nothing else: it's told."""
+@promise("Backend.provoke_fault", "also by way of other streams that waited for it.")
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, wait: str) -> None:
+    """A host wait for a stream raises the error of work on another stream for which that stream waited."""
     fallible(lab)
 
     def program(backend: Backend) -> None:
@@ -55,7 +51,7 @@ def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, way: str) -> 
         b.wait(lab.record(a, "made"))
         event = lab.record(b, "used")
         with pytest.raises(DeviceFault):
-            WAITS[way](backend, b, event)
+            WAITS[wait](backend, b, event)
         backend.synchronize()
 
     lab.always(program, schedules=6)
@@ -63,7 +59,7 @@ def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, way: str) -> 
 
 @promise("DeviceFault", "One operation failed. The device still works; the results of that operation are undefined.")
 def test_work_around_a_fault_is_done(lab: Lab) -> None:
-    """What is queued before and behind it on its stream, and on another, has its results."""
+    """Work before and after the failed operation on its stream, and work on another stream, has its results."""
     fallible(lab)
 
     def program(backend: Backend) -> None:
@@ -76,15 +72,15 @@ def test_work_around_a_fault_is_done(lab: Lab) -> None:
         with pytest.raises(DeviceFault):
             a.synchronize()
         b.synchronize()
-        expect([lab.peek(t) for t in (x, y, z)], [1.0, 2.0, 3.0], "what was enqueued before, behind and beside it")
+        expect([lab.peek(t) for t in (x, y, z)], [1.0, 2.0, 3.0], "work before it, after it and on another stream")
 
     lab.always(program, schedules=6)
 
 
 @promise("Stream", "dropping the object neither cancels nor waits for its work.")
-@pytest.mark.parametrize("way", WAITS)
-def test_a_fault_outlives_its_stream(lab: Lab, way: str) -> None:
-    """The stream is dropped with the operation pending; who waits for what another stream did behind it is told."""
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_fault_outlives_its_stream(lab: Lab, wait: str) -> None:
+    """The error of a dropped stream reaches a host that waits for dependent work of another stream."""
     fallible(lab)
 
     def program(backend: Backend) -> None:
@@ -96,7 +92,7 @@ def test_a_fault_outlives_its_stream(lab: Lab, way: str) -> None:
         del a
         event = lab.record(b, "used")
         with pytest.raises(DeviceFault):
-            WAITS[way](backend, b, event)
+            WAITS[wait](backend, b, event)
         backend.synchronize()
 
     lab.always(program, schedules=3)

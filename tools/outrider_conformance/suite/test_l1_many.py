@@ -1,4 +1,4 @@
-"""L1: many of everything. Counters wrap, tables and pools end, and what is dropped makes room too early."""
+"""L1: many objects of each kind. Counters wrap, tables and pools run out, and memory of dropped objects is reused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.device import Backend
-from outrider_conformance.lab import Lab, expect
+from outrider_conformance.lab import Lab, expect, in_every_order
 from outrider_conformance.promises import promise
 from outrider_conformance.verdict import not_applicable
 
@@ -21,64 +21,61 @@ _SECONDS = 1.0
 _ROUNDS, _WRITES = 4, 12
 
 
-@promise("Stream.query", "Return True if everything enqueued on this stream so far has run.")
+@promise("Stream.query", "Whether everything enqueued on this stream so far has run.")
+@in_every_order(schedules=2)
 def test_queries_are_right_behind_any_number_of_operations(lab: Lab) -> None:
-    """Asked after each of more than 512 operations behind one that takes long; the answers stay in order."""
-
-    def program(backend: Backend) -> None:
-        (stream,) = lab.streams("s")
-        x = lab.full(stream, 0)
-        before, behind = backend.create_event("before the work"), backend.create_event("behind the work")
-        stream.record(before)
-        stream.synchronize()
-        for _ in range(4):
-            lab.slow(stream)
-        stream.record(behind)
-        for number in range(_DEEP):
-            lab.fill(stream, x, number)
-            idle, over = stream.query(), behind.query()
-            assert not idle or over, f"an idle stream with {number + 1} operations behind an event that isn't over"
-            if idle:
-                expect(lab.peek(x), float(number), f"what {number + 1} operations left on a stream that says it's idle")
-        assert before.query(), "an event that was over isn't over any more"
-        expect(lab.read(stream, x), float(_DEEP - 1), "what the last operation left")
-
-    lab.always(program, schedules=2)
+    """Queries after each of 520 operations that follow slow work are right and consistent."""
+    backend = lab.backend
+    stream, x = lab.one_stream()
+    before, after = backend.create_event("before the work"), backend.create_event("after the work")
+    stream.record(before)
+    stream.synchronize()
+    for _ in range(4):
+        lab.slow(stream)
+    stream.record(after)
+    for number in range(_DEEP):
+        lab.fill(stream, x, number)
+        idle, over = stream.query(), after.query()
+        assert not idle or over, f"an idle stream with {number + 1} operations after an event that isn't over"
+        if idle:
+            expect(lab.peek(x), float(number), f"what {number + 1} operations left on a stream that says it's idle")
+    assert before.query(), "an event that was over isn't over any more"
+    expect(lab.read(stream, x), float(_DEEP - 1), "what the last operation left")
 
 
 @promise("Event", "A wait that is enqueued stays valid when the Python object is dropped.")
+@in_every_order(schedules=2)
 def test_hundreds_of_events_are_all_their_own(lab: Lab) -> None:
-    """Each is recorded behind a write of its own, and waited for in another order, beside hundreds that are dropped."""
-
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
+    """Each of 300 events, recorded after its own write, orders its own wait, while further events are dropped."""
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    with backend.on(a):
+        x = torch.zeros(_MANY, device=backend.device)
+        y = torch.zeros(_MANY, device=backend.device)
+    backend.synchronize()
+    lab.slow(a)
+    events = []
+    for number in range(_MANY):
         with backend.on(a):
-            x = torch.zeros(_MANY, device=backend.device)
-            y = torch.zeros(_MANY, device=backend.device)
-        backend.synchronize()
-        lab.slow(a)
-        events = []
-        for number in range(_MANY):
-            with backend.on(a):
-                x[number : number + 1].fill_(number + 1.0)
-            events.append(lab.record(a, f"e{number}"))
-            lab.record(b, "dropped")
-        for number in reversed(range(_MANY)):
-            b.wait(events[number])
-            with backend.on(b):
-                y[number : number + 1].copy_(x[number : number + 1])
-            events[number] = lab.record(a, "another")  # the wait outlives its event
-        b.synchronize()
-        found = y.cpu()
-        wrong = [number for number in range(_MANY) if found[number] != number + 1.0]
-        expect(wrong, [], "events whose waiter read too early")
-
-    lab.always(program, schedules=2)
+            x[number : number + 1].fill_(number + 1.0)
+        events.append(lab.record(a, f"e{number}"))
+        lab.record(b, "dropped")
+    for number in reversed(range(_MANY)):
+        b.wait(events[number])
+        with backend.on(b):
+            y[number : number + 1].copy_(x[number : number + 1])
+        events[number] = lab.record(a, "another")  # the wait outlives its event
+    b.synchronize()
+    found = y.cpu()
+    wrong = [number for number in range(_MANY) if found[number] != number + 1.0]
+    expect(wrong, [], "events whose waiter read too early")
 
 
 @promise("Event.query", "Return True if the latest generation has completed.")
 def test_an_old_generation_stays_over(lab: Lab) -> None:
-    """Behind it come more records than half of 16 bits count, or as many as a slow device makes in a second."""
+    """A completed generation stays completed after 33,000 further records, or as many as a slow device makes in one
+    second.
+    """
     backend = lab.backend
     a, b = lab.streams("a", "b")
     old, other = lab.record(a, "old"), backend.create_event("again and again")
@@ -92,34 +89,31 @@ def test_an_old_generation_stays_over(lab: Lab) -> None:
     old.synchronize()
     b.wait(old)
     lab.fill(b, x, 1)
-    expect(lab.read(b, x), 1.0, "what was written behind a wait for an old event")
+    expect(lab.read(b, x), 1.0, "what was written after a wait for an old event")
 
 
 @promise("Stream", "dropping the object neither cancels nor waits for its work.")
+@in_every_order(schedules=8)
 def test_streams_are_dropped_with_work_of_theirs_pending(lab: Lab) -> None:
-    """Nothing but the event that was recorded behind the work knows of it any more."""
-
-    def program(backend: Backend) -> None:
-        (last,) = lab.streams("last")
-        tensors, events = [lab.full(last, 0) for _ in range(4)], []
-        for number, tensor in enumerate(tensors):
-            stream = backend.create_stream("dropped")
-            lab.later(stream, tensor, number + 1)
-            lab.slow(stream)
-            lab.fill(stream, tensor, number + 10)
-            events.append(lab.record(stream))
-            del stream
-        for event in events:
-            last.wait(event)
-        last.synchronize()
-        expect([lab.peek(tensor) for tensor in tensors], [10.0, 11.0, 12.0, 13.0], "what streams that were dropped wrote")
-
-    lab.always(program, schedules=8)
+    """The work of a dropped stream runs, ordered by the event that was recorded after it."""
+    (last,) = lab.streams("last")
+    tensors, events = [lab.full(last, 0) for _ in range(4)], []
+    for number, tensor in enumerate(tensors):
+        stream = lab.backend.create_stream("dropped")
+        lab.later(stream, tensor, number + 1)
+        lab.slow(stream)
+        lab.fill(stream, tensor, number + 10)
+        events.append(lab.record(stream))
+        del stream
+    for event in events:
+        last.wait(event)
+    last.synchronize()
+    expect([lab.peek(tensor) for tensor in tensors], [10.0, 11.0, 12.0, 13.0], "what streams that were dropped wrote")
 
 
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
 def test_a_copy_reads_a_value_that_is_repeated(lab: Lab) -> None:
-    """An expanded row, whose stride is 0, and a view turned round, to the device's memory."""
+    """Copies on the device read an expanded row (stride 0) and a transposed view."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     with backend.on(stream):
@@ -136,8 +130,9 @@ def test_a_copy_reads_a_value_that_is_repeated(lab: Lab) -> None:
 @pytest.mark.parametrize("how", ["between each other", "behind each other"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
 def test_writers_of_neighbouring_elements_leave_each_other_alone(lab: Lab, dtype: torch.dtype, how: str) -> None:
-    """Two streams at a time fill and copy into one tensor, and no element is both's: an engine that reads a word or a row,
-    changes its part and writes it all back loses what came between.
+    """Two streams concurrently write neighbouring elements of one tensor.
+
+    A copy engine that reads a word or a row, changes its part and writes all of it back loses the other stream's writes.
     """
     if dtype.is_floating_point and dtype not in lab.backend.capabilities.dtypes:
         not_applicable(f"{dtype} isn't declared")

@@ -1,4 +1,4 @@
-"""L1: memory belongs to its tensor for as long as it's needed."""
+"""L1: memory belongs to its tensor until the last use has completed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from outrider.device import Backend, OutOfDeviceMemory
-from outrider_conformance.lab import WIDTH, Lab, Seen, expect
+from outrider_conformance.lab import WIDTH, Lab, expect, in_every_order, in_some_order
 from outrider_conformance.promises import needs, promise
 
 _MIB = 1 << 20
 
 
 class _Thing:
-    """Something that can be held and watched."""
+    """An object whose lifetime a weak reference shows."""
 
 
 @promise("Stream", "A new stream is not ordered after work that other streams hold.")
 def test_allocations_do_not_overlap(lab: Lab) -> None:
-    """Forty tensors on two streams, each with contents of its own."""
+    """Forty tensors on two streams keep their own contents."""
     backend = lab.backend
     streams = lab.streams("a", "b")
     made = []
@@ -35,7 +35,7 @@ def test_allocations_do_not_overlap(lab: Lab) -> None:
 
 @promise("MemoryInfo", "``total`` and ``free`` are 0 where the backend doesn't declare ``memory_limit``.")
 def test_memory_figures_are_numbers_of_bytes(backend: Backend) -> None:
-    """Whole numbers that fit together."""
+    """Memory figures are whole numbers, and free and allocated bytes do not exceed the total."""
     info = backend.memory_info()
     assert all(isinstance(value, int) and value >= 0 for value in (info.total, info.free, info.allocated)), info
     if backend.capabilities.memory_limit:
@@ -46,7 +46,7 @@ def test_memory_figures_are_numbers_of_bytes(backend: Backend) -> None:
 @needs("host_writes_memory")
 @promise("Capabilities.host_writes_memory", "Host and device share memory:")
 def test_the_host_writes_device_memory(lab: Lab) -> None:
-    """Bytes that another library puts there are what the device reads, and what it writes is there for the host."""
+    """The device reads bytes that the host wrote directly, and the host reads bytes that the device wrote."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     x, y = lab.full(stream, 0), lab.full(stream, 0)
@@ -59,7 +59,7 @@ def test_the_host_writes_device_memory(lab: Lab) -> None:
 @needs("memory_limit")
 @promise("Capabilities.memory_limit", "``memory_info`` reports a real limit of device memory.")
 def test_memory_figures_follow_allocations(lab: Lab) -> None:
-    """Sixteen MiB more are allocated, and given back."""
+    """The figure of allocated bytes rises and falls with an allocation of 16 MiB."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     before = backend.memory_info().allocated
@@ -78,10 +78,9 @@ def test_memory_figures_follow_allocations(lab: Lab) -> None:
 @needs("memory_limit")
 @promise("OutOfDeviceMemory", "An allocation didn't fit. The device still works; queued work isn't affected.")
 def test_out_of_memory_is_typed_and_survived(lab: Lab) -> None:
-    """Twice what there is doesn't fit; what was queued before and what comes after works."""
+    """An allocation of twice the total memory raises a typed error, and work before and after it runs."""
     backend = lab.backend
-    (stream,) = lab.streams("s")
-    x = lab.full(stream, 0)
+    stream, x = lab.one_stream()
     lab.later(stream, x, 1)
     with pytest.raises(OutOfDeviceMemory) as caught, backend.guard("asking for too much"), backend.on(stream):
         torch.empty(2 * backend.memory_info().total, dtype=torch.uint8, device=backend.device)
@@ -92,93 +91,82 @@ def test_out_of_memory_is_typed_and_survived(lab: Lab) -> None:
 
 
 @promise("Backend.keep_alive", "Hold references until the generation of ``until`` that is visible now has completed.")
+@in_every_order()
 def test_what_is_kept_alive_lives_until_the_event(lab: Lab) -> None:
-    """Never dropped while the event is pending, always dropped once it's over."""
-
-    def program(backend: Backend) -> None:
-        (a,) = lab.streams("a")
-        x = lab.full(a, 0)
-        thing = _Thing()
-        alive = weakref.ref(thing)
-        lab.later(a, x, 1)
-        event = lab.record(a)
-        backend.keep_alive([thing], until=event)
-        del thing
-        if backend.release_finished() == 0:
-            assert event.query(), "a hold was dropped before its event had completed"
-        else:
-            assert alive() is not None, "a hold is counted but its object is gone"
-        event.synchronize()
-        expect(backend.release_finished(), 0, "holds that remain after their event")
-        assert alive() is None, "the object is still held though its event has completed"
-
-    lab.always(program)
+    """A held object lives while its event is pending, and is dropped once the event has completed."""
+    backend = lab.backend
+    a, x = lab.one_stream()
+    thing = _Thing()
+    alive = weakref.ref(thing)
+    lab.later(a, x, 1)
+    event = lab.record(a)
+    backend.keep_alive([thing], until=event)
+    del thing
+    if backend.release_finished() == 0:
+        assert event.query(), "a hold was dropped before its event had completed"
+    else:
+        assert alive() is not None, "a hold is counted but its object is gone"
+    event.synchronize()
+    expect(backend.release_finished(), 0, "holds that remain after their event")
+    assert alive() is None, "the object is still held though its event has completed"
 
 
 @needs("asynchronous")
-@promise("Backend.release_finished", "Drop every hold whose event has completed; return how many remain. Never blocks;")
-def test_releasing_does_not_block(lab: Lab) -> None:
-    """A hold is seen pending."""
-
-    def program(backend: Backend) -> None:
-        (a,) = lab.streams("a")
-        x = lab.full(a, 0)
-        lab.later(a, x, 1)
-        backend.keep_alive([x], until=lab.record(a))
-        if backend.release_finished() == 1:
-            raise Seen
-
-    lab.sometimes(program, "release_finished never left a pending hold: it blocks, or drops what is still needed")
+@promise("Backend.release_finished", "Drop every hold whose event has completed; returns how many remain. Never blocks")
+@in_some_order("release_finished never left a pending hold: it blocks, or drops what is still needed")
+def test_releasing_does_not_block(lab: Lab) -> bool:
+    """A release call leaves a pending hold and returns at once."""
+    backend = lab.backend
+    a, x = lab.one_stream()
+    lab.later(a, x, 1)
+    backend.keep_alive([x], until=lab.record(a))
+    return backend.release_finished() == 1
 
 
-@promise("Backend.keep_alive", "Use it to pass memory to another stream: the allocator can't reuse memory that is held.")
+@promise("Backend.keep_alive", "The way to hand memory to another stream: the allocator can't reuse it while it's held.")
+@in_every_order()
 def test_memory_in_use_elsewhere_is_not_reused(lab: Lab) -> None:
-    """A tensor dropped by its stream while another reads it late, and many of its size made meanwhile."""
-
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        y = lab.full(b, 0)
-        with backend.on(a):
-            given = torch.full((WIDTH,), 1.0, device=backend.device)
-        b.wait(lab.record(a, "given"))
-        lab.slow(b)
-        lab.copy(b, y, given)
-        backend.keep_alive([given], until=lab.record(b, "taken"))
-        del given
-        backend.release_finished()
-        with backend.on(a):
-            others = [torch.full((WIDTH,), 9.0, device=backend.device) for _ in range(8)]
-        expect(lab.read(b, y), 1.0, "what the other stream read from memory that was kept alive")
-        del others
-
-    lab.always(program)
+    """Memory that another stream still reads is not reused after its tensor is dropped."""
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    y = lab.full(b, 0)
+    with backend.on(a):
+        given = torch.full((WIDTH,), 1.0, device=backend.device)
+    b.wait(lab.record(a, "given"))
+    lab.slow(b)
+    lab.copy(b, y, given)
+    backend.keep_alive([given], until=lab.record(b, "taken"))
+    del given
+    backend.release_finished()
+    with backend.on(a):
+        others = [torch.full((WIDTH,), 9.0, device=backend.device) for _ in range(8)]
+    expect(lab.read(b, y), 1.0, "what the other stream read from memory that was kept alive")
+    del others
 
 
-@promise("Backend.release_finished", "Drop every hold whose event has completed; return how many remain.")
+@promise("Backend.release_finished", "Drop every hold whose event has completed; returns how many remain.")
+@in_every_order()
 def test_each_hold_has_its_own_event(lab: Lab) -> None:
-    """Several objects of one hold, and two holds of which one's event is over while the other's is pending."""
-
-    def program(backend: Backend) -> None:
-        done, busy = lab.streams("done", "busy")
-        x = lab.full(busy, 0)
-        early, late = [_Thing() for _ in range(3)], [_Thing() for _ in range(3)]
-        watched = [[weakref.ref(thing) for thing in things] for things in (early, late)]
-        over = lab.record(done, "over")
-        lab.later(busy, x, 1)
-        pending = lab.record(busy, "pending")
-        backend.keep_alive(early, until=over)
-        backend.keep_alive(late, until=pending)
-        early.clear()
-        late.clear()
-        over.synchronize()
-        remaining = backend.release_finished()
-        assert not any(ref() is not None for ref in watched[0]), "an object is still held though its event has completed"
-        if remaining == 0:
-            assert pending.query(), "a hold was dropped, or isn't counted, before its event had completed"
-        else:
-            expect(remaining, 1, "holds that remain while one event is pending")
-            assert all(ref() is not None for ref in watched[1]), "an object was dropped before its event had completed"
-        pending.synchronize()
-        expect(backend.release_finished(), 0, "holds that remain after their events")
-
-    lab.always(program)
+    """Each of two holds is dropped with its own event: one event has completed while the other is pending."""
+    backend = lab.backend
+    done, busy = lab.streams("done", "busy")
+    x = lab.full(busy, 0)
+    early, late = [_Thing() for _ in range(3)], [_Thing() for _ in range(3)]
+    watched = [[weakref.ref(thing) for thing in things] for things in (early, late)]
+    over = lab.record(done, "over")
+    lab.later(busy, x, 1)
+    pending = lab.record(busy, "pending")
+    backend.keep_alive(early, until=over)
+    backend.keep_alive(late, until=pending)
+    early.clear()
+    late.clear()
+    over.synchronize()
+    remaining = backend.release_finished()
+    assert not any(ref() is not None for ref in watched[0]), "an object is still held though its event has completed"
+    if remaining == 0:
+        assert pending.query(), "a hold was dropped, or isn't counted, before its event had completed"
+    else:
+        expect(remaining, 1, "holds that remain while one event is pending")
+        assert all(ref() is not None for ref in watched[1]), "an object was dropped before its event had completed"
+    pending.synchronize()
+    expect(backend.release_finished(), 0, "holds that remain after their events")

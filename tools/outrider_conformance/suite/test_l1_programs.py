@@ -12,5 +12,7 @@ from outrider_conformance.promises import promise
 @promise("Stream", "A queue of device work that runs in the order in which it was enqueued.")
 @pytest.mark.parametrize("family", ["order", "copies", "memory", "threads"])
 def test_random_programs(random_programs: Callable[[str], None], family: str) -> None:
-    """Whatever the host reads is a value that the model of the contract allows; the report shows the smallest that isn't."""
+    """Each value that the host reads is allowed by the model of the contract. The report shows the smallest failing
+    program.
+    """
     random_programs(family)

@@ -1,4 +1,4 @@
-"""L1: calls that can't be right raise the backend interface's errors."""
+"""L1: wrong calls raise the errors of the backend interface."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from outrider_conformance.verdict import not_applicable
     ids=["wait", "query", "synchronize", "keep_alive"],
 )
 def test_a_never_recorded_event_is_an_error(backend: Backend, use: Callable[[Stream, Event], object]) -> None:
-    """Even where the driver lets it pass."""
+    """A wait or query of an event without a record raises, even if the driver accepts it."""
     with pytest.raises(StreamOrderError):
         use(backend.create_stream("s"), backend.create_event("e"))
 
 
 @promise("Stream.record", "Returns the generation, counted from 1.")
 def test_generations_are_counted(backend: Backend) -> None:
-    """Each record is one more, on whichever stream."""
+    """Each record increases the generation by one, on any stream."""
     first, second, event = backend.create_stream("a"), backend.create_stream("b"), backend.create_event("e")
     found = [event.generation, first.record(event), second.record(event), first.record(event), event.generation]
     expect(found, [0, 1, 2, 3, 3], "generations of three records")
@@ -49,7 +49,7 @@ def test_generations_are_counted(backend: Backend) -> None:
 
 @promise("Backend.create_stream", "unique among the backend's streams.")
 def test_stream_names_are_unique(backend: Backend) -> None:
-    """Reports and schedules name streams, so no two share a name; eight can be had."""
+    """Eight streams created under one name have different names, by which reports and schedules refer to them."""
     made = [backend.create_stream("same") for _ in range(8)]
     expect(len({stream.name for stream in made}), 8, "different names of eight streams made under one name")
     expect(made[0].name, "same", "the name of the first")
@@ -58,7 +58,7 @@ def test_stream_names_are_unique(backend: Backend) -> None:
 
 @promise("Event.elapsed_ms", "Raises :class:`CapabilityError` unless both were made with ``timing=True``")
 def test_time_needs_timing_events(backend: Backend) -> None:
-    """Events without timing don't answer with an arbitrary number."""
+    """Events without timing raise an error instead of returning an arbitrary time."""
     stream, start, end = backend.create_stream("s"), backend.create_event("start"), backend.create_event("end")
     stream.record(start)
     stream.record(end)
@@ -69,7 +69,7 @@ def test_time_needs_timing_events(backend: Backend) -> None:
 
 @promise("Backend.copy_async", "Raises :class:`InterfaceError` unless shape and dtype agree")
 def test_a_copy_that_casts_or_reshapes_is_refused(backend: Backend) -> None:
-    """A cast is a kernel."""
+    """A copy between different dtypes or shapes raises an error."""
     stream = backend.create_stream("s")
     with backend.on(stream):
         source = torch.ones(4, device=backend.device)
@@ -84,7 +84,7 @@ def test_a_copy_that_casts_or_reshapes_is_refused(backend: Backend) -> None:
 @pytest.mark.parametrize("direction", ["to the device", "to the host"])
 @pytest.mark.parametrize("kind", ["pageable", "strided", "strided device side"])
 def test_a_copy_that_would_block_is_refused(backend: Backend, kind: str, direction: str) -> None:
-    """Pageable or strided host memory makes a copy synchronous; it must not be taken in silence."""
+    """A copy from or to pageable or strided memory, which drivers make synchronous, raises an error."""
     if not backend.is_host(torch.ones(1)):
         not_applicable("the device computes in host memory: no copy crosses between the two")
     stream = backend.create_stream("s")
@@ -103,7 +103,7 @@ def test_a_copy_that_would_block_is_refused(backend: Backend, kind: str, directi
 
 @promise("PinnedBuffer", ":meth:`read` under an older generation raises instead of returning the data of a later use.")
 def test_a_renewed_buffer_refuses_its_old_readers(backend: Backend) -> None:
-    """The generation that a reader holds must be the buffer's."""
+    """A read of a pinned buffer under an older generation raises an error."""
     buffer = backend.empty_pinned("ring", (2,), torch.int64)
     old = buffer.renew()
     assert buffer.read(old) is buffer.tensor
@@ -115,7 +115,7 @@ def test_a_renewed_buffer_refuses_its_old_readers(backend: Backend) -> None:
 
 @promise("Backend.attach", "One observer at a time.")
 def test_one_observer_at_a_time(backend: Backend) -> None:
-    """A second one is refused until the first is detached; it learns of the streams that exist."""
+    """A second observer is refused until the first is detached. An observer is told of existing streams."""
     from outrider_conformance.watching import Diary
 
     stream = backend.create_stream("early")
@@ -133,7 +133,7 @@ def test_one_observer_at_a_time(backend: Backend) -> None:
 
 @promise("Observer", "Receives what happens on a device.")
 def test_an_observer_sees_every_verb(backend: Backend) -> None:
-    """Records, waits, scopes and synchronisations arrive in order, with their generations."""
+    """An observer receives records, waits, scopes and synchronisations in order, with their generations."""
     from outrider_conformance.watching import Diary
 
     a, b, event = backend.create_stream("a"), backend.create_stream("b"), backend.create_event("e")
@@ -162,7 +162,7 @@ def test_an_observer_sees_every_verb(backend: Backend) -> None:
     "Capabilities.reports_accesses", "The backend itself reports each operation's memory accesses to an attached observer."
 )
 def test_accesses_are_reported(backend: Backend) -> None:
-    """A copy between two tensors is reported on its stream, as a read of one and a write of the other."""
+    """A copy between two tensors is reported on its stream, as a read of one tensor and a write of the other."""
     from outrider_conformance.watching import Diary
 
     stream = backend.create_stream("s")
@@ -189,7 +189,7 @@ def test_accesses_are_reported(backend: Backend) -> None:
     "Report the rows that an operation touched. It was launched before, with an access to the whole operand.",
 )
 def test_rows_are_reported_exactly(backend: Backend) -> None:
-    """A cache write touches the rows of its slots and no others."""
+    """A cache write is reported with the rows of its slots and no other rows."""
     from outrider_conformance.watching import Diary
 
     stream = backend.create_stream("s")

@@ -1,4 +1,4 @@
-"""L1: a stream keeps its order, work goes to the stream that is named, and calls wait for no more than they promise."""
+"""L1: a stream keeps its order, work runs on the named stream, and calls wait for no more than they promise."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from outrider.device import Backend, CapabilityError, Stream
+from outrider.device import CapabilityError, Stream
 from outrider_conformance.faults import WAITS
-from outrider_conformance.lab import Lab, Seen, elsewhere, expect
+from outrider_conformance.lab import Lab, elsewhere, expect, in_every_order, in_some_order, observing
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.verdict import not_applicable
 
@@ -21,217 +21,180 @@ _LONG = 8  # so many round trips take a while, too
 
 
 @promise("Stream", "Work on one stream runs in order.")
+@in_every_order()
 def test_one_stream_keeps_its_order(lab: Lab) -> None:
-    """Steps that don't commute, on one stream, give what their order gives."""
-
-    def program(backend: Backend) -> None:
-        (stream,) = lab.streams("s")
-        x, y = lab.full(stream, 1), lab.full(stream, 0)
-        lab.slow(stream)
-        with backend.on(stream):
-            for step in range(1, 5):
-                x.mul_(2).add_(step)
-            y.copy_(x)
-            x.zero_()
-        expect(lab.read(stream, y), 42.0, "1 doubled and increased by 1, 2, 3, 4 in turn")
-        expect(lab.peek(x), 0.0, "what was zeroed at the end")
-
-    lab.always(program)
+    """Steps that do not commute give the result of their order on one stream."""
+    (stream,) = lab.streams("s")
+    x, y = lab.full(stream, 1), lab.full(stream, 0)
+    lab.slow(stream)
+    with lab.backend.on(stream):
+        for step in range(1, 5):
+            x.mul_(2).add_(step)
+        y.copy_(x)
+        x.zero_()
+    expect(lab.read(stream, y), 42.0, "1 doubled and increased by 1, 2, 3, 4 in turn")
+    expect(lab.peek(x), 0.0, "what was zeroed at the end")
 
 
 @promise("Stream.synchronize", "Block the calling thread until everything enqueued on this stream so far has run.")
+@in_every_order()
 def test_synchronize_waits_for_the_stream(lab: Lab) -> None:
-    """What was enqueued last is there when the call returns."""
-
-    def program(backend: Backend) -> None:
-        (stream,) = lab.streams("s")
-        x = lab.full(stream, 0)
-        lab.later(stream, x, 1)
-        stream.synchronize()
-        expect(lab.peek(x), 1.0, "the last write before synchronize")
-        assert stream.query(), "query is False right after synchronize, with nothing enqueued since"
-
-    lab.always(program)
+    """The last enqueued write is complete when the call returns."""
+    stream, x = lab.one_stream()
+    lab.later(stream, x, 1)
+    stream.synchronize()
+    expect(lab.peek(x), 1.0, "the last write before synchronize")
+    assert stream.query(), "query is False right after synchronize, with nothing enqueued since"
 
 
 @promise("Backend.synchronize", "Block the calling thread until every stream is empty.")
+@in_every_order()
 def test_the_device_synchronizes_every_stream(lab: Lab) -> None:
-    """Three streams, each with something late."""
-
-    def program(backend: Backend) -> None:
-        streams = lab.streams("a", "b", "c")
-        tensors = [lab.full(stream, 0) for stream in streams]
-        for number, (stream, tensor) in enumerate(zip(streams, tensors, strict=True), 1):
-            lab.later(stream, tensor, number)
-        backend.synchronize()
-        expect([lab.peek(tensor) for tensor in tensors], [1.0, 2.0, 3.0], "late writes of three streams")
-        assert all(stream.query() for stream in streams), "a stream isn't empty after synchronize"
-
-    lab.always(program)
+    """The late writes of three streams are complete when the call returns."""
+    streams = lab.streams("a", "b", "c")
+    tensors = [lab.full(stream, 0) for stream in streams]
+    for number, (stream, tensor) in enumerate(zip(streams, tensors, strict=True), 1):
+        lab.later(stream, tensor, number)
+    lab.backend.synchronize()
+    expect([lab.peek(tensor) for tensor in tensors], [1.0, 2.0, 3.0], "late writes of three streams")
+    assert all(stream.query() for stream in streams), "a stream isn't empty after synchronize"
 
 
-@promise("Stream.query", "Return True if everything enqueued on this stream so far has run. Never blocks.")
+@promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
+@in_every_order()
 def test_query_is_true_only_when_the_work_is_done(lab: Lab) -> None:
-    """A host that polls until True may read."""
-
-    def program(backend: Backend) -> None:
-        (stream,) = lab.streams("s")
-        x = lab.full(stream, 0)
-        lab.later(stream, x, 1)
-        if stream.query():
-            expect(lab.peek(x), 1.0, "the write that query says has run")
-        stream.synchronize()
-        assert stream.query(), "query is False though the stream is empty"
-
-    lab.always(program)
+    """A host that polls a stream until True may read its results."""
+    stream, x = lab.one_stream()
+    lab.later(stream, x, 1)
+    if stream.query():
+        expect(lab.peek(x), 1.0, "the write that query says has run")
+    stream.synchronize()
+    assert stream.query(), "query is False though the stream is empty"
 
 
 @needs("asynchronous")
-@promise("Stream.query", "Return True if everything enqueued on this stream so far has run. Never blocks.")
-def test_query_is_false_while_the_last_operation_runs(lab: Lab) -> None:
-    """The queue is empty, and its last operation still runs."""
-
-    def program(backend: Backend) -> None:
-        (stream,) = lab.streams("s")
-        lab.slow(stream)
-        if backend.control is None:
-            time.sleep(_BEGINNING)
-        if not stream.query():
-            raise Seen
-
-    lab.sometimes(program, "query was always True while a long operation ran: it asks whether the queue is empty")
+@promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
+@in_some_order("query was always True while a long operation ran: it asks whether the queue is empty")
+def test_query_is_false_while_the_last_operation_runs(lab: Lab) -> bool:
+    """A query returns False while the last operation runs and the queue is empty."""
+    (stream,) = lab.streams("s")
+    lab.slow(stream)
+    if lab.backend.control is None:
+        time.sleep(_BEGINNING)
+    return not stream.query()
 
 
 @needs("asynchronous")
 @promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
-def test_work_returns_before_it_has_run(lab: Lab) -> None:
-    """Something is seen pending after its call."""
-
-    def program(backend: Backend) -> None:
-        (stream,) = lab.streams("s")
-        x = lab.full(stream, 0)
-        lab.later(stream, x, 1)
-        if not stream.query():
-            raise Seen
-        expect(lab.peek(x), 1.0, "the write that query says has run")
-
-    lab.sometimes(program, "every operation had run when its call returned: the device is declared asynchronous and isn't")
+@in_some_order("every operation had run when its call returned: the device is declared asynchronous and isn't")
+def test_work_returns_before_it_has_run(lab: Lab) -> bool:
+    """The call of an operation returns while the operation is pending."""
+    stream, x = lab.one_stream()
+    lab.later(stream, x, 1)
+    if not stream.query():
+        return True
+    expect(lab.peek(x), 1.0, "the write that query says has run")
+    return False
 
 
 @needs("asynchronous", "concurrent_streams")
 @promise("Capabilities.concurrent_streams", "Two streams may run at the same time, in any order that the waits allow.")
-def test_streams_run_beside_each_other(lab: Lab) -> None:
-    """A short job on one stream is over while a long one on another, enqueued before it, isn't."""
-
-    def program(backend: Backend) -> None:
-        long, short = lab.streams("long", "short")
-        x, y = lab.full(long, 0), lab.full(short, 0)
-        lab.later(long, x, 1)
-        lab.fill(short, y, 2)
-        short.synchronize()
-        pending = not long.query()
-        expect(lab.peek(y), 2.0, "the short job")
-        if pending:
-            raise Seen
-
-    lab.sometimes(program, "the second stream never finished before the first: the streams secretly run one after the other")
+@in_some_order("the second stream never finished before the first: the streams secretly run one after the other")
+def test_streams_run_beside_each_other(lab: Lab) -> bool:
+    """A short job on one stream finishes before a long job that was enqueued earlier on another stream."""
+    long, short = lab.streams("long", "short")
+    x, y = lab.full(long, 0), lab.full(short, 0)
+    lab.later(long, x, 1)
+    lab.fill(short, y, 2)
+    short.synchronize()
+    pending = not long.query()
+    expect(lab.peek(y), 2.0, "the short job")
+    return pending
 
 
 @needs("asynchronous", "concurrent_streams")
-@promise("Backend.create_stream", "Create a stream.")
-def test_many_streams_are_all_their_own(lab: Lab) -> None:
-    """Thirty-four streams, or as many as the backend can make before it says so: while one is busy, none of the others is."""
-
-    def program(backend: Backend) -> None:
-        streams: list[Stream] = []
-        while len(streams) < _MANY:
-            try:
-                streams.append(backend.create_stream(f"s{len(streams)}"))
-            except CapabilityError:
-                assert len(streams) > 1, "a second stream can't be made, and concurrent_streams is declared"
-                break
-        busy, others = streams[0], streams[1:]
-        x = lab.full(busy, 0)
-        for _ in range(_LONG):
-            lab.slow(busy)
-        lab.fill(busy, x, 1)
-        for event in [lab.record(stream) for stream in others]:
-            event.synchronize()
-        if not busy.query():
-            raise Seen
-
-    lab.sometimes(program, "one of many streams always waited for the first: streams are handed out twice")
+@promise("Backend.create_stream", "A new stream.")
+@in_some_order("one of many streams always waited for the first: streams are handed out twice")
+def test_many_streams_are_all_their_own(lab: Lab) -> bool:
+    """While one of 34 streams is busy, no other stream is busy. A backend may refuse further streams earlier."""
+    streams: list[Stream] = []
+    while len(streams) < _MANY:
+        try:
+            streams.append(lab.backend.create_stream(f"s{len(streams)}"))
+        except CapabilityError:
+            assert len(streams) > 1, "a second stream can't be made, and concurrent_streams is declared"
+            break
+    busy, others = streams[0], streams[1:]
+    x = lab.full(busy, 0)
+    for _ in range(_LONG):
+        lab.slow(busy)
+    lab.fill(busy, x, 1)
+    for event in [lab.record(stream) for stream in others]:
+        event.synchronize()
+    return not busy.query()
 
 
 @needs("asynchronous", "concurrent_streams")
 @promise("Stream.synchronize", "Orders this thread, and only this one, after that work.")
-def test_synchronize_waits_for_nothing_else(lab: Lab) -> None:
-    """Synchronising with an empty stream returns while another is busy."""
-
-    def program(backend: Backend) -> None:
-        busy, idle = lab.streams("busy", "idle")
-        x = lab.full(busy, 0)
-        lab.later(busy, x, 1)
-        idle.synchronize()
-        if not busy.query():
-            raise Seen
-
-    lab.sometimes(program, "synchronising with an empty stream always waits for the other one")
+@in_some_order("synchronising with an empty stream always waits for the other one")
+def test_synchronize_waits_for_nothing_else(lab: Lab) -> bool:
+    """Synchronising with an empty stream returns while another stream is busy."""
+    busy, idle = lab.streams("busy", "idle")
+    x = lab.full(busy, 0)
+    lab.later(busy, x, 1)
+    idle.synchronize()
+    return not busy.query()
 
 
 @promise("Backend.on", "Scopes nest; leaving one restores the one around it, also after an exception.")
+@in_every_order()
 def test_scopes_nest_and_are_restored(lab: Lab) -> None:
-    """Work after an inner scope, left normally or by an exception, is on the outer stream again."""
-
-    def program(backend: Backend) -> None:
-        outer, inner = lab.streams("outer", "inner")
-        x, y, z, other = lab.full(outer, 0), lab.full(outer, 0), lab.full(outer, 0), lab.full(inner, 0)
-        lab.slow(outer)
-        with backend.on(outer):
-            x.fill_(1)
+    """Work after an inner scope runs on the outer stream again, also if an exception left the inner scope."""
+    backend = lab.backend
+    outer, inner = lab.streams("outer", "inner")
+    x, y, z, other = lab.full(outer, 0), lab.full(outer, 0), lab.full(outer, 0), lab.full(inner, 0)
+    lab.slow(outer)
+    with backend.on(outer):
+        x.fill_(1)
+        with backend.on(inner):
+            other.fill_(5)
+        y.copy_(x)
+        try:
             with backend.on(inner):
-                other.fill_(5)
-            y.copy_(x)
-            try:
-                with backend.on(inner):
-                    raise ValueError("of the test")
-            except ValueError:
-                pass
-            z.copy_(x)
-        expect(lab.read(inner, other), 5.0, "work of the inner scope")
-        expect(lab.read(outer, y), 1.0, "work after an inner scope, which must follow the outer stream")
-        expect(lab.peek(z), 1.0, "work after an inner scope that was left by an exception")
-
-    lab.always(program)
+                raise ValueError("of the test")
+        except ValueError:
+            pass
+        z.copy_(x)
+    expect(lab.read(inner, other), 5.0, "work of the inner scope")
+    expect(lab.read(outer, y), 1.0, "work after an inner scope, which must follow the outer stream")
+    expect(lab.peek(z), 1.0, "work after an inner scope that was left by an exception")
 
 
 @promise("Backend.on", "A tensor made, cast or filled inside a scope belongs to that scope's stream.")
+@in_every_order()
 def test_work_is_placed_on_the_scopes_stream(lab: Lab) -> None:
-    """Reading, casting, making and filling in a scope wait as its stream does, and record with it."""
-
-    def program(backend: Backend) -> None:
-        producer, stream, consumer = lab.streams("producer", "stream", "consumer")
-        x, out = lab.full(producer, 0), lab.full(consumer, 0)
-        lab.later(producer, x, 3)
-        stream.wait(lab.record(producer))
-        with backend.on(stream):
-            cast = x.to(torch.float64)
-            made = torch.full_like(x, 2)
-            total = made + cast.to(torch.float32)
-        lab.slow(stream)
-        lab.fill(stream, made, 7)
-        consumer.wait(lab.record(stream))
-        with backend.on(consumer):
-            out.copy_(total + made)
-        expect(lab.read(consumer, out), 12.0, "2 + 3 and then 7, through three streams")
-        expect(cast.dtype, torch.float64, "the dtype of the cast")
-
-    lab.always(program)
+    """Reads, casts, new tensors and fills inside a scope run in the order of the scope's stream."""
+    backend = lab.backend
+    producer, stream, consumer = lab.streams("producer", "stream", "consumer")
+    x, out = lab.full(producer, 0), lab.full(consumer, 0)
+    lab.later(producer, x, 3)
+    stream.wait(lab.record(producer))
+    with backend.on(stream):
+        cast = x.to(torch.float64)
+        made = torch.full_like(x, 2)
+        total = made + cast.to(torch.float32)
+    lab.slow(stream)
+    lab.fill(stream, made, 7)
+    consumer.wait(lab.record(stream))
+    with backend.on(consumer):
+        out.copy_(total + made)
+    expect(lab.read(consumer, out), 12.0, "2 + 3 and then 7, through three streams")
+    expect(cast.dtype, torch.float64, "the dtype of the cast")
 
 
 @promise("Backend", "``on`` scopes and captures belong to the thread that opened")
 def test_scopes_belong_to_their_thread(lab: Lab) -> None:
-    """A scope that another thread has open doesn't move this thread's work."""
+    """An open scope of another thread does not move the work of this thread."""
     backend = lab.backend
     ours, theirs = lab.streams("ours", "theirs")
     x, y, z = lab.full(ours, 0), lab.full(ours, 0), lab.full(theirs, 0)
@@ -268,104 +231,88 @@ def test_scopes_belong_to_their_thread(lab: Lab) -> None:
     "Capabilities.stream_priorities",
     "``create_stream(priority=…)`` takes other values than 0; a lower number is more urgent.",
 )
+@in_every_order()
 def test_priorities_change_urgency_alone(lab: Lab) -> None:
-    """An urgent stream obeys waits like any other."""
-
-    def program(backend: Backend) -> None:
-        urgent, usual = backend.create_stream("urgent", priority=-1), backend.create_stream("usual")
-        expect(urgent.priority, -1, "the priority of an urgent stream")
-        x, y = lab.full(usual, 0), lab.full(urgent, 0)
-        lab.later(usual, x, 1)
-        urgent.wait(lab.record(usual))
-        lab.copy(urgent, y, x)
-        expect(lab.read(urgent, y), 1.0, "what the urgent stream read after its wait")
-
-    lab.always(program)
+    """An urgent stream obeys waits like any other stream."""
+    backend = lab.backend
+    urgent, usual = backend.create_stream("urgent", priority=-1), backend.create_stream("usual")
+    expect(urgent.priority, -1, "the priority of an urgent stream")
+    x, y = lab.full(usual, 0), lab.full(urgent, 0)
+    lab.later(usual, x, 1)
+    urgent.wait(lab.record(usual))
+    lab.expect_read(urgent, y, x, 1.0, "what the urgent stream read after its wait")
 
 
 @needs("perturbs_timing", "asynchronous")
 @promise("Backend.delay", "Keep ``stream`` busy for about ``cycles`` device clocks.")
-def test_a_delay_keeps_the_stream_busy(lab: Lab) -> None:
-    """The stream is busy afterwards, what follows on it is late, and the host isn't held up."""
-
-    def program(backend: Backend) -> None:
-        (stream,) = lab.streams("s")
-        lab.slow(stream)
-        if not stream.query():
-            raise Seen
-
-    lab.sometimes(program, "a delayed stream is idle: delay does nothing, or blocks the host")
+@in_some_order("a delayed stream is idle: delay does nothing, or blocks the host")
+def test_a_delay_keeps_the_stream_busy(lab: Lab) -> bool:
+    """A delayed stream is busy when the call of the delay has returned."""
+    (stream,) = lab.streams("s")
+    lab.slow(stream)
+    return not stream.query()
 
 
 @promise("Backend.on", "Scopes nest; leaving one restores the one around it, also after an exception.")
+@in_every_order()
 def test_four_scopes_are_restored(lab: Lab) -> None:
-    """Work after each of four nested scopes goes to the one around it."""
-
-    def program(backend: Backend) -> None:
-        streams = lab.streams("a", "b", "c", "d")
-        for late in streams:  # its work alone comes late, so that elsewhere it would come too early
-            source, found = lab.full(late, 0), lab.full(late, 0)
-            lab.later(late, source, 1)
-            with ExitStack() as deepest:
-                scopes = [deepest.enter_context(ExitStack()) for _ in streams]
-                for scope, stream in zip(scopes, streams, strict=True):
-                    scope.enter_context(backend.on(stream))
-                for scope, stream in reversed(list(zip(scopes, streams, strict=True))):
-                    if stream is late:
-                        found.copy_(source)
-                    scope.close()
-            expect(lab.read(late, found), 1.0, f"work in the scope of {late.name!r}, after the scopes inside it")
-
-    lab.always(program)
+    """Work after each of four nested scopes runs on the stream of the enclosing scope."""
+    streams = lab.streams("a", "b", "c", "d")
+    for late in streams:  # its work alone comes late, so that elsewhere it would come too early
+        source, found = lab.full(late, 0), lab.full(late, 0)
+        lab.later(late, source, 1)
+        with ExitStack() as deepest:
+            scopes = [deepest.enter_context(ExitStack()) for _ in streams]
+            for scope, stream in zip(scopes, streams, strict=True):
+                scope.enter_context(lab.backend.on(stream))
+            for scope, stream in reversed(list(zip(scopes, streams, strict=True))):
+                if stream is late:
+                    found.copy_(source)
+                scope.close()
+        expect(lab.read(late, found), 1.0, f"work in the scope of {late.name!r}, after the scopes inside it")
 
 
 @needs("asynchronous")
 @promise("Stream.query", "Return True if everything enqueued on this stream so far has run. Never blocks.")
 def test_any_thread_may_query(lab: Lab) -> None:
-    """A thread that enqueued nothing sees a busy stream busy, and a finished one finished."""
+    """A thread that enqueued nothing sees a busy stream busy, and a finished stream finished."""
     if lab.backend.control is not None:
         not_applicable("threads of the host are taken in turn by the tool that decides the schedule")
-    (stream,) = lab.streams("s")
-    x = lab.full(stream, 0)
+    stream, x = lab.one_stream()
 
     def asked() -> bool:
         answers: list[bool] = []
-        thread = threading.Thread(target=lambda: answers.append(stream.query()), name="asks")
-        thread.start()
-        thread.join()
+        elsewhere(lambda: answers.append(stream.query()))
         return answers[0]
 
-    def program(backend: Backend) -> None:
+    def is_pending() -> bool:
         lab.later(stream, x, 1)
-        if not asked():
-            raise Seen
+        return not asked()
 
-    lab.sometimes(program, "a stream with pending work is always empty for a thread that enqueued none of it")
+    lab.sometimes(observing(is_pending), "a stream with pending work is always empty for a thread that enqueued none of it")
     stream.synchronize()
     assert asked(), "a stream that is synchronised isn't empty for another thread"
 
 
 @promise("Backend.on", "Place the calling thread's torch work on ``stream``")
-@pytest.mark.parametrize("way", ["stream.synchronize", "event.synchronize", "backend.synchronize", "synchronize_within"])
-def test_the_host_waits_alike_in_every_scope(lab: Lab, way: str) -> None:
-    """Inside the scope of each of four streams it waits for what is named, whatever stream the scope is of."""
-
-    def program(backend: Backend) -> None:
-        streams = lab.streams("a", "b", "c", "d")
-        x = lab.full(streams[0], 0)
-        for turn, scope in enumerate(streams, 1):
-            lab.later(streams[0], x, turn)
-            event = lab.record(streams[0])
-            with backend.on(scope):
-                WAITS[way](backend, streams[0], event)
-            expect(lab.peek(x), float(turn), f"what the host read after waiting in the scope of {scope.name!r}")
-
-    lab.always(program)
+@pytest.mark.parametrize("wait", ["stream.synchronize", "event.synchronize", "backend.synchronize", "synchronize_within"])
+@in_every_order()
+def test_the_host_waits_alike_in_every_scope(lab: Lab, wait: str) -> None:
+    """A host wait inside the scope of any stream waits for the named stream or event."""
+    backend = lab.backend
+    streams = lab.streams("a", "b", "c", "d")
+    x = lab.full(streams[0], 0)
+    for turn, scope in enumerate(streams, 1):
+        lab.later(streams[0], x, turn)
+        event = lab.record(streams[0])
+        with backend.on(scope):
+            WAITS[wait](backend, streams[0], event)
+        expect(lab.peek(x), float(turn), f"what the host read after waiting in the scope of {scope.name!r}")
 
 
 @promise("Backend.synchronize", "Block the calling thread until every stream is empty.")
 def test_the_device_synchronizes_streams_of_other_threads(lab: Lab) -> None:
-    """Made by one thread, used and waited for by another."""
+    """A device wait covers the work of a stream that another thread created."""
     made: list[Stream] = []
     elsewhere(lambda: made.extend(lab.streams("made elsewhere")))
     x = lab.full(made[0], 0)
@@ -375,24 +322,20 @@ def test_the_device_synchronizes_streams_of_other_threads(lab: Lab) -> None:
 
 
 @promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
+@in_every_order(schedules=8)
 def test_a_record_covers_waits_behind_the_last_record(lab: Lab) -> None:
-    """A stream that does nothing but record, wait and record hands on the order: its second record isn't its first."""
-
-    def program(backend: Backend) -> None:
-        a, between, c = lab.streams("a", "between", "c")
-        x, y = lab.full(a, 0), lab.full(c, 0)
-        for value in (1.0, 2.0):
-            first = lab.record(between)
-            lab.later(a, x, value)
-            between.wait(lab.record(a))
-            second = lab.record(between)
-            c.wait(second)
-            lab.copy(c, y, x)
-            expect(lab.read(c, y), value, "what came through a stream that only waited")
-            second.synchronize()
-            first.synchronize()
-            last = lab.record(between)
-            between.synchronize()
-            assert last.query(), "the last record of a stream that was synchronised isn't over"
-
-    lab.always(program, schedules=8)
+    """The second record of a stream covers a wait that the stream enqueued after its first record."""
+    a, between, c = lab.streams("a", "between", "c")
+    x, y = lab.full(a, 0), lab.full(c, 0)
+    for value in (1.0, 2.0):
+        first = lab.record(between)
+        lab.later(a, x, value)
+        between.wait(lab.record(a))
+        second = lab.record(between)
+        c.wait(second)
+        lab.expect_read(c, y, x, value, "the value passed on by a stream that only waited")
+        second.synchronize()
+        first.synchronize()
+        last = lab.record(between)
+        between.synchronize()
+        assert last.query(), "the last record of a stream that was synchronised isn't over"

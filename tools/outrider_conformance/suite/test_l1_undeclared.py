@@ -1,4 +1,4 @@
-"""L1: what works without being declared. Each ability is tried as if it were declared; if it holds, declare it."""
+"""L1: undeclared abilities do not work. Each ability is tried as if declared; one that works must be declared."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from outrider.device import Backend, CaptureContext
-from outrider_conformance.lab import Lab, Seen, expect
+from outrider.device import CaptureContext
+from outrider_conformance.lab import Lab, expect, observing
 from outrider_conformance.promises import promise
 from outrider_conformance.verdict import not_applicable
 from outrider_conformance.watching import Diary
@@ -17,27 +17,23 @@ _WORDS = "and so does a working ability that isn't declared."
 
 
 def _asynchronous(lab: Lab) -> bool:
-    def program(backend: Backend) -> None:
-        (stream,) = lab.streams("s")
-        x = lab.full(stream, 0)
-        lab.later(stream, x, 1)
-        if not stream.query():
-            raise Seen
+    def is_pending() -> bool:
+        a, x = lab.one_stream()
+        lab.later(a, x, 1)
+        return not a.query()
 
-    return lab.sees(program)
+    return lab.sees(observing(is_pending))
 
 
 def _concurrent(lab: Lab) -> bool:
-    def program(backend: Backend) -> None:
-        long, short = lab.streams("long", "short")
-        x, y = lab.full(long, 0), lab.full(short, 0)
-        lab.later(long, x, 1)
-        lab.fill(short, y, 2)
-        short.synchronize()
-        if not long.query():
-            raise Seen
+    def second_finishes_first() -> bool:
+        a, b, x, y = lab.two_streams()
+        lab.later(a, x, 1)
+        lab.fill(b, y, 2)
+        b.synchronize()
+        return not a.query()
 
-    return lab.sees(program)
+    return lab.sees(observing(second_finishes_first))
 
 
 def _event_timing(lab: Lab) -> bool:
@@ -51,8 +47,7 @@ def _event_timing(lab: Lab) -> bool:
 
 
 def _flags(lab: Lab) -> bool:
-    a, b = lab.streams("a", "b")
-    x, y = lab.full(a, 0), lab.full(b, 0)
+    a, b, x, y = lab.two_streams()
     flag = lab.backend.create_flag("f")
     lab.later(a, x, 1)
     flag.set(a)
@@ -82,13 +77,7 @@ def _captures_graphs(lab: Lab) -> bool:
         calls.append(1)
         context.outputs["y"].copy_(context.inputs["x"])
 
-    graph = backend.capture(
-        "probe",
-        fn,
-        stream=stream,
-        inputs={"x": x},
-        outputs={"y": y},
-    )
+    graph = backend.capture("probe", fn, stream=stream, inputs={"x": x}, outputs={"y": y})
     before = len(calls)
     lab.fill(stream, x, 3)
     graph.replay(stream)
@@ -142,14 +131,7 @@ def _updates_graph_params(lab: Lab) -> bool:
     def fn(context: CaptureContext) -> None:
         context.outputs["y"].fill_(context.params["value"].value[0])
 
-    graph = backend.capture(
-        "probe",
-        fn,
-        stream=stream,
-        inputs={},
-        outputs={"y": y},
-        params={"value": [1]},
-    )
+    graph = backend.capture("probe", fn, stream=stream, inputs={}, outputs={"y": y}, params={"value": [1]})
     graph.update_params({"value": [4]}, stream=stream)
     graph.replay(stream)
     return bool(lab.read(stream, y) == 4.0)
@@ -202,7 +184,7 @@ def _row_exact_accesses(lab: Lab) -> bool:
     ids=lambda value: value if isinstance(value, str) and value else "",
 )
 def test_what_works_is_declared(lab: Lab, ability: str, base: str | None, works: Callable[[Lab], bool]) -> None:
-    """Stream priorities are left out: taking a number and honouring it can't be told apart from outside."""
+    """An undeclared ability does not work. Stream priorities are left out, since their effect cannot be observed."""
     declared = lab.backend.capabilities
     if getattr(declared, ability):
         not_applicable(f"{ability} is declared")
@@ -217,7 +199,7 @@ def test_what_works_is_declared(lab: Lab, ability: str, base: str | None, works:
 
 @promise("Capabilities.dtypes", "Floating dtypes in which every kernel of the backend's KernelSet works.")
 def test_dtypes_compute(lab: Lab) -> None:
-    """Every declared dtype can at least be made, added and read back."""
+    """A tensor of each declared dtype can be made, added and read back."""
     (stream,) = lab.streams("s")
     for dtype in sorted(lab.backend.capabilities.dtypes, key=str):
         x = lab.full(stream, 2, dtype=dtype)

@@ -1,9 +1,8 @@
-"""L2: what a capture refuses, and that one that fails leaves everything as it was."""
+"""L2: a capture refuses unsuitable calls, and a failed capture leaves streams, scopes, events and pools usable."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 
@@ -18,7 +17,7 @@ from outrider.device import (
     DeviceFault,
     StreamOrderError,
 )
-from outrider_conformance.lab import Lab, expect
+from outrider_conformance.lab import Lab, elsewhere, expect, in_every_order
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.suite.test_l2_graphs import triple
 
@@ -26,17 +25,16 @@ _UNCHANGED = "A :class:`DeviceError` passes through unchanged."
 
 
 class _MistakeError(Exception):
-    """Raised inside a callable."""
+    """An error that a captured callable raises on purpose."""
 
 
 def _still_works(lab: Lab, backend: Backend, *, pool_name: str = "after") -> None:
-    """Streams, scopes, events, graphs and pools, used as if nothing had happened."""
+    """Check that streams, scopes, events, graphs and pools work after a failure."""
     a, b = lab.streams("after a", "after b")
     x, y = lab.full(a, 0), lab.full(b, 0)
     lab.later(a, x, 1)
     b.wait(lab.record(a, "after"))
-    lab.copy(b, y, x)
-    expect(lab.read(b, y), 1.0, "an ordinary exchange after the failure")
+    lab.expect_read(b, y, x, 1.0, "an ordinary exchange after the failure")
     graph = triple(lab, a, "after", backend.create_graph_pool(pool_name))
     lab.later(a, graph.inputs["x"], 2)
     graph.replay(a)
@@ -47,70 +45,65 @@ def _still_works(lab: Lab, backend: Backend, *, pool_name: str = "after") -> Non
 @needs("captures_graphs")
 @promise("Backend.capture", "Raises :class:`CaptureError`, with the cause, when ``fn`` or the device fails")
 @pytest.mark.parametrize("after", [0, 2], ids=["at once", "after some work"])
+@in_every_order(schedules=8)
 def test_a_failing_callable_leaves_no_trace(lab: Lab, after: int) -> None:
-    """The error has its cause; the stream, its scope, its events and the pool work on."""
+    """The error of a failing callable has its cause; the stream, its scope, its events and the pool remain usable."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    x, y = lab.full(stream, 1), lab.full(stream, -1)
+    pool = backend.create_graph_pool("pool")
+    event = lab.record(stream)
 
-    def program(backend: Backend) -> None:
-        (stream,) = lab.streams("s")
-        x, y = lab.full(stream, 1), lab.full(stream, -1)
-        pool = backend.create_graph_pool("pool")
-        event = lab.record(stream)
+    def fn(context: CaptureContext) -> None:
+        for _ in range(after):
+            context.outputs["y"].copy_(context.inputs["x"] * 2)
+        raise _MistakeError("of the test")
 
-        def fn(context: CaptureContext) -> None:
-            for _ in range(after):
-                context.outputs["y"].copy_(context.inputs["x"] * 2)
-            raise _MistakeError("of the test")
-
-        with pytest.raises(CaptureError) as caught:
-            backend.capture("fails", fn, stream=stream, inputs={"x": x}, outputs={"y": y}, pool=pool)
-        causes = [caught.value.__cause__, getattr(caught.value.__cause__, "__cause__", None)]
-        assert any(isinstance(cause, _MistakeError) for cause in causes), f"the cause is lost: {causes}"
-        assert backend.active_capture is None, "a capture is still open on this thread"
-        lab.later(stream, x, 5)
-        expect(stream.record(event), 2, "the generation of an event from before the failure")
-        lab.copy(stream, y, x)
-        expect(lab.read(stream, y), 5.0, "work on the stream whose capture failed")
-        graph = triple(lab, stream, "again", pool)
-        lab.fill(stream, graph.inputs["x"], 2)
-        graph.replay(stream)
-        expect(lab.read(stream, graph.outputs["y"]), 7.0, "a second capture with the same stream and pool")
-        _still_works(lab, backend)
-
-    lab.always(program, schedules=8)
+    with pytest.raises(CaptureError) as caught:
+        backend.capture("fails", fn, stream=stream, inputs={"x": x}, outputs={"y": y}, pool=pool)
+    causes = [caught.value.__cause__, getattr(caught.value.__cause__, "__cause__", None)]
+    assert any(isinstance(cause, _MistakeError) for cause in causes), f"the cause is lost: {causes}"
+    assert backend.active_capture is None, "a capture is still open on this thread"
+    lab.later(stream, x, 5)
+    expect(stream.record(event), 2, "the generation of an event from before the failure")
+    lab.expect_read(stream, y, x, 5.0, "work on the stream whose capture failed")
+    graph = triple(lab, stream, "again", pool)
+    lab.fill(stream, graph.inputs["x"], 2)
+    graph.replay(stream)
+    expect(lab.read(stream, graph.outputs["y"]), 7.0, "a second capture with the same stream and pool")
+    _still_works(lab, backend)
 
 
 @needs("captures_graphs")
 @promise("CaptureError", "Streams, pools and the ambient stream are as they were before it.")
 @pytest.mark.parametrize("fails", [False, True], ids=["captured", "failed"])
+@in_every_order(schedules=8)
 def test_the_scope_around_a_capture_is_restored(lab: Lab, fails: bool) -> None:
-    """In the scope of one stream, a capture on another, and then work: it belongs to the scope."""
+    """Work after a capture on another stream runs on the stream of the surrounding scope."""
+    backend = lab.backend
+    scope, stream = lab.streams("scope", "stream")
+    x, y, z = lab.full(scope, 0), lab.full(scope, 0), lab.full(stream, 0)
 
-    def program(backend: Backend) -> None:
-        scope, stream = lab.streams("scope", "stream")
-        x, y, z = lab.full(scope, 0), lab.full(scope, 0), lab.full(stream, 0)
+    def fn(context: CaptureContext) -> None:
+        context.outputs["z"].add_(1)
+        if fails:
+            raise _MistakeError
 
-        def fn(context: CaptureContext) -> None:
-            context.outputs["z"].add_(1)
-            if fails:
-                raise _MistakeError
-
-        lab.slow(scope)
-        with backend.on(scope):
-            x.fill_(1)
-            try:
-                backend.capture("in a scope", fn, stream=stream, inputs={}, outputs={"z": z})
-            except CaptureError:
-                assert fails, "the capture failed"
-            y.copy_(x)
-        expect(lab.read(scope, y), 1.0, "work in the scope, after the capture")
-
-    lab.always(program, schedules=8)
+    lab.slow(scope)
+    with backend.on(scope):
+        x.fill_(1)
+        try:
+            backend.capture("in a scope", fn, stream=stream, inputs={}, outputs={"z": z})
+        except CaptureError:
+            assert fails, "the capture failed"
+        y.copy_(x)
+    expect(lab.read(scope, y), 1.0, "work in the scope, after the capture")
 
 
 @needs("captures_graphs")
 @promise("Backend.capture", _UNCHANGED)
 def test_a_device_error_passes_unchanged(lab: Lab) -> None:
-    """A typed error from inside a capture isn't turned into a capture error."""
+    """A typed device error from inside a capture is not turned into a capture error."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     y = lab.full(stream, 0)
@@ -144,7 +137,7 @@ def test_a_device_error_passes_unchanged(lab: Lab) -> None:
     ],
 )
 def test_what_needs_results_is_refused_while_capturing(lab: Lab, use: Callable[..., object]) -> None:
-    """Nothing runs during a capture, so nothing can be waited for; the device still works."""
+    """A wait or query inside a capture raises an error, and the device works afterwards."""
     backend = lab.backend
     stream, other = lab.streams("s", "other")
     y = lab.full(stream, 0)
@@ -171,7 +164,7 @@ def test_what_needs_results_is_refused_while_capturing(lab: Lab, use: Callable[.
 @needs("captures_graphs")
 @promise("Stream.record", "such an event can't be used outside that capture.")
 def test_edges_of_a_graph_stay_inside(lab: Lab) -> None:
-    """An event recorded in a capture has no generation, and can't be waited for outside."""
+    """An event that was recorded in a capture has no generation, and raises an error outside the capture."""
     backend = lab.backend
     stream, other = lab.streams("s", "other")
     y = lab.full(stream, 0)
@@ -192,7 +185,7 @@ def test_edges_of_a_graph_stay_inside(lab: Lab) -> None:
 @needs("captures_graphs")
 @promise("Stream.wait", "outside it unless the backend declares ``waits_inside_graphs``.")
 def test_a_wait_for_the_outside_is_refused_where_it_is_not_declared(lab: Lab) -> None:
-    """Otherwise the graph would silently forget it."""
+    """A captured wait for an outside event raises an error, since the graph would drop it silently."""
     from outrider_conformance.verdict import not_applicable
 
     backend = lab.backend
@@ -216,7 +209,7 @@ def test_a_wait_for_the_outside_is_refused_where_it_is_not_declared(lab: Lab) ->
 @needs("captures_graphs")
 @promise("Backend.on", "In a capture, a scope of another stream than the captured one needs ``forks_in_capture``.")
 def test_a_fork_is_refused_where_it_is_not_declared(lab: Lab) -> None:
-    """Otherwise the other stream's work would run once, outside the graph."""
+    """A captured scope of another stream raises an error, since its work would run once, outside the graph."""
     from outrider_conformance.verdict import not_applicable
 
     backend = lab.backend
@@ -240,7 +233,7 @@ def test_a_fork_is_refused_where_it_is_not_declared(lab: Lab) -> None:
 @promise("Backend.capture", "``inputs`` and ``outputs`` are static device tensors")
 @pytest.mark.parametrize("side", ["input", "output"])
 def test_static_buffers_must_be_on_the_device(lab: Lab, side: str) -> None:
-    """A buffer elsewhere is refused before anything is captured."""
+    """A static buffer on another device is refused before the capture begins."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     buffers = {"input": lab.full(stream, 0), "output": lab.full(stream, 0)}
@@ -254,35 +247,27 @@ def test_static_buffers_must_be_on_the_device(lab: Lab, side: str) -> None:
 @needs("captures_graphs")
 @promise("Backend.capture", "capture is thread-local, and a query by another thread doesn't break it.")
 def test_another_thread_may_query_during_a_capture(lab: Lab) -> None:
-    """A watchdog polls and another thread works on its stream while this one captures."""
+    """Another thread queries and enqueues work on its own stream while this thread captures."""
     backend = lab.backend
     stream, other = lab.streams("s", "other")
     x, y, z = lab.full(stream, 1), lab.full(stream, 0), lab.full(other, 0)
     event = lab.record(other)
-    failures: list[BaseException] = []
 
     def watch() -> None:
-        try:
-            event.query()
-            other.query()
-            with backend.on(other):
-                z.fill_(1)  # may be done twice: a device may run the callable before it captures it
-            other.record(event)
-            event.synchronize()
-        except BaseException as error:
-            failures.append(error)
+        event.query()
+        other.query()
+        with backend.on(other):
+            z.fill_(1)  # may run twice: a device may run the callable before the capture
+        other.record(event)
+        event.synchronize()
 
     def fn(context: CaptureContext) -> None:
         middle = context.inputs["x"] * 2
         if backend.active_capture is not None:
-            thread = threading.Thread(target=watch, name="watchdog")
-            thread.start()
-            thread.join()
+            elsewhere(watch)
         context.outputs["y"].copy_(middle)
 
     graph = backend.capture("watched", fn, stream=stream, inputs={"x": x}, outputs={"y": y})
-    if failures:
-        raise failures[0]
     expect(lab.read(other, z), 1.0, "work of another thread during the capture")
     lab.fill(stream, x, 4)
     lab.fill(other, z, 5)
@@ -292,29 +277,26 @@ def test_another_thread_may_query_during_a_capture(lab: Lab) -> None:
 
 
 @needs("captures_graphs")
-@promise("Backend.capture", "Garbage collection is off until the capture is over.")
+@promise("Backend.capture", "What is unreachable isn't collected until the capture is over.")
+@in_every_order(schedules=1)
 def test_garbage_isnt_collected_in_a_capture(lab: Lab) -> None:
-    """A graph that nobody can reach any more, whose end a driver may take for a fault of the capture that is open."""
+    """An unreachable graph is not collected during a capture, since a driver may fail the open capture."""
+    (stream,) = lab.streams("s")
+    x, y = lab.full(stream, 2), lab.full(stream, -1)
+    unreachable = [triple(lab, stream, "unreachable")]
+    unreachable.append(unreachable)  # type: ignore[arg-type]  # only a collection finds it
+    ended = weakref.ref(unreachable[0])
+    del unreachable
+    alive = []
 
-    def program(backend: Backend) -> None:
-        (stream,) = lab.streams("s")
-        x, y = lab.full(stream, 2), lab.full(stream, -1)
-        unreachable = [triple(lab, stream, "unreachable")]
-        unreachable.append(unreachable)  # type: ignore[arg-type]  # only a collection finds it
-        ended = weakref.ref(unreachable[0])
-        del unreachable
-        alive = []
+    def fn(context: CaptureContext) -> None:
+        for _ in range(3 * sum(gc.get_threshold())):  # more than enough to start one
+            garbage: list[object] = []
+            garbage.append(garbage)
+        context.outputs["y"].copy_(context.inputs["x"] * 2)
+        alive.append(ended() is not None)
 
-        def fn(context: CaptureContext) -> None:
-            for _ in range(3 * sum(gc.get_threshold())):  # more than enough to start one
-                garbage: list[object] = []
-                garbage.append(garbage)
-            context.outputs["y"].copy_(context.inputs["x"] * 2)
-            alive.append(ended() is not None)
-
-        graph = backend.capture("fresh", fn, stream=stream, inputs={"x": x}, outputs={"y": y})
-        expect(all(alive), True, "the unreachable graph is there until the capture is over")
-        graph.replay(stream)
-        expect(lab.read(stream, y), 4.0, "a graph captured while there was garbage")
-
-    lab.always(program, schedules=1)
+    graph = lab.backend.capture("fresh", fn, stream=stream, inputs={"x": x}, outputs={"y": y})
+    expect(all(alive), True, "the unreachable graph is there until the capture is over")
+    graph.replay(stream)
+    expect(lab.read(stream, y), 4.0, "a graph captured while there was garbage")

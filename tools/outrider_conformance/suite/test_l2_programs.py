@@ -9,5 +9,5 @@ from outrider_conformance.promises import promise
 
 @promise("Graph", "``replay`` enqueues the whole graph on a stream like one operation.")
 def test_random_programs_with_graphs(random_programs: Callable[[str], None]) -> None:
-    """Several graphs at a time, replayed one after another and beside each other, and dropped while they run."""
+    """Several graphs are replayed in turn and concurrently, and dropped while they run."""
     random_programs("graphs")

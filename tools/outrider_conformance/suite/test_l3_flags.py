@@ -1,12 +1,12 @@
-"""L3: resettable flags."""
+"""L3: resettable flags that order streams."""
 
 from __future__ import annotations
 
 import pytest
 from torch import Tensor
 
-from outrider.device import Backend, CaptureContext, Stream
-from outrider_conformance.lab import Lab, elsewhere, expect
+from outrider.device import CaptureContext, Stream
+from outrider_conformance.lab import Lab, elsewhere, expect, in_every_order
 from outrider_conformance.promises import needs, promise
 
 _MANY = 32
@@ -15,227 +15,195 @@ _SEVERAL = 7
 
 @needs("flags")
 @promise("Capabilities.flags", "resettable flags, for which a wait may be enqueued before its set.")
+@in_every_order()
 def test_a_wait_may_precede_its_set(lab: Lab) -> None:
-    """The waiting stream is held until the flag is raised, and the host isn't."""
-
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x, y = lab.full(a, 0), lab.full(b, 0)
-        flag = backend.create_flag("f")
-        flag.wait(b)
-        lab.copy(b, y, x)
-        assert not b.query(), "work behind a wait for a flag that nobody has set is said to have run"
-        lab.later(a, x, 1)
-        flag.set(a)
-        expect(lab.read(b, y), 1.0, "what was read behind the wait")
-
-    lab.always(program)
+    """A wait that is enqueued before the set holds its stream, and not the host."""
+    a, b, x, y = lab.two_streams()
+    flag = lab.backend.create_flag("f")
+    flag.wait(b)
+    lab.copy(b, y, x)
+    assert not b.query(), "work after a wait for a flag that has not been set is said to have run"
+    lab.later(a, x, 1)
+    flag.set(a)
+    expect(lab.read(b, y), 1.0, "what was read after the wait")
 
 
 @needs("flags")
-@promise(
-    "Flag.set", "Raise the flag after everything enqueued on ``stream`` so far. The set is lost if the flag is up by then."
-)
+@promise("Flag.set", "Raise the flag after everything enqueued on ``stream`` so far; lost if it's up by then.")
+@in_every_order()
 def test_a_wait_after_the_set_passes(lab: Lab) -> None:
-    """The flag stays up: two streams that wait for it pass, and one that comes when they have passed."""
-
-    def program(backend: Backend) -> None:
-        a, b, c = lab.streams("a", "b", "c")
-        x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(c, 0)
-        last = lab.full(a, 0)
-        flag = backend.create_flag("f")
-        lab.later(a, x, 1)
-        flag.set(a)
-        for stream, tensor in ((b, y), (c, z)):
-            flag.wait(stream)
-            lab.copy(stream, tensor, x)
-        expect([lab.read(b, y), lab.read(c, z)], [1.0, 1.0], "what two streams read behind one set")
-        flag.wait(b)
-        lab.copy(b, last, x)
-        expect(lab.read(b, last), 1.0, "what was read behind a wait that others had passed")
-
-    lab.always(program)
+    """Several waits pass one set, also a wait after the others have passed."""
+    a, b, c = lab.streams("a", "b", "c")
+    x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(c, 0)
+    last = lab.full(a, 0)
+    flag = lab.backend.create_flag("f")
+    lab.later(a, x, 1)
+    flag.set(a)
+    for stream, tensor in ((b, y), (c, z)):
+        flag.wait(stream)
+        lab.copy(stream, tensor, x)
+    expect([lab.read(b, y), lab.read(c, z)], [1.0, 1.0], "what two streams read after one set")
+    flag.wait(b)
+    lab.expect_read(b, last, x, 1.0, "what was read after a wait that others had passed")
 
 
 @needs("flags")
 @promise("Flag.reset", "Lower the flag, in the order of ``stream``.")
+@in_every_order()
 def test_a_reset_makes_the_next_wait_wait_again(lab: Lab) -> None:
-    """Three rounds of set, wait and reset, each reset ordered after the wait of its round."""
-
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x, y = lab.full(a, 0), lab.full(b, 0)
-        flag, done = backend.create_flag("f"), backend.create_event("done")
-        for turn in (1.0, 2.0, 3.0):
-            flag.wait(b)
-            lab.copy(b, y, x)
-            flag.reset(b)
-            b.record(done)
-            lab.later(a, x, turn)
-            flag.set(a)
-            a.wait(done)
-            expect(lab.read(b, y), turn, "what was read in a round")
-
-    lab.always(program)
+    """Three rounds of set, wait and reset transfer the value of each round."""
+    backend = lab.backend
+    a, b, x, y = lab.two_streams()
+    flag, done = backend.create_flag("f"), backend.create_event("done")
+    for turn in (1.0, 2.0, 3.0):
+        flag.wait(b)
+        lab.copy(b, y, x)
+        flag.reset(b)
+        b.record(done)
+        lab.later(a, x, turn)
+        flag.set(a)
+        a.wait(done)
+        expect(lab.read(b, y), turn, "what was read in a round")
 
 
 @needs("flags")
 @promise("Flag", "A set of a flag that is already up is lost.")
+@in_every_order()
 def test_a_second_set_is_lost(lab: Lab) -> None:
-    """Set twice and reset once, the flag is down."""
-
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x, y = lab.full(a, 0), lab.full(b, 0)
-        flag = backend.create_flag("f")
-        flag.set(a)
-        flag.set(a)
-        flag.reset(a)
-        b.wait(lab.record(a))
-        flag.wait(b)
-        lab.copy(b, y, x)
-        assert not b.query(), "a wait passed a flag that was set twice and reset once"
-        lab.later(a, x, 1)
-        flag.set(a)
-        expect(lab.read(b, y), 1.0, "what was read behind the set that came after the reset")
-
-    lab.always(program)
+    """A flag that was set twice and reset once is down."""
+    a, b, x, y = lab.two_streams()
+    flag = lab.backend.create_flag("f")
+    flag.set(a)
+    flag.set(a)
+    flag.reset(a)
+    b.wait(lab.record(a))
+    flag.wait(b)
+    lab.copy(b, y, x)
+    assert not b.query(), "a wait passed a flag that was set twice and reset once"
+    lab.later(a, x, 1)
+    flag.set(a)
+    expect(lab.read(b, y), 1.0, "what was read after the set that came after the reset")
 
 
 @needs("flags")
 @promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
+@in_every_order()
 def test_two_flags_are_two(lab: Lab) -> None:
-    """Raising one doesn't let the other's waiter pass."""
-
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x, y = lab.full(a, 0), lab.full(b, 0)
-        first, second = backend.create_flag("first"), backend.create_flag("second")
-        second.wait(b)
-        lab.copy(b, y, x)
-        first.set(a)
-        a.synchronize()
-        assert not b.query(), "a wait for one flag passed on another's set"
-        lab.later(a, x, 1)
-        second.set(a)
-        expect(lab.read(b, y), 1.0, "what was read behind the right flag")
-
-    lab.always(program)
+    """Setting one flag does not release the waiter of another flag."""
+    backend = lab.backend
+    a, b, x, y = lab.two_streams()
+    first, second = backend.create_flag("first"), backend.create_flag("second")
+    second.wait(b)
+    lab.copy(b, y, x)
+    first.set(a)
+    a.synchronize()
+    assert not b.query(), "a wait for one flag passed on another's set"
+    lab.later(a, x, 1)
+    second.set(a)
+    expect(lab.read(b, y), 1.0, "what was read after the right flag")
 
 
 @needs("flags")
 @promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
+@in_every_order()
 def test_each_of_several_flags_is_its_own(lab: Lab) -> None:
-    """Seven streams wait, each for a flag; the flags are raised in turn, each behind a write of its own."""
-
-    def program(backend: Backend) -> None:
-        setter, *waiters = lab.streams("setter", *(f"waiter {n}" for n in range(_SEVERAL)))
-        x, passed = lab.full(setter, -1), backend.create_event("passed")
-        found = [lab.full(waiter, -1) for waiter in waiters]
-        flags = [backend.create_flag(f"f{n}") for n in range(_SEVERAL)]
-        for flag, waiter, tensor in zip(flags, waiters, found, strict=True):
-            flag.wait(waiter)
-            lab.copy(waiter, tensor, x)
-        for number, (flag, waiter) in enumerate(zip(flags, waiters, strict=True)):
-            lab.later(setter, x, number)
-            flag.set(setter)
-            waiter.record(passed)
-            setter.wait(passed)
-        setter.synchronize()
-        expect([lab.peek(tensor) for tensor in found], [float(n) for n in range(_SEVERAL)], "what was read behind each flag")
-
-    lab.always(program)
+    """Seven streams wait for one flag each; each set, after its own write, releases one stream."""
+    backend = lab.backend
+    setter, *waiters = lab.streams("setter", *(f"waiter {n}" for n in range(_SEVERAL)))
+    x, passed = lab.full(setter, -1), backend.create_event("passed")
+    found = [lab.full(waiter, -1) for waiter in waiters]
+    flags = [backend.create_flag(f"f{n}") for n in range(_SEVERAL)]
+    for flag, waiter, tensor in zip(flags, waiters, found, strict=True):
+        flag.wait(waiter)
+        lab.copy(waiter, tensor, x)
+    for number, (flag, waiter) in enumerate(zip(flags, waiters, strict=True)):
+        lab.later(setter, x, number)
+        flag.set(setter)
+        waiter.record(passed)
+        setter.wait(passed)
+    setter.synchronize()
+    expect([lab.peek(tensor) for tensor in found], [float(n) for n in range(_SEVERAL)], "what was read behind each flag")
 
 
 @needs("flags")
 @promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
+@in_every_order(schedules=8)
 def test_flags_work_behind_much_that_is_pending(lab: Lab) -> None:
-    """Each of the three with dozens of operations before it that haven't run."""
+    """Wait, set and reset work after dozens of pending operations."""
+    a, b, x, y = lab.two_streams()
+    flag = lab.backend.create_flag("f")
 
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x, y = lab.full(a, 0), lab.full(b, 0)
-        flag = backend.create_flag("f")
+    def pile(stream: Stream, tensor: Tensor) -> None:
+        lab.slow(stream)
+        for value in range(_MANY):
+            lab.fill(stream, tensor, -value)
 
-        def pile(stream: Stream, tensor: Tensor) -> None:
-            lab.slow(stream)
-            for value in range(_MANY):
-                lab.fill(stream, tensor, -value)
-
-        pile(b, y)
-        flag.wait(b)
-        lab.copy(b, y, x)
-        for _ in range(2):
-            lab.slow(a)
-        lab.later(a, x, 1)
-        flag.set(a)
-        expect(lab.read(b, y), 1.0, "what was read behind a wait that came behind much")
-        pile(b, y)
-        flag.reset(b)
-        a.wait(lab.record(b, "lowered"))
-        flag.wait(b)
-        lab.copy(b, y, x)
-        assert not b.query(), "a wait passed a flag whose reset came behind much"
-        pile(a, x)
-        lab.fill(a, x, 2)
-        flag.set(a)
-        expect(lab.read(b, y), 2.0, "what was read behind a set that came behind much")
-
-    lab.always(program, schedules=8)
+    pile(b, y)
+    flag.wait(b)
+    lab.copy(b, y, x)
+    for _ in range(2):
+        lab.slow(a)
+    lab.later(a, x, 1)
+    flag.set(a)
+    expect(lab.read(b, y), 1.0, "what was read after a wait that came after many operations")
+    pile(b, y)
+    flag.reset(b)
+    a.wait(lab.record(b, "lowered"))
+    flag.wait(b)
+    lab.copy(b, y, x)
+    assert not b.query(), "a wait passed a flag whose reset came after many operations"
+    pile(a, x)
+    lab.fill(a, x, 2)
+    flag.set(a)
+    expect(lab.read(b, y), 2.0, "what was read after a set that came after many operations")
 
 
 @needs("flags")
 @promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
 @pytest.mark.parametrize("verb", ["wait", "set", "reset"])
+@in_every_order(schedules=8)
 def test_flags_work_from_another_thread(lab: Lab, verb: str) -> None:
-    """One of the three is called by a thread that does nothing else."""
+    """Wait, set or reset works when another thread calls it."""
+    backend = lab.backend
+    a, b, x, y = lab.two_streams()
+    flag, done = backend.create_flag("f"), backend.create_event("done")
 
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x, y = lab.full(a, 0), lab.full(b, 0)
-        flag, done = backend.create_flag("f"), backend.create_event("done")
+    def call(name: str, stream: Stream) -> None:
+        if name == verb:
+            elsewhere(lambda: getattr(flag, name)(stream))
+        else:
+            getattr(flag, name)(stream)
 
-        def call(name: str, stream: Stream) -> None:
-            if name == verb:
-                elsewhere(lambda: getattr(flag, name)(stream))
-            else:
-                getattr(flag, name)(stream)
-
-        for turn in (1.0, 2.0):
-            call("wait", b)
-            lab.copy(b, y, x)
-            call("reset", b)
-            b.record(done)
-            lab.later(a, x, turn)
-            call("set", a)
-            a.wait(done)
-            expect(lab.read(b, y), turn, "what was read in a round")
-
-    lab.always(program, schedules=8)
+    for turn in (1.0, 2.0):
+        call("wait", b)
+        lab.copy(b, y, x)
+        call("reset", b)
+        b.record(done)
+        lab.later(a, x, turn)
+        call("set", a)
+        a.wait(done)
+        expect(lab.read(b, y), turn, "what was read in a round")
 
 
 @needs("flags", "captures_graphs")
 @promise("Flag", "All three may be captured where the backend declares ``flags`` and ``captures_graphs``.")
+@in_every_order()
 def test_flags_work_inside_a_graph(lab: Lab) -> None:
-    """A graph that waits for a flag and lowers it; each replay is released by a set of its own."""
+    """A graph waits for a flag and resets it, and each replay is released by its own set."""
+    backend = lab.backend
+    a, b, x, y = lab.two_streams()
+    flag = backend.create_flag("f")
 
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x, y = lab.full(a, 0), lab.full(b, 0)
-        flag = backend.create_flag("f")
+    def fn(context: CaptureContext) -> None:
+        if backend.active_capture is not None:  # a warm-up would wait forever
+            flag.wait(b)
+            flag.reset(b)
+        context.outputs["y"].copy_(context.inputs["x"])
 
-        def fn(context: CaptureContext) -> None:
-            if backend.active_capture is not None:  # a warm-up would wait for ever
-                flag.wait(b)
-                flag.reset(b)
-            context.outputs["y"].copy_(context.inputs["x"])
-
-        graph = backend.capture("waits", fn, stream=b, inputs={"x": x}, outputs={"y": y})
-        for turn in (1.0, 2.0):
-            graph.replay(b)
-            assert not b.query(), "a graph that waits for a flag ran before the flag was set"
-            lab.later(a, x, turn)
-            flag.set(a)
-            expect(lab.read(b, y), turn, "what the graph read behind the flag")
-
-    lab.always(program)
+    graph = backend.capture("waits", fn, stream=b, inputs={"x": x}, outputs={"y": y})
+    for turn in (1.0, 2.0):
+        graph.replay(b)
+        assert not b.query(), "a graph that waits for a flag ran before the flag was set"
+        lab.later(a, x, turn)
+        flag.set(a)
+        expect(lab.read(b, y), turn, "what the graph read after the flag")

@@ -1,4 +1,4 @@
-"""L3: host parameters of a graph, rebound between replays."""
+"""L3: host parameters of a graph are rebound between replays."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from outrider_conformance.verdict import not_applicable
 
 
 def void(_: object) -> None:
-    """Drop a result."""
+    """Drop a result, so that a lambda returns None."""
 
 
 def scaled(lab: Lab, stream: Stream) -> Graph:
-    """A graph of ``y = x * n`` with the host parameter ``n``, 1 at the capture; x is 10."""
+    """Capture a graph of ``y = x * n`` with the host parameter ``n``, which is 1 at the capture; x is 10."""
     x, y = lab.full(stream, 10), lab.full(stream, 0)
 
     def fn(context: CaptureContext) -> None:
@@ -35,7 +35,7 @@ def _rebindable(backend: Backend) -> None:
 
 @promise("Graph.update_params", "Rebind host parameters for the replays enqueued after this call.")
 def test_a_rebind_changes_the_next_replay(lab: Lab) -> None:
-    """Each replay uses the values bound last, whichever names are left alone."""
+    """Each replay uses the values that were bound last."""
     _rebindable(lab.backend)
 
     def program(backend: Backend) -> None:
@@ -55,7 +55,7 @@ def test_a_rebind_changes_the_next_replay(lab: Lab) -> None:
 
 @promise("Graph.update_params", "The rebinding is work on ``stream``.")
 def test_a_rebind_leaves_earlier_replays_alone(lab: Lab) -> None:
-    """Ordered by events alone, the host never waiting: the replay before keeps its value."""
+    """A queued replay keeps its value when a later call rebinds the parameter on another stream."""
     _rebindable(lab.backend)
 
     def program(backend: Backend) -> None:
@@ -82,7 +82,7 @@ def test_a_rebind_leaves_earlier_replays_alone(lab: Lab) -> None:
 
 @promise("Graph.update_params", "The values are copied before the call returns.")
 def test_values_are_copied(lab: Lab) -> None:
-    """The caller's list may change at once."""
+    """The caller's list may change after the call returns."""
     _rebindable(lab.backend)
     (stream,) = lab.streams("s")
     graph = scaled(lab, stream)
@@ -97,7 +97,7 @@ def test_values_are_copied(lab: Lab) -> None:
     "Graph.update_params", "Raises :class:`InterfaceError` for a name that the capture doesn't have or a length that differs"
 )
 def test_wrong_names_and_lengths_are_refused(lab: Lab) -> None:
-    """And change nothing."""
+    """A wrong name or length raises an error and changes no value."""
     (stream,) = lab.streams("s")
     graph = scaled(lab, stream)
     wrongs: list[dict[str, list[int]]] = [{"m": [2]}, {"n": [2, 3]}, {"n": []}]
@@ -111,7 +111,7 @@ def test_wrong_names_and_lengths_are_refused(lab: Lab) -> None:
 @needs("captures_graphs")
 @promise("Graph.update_params", "where a captured graph can't be rebound")
 def test_a_rebind_is_refused_where_it_is_not_declared(lab: Lab) -> None:
-    """Otherwise the replay would silently use the old values."""
+    """A rebind raises an error, since the replay would silently use the old values."""
     if lab.backend.capabilities.updates_graph_params:
         not_applicable("updates_graph_params is declared")
     (stream,) = lab.streams("s")

@@ -9,5 +9,5 @@ from outrider_conformance.promises import promise
 
 @promise("Graph.update_params", "Rebind host parameters for the replays enqueued after this call.")
 def test_random_programs_with_flags_and_parameters(random_programs: Callable[[str], None]) -> None:
-    """What of the two isn't declared is left out of them."""
+    """Programs use flags and host parameters as far as the backend declares them."""
     random_programs("bound")

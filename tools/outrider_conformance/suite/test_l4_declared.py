@@ -1,4 +1,4 @@
-"""L4: what the backend declares is what runs: modes, dtypes, and the device's own kernels where it has some."""
+"""L4: the declared modes and dtypes run, and the device's own kernels answer the engine's calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BUCKETS = (1, engines.MAX_REQUESTS)  # two requests are padded, one isn't
 @pytest.mark.parametrize("dtype", engines.DTYPES)
 @pytest.mark.parametrize("mode", engines.MODES)
 def test_tokens_in_every_mode_and_dtype(lab: Lab, mode: str, dtype: str) -> None:
-    """Overlapped, with a draft, pages of the backend's size: the tokens of plain decoding on the reference in that dtype."""
+    """Overlapped speculative decoding gives the reference's tokens in that dtype, with the preferred page size."""
     if engines.DTYPES[dtype] not in lab.backend.capabilities.dtypes:
         not_applicable(f"{dtype} isn't declared")
     if mode not in modes_of(lab.backend):
@@ -36,9 +36,10 @@ def test_tokens_in_every_mode_and_dtype(lab: Lab, mode: str, dtype: str) -> None
 @promise("KernelSet.unused_overrides", "Every other override must compute calls itself when the kit calls it.")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_an_overridden_kernel_computes_something_itself(observed: Observed, kernel: str) -> None:
-    """Of all its calls, by engines in each declared mode and by the kit's cases, at least one isn't left to others.
+    """At least one call of each override is computed by the override itself.
 
-    An override that does nothing but pass calls on has no path of its own: then the reference ran, and the report says so.
+    Calls come from engines in each declared mode and from the kit's cases. An override that only passes calls on has no
+    path of its own: the reference runs, and the report says so.
     """
     judged = observed.judged(kernel)
     if judged is None:
@@ -61,7 +62,7 @@ def test_an_overridden_kernel_computes_something_itself(observed: Observed, kern
 @promise("KernelSet", "``outrider conform`` counts both kinds of calls.")
 @pytest.mark.parametrize("use", USES)
 def test_own_attention_serves_the_engine(observed: Observed, use: str) -> None:
-    """A backend with attention of its own uses it for prompts, drafts, decoding, verification and draft-extend alike."""
+    """Attention of the backend answers prefill, draft, decode, verification and draft-extend."""
     judged = observed.judged("paged_attention")
     if judged is None or judged[1]:
         not_applicable("attention is the reference's")

@@ -1,4 +1,4 @@
-"""L4: the overlapped speculative engine on this backend gives the tokens of plain decoding on the reference."""
+"""L4: the overlapped speculative engine gives the tokens of non-speculative decoding on the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPERATIONS = 200  # of two short requests, far fewer than there are
 @pytest.mark.parametrize("overlap", [False, True], ids=["one at a time", "overlapped"])
 @pytest.mark.parametrize("speculate", ["none", "eagle"])
 def test_tokens_equal_plain_decoding_on_the_reference(lab: Lab, speculate: str, overlap: bool) -> None:
-    """Greedy tokens, and the acceptance length: a draft that reads the wrong data changes that alone."""
+    """Greedy tokens and the acceptance length equal the reference's. Wrong draft data changes only the acceptance length."""
     plain, same = engines.reference(speculate="none"), engines.reference(speculate=speculate)
     found = engines.run(engines.engine_on(lab.backend, speculate=speculate, overlap=overlap))
     expect(found.tokens, plain.tokens, "greedy tokens")
@@ -33,7 +33,7 @@ def test_tokens_equal_plain_decoding_on_the_reference(lab: Lab, speculate: str, 
 
 @promise("Backend.attach", "Report to ``observer`` from now on, on every thread.")
 def test_the_sanitizer_is_silent(lab: Lab) -> None:
-    """Every access of an overlapped run is ordered."""
+    """The sanitizer finds no unordered access in an overlapped run."""
     from outrider_sanitizer import watch
 
     engine = engines.engine_on(lab.backend, speculate="eagle", overlap=True)
@@ -46,7 +46,7 @@ def test_the_sanitizer_is_silent(lab: Lab) -> None:
 
 @promise("Capabilities.concurrent_streams", "Two streams may run at the same time, in any order that the waits allow.")
 def test_tokens_are_the_same_in_every_order(lab: Lab) -> None:
-    """Schedules where a tool decides them, delays around every fence where streams can be slowed."""
+    """Tokens are the same in several schedules, or with random delays around every fence."""
     has = lab.backend.capabilities
     prompts, tokens = engines.PROMPTS[:2], 8
     wanted = tuple(line[:tokens] for line in engines.reference(speculate="none").tokens[:2])
@@ -69,7 +69,7 @@ def test_tokens_are_the_same_in_every_order(lab: Lab) -> None:
 
 
 class jittered:  # noqa: N801  (a context manager, used like a function)
-    """The policy's fences are slowed at random while it's open."""
+    """Replace the policy's fences by :class:`~outrider_conformance.engines.JitteredFence` inside the scope."""
 
     def __init__(self, sync: SpeculativeSync, seed: int, cycles: int) -> None:
         self._sync, self._seed, self._cycles = sync, seed, max(cycles, 2)
@@ -86,24 +86,24 @@ class jittered:  # noqa: N801  (a context manager, used like a function)
 
 
 class _Joined:
-    """A joined plan that records what the policy asks of it."""
+    """A joined plan that stores the requests of the policy."""
 
     def __init__(self, *, idle: bool) -> None:
         self.idle = idle
         self.asked: list[str] = []
 
     def recompute(self, what: Recompute) -> None:
-        """Record it."""
+        """Store a request to recompute a part of the plan."""
         self.asked.append(f"recompute {what}")
 
     def refresh(self, buffer: str) -> None:
-        """Record it."""
+        """Store a request to refresh a buffer of the plan."""
         self.asked.append(f"refresh {buffer}")
 
 
 @promise("SpeculativeSync.after_join", "Do what this device needs between the join and the replay. Idempotent")
 def test_what_is_done_after_the_join_is_what_is_declared(lab: Lab) -> None:
-    """Two calls ask for the same; an empty batch asks for nothing; only what is declared is asked for."""
+    """Two calls make the same declared requests, and an idle batch makes none."""
     sync = lab.backend.speculative_sync
     (stream,) = lab.streams("s")
     plan, idle = _Joined(idle=False), _Joined(idle=True)

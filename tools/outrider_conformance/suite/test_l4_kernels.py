@@ -1,4 +1,4 @@
-"""L4: each kernel computes what the reference computes, in every declared dtype, eagerly and in a graph."""
+"""L4: each kernel gives the results of the reference in every declared dtype, called directly and in a graph."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, CaptureContext, KernelSet, Stream
-from outrider_conformance.case import Case, Operands
+from outrider.device import AttentionMetadata, CaptureContext, KernelSet
+from outrider_conformance.case import Case, attention_metadata
 from outrider_conformance.kernel_cases import CASES
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import promise
@@ -19,7 +19,7 @@ _ROUNDING = "*Numerics.* A result may differ from the reference by rounding alon
 
 
 def _reference(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """The backend interface's own kernels on the host; numbers in float64, from the operands as ``dtype`` rounds them."""
+    """Return the reference's results on the host; floating results in float64, from operands rounded to ``dtype``."""
     operands = case.make(dtype)
     if not case.exact:
         operands = {k: v.double() if v.is_floating_point() and v.dtype is dtype else v for k, v in operands.items()}
@@ -43,13 +43,6 @@ def _compare(case: Case, found: list[Tensor], wanted: list[Tensor], dtype: torch
         assert worst <= 0, f"{what}: off by {float(off.max()):.3g}, allowed is rounding (about {rounding:g})"
 
 
-def _upload(lab: Lab, stream: Stream, operands: Operands) -> dict[str, Tensor]:
-    with lab.backend.on(stream):
-        made = {name: tensor.to(lab.backend.device, copy=True) for name, tensor in operands.items()}
-    stream.synchronize()
-    return made
-
-
 def _declared(lab: Lab, case: Case, dtype: torch.dtype) -> None:
     if dtype not in lab.backend.capabilities.dtypes:
         not_applicable(f"{dtype} isn't declared")
@@ -61,10 +54,10 @@ def _declared(lab: Lab, case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_kernel_equals_the_reference(lab: Lab, case: Case, dtype: torch.dtype) -> None:
-    """Behind a busy stream, so that the kernel must be where its operands are."""
+    """A kernel that is enqueued after slow work gives the reference's results."""
     _declared(lab, case, dtype)
     (stream,) = lab.streams("s")
-    operands = _upload(lab, stream, case.make(dtype))
+    operands = lab.upload(stream, case.make(dtype))
     lab.slow(stream)
     with lab.backend.on(stream):
         made = case.call(lab.backend.kernels_in_use, operands)
@@ -75,13 +68,13 @@ def test_a_kernel_equals_the_reference(lab: Lab, case: Case, dtype: torch.dtype)
 @promise("KernelSet.every_variant", "The call returns and writes the same values as outside the scope.")
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_kernel_equals_the_reference_while_every_variant_is_run(lab: Lab, case: Case) -> None:
-    """Kernels that an engine warms up compute the same meanwhile."""
+    """A kernel gives the reference's results inside the scope in which an engine warms up all variants."""
     kernels, dtype = lab.backend.kernels_in_use, torch.float32
     scope = kernels.every_variant()
     if scope is None:
         not_applicable("none of these kernels is compiled when it's first used")
     (stream,) = lab.streams("s")
-    operands = _upload(lab, stream, case.make(dtype))
+    operands = lab.upload(stream, case.make(dtype))
     with scope, lab.backend.on(stream):
         made = case.call(kernels, operands)
     stream.synchronize()
@@ -91,11 +84,11 @@ def test_a_kernel_equals_the_reference_while_every_variant_is_run(lab: Lab, case
 @promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_kernel_equals_the_reference_in_a_graph(lab: Lab, case: Case) -> None:
-    """Captured on one set of values, replayed on another."""
+    """A kernel that was captured with other values gives the reference's results at its replay."""
     dtype = torch.float32
     backend = lab.backend
     (stream,) = lab.streams("s")
-    operands = _upload(lab, stream, case.make(dtype))
+    operands = lab.upload(stream, case.make(dtype))
     wanted = _reference(case, dtype)
     with backend.on(stream):
         outputs = {str(number): torch.zeros_like(right, device=backend.device) for number, right in enumerate(wanted)}
@@ -129,7 +122,7 @@ def _made_dtype(case: Case, dtype: torch.dtype, number: int) -> torch.dtype:
 
 @promise("KernelSet", "Rows of a batch don't influence each other except through rounding.")
 def test_rows_do_not_influence_each_other(lab: Lab) -> None:
-    """A sequence's attention is the same with other neighbours, and a token's draw with other rows."""
+    """The attention of a sequence does not change with the other sequences of the batch."""
     (stream,) = lab.streams("s")
     case = CASES["paged_attention of decoding"]
     host = case.make(torch.float32)
@@ -137,7 +130,7 @@ def test_rows_do_not_influence_each_other(lab: Lab) -> None:
     disturbed["q"][1:] = 50.0
     found = []
     for operands in (host, disturbed):
-        made = _upload(lab, stream, operands)
+        made = lab.upload(stream, operands)
         with lab.backend.on(stream):
             (out,) = case.call(lab.backend.kernels_in_use, made)
         stream.synchronize()
@@ -147,38 +140,25 @@ def test_rows_do_not_influence_each_other(lab: Lab) -> None:
 
 @promise("KernelSet", "Token rows beyond a batch's real tokens hold valid indices (row and page 0) and may compute anything")
 def test_padding_is_finite(lab: Lab) -> None:
-    """What padding gives isn't NaN: it's added and normed with the rest."""
+    """Rows of padding are finite, since following kernels add and normalise them."""
     (stream,) = lab.streams("s")
-    operands = _upload(lab, stream, CASES["paged_attention with padding"].make(torch.float32))
-    metadata = AttentionMetadata(
-        query_start=operands["query_start"],
-        seq_lens=operands["seq_lens"],
-        block_table=operands["block_table"],
-        max_query=5,
-        max_kv=16,
-    )
+    operands = lab.upload(stream, CASES["paged_attention with padding"].make(torch.float32))
+    metadata = attention_metadata(operands, max_query=5, max_kv=16)
+    q, k_cache, v_cache = (operands[key] for key in ("q", "k_cache", "v_cache"))
     with lab.backend.on(stream):
-        out = lab.backend.kernels_in_use.paged_attention(
-            operands["q"], operands["k_cache"], operands["v_cache"], metadata, scale=0.3
-        )
+        out = lab.backend.kernels_in_use.paged_attention(q, k_cache, v_cache, metadata, scale=0.3)
     stream.synchronize()
     assert out.cpu().isfinite().all(), "attention gives NaN or infinity for padding rows"
 
 
 @promise("KernelSet.plan_attention", "return the metadata with the plan.")
 def test_planning_keeps_the_batch(lab: Lab) -> None:
-    """With or without a plan, attention over the planned metadata is the same."""
+    """Attention gives the same result with and without a plan."""
     backend = lab.backend
     plan, stream = lab.streams("plan", "s")
     case = CASES["paged_attention of a ragged batch"]
-    operands = _upload(lab, stream, case.make(torch.float32))
-    metadata = AttentionMetadata(
-        query_start=operands["query_start"],
-        seq_lens=operands["seq_lens"],
-        block_table=operands["block_table"],
-        max_query=5,
-        max_kv=16,
-    )
+    operands = lab.upload(stream, case.make(torch.float32))
+    metadata = attention_metadata(operands, max_query=5, max_kv=16)
     with backend.on(plan):
         planned = backend.kernels_in_use.plan_attention(metadata, stream=plan)
     assert isinstance(planned, AttentionMetadata), f"plan_attention returned a {type(planned).__name__}"
@@ -192,7 +172,7 @@ def test_planning_keeps_the_batch(lab: Lab) -> None:
 
 @promise("KernelSet", "*Errors.* A shape or dtype that a kernel can't do raises before anything is enqueued.")
 def test_a_wrong_shape_raises(lab: Lab) -> None:
-    """And what comes after works."""
+    """A wrong shape raises an error, and later work runs."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     x, weight = lab.full(stream, 1, width=8), lab.full(stream, 1, width=7)

@@ -1,4 +1,4 @@
-"""L4: each kernel on drawn operands, against float64 with the bound of its operation, and nothing else touched."""
+"""L4: each kernel on random operands lies within the rounding bound of float64 results, and writes no other memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def _applies(lab: Lab, drawn: Drawn, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
 def test_a_kernel_is_right_at_its_corners(lab: Lab, drawn: Drawn, dtype: torch.dtype) -> None:
-    """Long contexts, many rows, wide vocabularies, strided operands; a second call leaves the first's results alone."""
+    """Long contexts, many rows, wide vocabularies and strided operands give right results. A second call leaves the
+    results of the first unchanged.
+    """
     _applies(lab, drawn, dtype)
     (stream,) = lab.streams("s")
     for number, (shape, made) in enumerate(corners(drawn, dtype, lab.seed)):

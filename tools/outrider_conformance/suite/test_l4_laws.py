@@ -1,4 +1,6 @@
-"""L4: sampling and verification as distributions, with real rejections, and a row's draw in any company."""
+"""L4: sampling and verification follow their distributions, also with rejections, and a row's tokens do not depend on
+other rows.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _LOSSLESS = "the others by lossless rejection sampling."
 
 
 class _Device:
-    """Kernels on a stream, from host tensors to host tensors."""
+    """Kernels of the backend on one stream, from host tensors to host tensors."""
 
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
@@ -38,7 +40,7 @@ class _Device:
         return tuple(x.cpu() for x in (made if isinstance(made, tuple) else (made,)))
 
     def truncated(self, logits: Tensor, shaping: Shaping) -> Tensor:
-        """``logits`` [N, V] with what ``shaping`` drops at -inf."""
+        """Return ``logits`` [N, V] with -inf for tokens that ``shaping`` excludes."""
         one = (torch.tensor([value]) for value in (shaping.temperature, shaping.top_k, shaping.top_p, shaping.min_p))
         return self.run("truncate_logits", logits.unsqueeze(0), *one)[0][0]
 
@@ -48,7 +50,7 @@ def _dice(lab: Lab, salt: int) -> Dice:
 
 
 def _seeds(lab: Lab) -> Tensor:
-    """Neighbours, then others that differ in their upper half alone."""
+    """Return neighbouring seeds, then seeds that differ only in their upper half."""
     low = torch.arange(ROWS // 2) + lab.seed * 7919
     return torch.cat((low, (torch.arange(ROWS // 2) << 32) + 3 + lab.seed))
 
@@ -64,7 +66,7 @@ def _logits(dice: Dice, count: int) -> Tensor:
 )
 @pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
 def test_samples_follow_the_law(lab: Lab, shaping: Shaping) -> None:
-    """By seed, and by position."""
+    """Samples over many seeds, and over many positions, follow the softmax distribution."""
     device, dice = _Device(lab), _dice(lab, 1)
     raw = _logits(dice, 1)
     logits, law = device.truncated(raw, shaping), shaping.law(raw[0])
@@ -80,7 +82,7 @@ def test_samples_follow_the_law(lab: Lab, shaping: Shaping) -> None:
 
 @promise("KernelSet.sample", "which are independent of the target's.")
 def test_draws_are_independent(lab: Lab) -> None:
-    """Of the draft's, and of those of a neighbouring seed, of the seed's other half, of near positions and far ones."""
+    """Samples are independent between target and draft, between neighbouring and distant seeds, and between positions."""
     device, dice = _Device(lab), _dice(lab, 2)
     logits = _logits(dice, 1)
     law = torch.softmax(logits[0].double(), dim=-1)
@@ -102,7 +104,9 @@ def test_draws_are_independent(lab: Lab) -> None:
 
 
 def _chains(lab: Lab, shaping: Shaping) -> tuple[_Device, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The device, target logits [K+1, V] and law, draft law [K, V], seeds and tokens that were drafted by them."""
+    """Return device, target logits [K+1, V], target and draft probabilities, seeds, and the tokens sampled from the
+    draft.
+    """
     device, dice = _Device(lab), _dice(lab, 3)
     raw = _logits(dice, 4)
     guess = raw[:3] * 0.3 + _logits(dice, 3)
@@ -119,7 +123,7 @@ def _chains(lab: Lab, shaping: Shaping) -> tuple[_Device, Tensor, Tensor, Tensor
 @promise("KernelSet.verify_chain", _LOSSLESS)
 @pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
 def test_chains_are_lossless(lab: Lab, shaping: Shaping) -> None:
-    """Each token follows the target's law, whatever was drafted, and drafts are accepted as often as they can be."""
+    """Each token follows the target distribution for any draft, and drafts are accepted with the maximum probability."""
     device, logits, p, q, seeds, drafts = _chains(lab, shaping)
     many = logits.unsqueeze(0).expand(ROWS, -1, -1)
     probs = q.float().unsqueeze(0).expand(ROWS, -1, -1)
@@ -139,13 +143,13 @@ def test_chains_are_lossless(lab: Lab, shaping: Shaping) -> None:
     left = (p[0] - q[0]).clamp(min=0)
     if int(rejected.sum()) >= 400:
         follows(tokens[rejected, 0], left / left.sum(), f"what is drawn after a rejection, {shaping}")
-    expect(bool(place), True, "a draft was accepted often enough to judge what comes after it")
+    expect(bool(place), True, "a draft was accepted often enough to judge the tokens after it")
 
 
 @promise("KernelSet.verify_tree", "lossless for any tree")
 @pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
 def test_trees_are_lossless(lab: Lab, shaping: Shaping) -> None:
-    """The token after each node follows the law of that node."""
+    """The token after each node of a tree follows the distribution of that node."""
     device, dice = _Device(lab), _dice(lab, 4)
     raw = _logits(dice, 6)
     logits, law = device.truncated(raw, shaping), shaping.law(raw)
@@ -170,7 +174,7 @@ def test_trees_are_lossless(lab: Lab, shaping: Shaping) -> None:
     "int64 [B] and ``positions`` int64 [B] (Philox).",
 )
 def test_a_draw_does_not_depend_on_its_company(lab: Lab) -> None:
-    """The same rows the other way round, among others, alone, and before padding."""
+    """Rows give the same tokens in reversed order, in smaller batches, alone, and with padding."""
     device, dice = _Device(lab), _dice(lab, 5)
     batch, drafts = 23, 3
     logits = dice.normal(batch, drafts + 1, 131, dtype=torch.float32, scale=2.0)

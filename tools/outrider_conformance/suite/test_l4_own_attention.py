@@ -1,4 +1,4 @@
-"""L4: the backend's own attention, with the pages and dtypes that it declares to prefer, against the reference."""
+"""L4: the backend's own attention, with its preferred page size and dtypes, equals the reference."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from outrider_conformance.promises import promise
 @promise("Capabilities.page_size", "Tokens of a KV page with which the backend's own kernels run:")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_preferred_pages_and_dtypes_are_attended_to(lab: Lab, shape: str) -> None:
-    """Lengths on both sides of a page's end; NaN behind each sequence; and no call is left to the reference."""
+    """Lengths on both sides of a page's end, with NaN after each sequence, are right, and no call is left to the
+    reference.
+    """
     check_called(lab, SHAPES[shape])
 
 
 @promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
 @pytest.mark.parametrize("shape", ["decoding", "a chain", "a tree"])
 def test_attention_in_a_graph_follows_the_lengths(lab: Lab, shape: str) -> None:
-    """Replayed with longer sequences than at the capture, whose lengths are on the device and, where need be, rebound."""
+    """A captured attention call follows longer sequences, whose host lengths are rebound if the policy needs them."""
     check_in_graph(lab, SHAPES[shape])
 
 
@@ -29,5 +31,5 @@ def test_attention_in_a_graph_follows_the_lengths(lab: Lab, shape: str) -> None:
 )
 @pytest.mark.parametrize("shape", ["decoding", "a chain"])
 def test_layers_with_quantised_weights_get_it_too(lab: Lab, shape: str) -> None:
-    """In one call with what follows attention: kernels around the backend's own, or beneath, don't attend instead of it."""
+    """Fused calls of layers with quantised weights use the backend's own attention."""
     check_joined(lab, SHAPES[shape])

@@ -1,4 +1,4 @@
-"""L4: attention that was planned is the reference's, also when its plan is renewed, eagerly and in a graph."""
+"""L4: planned attention equals the reference, also after its plan is renewed, called directly and in a graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider_conformance.promises import promise
 @pytest.mark.parametrize("new", [(1, 1, 1), (4, 4, 4), (5, 1, 30)], ids=["decoding", "verifying", "ragged"])
 @pytest.mark.parametrize("window", [0, 8], ids=["all", "window"])
 def test_a_plan_follows_its_batch(lab: Lab, new: tuple[int, ...], window: int) -> None:
-    """One plan, for one batch and then for one with other lengths."""
+    """One plan is renewed for a batch with other lengths, and its attention is right."""
     check_renewed(lab, new, window)
 
 
@@ -22,11 +22,11 @@ def test_a_plan_follows_its_batch(lab: Lab, new: tuple[int, ...], window: int) -
     "The method then updates the plan in place, so that a graph captured with the plan computes this batch.",
 )
 def test_a_graph_follows_the_plan_that_it_was_captured_with(lab: Lab) -> None:
-    """Captured once, replayed for two batches whose plans were made in the place of the first."""
+    """A captured attention call computes two batches whose plans replaced the captured plan in place."""
     check_in_graph(lab)
 
 
 @promise("KernelSet.plan_attention", "without shapes, nothing is planned.")
 def test_without_shapes_nothing_is_planned(lab: Lab) -> None:
-    """The metadata comes back without a plan that anything would need."""
+    """The metadata comes back without shapes, and attention works without a plan."""
     check_unplanned(lab)

@@ -1,4 +1,4 @@
-"""L5: what the backend interface's calls cost. Figures are reported and not judged: a test fails only if it can't measure."""
+"""L5: the cost of the backend interface's calls. Figures are reported; a test fails only if it cannot measure."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def _median_us(run: Callable[[], object], times: int = _TIMES) -> float:
 
 @promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
 def test_launch_cost(lab: Lab, figure: Figure) -> None:
-    """Host time of one small operation, in a scope that is open, and of opening the scope."""
+    """Measure the host time of one small operation in an open scope, and of opening a scope."""
     backend = lab.backend
-    (stream,) = lab.streams("s")
-    x = lab.full(stream, 0)
+    stream, x = lab.one_stream()
     with backend.on(stream):
         figure("launch of one operation", _median_us(lambda: x.add_(1)), "µs")
     stream.synchronize()
@@ -50,7 +49,7 @@ def test_launch_cost(lab: Lab, figure: Figure) -> None:
 
 @promise("Event", "A point in a stream's order that other streams and the host can wait for, again and again.")
 def test_event_latency(lab: Lab, figure: Figure) -> None:
-    """Host time of a record, a wait and a query; from a record on an idle stream until the host knows."""
+    """Measure the host time of a record, a wait and a query, and the time from a record until the host knows."""
     a, b = lab.streams("a", "b")
     event = lab.record(a)
 
@@ -77,7 +76,7 @@ def test_event_latency(lab: Lab, figure: Figure) -> None:
 @promise("Backend.copy_async", "device to device, pinned host to device, or back.")
 @pytest.mark.parametrize("direction", ["host to device", "device to host", "on the device"])
 def test_copy_bandwidth(lab: Lab, figure: Figure, direction: str) -> None:
-    """Sixteen MiB from pinned memory, back, and across."""
+    """Measure copies of 16 MiB from and to pinned memory, and on the device."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     pinned = backend.empty_pinned("bandwidth", (_BYTES,), torch.uint8)
@@ -100,10 +99,9 @@ def test_copy_bandwidth(lab: Lab, figure: Figure, direction: str) -> None:
 
 @promise("Graph.replay", "Enqueue the captured work on ``stream``")
 def test_graph_launch(lab: Lab, figure: Figure) -> None:
-    """Sixteen small operations, one by one and as a graph; the host's part of it."""
+    """Measure the host time of sixteen small operations, called one by one and as a graph."""
     backend = lab.backend
-    (stream,) = lab.streams("s")
-    x = lab.full(stream, 0)
+    stream, x = lab.one_stream()
 
     def work() -> None:
         for _ in range(_CHAIN):
@@ -124,7 +122,7 @@ def test_graph_launch(lab: Lab, figure: Figure) -> None:
 @needs("asynchronous", "concurrent_streams")
 @promise("Capabilities.concurrent_streams", "Two streams may run at the same time, in any order that the waits allow.")
 def test_overlap(lab: Lab, figure: Figure) -> None:
-    """Two slow jobs on two streams against the two on one: 2 is perfect, 1 is none. A simulated device has its own clock."""
+    """Compare two slow jobs on two streams with two on one stream: 2 is perfect overlap, 1 is none."""
     a, b = lab.streams("a", "b")
 
     def spent(first: Stream, second: Stream) -> float:
@@ -138,14 +136,14 @@ def test_overlap(lab: Lab, figure: Figure) -> None:
 
     lab.slow(a)
     alone = statistics.median(spent(a, a) for _ in range(3))
-    beside = statistics.median(spent(a, b) for _ in range(3))
-    figure("overlap of two streams", alone / max(beside, 1e-9), "of 2")
+    concurrent = statistics.median(spent(a, b) for _ in range(3))
+    figure("overlap of two streams", alone / max(concurrent, 1e-9), "of 2")
 
 
 @promise("SpeculativeSync.step_modes", "The modes that are right on this device.")
 @pytest.mark.parametrize("speculate", ["none", "eagle"])
 def test_engine_speed(lab: Lab, figure: Figure, speculate: str) -> None:
-    """The bundled model, three requests of 24 tokens, wall clock; how many tokens a verification yields."""
+    """Measure the bundled model with three requests of 24 tokens in wall-clock time, and its acceptance length."""
     engine = engines.engine_on(lab.backend, speculate=speculate, overlap=True)
     start = time.perf_counter()
     outcome = engines.run(engine)

@@ -1,4 +1,4 @@
-"""L6: collectives in the order of a stream, in graphs, and what becomes of calls that can't be carried out."""
+"""L6: collectives run in the order of a stream and in graphs, and calls that cannot complete raise errors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _KINDS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_call_runs_between_kernels(ranks: RankRunner, kind: str, slow: int) -> None:
-    """Behind a late kernel of either rank, before the kernels behind it, which use its operands again."""
+    """A call runs after a late kernel of either rank and before the kernels that reuse its operands."""
     ranks.run(programs.in_order, slow, kind)
 
 
 @needs("collectives")
 @promise("Group", "Two calls of one group on different streams need an event between them")
 def test_a_long_exchange(ranks: RankRunner) -> None:
-    """Two groups in turn on one stream, each call with the result of the one before."""
+    """Two groups alternate on one stream, and each call uses the result of the previous one."""
     ranks.run(programs.many_in_order)
 
 
@@ -37,7 +37,7 @@ def test_a_long_exchange(ranks: RankRunner) -> None:
     "the backend declares ``asynchronous``.",
 )
 def test_the_host_does_not_wait_for_the_other_ranks(kit: Kit, ranks: RankRunner) -> None:
-    """The other rank calls only when this one's host has gone on."""
+    """A call returns before the other rank has made its call."""
     if not kit.open().capabilities.asynchronous:
         not_applicable("each operation has finished when its call returns")
     ranks.run(programs.returns_at_once)
@@ -46,7 +46,7 @@ def test_the_host_does_not_wait_for_the_other_ranks(kit: Kit, ranks: RankRunner)
 @needs("collectives")
 @promise("Group", "Otherwise it has run when the call returns.")
 def test_a_synchronous_call_has_run(kit: Kit, ranks: RankRunner) -> None:
-    """The host reads its result at once."""
+    """The host reads the result as soon as the call returns."""
     if kit.open().capabilities.asynchronous:
         not_applicable("work may be pending when its call returns")
     ranks.run(programs.has_run)
@@ -55,21 +55,21 @@ def test_a_synchronous_call_has_run(kit: Kit, ranks: RankRunner) -> None:
 @needs("collectives", "captures_collectives")
 @promise("Group", "each replay then makes it anew, on every rank.")
 def test_captured_calls_are_made_by_each_replay(ranks: RankRunner) -> None:
-    """All verbs in one graph, between its kernels, and calls of the same group around it."""
+    """One graph holds all verbs between kernels, and the same group makes calls around its replays."""
     ranks.run(programs.captured, schedules=4)
 
 
 @needs("collectives", "captures_collectives")
 @promise("Group.close", "a later replay raises :class:`InterfaceError`.")
 def test_a_group_is_closed_before_the_graphs_that_hold_its_calls(ranks: RankRunner) -> None:
-    """A library that waits for the end of those graphs isn't waited for."""
+    """Closing a group does not wait for the end of graphs that hold its calls."""
     ranks.run(programs.closed_with_its_graphs)
 
 
 @needs("collectives")
 @promise("Group", "Elsewhere it raises :class:`CapabilityError`.")
 def test_calls_in_a_capture_that_is_not_declared(kit: Kit, ranks: RankRunner) -> None:
-    """Without graphs replays are eager and make the calls; with graphs alone a call raises."""
+    """Without graphs, replays are eager and make the calls. With graphs alone, a captured call raises an error."""
     declared = kit.open().capabilities
     if declared.captures_collectives and declared.captures_graphs:
         not_applicable("captures_collectives is declared")
@@ -79,7 +79,7 @@ def test_calls_in_a_capture_that_is_not_declared(kit: Kit, ranks: RankRunner) ->
 @needs("collectives")
 @promise("Group", "Wrong operands, another backend's stream and a closed group raise :class:`InterfaceError`")
 def test_misuse_raises_before_anything_is_sent(ranks: RankRunner) -> None:
-    """Shapes, dtypes, strides, devices, roots and peers; a closed group closes again."""
+    """Wrong shapes, dtypes, strides, devices, roots and peers raise errors. A closed group can be closed again."""
     ranks.run(faults.misuse, schedules=1)
 
 
@@ -91,7 +91,7 @@ def test_misuse_raises_before_anything_is_sent(ranks: RankRunner) -> None:
     "call.",
 )
 def test_ranks_that_are_no_group(ranks: RankRunner) -> None:
-    """Strangers, one twice, and nobody."""
+    """Ranks without this one, a repeated rank, and no ranks at all raise errors."""
     ranks.run(faults.bad_groups, schedules=1)
 
 
@@ -103,15 +103,15 @@ def test_ranks_that_are_no_group(ranks: RankRunner) -> None:
     "call.",
 )
 def test_a_group_that_a_rank_never_joins(ranks: RankRunner) -> None:
-    """Within the limit, where there is a clock."""
-    ranks.run(faults.nobody_comes, timeout_s=0.5, schedules=1)
+    """Creating a group that one rank never joins fails within the limit."""
+    ranks.run(faults.peer_never_joins, timeout_s=0.5, schedules=1)
 
 
 @needs("collectives")
 @promise("Group", "is a :class:`CollectiveError` that names group, rank, sequence and kind")
 @pytest.mark.parametrize("how", ["closes", "hangs", "exits"])
 def test_a_peer_that_leaves(kit: Kit, ranks: RankRunner, how: str) -> None:
-    """By closing its group, by doing nothing past the limit, or with its process."""
+    """A peer closes its group, does nothing beyond the limit, or ends its process."""
     if how == "exits" and not ranks.in_processes():
         not_applicable("ranks are threads of one process here")
     if how == "hangs" and kit.open().control is not None:
@@ -120,13 +120,13 @@ def test_a_peer_that_leaves(kit: Kit, ranks: RankRunner, how: str) -> None:
         ranks.run_leaving(faults.peer_dies, how, leaving=1, timeout_s=1.0)
     else:
         ranks.run(faults.peer_dies, how, timeout_s=1.0, schedules=1)
-    ranks.end()  # what such a group leaves behind on a device is nobody's to use
+    ranks.end()  # the state that such a group leaves on a device can't be used again
 
 
 @needs("collectives")
 @promise("Group", "or that didn't come within the group's ``timeout_s``")
 def test_a_peer_that_is_late_is_waited_for(kit: Kit, ranks: RankRunner) -> None:
-    """Within the limit."""
+    """A peer that is late within the limit causes no error."""
     if kit.open().control is not None:
         not_applicable("a simulated device has no clock")
     ranks.run(faults.peer_is_late, timeout_s=2.0)
@@ -135,5 +135,5 @@ def test_a_peer_that_is_late_is_waited_for(kit: Kit, ranks: RankRunner) -> None:
 @needs("collectives")
 @promise("Observer.collective", "Reported before the call is enqueued")
 def test_tools_are_told(ranks: RankRunner) -> None:
-    """Of calls and decisions, in their order."""
-    ranks.run(faults.reported, schedules=1)
+    """An observer receives calls and decisions in their order."""
+    ranks.run(faults.calls_are_reported, schedules=1)

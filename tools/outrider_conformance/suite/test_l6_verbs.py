@@ -1,4 +1,4 @@
-"""L6: what each collective moves and adds up, between two ranks and three."""
+"""L6: each collective moves or reduces the right values, between two and three ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _reduced(kit: Kit, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", [*_FLOATS, "int32", "int64"])
 @pytest.mark.parametrize("reduction", ["sum", "max", "min"])
 def test_reductions(kit: Kit, ranks: RankRunner, dtype: str, reduction: str) -> None:
-    """all_reduce and reduce_scatter of odd sizes, of nothing and of more than a block."""
+    """all_reduce and reduce_scatter are right for odd sizes, empty tensors and tensors larger than a block."""
     _reduced(kit, dtype)
     ranks.run(programs.reduces, dtype, _SHAPES, reduction, schedules=1)
 
@@ -38,7 +38,7 @@ def test_reductions(kit: Kit, ranks: RankRunner, dtype: str, reduction: str) -> 
 @promise("Group", "a tensor that is only moved may have any dtype.")
 @pytest.mark.parametrize("dtype", _ANY)
 def test_moves(ranks: RankRunner, dtype: str) -> None:
-    """all_gather, broadcast, all_to_all and messages bring the bytes, in the group's order."""
+    """all_gather, broadcast, all_to_all and messages transfer the bytes in the order of the group."""
     ranks.run(programs.moves, dtype, _SHAPES, schedules=1)
 
 
@@ -46,7 +46,7 @@ def test_moves(ranks: RankRunner, dtype: str) -> None:
 @promise("Group", "A reduction gives each rank the same bits.")
 @pytest.mark.parametrize("dtype", _FLOATS)
 def test_every_rank_has_the_same_bits(kit: Kit, ranks: RankRunner, dtype: str) -> None:
-    """Of sums that round."""
+    """Sums that round have the same bits on every rank."""
     _reduced(kit, dtype)
     first, *others = ranks.run(programs.bits, dtype, schedules=1)
     for number, other in enumerate(others, start=1):
@@ -59,14 +59,14 @@ def test_every_rank_has_the_same_bits(kit: Kit, ranks: RankRunner, dtype: str) -
     "Fill ``tensor`` with the next tensor that rank ``source`` sends to this rank, of the same shape and dtype.",
 )
 def test_messages_keep_their_order(ranks: RankRunner) -> None:
-    """Several each way."""
+    """Several messages in each direction arrive in the order in which they were sent."""
     ranks.run(programs.messages)
 
 
 @needs("collectives")
 @promise("Backend.create_group", "``ranks`` are ranks of the world, in the group's order; ``rank`` is the calling rank.")
 def test_groups_do_not_mix(kit: Kit, ranks: RankRunner) -> None:
-    """Of some ranks, in another order, twins, one that is alone, and a name used again."""
+    """Subsets of ranks, other orders, equal groups, a group of one rank, and a reused name do not mix."""
     count = kit.info.device_count
     if ranks.in_processes() and count is not None and count < 3:
         not_applicable(f"three ranks need three devices, and there are {count}")
@@ -77,7 +77,7 @@ def test_groups_do_not_mix(kit: Kit, ranks: RankRunner) -> None:
 @promise("KernelSet.all_reduce_rms_norm", "Each rank gets the same bits.")
 @pytest.mark.parametrize("dtype", _FLOATS)
 def test_the_fused_norm_is_the_sum_and_its_norm(kit: Kit, ranks: RankRunner, dtype: str) -> None:
-    """Call after call, with one rank late, then the other."""
+    """Repeated fused calls are right with either rank late, and give the same bits on each rank."""
     _reduced(kit, dtype)
     shapes = [[1, 64], [3, 130], [5, 4096], [64, 1024], [2, 33]]
     first, second = ranks.run(faults.fused_norm, dtype, shapes, schedules=2)
@@ -90,7 +90,7 @@ def test_the_fused_norm_is_the_sum_and_its_norm(kit: Kit, ranks: RankRunner, dty
     "Return one zero-filled buffer per rank, which every rank can access: element i is memory of rank i's device.",
 )
 def test_ranks_reach_each_others_memory(ranks: RankRunner) -> None:
-    """What a rank writes into another's buffer is there."""
+    """A value that a rank writes into another rank's buffer is visible there."""
     reached = ranks.run(faults.shared_memory)
     if not any(reached):
         not_applicable("these devices don't reach each other's memory")

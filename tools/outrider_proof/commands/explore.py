@@ -26,8 +26,32 @@ if TYPE_CHECKING:
 _CONTROLLED = "sim"
 
 
+NameArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="NAME|MODULE:FUNCTION", help="A program of the corpus, or a function that takes a backend."),
+]
+StrategyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="program, lazy, slowest:stream=S, fastest:stream=S, random, pct:d=3, exhaustive or mixed, the default. A "
+        "device that decides its schedules itself runs decode alone, in the order of the program."
+    ),
+]
+DropFenceOption = Annotated[
+    str | None,
+    typer.Option("--drop-fence", metavar="NAME|every", help="decode: leave this fence out; every: one by one."),
+]
+ImagesOption = Annotated[
+    bool, typer.Option("--images", help="decode: a tiny model over text and images, with positions on three axes.")
+]
+RanksOption = Annotated[int | None, typer.Option(min=2, max=64, help="ranks: how many; 2 unless --tensor or --data say.")]
+InjectOption = Annotated[
+    str | None, typer.Option(metavar="NAME|every", help="ranks: what brings the ranks apart, in a program of the corpus.")
+]
+
+
 class ProgramExit(OutriderError):
-    """A program called ``sys.exit`` with ``code``."""
+    """Raised for a program that called ``sys.exit`` with ``code``."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -35,42 +59,24 @@ class ProgramExit(OutriderError):
 
 
 def explore(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME|MODULE:FUNCTION", help="A program of the corpus, or a function that takes a backend."),
-    ] = None,
+    name: NameArgument = None,
     backend: BackendOption = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            help="program, lazy, slowest:stream=S, fastest:stream=S, random, pct:d=3, exhaustive or mixed, the default. A "
-            "device that decides its schedules itself runs decode alone, in the order of the program."
-        ),
-    ] = None,
+    strategy: StrategyOption = None,
     iterations: Annotated[int, typer.Option(min=1, help="Schedules to try at most.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the strategy's draws.")] = 0,
     replay: Annotated[str | None, typer.Option(metavar="STRING", help="One run, with this schedule.")] = None,
-    drop_fence: Annotated[
-        str | None,
-        typer.Option("--drop-fence", metavar="NAME|every", help="decode: leave this fence out; every: one by one."),
-    ] = None,
+    drop_fence: DropFenceOption = None,
     drop: Annotated[str, typer.Option(help="decode: the half of the fence that is left out, wait or record.")] = "wait",
     speculate: Annotated[str, typer.Option(help="decode: eagle, ngram or none.")] = "eagle",
     draft_topk: Annotated[int, typer.Option("--draft-topk", min=1, help="decode: 1 drafts chains, more drafts trees.")] = 1,
     mode: Annotated[str, typer.Option(help="decode: staged or fused.")] = "staged",
     graphs: Annotated[bool, typer.Option("--graphs", help="decode: replay stages from graphs in staged mode too.")] = False,
-    images: Annotated[
-        bool, typer.Option("--images", help="decode: a tiny model over text and images, with positions on three axes.")
-    ] = False,
+    images: ImagesOption = False,
     corrected: Annotated[bool, typer.Option("--corrected", help="The corrected program of the corpus.")] = False,
-    ranks: Annotated[
-        int | None, typer.Option(min=2, max=64, help="ranks: how many; 2 unless --tensor or --data say.")
-    ] = None,
+    ranks: RanksOption = None,
     tensor: Annotated[int | None, typer.Option(min=1, help="ranks: tensor-parallel ones.")] = None,
     data: Annotated[int | None, typer.Option(min=1, help="ranks: data-parallel ones.")] = None,
-    inject: Annotated[
-        str | None, typer.Option(metavar="NAME|every", help="ranks: what brings the ranks apart, in a program of the corpus.")
-    ] = None,
+    inject: InjectOption = None,
     json_output: JsonOption = False,
 ) -> Report:
     """Run a program under many schedules. Exit code 1, with the shrunk schedule, when one makes it fail.
@@ -103,34 +109,40 @@ def explore(
             )
         )
     if name == RANKS:
-        wanted = RanksWanted(
-            registry=registry,
-            iterations=iterations,
-            seed=seed,
-            ranks=ranks or ((tensor or 1) * (data or 1) if tensor or data else 2),
-            tensor=tensor,
-            data=data,
-            inject=inject,
-            corrected=corrected,
-            strategy=strategy or "mixed",
+        return explore_ranks(
+            RanksWanted(
+                registry=registry,
+                iterations=iterations,
+                seed=seed,
+                ranks=ranks or ((tensor or 1) * (data or 1) if tensor or data else 2),
+                tensor=tensor,
+                data=data,
+                inject=inject,
+                corrected=corrected,
+                strategy=strategy or "mixed",
+            )
         )
-        return explore_ranks(wanted)
     if name == CORPUS:
         given = backend or backend_from_environment()
         return explore_corpus(
             CorpusWanted(registry=registry, iterations=iterations, seed=seed, strategy=chosen or "mixed", backend=given)
         )
-    device = registry.create(spec)
+    return _explore_program(name, backend, registry.create(spec), chosen or "mixed", iterations, seed, corrected)
+
+
+def _explore_program(
+    name: str, backend: str | None, device: Backend, strategy: str, iterations: int, seed: int, corrected: bool
+) -> Report:
+    """Run one program of the corpus, or one function, under many schedules; ``backend`` is the option of the command."""
     control = device.control
     if control is None:
         raise CapabilityError(f"{device.label} decides its schedules itself; explore needs one such as 'sim'")
-    how = chosen or "mixed"
     program = _ending_normally(_program(name, corrected, device))
-    result = control.explore(program, strategy=how, iterations=iterations, seed=seed)
+    result = control.explore(program, strategy=strategy, iterations=iterations, seed=seed)
     failure = result.failure
     told: dict[str, Any] = {
         "program": name,
-        "strategy": how,
+        "strategy": strategy,
         "seed": seed,
         "runs": result.runs,
         "exhausted": result.exhausted,
@@ -163,7 +175,7 @@ def explore(
 
 
 def _ending_normally(program: Callable[[Backend], None]) -> Callable[[Backend], None]:
-    """The program, with ``sys.exit(0)`` as its end and any other exit as an error."""
+    """Wrap a program: ``sys.exit(0)`` ends it normally, any other exit code raises :class:`ProgramExit`."""
 
     def run(device: Backend) -> None:
         try:

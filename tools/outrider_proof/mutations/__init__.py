@@ -1,1 +1,1 @@
-"""What the engine's proof is worth: the engine is changed in one place at a time, and host programs must tell."""
+"""Mutation tests of the proof: each mutant changes one place of the engine, and the host programs must detect it."""

@@ -1,14 +1,16 @@
-"""Change the engine in one place at a time and run drawn host programs on it: what survives isn't checked by them.
+"""Change the engine in one place at a time and run random host programs on it, to find mutants that survive.
+
+Each call writes one line per mutant:
 
     python -m outrider_proof.mutations -n 8 --seconds 600 --out build/mutations.jsonl
     python -m outrider_proof.mutations --sample 240 --seed 1
     python -m outrider_proof.mutations --modules outrider.engine.step --class fences
 
-Each change runs in a process of its own, forked from one that has loaded the models and knows, from the engine as it is, the
-right tokens, what each program costs and which lines it runs. The programs that reach the change run, the cheapest first. One
-tells by a wrong token, a race, a lost page or row, another acceptance, other costs, lost batching or overlap, an error, or by
-not ending. Without a change every program passes, or the command ends at once. What no program reaches isn't tried, and is
-counted.
+The parent process loads the models. It runs each program on the unchanged engine and records its tokens, costs and executed
+lines. Each mutant runs in its own child process, forked from the parent. The child runs the programs that reach the changed
+line, the cheapest first. A program detects the mutant by one of these: a wrong token, a race, a lost page or row, a different
+acceptance or cost, lost batching or overlap, an error, or a hang. If a program fails on the unchanged engine, the command
+ends at once. Mutants that no program reaches are counted and not run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a change is about, so that a sample has its share of each."""
+"""Subject classes of mutants, so that a sample covers each class."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ is, else of the first of whose words it has one, else of ``other``."""
 
 
 def class_of(site: Site) -> str:
-    """The class of a change."""
+    """Return the name of the class that a mutant belongs to."""
     module = f"{site.module}"
     for name, modules, _ in CLASSES:
         if any(module.endswith(part) for part in modules if not part.endswith(".")):
@@ -54,7 +54,7 @@ def class_of(site: Site) -> str:
 
 
 def sample(sites: Sequence[Site], count: int, seed: int) -> list[Site]:
-    """As many from each class while it has any; in an order in which every beginning is such a sample too."""
+    """Return a sample with equally many mutants of each class that has any left; each prefix is such a sample, too."""
     dice = random.Random(seed)
     drawn: dict[str, list[Site]] = {}
     for site in dice.sample(list(sites), len(sites)):

@@ -1,4 +1,4 @@
-"""The host programs that judge a change of the engine, and the process in which each change is judged."""
+"""The set of test programs that check a mutant of the engine, and the child process that runs them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from outrider_proof.setups import (
 
 
 def modules() -> tuple[str, ...]:
-    """What is changed: every module of the engine and of the proposers, found by walking their packages."""
+    """Return the names of all modules of the engine and of the proposers, which are the modules to mutate."""
     found = []
     for name in ("outrider.engine", "outrider.speculative"):
         package = import_module(name)
@@ -73,7 +73,7 @@ FAULTY = (("eagle", "staged", "cuda", 12), ("ngram", "graphs", "npu", 14), ("non
 
 
 class Unfit(OutriderError):
-    """A program fails on the engine as it is."""
+    """A program fails on the unchanged engine."""
 
 
 def _judges() -> list[tuple[str, Callable[[], str]]]:
@@ -148,7 +148,7 @@ def _faulted(proposer: str, mode: str, like: str, number: int) -> str:
 
 @dataclass(frozen=True)
 class Known:
-    """What a program does on the engine as it is: the lines that it runs, and its seconds of this process's time, traced."""
+    """A program's baseline on the unchanged engine: its executed lines, and its traced process time in seconds."""
 
     name: str
     judge: Callable[[], str]
@@ -156,18 +156,21 @@ class Known:
     seconds: float
 
     def reaches(self, site: Site) -> bool:
-        """Whether a line of the statement that ``site`` changes is run."""
+        """Return True if the program runs a line of the statement that ``site`` changes."""
         first, last = site.span
         return any((site.module, line) in self.lines for line in range(first, last + 1))
 
 
 def warm(changed: Sequence[str]) -> list[Known]:
-    """Load the models and find the right tokens, the costs and the lines that run of the modules ``changed``.
+    """Load the models and record the tokens, costs and executed lines of ``changed`` modules on the unchanged engine.
 
-    All that is of the engine as it is. The cheapest program comes first: most changes die in it. Raises :class:`Unfit`.
+    Returns the cheapest program first, because it detects most mutants. Raises :class:`Unfit` if a program fails.
     """
     known = []
-    for again in (False, True):  # what is loaded once and kept isn't run a second time, nor by a change's process
+    for again in (
+        False,
+        True,
+    ):  # the second run shows the lines that a child process runs: cached loading runs only the first time
         for name, judge_one in _judges():
             began = time.process_time()
             with lines_run(changed if again else ()) as lines:
@@ -205,13 +208,13 @@ class Trial:
             if not piece:
                 return True
             self._said, self._heard = self._said + piece, time.monotonic()
-        if _runs(self._child):  # or would, if the machine weren't busy elsewhere; its seconds are limited as it is
+        if _runs(self._child):  # runnable on a busy machine, too; SIGPROF limits its CPU time
             self._heard = time.monotonic()
         self._silent = time.monotonic() - self._heard > self._patience
         return self._silent
 
     def result(self) -> tuple[str | None, str | None]:
-        """(what killed the change, in which program), once it's over; (None, None): it survived."""
+        """Return (reason, program) of the detection after the child has ended; (None, None) if the mutant survived."""
         os.close(self.reader)
         if self._silent:
             os.kill(self._child, signal.SIGKILL)
@@ -226,7 +229,7 @@ class Trial:
 
 
 def _runs(process: int) -> bool:
-    """Whether a thread of the process has something to compute, as Linux tells it; False where nobody tells."""
+    """Return True if a thread of the process is runnable according to /proc; False on systems without /proc."""
     states = []
     for status in Path(f"/proc/{process}/task").glob("*/stat"):
         with suppress(OSError):  # a thread that has ended meanwhile

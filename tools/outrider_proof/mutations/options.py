@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from outrider import Engine, SamplingParams
-from outrider_proof.decode_program import Arrival
-from outrider_proof.setups import CONTEXT, Models, Setup, alone, draw, models, prompt_and_media
+from outrider_proof.decode_program import CONTEXT, Arrival
+from outrider_proof.setups import Models, Setup, alone, draw, models, prompt_and_media
 from outrider_proof.tiny import VOCABULARY, plain_config
 
 OPTIONED = (

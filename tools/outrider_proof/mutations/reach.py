@@ -1,4 +1,4 @@
-"""Which lines of some modules run."""
+"""A tracer of the lines that run in given modules."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        """As reports name it: no other change has it, and it stays when other functions change."""
+        """A unique name for reports, which stays the same when other functions change."""
         turn = f" ({self.turn})" if self.turn > 1 else ""
         return f"{self.module}.{self.function}: {self.rule}: {self.before} → {self.after}{turn}"
 

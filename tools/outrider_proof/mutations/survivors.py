@@ -1,4 +1,4 @@
-"""Changes that the programs don't tell from the engine as it is, and why."""
+"""Mutants that the programs cannot tell from the unchanged engine, with the reason of each."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ REASONS: dict[str, str] = {
     "Plans.__init__: one more: 1 → 2": "trees of several requests: tests/speculative/test_draft_state.py",
     "Scheduler._admit: leave an operand out: short and (not request.pages)": "who waits: tests/engine/test_pages.py",
     "Scheduler._gathers: leave an operand out: bool(pending)": "who waits: tests/engine/test_mixed_batches.py",
-    "Scheduler._gathers: turn a comparison: self._gathered": "who waits: tests/engine/test_mixed_batches.py",
-    "Scheduler._grow: leave an operand out: not self._decodes(request)": "pages taken in vain: tests/engine/test_pages.py",
+    "Scheduler._gathers: turn a comparison: self._gathered_iterations": "who waits: tests/engine/test_mixed_batches.py",
+    "Scheduler._grow: leave an operand out: not self._can_decode(request)": "pages taken in vain: tests/engine/test_pages.py",
     "Scheduler.most_pages: change a sign": "what is refused: tests/engine/test_pages.py",
     "NgramProposer.__init__: one more: 0 → 1 (3)": "equivalent: the engine allocates before anything reads it",
     "_pack_prefill: one more: 0 → 1 (7)": "equivalent: the proposer that reads it takes no padding",
@@ -72,7 +72,9 @@ REASONS: dict[str, str] = {
     "MtpProposer._flat: one more: 0 → 1 (4)": "equivalent: what attention gives for padding is dropped",
     "MtpProposer.__init__: one more: 0 → 1 (2)": "equivalent: all heads have one config (a single head: IndexError)",
     "MtpProposer.__init__: one more: 0 → 1 (3)": "equivalent: all heads have one target (a single head: IndexError)",
-    "Request.take: turn a comparison: ended is FinishReason.ERROR": "a report: tests/engine/test_requests.py reads it",
+    "Request.take: turn a comparison: self.finish_reason is FinishReason.ERROR": (
+        "a report: tests/engine/test_requests.py reads it"
+    ),
     "Plans.from_lengths: change a sign: self._max_context - 1": "discarded drafts: tests/speculative/test_proposers.py",
     "ExtendAttention.__init__: one more: 1 → 2": "kernels that plan: tests/engine/test_host_plans.py",
     "_spans: one more: 1 → 2": "where images are: tests/engine/test_requests.py",
@@ -88,5 +90,5 @@ guide in a draft), ``OptionTable.admit`` (``<`` → ``<=``), ``Results.__init__`
 
 
 def explained(name: str) -> str | None:
-    """Why the change of this name survives; None: nobody knows."""
+    """Return the recorded reason why the mutant of this name survives, or None if there is none."""
     return next((reason for pattern, reason in REASONS.items() if pattern in name), None)

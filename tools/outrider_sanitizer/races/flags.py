@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from outrider.device import Backend, DeadlockError
 from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import Race, WrongValue, expect, filled, order
+from outrider_sanitizer.races.program import Race, WrongValue, expect, filled, order, race
+
+RACES: list[Race] = []
 
 
-def set_twice(backend: Backend, fixed: bool) -> None:
+@race(RACES, "A set of a flag that is up is lost.", Kind.FLAG_LOST, names=("flag 'bound'",), needs="flags")
+def flag_set_twice(backend: Backend, fixed: bool) -> None:
     """The second round's set comes while the first round's is still up, so one wait is never served."""
     update, forward = backend.create_stream("update"), backend.create_stream("forward")
     flag = backend.create_flag("bound")
@@ -28,7 +31,14 @@ def set_twice(backend: Backend, fixed: bool) -> None:
     _expect(backend, x, 2.0)
 
 
-def never_set(backend: Backend, fixed: bool) -> None:
+@race(
+    RACES,
+    "A flag that is waited for and never set.",
+    Kind.FLAG_NEVER_SET,
+    names=("flag 'bound'", "'forward' hangs"),
+    needs="flags",
+)
+def flag_never_set(backend: Backend, fixed: bool) -> None:
     """A wait for a flag that is never set hangs its stream."""
     update, forward = backend.create_stream("update"), backend.create_stream("forward")
     flag = backend.create_flag("bound")
@@ -39,6 +49,7 @@ def never_set(backend: Backend, fixed: bool) -> None:
     _expect(backend, x, 1.0)
 
 
+@race(RACES, "A reset that may undo the set of the next round.", Kind.FLAG_LOST, names=("make 'update' wait",), needs="flags")
 def reset_beside_the_next_set(backend: Backend, fixed: bool) -> None:
     """The next round's set isn't ordered after this round's reset, which may then undo it."""
     update, forward = backend.create_stream("update"), backend.create_stream("forward")
@@ -61,31 +72,3 @@ def _expect(backend: Backend, x: object, value: float) -> None:
         expect(backend, x, value)  # type: ignore[arg-type]
     except DeadlockError as error:
         raise WrongValue(f"the device hangs: {error}") from None
-
-
-RACES = (
-    Race(
-        name="flag-set-twice",
-        about="A set of a flag that is up is lost.",
-        body=set_twice,
-        kind=Kind.FLAG_LOST,
-        names=("flag 'bound'",),
-        needs="flags",
-    ),
-    Race(
-        name="flag-never-set",
-        about="A flag that is waited for and never set.",
-        body=never_set,
-        kind=Kind.FLAG_NEVER_SET,
-        names=("flag 'bound'", "'forward' hangs"),
-        needs="flags",
-    ),
-    Race(
-        name="reset-beside-the-next-set",
-        about="A reset that may undo the set of the next round.",
-        body=reset_beside_the_next_set,
-        kind=Kind.FLAG_LOST,
-        names=("make 'update' wait",),
-        needs="flags",
-    ),
-)

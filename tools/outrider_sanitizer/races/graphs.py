@@ -7,7 +7,9 @@ from torch import Tensor
 
 from outrider.device import Backend, CaptureContext, Graph, Stream
 from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import Race, expect, filled, order
+from outrider_sanitizer.races.program import Race, expect, filled, order, race
+
+RACES: list[Race] = []
 
 
 def _double(context: CaptureContext) -> None:
@@ -20,6 +22,12 @@ def _graph(backend: Backend, stream: Stream, size: int = 4) -> tuple[Graph, Tens
     return graph, x, y
 
 
+@race(
+    RACES,
+    "A graph's static input is written while a replay reads it.",
+    Kind.WRITE_AFTER_READ,
+    names=("record an event on 'forward' after replay 1 of graph 'verify'", "make 'plan' wait"),
+)
 def input_overwritten(backend: Backend, fixed: bool) -> None:
     """Plan fills the static input for the next replay while the last one runs."""
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
@@ -35,6 +43,12 @@ def input_overwritten(backend: Backend, fixed: bool) -> None:
     expect(backend, out, 2.0)
 
 
+@race(
+    RACES,
+    "A fence recorded before a replay doesn't cover it.",
+    Kind.WRITE_AFTER_READ,
+    names=("event 'shared_reads_done'", "after replay 1 of graph 'verify'"),
+)
 def fence_before_the_replay(backend: Backend, fixed: bool) -> None:
     """Shared reads are declared done before the replay, which reads the rows again."""
     forward, schedule = backend.create_stream("forward"), backend.create_stream("schedule")
@@ -54,6 +68,13 @@ def fence_before_the_replay(backend: Backend, fixed: bool) -> None:
     del private
 
 
+@race(
+    RACES,
+    "A view of a graph's output is read after the graph has run again.",
+    Kind.STALE_OUTPUT,
+    names=("output 'y' of graph 'verify'",),
+    visible=False,
+)
 def output_after_the_next_replay(backend: Backend, fixed: bool) -> None:
     """A view of the output is kept; the next replay writes what it shows."""
     forward = backend.create_stream("forward")
@@ -67,6 +88,13 @@ def output_after_the_next_replay(backend: Backend, fixed: bool) -> None:
     expect(backend, used, 2.0 if fixed else 10.0)
 
 
+@race(
+    RACES,
+    "A graph reads the address that it captured, not the tensor that the name means now.",
+    Kind.REUSE,
+    names=("graph 'verify'",),
+    visible=False,
+)
 def captured_address(backend: Backend, fixed: bool) -> None:
     """Metadata is rebuilt in new memory, and the graph reads where it lay at capture."""
     forward = backend.create_stream("forward")
@@ -88,6 +116,13 @@ def captured_address(backend: Backend, fixed: bool) -> None:
         expect(backend, y, 2.0)
 
 
+@race(
+    RACES,
+    "What a larger batch left behind the rows of a smaller one.",
+    Kind.STALE_PADDING,
+    names=("input 'x'", "bytes 8 to 16"),
+    visible=False,
+)
 def stale_padding(backend: Backend, fixed: bool) -> None:
     """A batch of two after a batch of four: the graph still reads four rows."""
     forward = backend.create_stream("forward")
@@ -102,6 +137,7 @@ def stale_padding(backend: Backend, fixed: bool) -> None:
     expect(backend, y[2:] if fixed else y[:2], 0.0 if fixed else 4.0)
 
 
+@race(RACES, "Contents that were declared over are read.", Kind.STALE, names=("a new batch begins",), visible=False)
 def marked_over(backend: Backend, fixed: bool) -> None:
     """A buffer that was marked as over is read before it was written again."""
     forward = backend.create_stream("forward")
@@ -123,6 +159,14 @@ def _parametrised(backend: Backend, stream: Stream) -> tuple[Graph, Tensor]:
     return graph, y
 
 
+@race(
+    RACES,
+    "A host parameter of a graph is older than the value that it mirrors.",
+    Kind.NOT_REBOUND,
+    names=("update_params('lengths')",),
+    visible=False,
+    needs="updates_graph_params",
+)
 def not_rebound(backend: Backend, fixed: bool) -> None:
     """Lengths have grown, and the graph still has those of the last step."""
     forward = backend.create_stream("forward")
@@ -138,6 +182,13 @@ def not_rebound(backend: Backend, fixed: bool) -> None:
     expect(backend, y, 2.0 if fixed else 1.0)
 
 
+@race(
+    RACES,
+    "A host parameter is rebound while a replay still reads it.",
+    Kind.REBIND,
+    names=("host parameter 'lengths'", "make 'update' wait"),
+    needs="updates_graph_params",
+)
 def rebound_during_a_replay(backend: Backend, fixed: bool) -> None:
     """Parameters are rebound for the next replay while the last one may still read them."""
     forward, update = backend.create_stream("forward"), backend.create_stream("update")
@@ -152,70 +203,3 @@ def rebound_during_a_replay(backend: Backend, fixed: bool) -> None:
     order(update, forward)
     graph.replay(forward)
     expect(backend, out, 1.0)
-
-
-RACES = (
-    Race(
-        name="input-overwritten",
-        about="A graph's static input is written while a replay reads it.",
-        body=input_overwritten,
-        kind=Kind.WRITE_AFTER_READ,
-        names=("record an event on 'forward' after replay 1 of graph 'verify'", "make 'plan' wait"),
-    ),
-    Race(
-        name="fence-before-the-replay",
-        about="A fence recorded before a replay doesn't cover it.",
-        body=fence_before_the_replay,
-        kind=Kind.WRITE_AFTER_READ,
-        names=("event 'shared_reads_done'", "after replay 1 of graph 'verify'"),
-    ),
-    Race(
-        name="output-after-the-next-replay",
-        about="A view of a graph's output is read after the graph has run again.",
-        body=output_after_the_next_replay,
-        kind=Kind.STALE_OUTPUT,
-        names=("output 'y' of graph 'verify'",),
-        visible=False,
-    ),
-    Race(
-        name="captured-address",
-        about="A graph reads the address that it captured, not the tensor that the name means now.",
-        body=captured_address,
-        kind=Kind.REUSE,
-        names=("graph 'verify'",),
-        visible=False,
-    ),
-    Race(
-        name="stale-padding",
-        about="What a larger batch left behind the rows of a smaller one.",
-        body=stale_padding,
-        kind=Kind.STALE_PADDING,
-        names=("input 'x'", "bytes 8 to 16"),
-        visible=False,
-    ),
-    Race(
-        name="marked-over",
-        about="Contents that were declared over are read.",
-        body=marked_over,
-        kind=Kind.STALE,
-        names=("a new batch begins",),
-        visible=False,
-    ),
-    Race(
-        name="not-rebound",
-        about="A host parameter of a graph is older than the value that it mirrors.",
-        body=not_rebound,
-        kind=Kind.NOT_REBOUND,
-        names=("update_params('lengths')",),
-        visible=False,
-        needs="updates_graph_params",
-    ),
-    Race(
-        name="rebound-during-a-replay",
-        about="A host parameter is rebound while a replay still reads it.",
-        body=rebound_during_a_replay,
-        kind=Kind.REBIND,
-        names=("host parameter 'lengths'", "make 'update' wait"),
-        needs="updates_graph_params",
-    ),
-)

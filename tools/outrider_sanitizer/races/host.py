@@ -9,14 +9,17 @@ import torch
 
 from outrider.device import Backend
 from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import Race, WrongValue, expect, filled, order
+from outrider_sanitizer.races.program import Race, expect, expect_values, filled, order, race
+
+RACES: list[Race] = []
 
 
-def _check(seen: list[float], *values: float) -> None:
-    if any(value not in values for value in seen):
-        raise WrongValue(f"expected {' or '.join(map(str, values))}, found {seen}")
-
-
+@race(
+    RACES,
+    "The host reads pinned memory before the copy into it is over.",
+    Kind.READ_AFTER_WRITE,
+    names=("record an event on 'copy'", "synchronize host thread"),
+)
 def host_read_early(backend: Backend, fixed: bool) -> None:
     """The host reads a result before its copy has landed."""
     copy = backend.create_stream("copy")
@@ -28,9 +31,15 @@ def host_read_early(backend: Backend, fixed: bool) -> None:
     copy.record(landed)
     if fixed:
         landed.synchronize()
-    _check(results.tensor.tolist(), 7.0)
+    expect_values(results.tensor.tolist(), 7.0)
 
 
+@race(
+    RACES,
+    "The host overwrites pinned memory that a copy still reads.",
+    Kind.WRITE_AFTER_READ,
+    names=("record an event on 'schedule'", "synchronize host thread"),
+)
 def pinned_overwritten(backend: Backend, fixed: bool) -> None:
     """The host fills its staging buffer again while the copy out of it is under way."""
     schedule = backend.create_stream("schedule")
@@ -46,6 +55,13 @@ def pinned_overwritten(backend: Backend, fixed: bool) -> None:
     expect(backend, x, 1.0)
 
 
+@race(
+    RACES,
+    "A pinned buffer is read after it was renewed and before it was filled.",
+    Kind.STALE,
+    names=("pinned buffer 'results'",),
+    visible=False,
+)
 def pinned_renewed(backend: Backend, fixed: bool) -> None:
     """A buffer that was renewed is read before it's filled again."""
     copy = backend.create_stream("copy")
@@ -57,9 +73,15 @@ def pinned_renewed(backend: Backend, fixed: bool) -> None:
     if fixed:
         backend.copy_async(results.tensor, x, stream=copy)
         copy.synchronize()
-    _check(results.tensor.tolist(), 7.0)
+    expect_values(results.tensor.tolist(), 7.0)
 
 
+@race(
+    RACES,
+    "The host's copy of a value is behind the device's.",
+    Kind.STALE_MIRROR,
+    names=("copy the value again after aten::add_",),
+)
 def stale_mirror(backend: Backend, fixed: bool) -> None:
     """The host plans with lengths that the verify has changed since."""
     forward = backend.create_stream("forward")
@@ -72,9 +94,15 @@ def stale_mirror(backend: Backend, fixed: bool) -> None:
     if fixed:
         backend.copy_async(mirror.tensor, lengths, stream=forward)
     forward.synchronize()
-    _check(mirror.tensor.tolist(), 3.0)
+    expect_values(mirror.tensor.tolist(), 3.0)
 
 
+@race(
+    RACES,
+    "A host thread touches pinned memory that only another thread has waited for.",
+    Kind.WRITE_AFTER_READ,
+    names=("synchronize host thread",),
+)
 def beside_another_thread(backend: Backend, fixed: bool) -> None:
     """One thread sends a buffer and waits; another, which doesn't wait, fills it."""
     copy = backend.create_stream("copy")
@@ -110,6 +138,7 @@ def _run_threads(backend: Backend, *bodies: Callable[[], None]) -> None:
         thread.join()
 
 
+@race(RACES, "What the host does depends on how far the device happens to be.", within=10)
 def branch_on_query(backend: Backend, fixed: bool) -> None:
     """The host takes a shortcut when the result isn't there yet, and the shortcut gives another answer."""
     forward, copy = backend.create_stream("forward"), backend.create_stream("copy")
@@ -123,50 +152,4 @@ def branch_on_query(backend: Backend, fixed: bool) -> None:
         landed.synchronize()
     value = results.tensor.tolist() if landed.query() else [0.0]
     backend.synchronize()
-    _check(value, 7.0)
-
-
-RACES = (
-    Race(
-        name="host-read-early",
-        about="The host reads pinned memory before the copy into it is over.",
-        body=host_read_early,
-        kind=Kind.READ_AFTER_WRITE,
-        names=("record an event on 'copy'", "synchronize host thread"),
-    ),
-    Race(
-        name="pinned-overwritten",
-        about="The host overwrites pinned memory that a copy still reads.",
-        body=pinned_overwritten,
-        kind=Kind.WRITE_AFTER_READ,
-        names=("record an event on 'schedule'", "synchronize host thread"),
-    ),
-    Race(
-        name="pinned-renewed",
-        about="A pinned buffer is read after it was renewed and before it was filled.",
-        body=pinned_renewed,
-        kind=Kind.STALE,
-        names=("pinned buffer 'results'",),
-        visible=False,
-    ),
-    Race(
-        name="stale-mirror",
-        about="The host's copy of a value is behind the device's.",
-        body=stale_mirror,
-        kind=Kind.STALE_MIRROR,
-        names=("copy the value again after aten::add_",),
-    ),
-    Race(
-        name="beside-another-thread",
-        about="A host thread touches pinned memory that only another thread has waited for.",
-        body=beside_another_thread,
-        kind=Kind.WRITE_AFTER_READ,
-        names=("synchronize host thread",),
-    ),
-    Race(
-        name="branch-on-query",
-        about="What the host does depends on how far the device happens to be.",
-        body=branch_on_query,
-        within=10,
-    ),
-)
+    expect_values(value, 7.0)

@@ -9,10 +9,20 @@ import torch
 
 from outrider.device import Backend, CapabilityError, CaptureContext
 from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import Race, expect, filled, order
+from outrider_sanitizer.races.program import Race, expect, filled, order, race
+
+RACES: list[Race] = []
+_WRITERS_NAMED = ("record an event on 'first'", "make 'second' wait")
 
 
-def shared_pool(backend: Backend, fixed: bool) -> None:
+@race(
+    RACES,
+    "Temporaries of two graphs lie at one address, and nothing orders the replays.",
+    Kind.WRITE_AFTER_WRITE,
+    names=("make 'draft' wait",),
+    visible=False,
+)
+def graphs_that_share_a_pool(backend: Backend, fixed: bool) -> None:
     """Two graphs take their temporaries from one pool, so these lie at one address; their replays must not overlap."""
     forward, draft = backend.create_stream("forward"), backend.create_stream("draft")
     pool = backend.create_graph_pool("steps")
@@ -38,6 +48,12 @@ def shared_pool(backend: Backend, fixed: bool) -> None:
     expect(backend, made[1][1], 11.0)
 
 
+@race(
+    RACES,
+    "A tensor is freed while another stream reads it, and the allocator wasn't told.",
+    Kind.REUSE,
+    names=("after aten::mul",),
+)
 def record_stream(backend: Backend, fixed: bool) -> None:
     """A tensor is freed while another stream reads it; `record_stream` makes the allocator wait for that stream."""
     forward, copy = backend.create_stream("forward"), backend.create_stream("copy")
@@ -58,6 +74,13 @@ def record_stream(backend: Backend, fixed: bool) -> None:
     del other
 
 
+@race(
+    RACES,
+    "A buffer that another thread pinned is sent without waiting for that thread.",
+    Kind.READ_AFTER_WRITE,
+    names=("order host thread pinner",),
+    visible=False,
+)
 def pin_memory(backend: Backend, fixed: bool) -> None:
     """`Tensor.pin_memory()` writes the buffer that it returns, on the thread that called it."""
     copy = backend.create_stream("copy")
@@ -86,6 +109,7 @@ def _index(backend: Backend, *values: int) -> torch.Tensor:
     return torch.tensor(values, device=backend.device)
 
 
+@race(RACES, "Columns picked by an index overlap.", Kind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def indexed_columns(backend: Backend, fixed: bool) -> None:
     """Two streams write columns that they pick by an index."""
     mine, theirs = _index(backend, 0, 1), _index(backend, *((2, 3) if fixed else (1, 3)))
@@ -95,6 +119,7 @@ def indexed_columns(backend: Backend, fixed: bool) -> None:
     )
 
 
+@race(RACES, "Elements picked by two indices overlap.", Kind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def indexed_elements(backend: Backend, fixed: bool) -> None:
     """Two streams write elements of the same rows."""
     rows = _index(backend, 0, 1, 2, 3)
@@ -117,21 +142,30 @@ def _two_writers(backend: Backend, place: object, fixed: bool, *bodies: object) 
     expect(backend, x[place], 1.0 if fixed else 2.0)  # type: ignore[index]
 
 
-def scattered(backend: Backend, fixed: bool) -> None:
+@race(RACES, "Two scatters reach the same elements.", Kind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
+def scatters_along_rows(backend: Backend, fixed: bool) -> None:
     """Two streams scatter into the same rows."""
     mine = torch.zeros(4, 1, dtype=torch.int64, device=backend.device)
     theirs = torch.full((4, 1), 2 if fixed else 0, dtype=torch.int64, device=backend.device)
     _two_writers(backend, (slice(None), 0), fixed, lambda x: x.scatter_(1, mine, 1.0), lambda x: x.scatter_(1, theirs, 2.0))
 
 
-def masked(backend: Backend, fixed: bool) -> None:
+@race(RACES, "Two masks overlap.", Kind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
+def masks(backend: Backend, fixed: bool) -> None:
     """Two streams fill what their masks say."""
     mine = torch.tensor([True, False, False, False], device=backend.device).expand(4, 4)
     theirs = torch.tensor([not fixed, True, False, False], device=backend.device).expand(4, 4)
     _two_writers(backend, (slice(None), 0), fixed, lambda x: x.masked_fill_(mine, 1.0), lambda x: x.masked_fill_(theirs, 2.0))
 
 
-def backward(backend: Backend, fixed: bool) -> None:
+@race(
+    RACES,
+    "A gradient is read before the backward has written it.",
+    Kind.READ_AFTER_WRITE,
+    names=("record an event on 'forward'", "make 'reduce' wait"),
+    visible=False,
+)
+def gradient_across_streams(backend: Backend, fixed: bool) -> None:
     """A gradient is read on another stream than the backward ran on."""
     forward, reduce = backend.create_stream("forward"), backend.create_stream("reduce")
     with backend.on(forward):
@@ -144,52 +178,3 @@ def backward(backend: Backend, fixed: bool) -> None:
         assert weight.grad is not None
         seen = weight.grad * 1.0
     expect(backend, seen, 3.0)
-
-
-def _write_write(name: str, about: str, body: object) -> Race:
-    return Race(
-        name=name,
-        about=about,
-        body=body,  # type: ignore[arg-type]
-        kind=Kind.WRITE_AFTER_WRITE,
-        names=("record an event on 'first'", "make 'second' wait"),
-    )
-
-
-RACES = (
-    Race(
-        name="graphs-that-share-a-pool",
-        about="Temporaries of two graphs lie at one address, and nothing orders the replays.",
-        body=shared_pool,
-        kind=Kind.WRITE_AFTER_WRITE,
-        names=("make 'draft' wait",),
-        visible=False,
-    ),
-    Race(
-        name="record-stream",
-        about="A tensor is freed while another stream reads it, and the allocator wasn't told.",
-        body=record_stream,
-        kind=Kind.REUSE,
-        names=("after aten::mul",),
-    ),
-    Race(
-        name="pin-memory",
-        about="A buffer that another thread pinned is sent without waiting for that thread.",
-        body=pin_memory,
-        kind=Kind.READ_AFTER_WRITE,
-        names=("order host thread pinner",),
-        visible=False,
-    ),
-    _write_write("indexed-columns", "Columns picked by an index overlap.", indexed_columns),
-    _write_write("indexed-elements", "Elements picked by two indices overlap.", indexed_elements),
-    _write_write("scatters-along-rows", "Two scatters reach the same elements.", scattered),
-    _write_write("masks", "Two masks overlap.", masked),
-    Race(
-        name="gradient-across-streams",
-        about="A gradient is read before the backward has written it.",
-        body=backward,
-        kind=Kind.READ_AFTER_WRITE,
-        names=("record an event on 'forward'", "make 'reduce' wait"),
-        visible=False,
-    ),
-)

@@ -21,6 +21,8 @@ from outrider_sanitizer.findings import Kind
 from outrider_sanitizer.races.program import Race, expect, filled
 from outrider_sanitizer.races.threads import Ends, handover
 
+RACES: list[Race] = []
+
 Waited = Iterable[Future[None]]
 
 
@@ -30,7 +32,7 @@ def _pipe() -> Ends:
 
 
 def _done(look: Callable[[Future[None]], object]) -> Callable[[], Ends]:
-    """A future is done before somebody looks at it."""
+    """Return hand-over ends: one thread completes a future, the other thread looks at it."""
 
     def ends() -> Ends:
         future: Future[None] = Future()
@@ -97,7 +99,7 @@ def _several(wait: Callable[[Waited], Any], wait_for_one: Callable[[Waited], Any
 
         def fill() -> None:
             staging.tensor.fill_(1.0)
-            while not waited[0]._waiters:  # whoever waits isn't to find it done
+            while not waited[0]._waiters:  # the waiting thread must not find the future done
                 time.sleep(0)
             if fixed:
                 waited[0].set_result(None)
@@ -283,7 +285,7 @@ def _race(name: str, body: Callable[[Backend, bool], None], about: str, thread: 
     )
 
 
-RACES = (
+RACES += (
     handover("over-a-pipe", _pipe, "a pipe"),
     handover("when-futures-are-done", _done(lambda future: concurrent.futures.wait([future])), "concurrent.futures.wait"),
     handover("called-back-by-a-future", _done(lambda future: future.add_done_callback(id)), "a future's callback"),

@@ -1,4 +1,4 @@
-"""What a program of several ranks in the corpus is, and how it's run."""
+"""One corpus program of several ranks, and the code that runs its ranks in host threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank of a running program. ``everyone``: the group of all ranks. ``store``: where further groups meet."""
+    """One rank of a running program. ``everyone`` is the group of all ranks; ``store`` connects further groups."""
 
     index: int
     size: int
@@ -29,62 +29,67 @@ class Rank:
     store: Any
 
     def group(self, name: str, *ranks: int) -> Group:
-        """A further group."""
+        """Return a further group of the given ranks, or of all ranks."""
         return self.backend.create_group(name, ranks=ranks or range(self.size), rank=self.index, store=self.store)
 
     def diverge(self, kind: str) -> None:
-        """Let this rank's device, or its host, depart from the others'."""
+        """Make this rank's device or host diverge from those of the other ranks."""
         control_of(self.backend).diverge(kind)
 
     def filled(self, value: float, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor of one value, made on this rank's stream."""
+        """Return a tensor of one value, created on this rank's stream."""
         with self.backend.on(self.stream):
             return torch.full(shape or (4,), value, dtype=dtype, device=self.backend.device)
 
     def tensor(self, values: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor of given values, made on this rank's stream."""
+        """Return a tensor of the given values, created on this rank's stream."""
         with self.backend.on(self.stream):
             return torch.tensor(values, dtype=dtype).to(self.backend.device)
 
     def read(self, tensor: Tensor) -> list[Any]:
-        """The values, when the stream has come there."""
+        """Return the values of ``tensor``; waits for this rank's stream."""
         with self.backend.on(self.stream):
             values: list[Any] = tensor.cpu().tolist()
         return values
 
 
+RankBody = Callable[[Rank, bool], None]
+"""The program of one rank: called with the rank, and True for the corrected program."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankRace:
-    """One way in which ranks come apart: ``body(rank, fixed)`` is what each rank runs, with the fault or corrected.
-
-    ``of``: its class, A to F, as docs/ranks-proof.md has them. ``kinds`` are the findings that the sanitizer must make of the
-    wrong one after one run, and each of ``names`` stands in its report. ``decision``: what the first difference is called.
-    ``options`` are the simulated host's.
-    """
+    """One divergence of ranks, as a small program with the fault and the same program corrected."""
 
     name: str
     of: str
+    """Class of the divergence, A to F, as docs/ranks-proof.md defines them."""
     about: str
-    body: Callable[[Rank, bool], None]
+    body: RankBody
     kinds: frozenset[Kind]
+    """Findings that the sanitizer must make after one run with the fault."""
     decision: str = ""
+    """Name of the first decision in which the ranks differ."""
     names: tuple[str, ...] = ()
+    """Texts that the sanitizer's report must contain."""
     inject: str = ""
+    """Name of the divergence for ``outrider explore ranks --inject``."""
     ranks: int = 2
     options: Mapping[str, str] = field(default_factory=dict)
+    """Options of the simulated host."""
 
     @property
     def kind_text(self) -> str:
-        """What the sanitizer calls the first of its kinds."""
+        """The sanitizer's name of the alphabetically first kind."""
         return min(kind.value for kind in self.kinds)
 
     def devices(self, registry: Registry, ranks: int | None = None) -> list[Backend]:
-        """Fresh simulated devices for it."""
+        """Return new simulated devices, one per rank, with the program's options."""
         given = "".join(f",{key}={value}" for key, value in self.options.items())
         return [registry.create(f"sim:{index}{given if index == 0 else ''}") for index in range(ranks or self.ranks)]
 
     def run(self, backends: Sequence[Backend], *, fixed: bool) -> None:
-        """Run it, each rank in a host thread. Raises what failed first."""
+        """Run each rank in its own host thread. Raises the first error of a rank."""
         control = control_of(backends[0])
         store = control.create_store()
         bodies = [partial(self._rank, index, backends, store, fixed) for index in range(len(backends))]
@@ -99,15 +104,31 @@ class RankRace:
         backend.synchronize()
 
 
+def rank_race(
+    races: list[RankRace], category: str, about: str, kinds: frozenset[Kind], **fields: Any
+) -> Callable[[RankBody], RankBody]:
+    """Return a decorator that appends a body to ``races`` as a :class:`RankRace` with the function's name, in hyphens.
+
+    ``category`` is the letter of the class of divergence; ``fields`` are further fields of :class:`RankRace`.
+    """
+
+    def register(body: RankBody) -> RankBody:
+        name = body.__name__.replace("_", "-")
+        races.append(RankRace(name=name, of=category, about=about, body=body, kinds=kinds, **fields))
+        return body
+
+    return register
+
+
 def control_of(backend: Backend) -> ControllableDevice:
-    """The handle of a simulated device."""
+    """Return the control of a simulated device."""
     control = backend.control
     assert control is not None, f"{backend.label} decides its schedules itself; ranks of the corpus need one such as 'sim'"
     return control
 
 
 def decision_named(report: Report) -> str:
-    """The decision that the report names first; empty: none."""
+    """Return the first decision that the report names, or an empty string."""
     for finding in report:
         if finding.kind is Kind.DECISION:
             return finding.second.operation.removeprefix("decision ").partition(" = ")[0]

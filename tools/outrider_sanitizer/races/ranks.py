@@ -10,8 +10,13 @@ import torch
 
 from outrider.device import Reduction
 from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.rank_program import Rank, RankRace
-from outrider_sanitizer.races.ranks_device import DEVICE_RACES
+from outrider_sanitizer.races.program import order
+from outrider_sanitizer.races.rank_program import Rank, RankRace, rank_race
+
+RANK_RACES: list[RankRace] = []
+_DIFFERENT = frozenset({Kind.DECISION, Kind.COLLECTIVE})
+_LEFT_OUT = frozenset({Kind.DECISION, Kind.COLLECTIVE_MISSING})
+_UNORDERED = frozenset({Kind.COLLECTIVE_UNORDERED})
 
 _DRAFTED = (2, 1, 0)
 
@@ -28,6 +33,14 @@ def _agreed(rank: Rank, value: int, fixed: bool) -> int:
 # -- A: ranks decide differently, then leave collectives out or make more ---------------------------------------------
 
 
+@rank_race(
+    RANK_RACES,
+    "A",
+    "A tie of logits is broken differently, so ranks accept different counts.",
+    _DIFFERENT,
+    decision="accepted",
+    inject="tie",
+)
 def accepted_counts(rank: Rank, fixed: bool) -> None:
     """Two logits tie, and one rank's argmax takes the other: ranks accept different counts, and one drafts again."""
     if rank.index == 1:
@@ -46,6 +59,14 @@ def accepted_counts(rank: Rank, fixed: bool) -> None:
     rank.everyone.all_gather(rank.filled(0.0, rank.size, 4), rank.filled(1.0), stream=rank.stream)
 
 
+@rank_race(
+    RANK_RACES,
+    "A",
+    "Activations differ in the last bit, and a threshold decides.",
+    _DIFFERENT,
+    decision="draft_again",
+    inject="ulp",
+)
 def one_ulp(rank: Rank, fixed: bool) -> None:
     """Products differ in their last bit, which a threshold turns into another decision."""
     if rank.index == 1:
@@ -63,6 +84,14 @@ def one_ulp(rank: Rank, fixed: bool) -> None:
     rank.everyone.all_reduce(rank.filled(1.0, 16), stream=rank.stream)
 
 
+@rank_race(
+    RANK_RACES,
+    "A",
+    "What a rank does depends on how far its device happens to be.",
+    _DIFFERENT,
+    decision="drain",
+    inject="slow",
+)
 def slow_host(rank: Rank, fixed: bool) -> None:
     """Each rank asks whether its results are there; on the rank whose host is late they are."""
     if rank.index == 1:
@@ -78,6 +107,14 @@ def slow_host(rank: Rank, fixed: bool) -> None:
     rank.everyone.all_reduce(rank.filled(1.0, 2), stream=rank.stream)
 
 
+@rank_race(
+    RANK_RACES,
+    "A",
+    "One rank has less memory, and admits by what it has itself.",
+    _DIFFERENT,
+    decision="pages",
+    inject="memory",
+)
 def smaller_allocation(rank: Rank, fixed: bool) -> None:
     """One rank has less memory free, so it counts fewer pages and admits fewer requests."""
     taken = rank.filled(0.0, 1 << 20) if rank.index == 1 else None
@@ -91,6 +128,7 @@ def smaller_allocation(rank: Rank, fixed: bool) -> None:
     del taken
 
 
+@rank_race(RANK_RACES, "A", "One rank alone hears that a client has gone.", _DIFFERENT, decision="running", inject="abort")
 def abort_on_one_rank(rank: Rank, fixed: bool) -> None:
     """The client of request 2 has gone; one rank alone has heard of it."""
     running = (1, 2) if rank.index else (1,)
@@ -102,8 +140,16 @@ def abort_on_one_rank(rank: Rank, fixed: bool) -> None:
     rank.everyone.all_reduce(rank.filled(1.0, len(running), 8), stream=rank.stream)
 
 
+@rank_race(
+    RANK_RACES,
+    "A",
+    "Whether to draft hangs on a length that one host knows late.",
+    _DIFFERENT,
+    decision="draft",
+    inject="length",
+)
 def draft_near_the_limit(rank: Rank, fixed: bool) -> None:
-    """A rank's host is one iteration behind with its lengths, so it drafts where the other one is at the limit."""
+    """A rank's host has the lengths of the previous iteration, so it drafts although the other rank is at the limit."""
     length, limit = (14 if rank.index else 15), 16
     draft = _agreed(rank, int(length + 1 < limit), fixed)
     rank.everyone.decide("draft", draft)
@@ -115,6 +161,14 @@ def draft_near_the_limit(rank: Rank, fixed: bool) -> None:
 # -- B: an idle rank takes another path ---------------------------------------------------------------------------
 
 
+@rank_race(
+    RANK_RACES,
+    "B",
+    "An idle rank makes one pass where the others draft in several.",
+    _DIFFERENT,
+    decision="draft_passes",
+    inject="idle",
+)
 def idle_rank_drafts_less(rank: Rank, fixed: bool) -> None:
     """The busy rank drafts in three passes, the idle one makes a single pass that counts for nothing."""
     busy = rank.index == 0
@@ -125,6 +179,7 @@ def idle_rank_drafts_less(rank: Rank, fixed: bool) -> None:
     rank.everyone.all_reduce(rank.filled(1.0, 8), stream=rank.stream)
 
 
+@rank_race(RANK_RACES, "B", "A rank picks its bucket by its own tokens.", _DIFFERENT, decision="bucket", inject="bucket")
 def idle_rank_takes_another_bucket(rank: Rank, fixed: bool) -> None:
     """A rank picks its bucket by its own count of tokens, not by the largest of all ranks."""
     tokens = 6 if rank.index == 0 else 1
@@ -138,8 +193,16 @@ def idle_rank_takes_another_bucket(rank: Rank, fixed: bool) -> None:
     rank.everyone.all_gather(gathered, rank.filled(1.0, bucket, 4), stream=rank.stream)
 
 
+@rank_race(
+    RANK_RACES,
+    "B",
+    "Ranks vote over a group that doesn't hold all of them.",
+    _LEFT_OUT,
+    decision="anybody_has_work",
+    inject="vote",
+)
 def vote_over_too_few(rank: Rank, fixed: bool) -> None:
-    """Ranks vote on whether anybody has work, over a group in which each of them is alone."""
+    """Ranks vote on whether any rank has work, over a group that has only one rank."""
     alone = rank.group(f"attention {rank.index}", rank.index)
     work = rank.filled(1.0 if rank.index == 0 else 0.0, 1)
     (rank.everyone if fixed else alone).all_reduce(work, reduction=Reduction.MAX, stream=rank.stream)
@@ -152,6 +215,15 @@ def vote_over_too_few(rank: Rank, fixed: bool) -> None:
 # -- C: what the host learns of the batch comes too early or too late ----------------------------------------------
 
 
+@rank_race(
+    RANK_RACES,
+    "C",
+    "A host reads the counts of the batch before they have landed.",
+    frozenset({Kind.DECISION, Kind.COLLECTIVE, Kind.READ_AFTER_WRITE}),
+    decision="padded_tokens",
+    inject="early",
+    options={"late": "copies"},
+)
 def counts_read_early(rank: Rank, fixed: bool) -> None:
     """A rank reads the gathered counts before their copy has landed, and sees those of the step before."""
     counts = rank.backend.empty_pinned("counts", (rank.size,), torch.int32)
@@ -169,9 +241,126 @@ def counts_read_early(rank: Rank, fixed: bool) -> None:
     rank.everyone.all_reduce(rank.filled(1.0, padded, 4), stream=rank.stream)
 
 
+# -- D: device residency ----------------------------------------------------------------------------------------------
+
+
+@rank_race(
+    RANK_RACES,
+    "D",
+    "One group is used from two streams that nothing orders.",
+    _UNORDERED,
+    names=("'forward'", "'side'"),
+    inject="streams",
+    options={"resident": "1"},
+)
+def one_group_on_two_streams(rank: Rank, fixed: bool) -> None:
+    """One group is used from two streams, and nothing says which call begins first: here each rank issues another one so."""
+    side = rank.backend.create_stream("side")
+    x, y = rank.filled(1.0), rank.filled(2.0)
+    order(rank.stream, side)
+    rank.everyone.all_reduce(x, stream=rank.stream)
+    if fixed:
+        order(rank.stream, side)
+    rank.everyone.all_reduce(y, stream=side)
+
+
+@rank_race(
+    RANK_RACES,
+    "D",
+    "Ranks call two groups in different order.",
+    frozenset({Kind.DECISION, Kind.COLLECTIVE_ORDER}),
+    decision="first",
+    inject="order",
+    options={"resident": "1"},
+)
+def two_groups_in_different_order(rank: Rank, fixed: bool) -> None:
+    """Two groups of the same ranks, and each rank calls another one first."""
+    tensor, data = rank.group("tensor"), rank.group("data")
+    side = rank.backend.create_stream("side")
+    x, y = rank.filled(1.0), rank.filled(2.0)
+    order(rank.stream, side)
+    calls = [(tensor, x, rank.stream), (data, y, side)]
+    if rank.index and not fixed:
+        calls.reverse()
+    rank.everyone.decide("first", calls[0][0].name)
+    before = None
+    for group, tensor_, stream in calls:
+        if before is not None:
+            order(before, stream)
+        group.all_reduce(tensor_, stream=stream)
+        before = stream
+
+
+# -- F: capture -------------------------------------------------------------------------------------------------------
+
+
+@rank_race(
+    RANK_RACES,
+    "F",
+    "One rank replays a graph where the other runs the step itself.",
+    _DIFFERENT,
+    decision="mode",
+    inject="mode",
+)
+def captured_on_one_rank(rank: Rank, fixed: bool) -> None:
+    """One rank has a graph for this bucket and replays it, the other one has none and runs the step itself."""
+    x = rank.filled(1.0)
+
+    def step(_: object) -> None:
+        rank.everyone.all_reduce(x, stream=rank.stream)
+
+    mode = "graph" if fixed or rank.index == 0 else "eager"
+    graph = rank.backend.capture("step", step, inputs={"x": x}, outputs={"x": x}, stream=rank.stream)
+    for _ in range(2):
+        rank.everyone.decide("mode", mode)
+        if mode == "graph":
+            graph.replay(stream=rank.stream)
+        else:
+            step(None)
+
+
+@rank_race(
+    RANK_RACES,
+    "F",
+    "Graphs that share a group are replayed on two streams that nothing orders.",
+    _UNORDERED,
+    names=("'forward'", "'side'"),
+    inject="graphs",
+    options={"resident": "1"},
+)
+def graphs_on_two_streams(rank: Rank, fixed: bool) -> None:
+    """Two graphs with collectives of one group are replayed on two streams that nothing orders."""
+    side = rank.backend.create_stream("side")
+    x, y = rank.filled(1.0), rank.filled(2.0)
+
+    graphs = [
+        rank.backend.capture(
+            name,
+            lambda _, tensor=tensor, stream=stream: rank.everyone.all_reduce(tensor, stream=stream),  # type: ignore[misc]
+            inputs={"x": tensor},
+            outputs={"x": tensor},
+            stream=stream,
+        )
+        for name, tensor, stream in (("one", x, rank.stream), ("two", y, side))
+    ]
+    order(rank.stream, side)
+    graphs[0].replay(stream=rank.stream)
+    if fixed:
+        order(rank.stream, side)
+    graphs[1].replay(stream=side)
+
+
 # -- E: tokens between the stages of a pipeline ---------------------------------------------------------------------
 
 
+@rank_race(
+    RANK_RACES,
+    "E",
+    "Stages of a pipeline differ in the width of the tokens that they pass on.",
+    _DIFFERENT,
+    decision="token_width",
+    inject="width",
+)
 def width_of_tokens(rank: Rank, fixed: bool) -> None:
     """The last stage sends the tokens that it sampled, [requests, 1]; the first one waits for as many as there may be."""
     requests, most = 3, 4
@@ -182,111 +371,3 @@ def width_of_tokens(rank: Rank, fixed: bool) -> None:
         rank.everyone.send(tokens, to=0, stream=rank.stream)
     elif rank.index == 0:
         rank.everyone.receive(tokens, source=rank.size - 1, stream=rank.stream)
-
-
-_DIFFERENT = frozenset({Kind.DECISION, Kind.COLLECTIVE})
-_LEFT_OUT = frozenset({Kind.DECISION, Kind.COLLECTIVE_MISSING})
-
-RANK_RACES = (
-    RankRace(
-        name="accepted-counts",
-        of="A",
-        about="A tie of logits is broken differently, so ranks accept different counts.",
-        body=accepted_counts,
-        kinds=_DIFFERENT,
-        decision="accepted",
-        inject="tie",
-    ),
-    RankRace(
-        name="one-ulp",
-        of="A",
-        about="Activations differ in the last bit, and a threshold decides.",
-        body=one_ulp,
-        kinds=_DIFFERENT,
-        decision="draft_again",
-        inject="ulp",
-    ),
-    RankRace(
-        name="slow-host",
-        of="A",
-        about="What a rank does depends on how far its device happens to be.",
-        body=slow_host,
-        kinds=_DIFFERENT,
-        decision="drain",
-        inject="slow",
-    ),
-    RankRace(
-        name="smaller-allocation",
-        of="A",
-        about="One rank has less memory, and admits by what it has itself.",
-        body=smaller_allocation,
-        kinds=_DIFFERENT,
-        decision="pages",
-        inject="memory",
-    ),
-    RankRace(
-        name="abort-on-one-rank",
-        of="A",
-        about="One rank alone hears that a client has gone.",
-        body=abort_on_one_rank,
-        kinds=_DIFFERENT,
-        decision="running",
-        inject="abort",
-    ),
-    RankRace(
-        name="draft-near-the-limit",
-        of="A",
-        about="Whether to draft hangs on a length that one host knows late.",
-        body=draft_near_the_limit,
-        kinds=_DIFFERENT,
-        decision="draft",
-        inject="length",
-    ),
-    RankRace(
-        name="idle-rank-drafts-less",
-        of="B",
-        about="An idle rank makes one pass where the others draft in several.",
-        body=idle_rank_drafts_less,
-        kinds=_DIFFERENT,
-        decision="draft_passes",
-        inject="idle",
-    ),
-    RankRace(
-        name="idle-rank-takes-another-bucket",
-        of="B",
-        about="A rank picks its bucket by its own tokens.",
-        body=idle_rank_takes_another_bucket,
-        kinds=_DIFFERENT,
-        decision="bucket",
-        inject="bucket",
-    ),
-    RankRace(
-        name="vote-over-too-few",
-        of="B",
-        about="Ranks vote over a group that doesn't hold all of them.",
-        body=vote_over_too_few,
-        kinds=_LEFT_OUT,
-        decision="anybody_has_work",
-        inject="vote",
-    ),
-    RankRace(
-        name="counts-read-early",
-        of="C",
-        about="A host reads the counts of the batch before they have landed.",
-        body=counts_read_early,
-        kinds=frozenset({Kind.DECISION, Kind.COLLECTIVE, Kind.READ_AFTER_WRITE}),
-        decision="padded_tokens",
-        inject="early",
-        options={"late": "copies"},
-    ),
-    *DEVICE_RACES,
-    RankRace(
-        name="width-of-tokens",
-        of="E",
-        about="Stages of a pipeline differ in the width of the tokens that they pass on.",
-        body=width_of_tokens,
-        kinds=_DIFFERENT,
-        decision="token_width",
-        inject="width",
-    ),
-)

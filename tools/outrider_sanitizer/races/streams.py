@@ -1,4 +1,4 @@
-"""Faults between streams."""
+"""Corpus programs with faults between streams: missing, misplaced and insufficient waits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import torch
 
 from outrider.device import Backend
 from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import Race, expect, filled, order
+from outrider_sanitizer.races.program import Race, expect, filled, order, race
+
+RACES: list[Race] = []
 
 
+@race(
+    RACES,
+    "A reader on another stream doesn't wait for the writer.",
+    Kind.READ_AFTER_WRITE,
+    names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"),
+)
 def read_after_write(backend: Backend, fixed: bool) -> None:
     """Plan reads what forward writes."""
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
@@ -23,6 +31,12 @@ def read_after_write(backend: Backend, fixed: bool) -> None:
     expect(backend, y, 2.0)
 
 
+@race(
+    RACES,
+    "A writer doesn't wait for a reader on another stream.",
+    Kind.WRITE_AFTER_READ,
+    names=("record an event on 'plan' after aten::mul", "make 'forward' wait"),
+)
 def write_after_read(backend: Backend, fixed: bool) -> None:
     """Forward overwrites what plan still reads."""
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
@@ -37,6 +51,12 @@ def write_after_read(backend: Backend, fixed: bool) -> None:
     expect(backend, y, 1.0)
 
 
+@race(
+    RACES,
+    "Two streams write the same memory.",
+    Kind.WRITE_AFTER_WRITE,
+    names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"),
+)
 def write_after_write(backend: Backend, fixed: bool) -> None:
     """Two streams write; the later one should win."""
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
@@ -51,6 +71,12 @@ def write_after_write(backend: Backend, fixed: bool) -> None:
     expect(backend, x, 2.0)
 
 
+@race(
+    RACES,
+    "The wait came before the record that it was meant for.",
+    Kind.READ_AFTER_WRITE,
+    names=("generation 1 of event 'draft_done'", "make 'plan' wait"),
+)
 def stale_generation(backend: Backend, fixed: bool) -> None:
     """Plan waits before the event is recorded again, so it has the generation of the round before."""
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
@@ -69,6 +95,12 @@ def stale_generation(backend: Backend, fixed: bool) -> None:
     expect(backend, y, 2.0)
 
 
+@race(
+    RACES,
+    "A wait that is skipped when an optional tensor is absent.",
+    Kind.READ_AFTER_WRITE,
+    names=("generation 1 of event 'accept_ready'", "make 'plan' wait"),
+)
 def optional_wait(backend: Backend, fixed: bool) -> None:
     """The wait hangs on a tensor that isn't always there; what it protects is."""
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
@@ -87,6 +119,12 @@ def optional_wait(backend: Backend, fixed: bool) -> None:
     expect(backend, planned, 3.0)
 
 
+@race(
+    RACES,
+    "A fence that was recorded before the last of what its waiter reads.",
+    Kind.READ_AFTER_WRITE,
+    names=("event 'published'", "make 'schedule' wait"),
+)
 def covers_a_subset(backend: Backend, fixed: bool) -> None:
     """The event was recorded after the publish, and the reader takes the stash as well."""
     forward, schedule = backend.create_stream("forward"), backend.create_stream("schedule")
@@ -105,6 +143,12 @@ def covers_a_subset(backend: Backend, fixed: bool) -> None:
     expect(backend, both, 10.0)
 
 
+@race(
+    RACES,
+    "An implicit kernel runs on the stream of the scope that it's written in.",
+    Kind.READ_AFTER_WRITE,
+    names=("make 'plan' wait",),
+)
 def cast_in_the_wrong_scope(backend: Backend, fixed: bool) -> None:
     """A cast is a kernel: inside plan's scope it reads forward's memory on plan, before plan has waited."""
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
@@ -124,6 +168,12 @@ def cast_in_the_wrong_scope(backend: Backend, fixed: bool) -> None:
     expect(backend, y, 2)
 
 
+@race(
+    RACES,
+    "Two views of one storage at different offsets that share bytes.",
+    Kind.WRITE_AFTER_WRITE,
+    names=("record an event on 'forward'", "make 'plan' wait"),
+)
 def overlapping_views(backend: Backend, fixed: bool) -> None:
     """Two views of one storage at different offsets: these share a row unless they are apart."""
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
@@ -136,6 +186,12 @@ def overlapping_views(backend: Backend, fixed: bool) -> None:
     expect(backend, base[2], 1.0 if fixed else 2.0)
 
 
+@race(
+    RACES,
+    "Interleaved columns of one matrix, overlapping and not.",
+    Kind.WRITE_AFTER_WRITE,
+    names=("record an event on 'forward'", "make 'plan' wait"),
+)
 def columns(backend: Backend, fixed: bool) -> None:
     """Columns of one matrix interleave without meeting: no alarm where they are disjoint."""
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
@@ -148,6 +204,12 @@ def columns(backend: Backend, fixed: bool) -> None:
     expect(backend, base[:, 1], 1.0 if fixed else 2.0)
 
 
+@race(
+    RACES,
+    "Scatters by data into one pool, overlapping and not.",
+    Kind.WRITE_AFTER_WRITE,
+    names=("index_copy_", "make 'plan' wait"),
+)
 def scatters(backend: Backend, fixed: bool) -> None:
     """Two streams scatter rows into one pool. Disjoint rows need no order; these share row 2 unless they are."""
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
@@ -163,6 +225,12 @@ def scatters(backend: Backend, fixed: bool) -> None:
     expect(backend, pool[2], 1.0 if fixed else 2.0)
 
 
+@race(
+    RACES,
+    "Memory is freed in one stream's order while another stream uses it.",
+    Kind.REUSE,
+    names=("keep the tensor alive until an event recorded on 'plan'",),
+)
 def reuse_across_streams(backend: Backend, fixed: bool) -> None:
     """Forward's memory is dropped while plan still reads it; forward's next tensor may lie there."""
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
@@ -181,6 +249,7 @@ def reuse_across_streams(backend: Backend, fixed: bool) -> None:
     del other
 
 
+@race(RACES, "A read of memory that was never written.", Kind.UNDEFINED, names=("allocated on 'forward'",))
 def read_before_write(backend: Backend, fixed: bool) -> None:
     """Fresh memory holds whatever was there before."""
     forward = backend.create_stream("forward")
@@ -190,91 +259,3 @@ def read_before_write(backend: Backend, fixed: bool) -> None:
             x.zero_()
         y = x + 1.0
     expect(backend, y, 1.0)
-
-
-RACES = (
-    Race(
-        name="read-after-write",
-        about="A reader on another stream doesn't wait for the writer.",
-        body=read_after_write,
-        kind=Kind.READ_AFTER_WRITE,
-        names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"),
-    ),
-    Race(
-        name="write-after-read",
-        about="A writer doesn't wait for a reader on another stream.",
-        body=write_after_read,
-        kind=Kind.WRITE_AFTER_READ,
-        names=("record an event on 'plan' after aten::mul", "make 'forward' wait"),
-    ),
-    Race(
-        name="write-after-write",
-        about="Two streams write the same memory.",
-        body=write_after_write,
-        kind=Kind.WRITE_AFTER_WRITE,
-        names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"),
-    ),
-    Race(
-        name="stale-generation",
-        about="The wait came before the record that it was meant for.",
-        body=stale_generation,
-        kind=Kind.READ_AFTER_WRITE,
-        names=("generation 1 of event 'draft_done'", "make 'plan' wait"),
-    ),
-    Race(
-        name="optional-wait",
-        about="A wait that is skipped when an optional tensor is absent.",
-        body=optional_wait,
-        kind=Kind.READ_AFTER_WRITE,
-        names=("generation 1 of event 'accept_ready'", "make 'plan' wait"),
-    ),
-    Race(
-        name="covers-a-subset",
-        about="A fence that was recorded before the last of what its waiter reads.",
-        body=covers_a_subset,
-        kind=Kind.READ_AFTER_WRITE,
-        names=("event 'published'", "make 'schedule' wait"),
-    ),
-    Race(
-        name="cast-in-the-wrong-scope",
-        about="An implicit kernel runs on the stream of the scope that it's written in.",
-        body=cast_in_the_wrong_scope,
-        kind=Kind.READ_AFTER_WRITE,
-        names=("make 'plan' wait",),
-    ),
-    Race(
-        name="overlapping-views",
-        about="Two views of one storage at different offsets that share bytes.",
-        body=overlapping_views,
-        kind=Kind.WRITE_AFTER_WRITE,
-        names=("record an event on 'forward'", "make 'plan' wait"),
-    ),
-    Race(
-        name="columns",
-        about="Interleaved columns of one matrix, overlapping and not.",
-        body=columns,
-        kind=Kind.WRITE_AFTER_WRITE,
-        names=("record an event on 'forward'", "make 'plan' wait"),
-    ),
-    Race(
-        name="scatters",
-        about="Scatters by data into one pool, overlapping and not.",
-        body=scatters,
-        kind=Kind.WRITE_AFTER_WRITE,
-        names=("index_copy_", "make 'plan' wait"),
-    ),
-    Race(
-        name="reuse-across-streams",
-        about="Memory is freed in one stream's order while another stream uses it.",
-        body=reuse_across_streams,
-        kind=Kind.REUSE,
-        names=("keep the tensor alive until an event recorded on 'plan'",),
-    ),
-    Race(
-        name="read-before-write",
-        about="A read of memory that was never written.",
-        body=read_before_write,
-        kind=Kind.UNDEFINED,
-        names=("allocated on 'forward'",),
-    ),
-)

@@ -12,7 +12,9 @@ import torch
 
 from outrider.device import Backend
 from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import Race, expect, filled
+from outrider_sanitizer.races.program import Race, expect, expect_values, filled, race
+
+RACES: list[Race] = []
 
 Ends = tuple[Callable[[], Any], Callable[[], Any]]
 """What the thread does that hands over, and the one that takes over."""
@@ -106,6 +108,7 @@ def _polled_event() -> Ends:
     return ready.set, take
 
 
+@race(RACES, "A wait that gave up orders nothing.", Kind.READ_AFTER_WRITE, names=("order host thread filler",), visible=False)
 def timed_out(backend: Backend, fixed: bool) -> None:
     """A wait for the other thread gives up, and the program goes on."""
     copy = backend.create_stream("copy")
@@ -133,7 +136,13 @@ def timed_out(backend: Backend, fixed: bool) -> None:
     expect(backend, x, 1.0)
 
 
-def new_thread_default_stream(backend: Backend, fixed: bool) -> None:
+@race(
+    RACES,
+    "A new thread begins on the default stream, wherever it was started.",
+    Kind.READ_AFTER_WRITE,
+    names=("record an event on 'side'", "make 'default' wait"),
+)
+def thread_on_the_default_stream(backend: Backend, fixed: bool) -> None:
     """A thread that was started inside a stream scope works on the default stream, not on the scope's."""
     side = backend.create_stream("side")
     with backend.on(side):
@@ -155,6 +164,12 @@ def new_thread_default_stream(backend: Backend, fixed: bool) -> None:
     expect(backend, seen[0], 7.0)
 
 
+@race(
+    RACES,
+    "The host reads a result without having asked whether it's there.",
+    Kind.READ_AFTER_WRITE,
+    names=("record an event on 'copy'",),
+)
 def loop_over_query(backend: Backend, fixed: bool) -> None:
     """The host asks until a copy is over, or asks once and reads whatever is there."""
     copy = backend.create_stream("copy")
@@ -167,16 +182,8 @@ def loop_over_query(backend: Backend, fixed: bool) -> None:
         copy.record(landed)
         while not landed.query():
             pass
-    expect_host(results.tensor.tolist())
+    expect_values(results.tensor.tolist(), 7.0)
     backend.synchronize()
-
-
-def expect_host(seen: list[float]) -> None:
-    """Raises `WrongValue` unless everything is 7."""
-    from outrider_sanitizer.races.program import WrongValue
-
-    if seen != [7.0] * len(seen):
-        raise WrongValue(f"expected 7, found {seen}")
 
 
 def handover(name: str, ends: Callable[[], Ends], through: str) -> Race:
@@ -191,7 +198,7 @@ def handover(name: str, ends: Callable[[], Ends], through: str) -> Race:
     )
 
 
-RACES = (
+RACES += (
     handover("over-a-simple-queue", _simple_queue, "a SimpleQueue"),
     handover("until-a-task-is-done", _task_done, "Queue.join"),
     handover("over-a-semaphore", _semaphore, "a semaphore"),
@@ -199,26 +206,4 @@ RACES = (
     handover("at-a-barrier", _barrier, "a barrier"),
     handover("over-a-lock", _lock, "a lock that the other thread releases"),
     handover("until-an-event-is-set", _polled_event, "Event.is_set"),
-    Race(
-        name="timed-out",
-        about="A wait that gave up orders nothing.",
-        body=timed_out,
-        kind=Kind.READ_AFTER_WRITE,
-        names=("order host thread filler",),
-        visible=False,
-    ),
-    Race(
-        name="thread-on-the-default-stream",
-        about="A new thread begins on the default stream, wherever it was started.",
-        body=new_thread_default_stream,
-        kind=Kind.READ_AFTER_WRITE,
-        names=("record an event on 'side'", "make 'default' wait"),
-    ),
-    Race(
-        name="loop-over-query",
-        about="The host reads a result without having asked whether it's there.",
-        body=loop_over_query,
-        kind=Kind.READ_AFTER_WRITE,
-        names=("record an event on 'copy'",),
-    ),
 )

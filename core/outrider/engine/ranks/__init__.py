@@ -1,1 +1,1 @@
-"""Several ranks that run one engine together: who they are, and what the first one tells the others."""
+"""Ranks of one engine: their configuration, and the decision log that the first rank publishes for the others."""

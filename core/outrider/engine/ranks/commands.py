@@ -1,4 +1,4 @@
-"""Calls that change an engine, as its first rank took them and as the others do them too."""
+"""Commands: records of the calls that change an engine. Follower ranks repeat the calls of the first rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.model import Media
 
 @dataclass(frozen=True, slots=True)
 class AddRequest:
-    """Queue a request."""
+    """Queue one request of a caller."""
 
     tokens: tuple[int, ...]
     params: SamplingParams | None
@@ -25,44 +25,46 @@ class AddRequest:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Queue what ``generate`` runs: ``params`` for all or for each, and the media of each prompt."""
+    """Queue the requests of one ``generate`` call."""
 
     prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams | tuple[SamplingParams | None, ...] | None
+    """Parameters of all requests, or one entry for each prompt."""
     media: tuple[tuple[Media, ...], ...] | None
+    """The media of each prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request."""
+    """End the request with number ``request``."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop requests whose caller has gone."""
+    """Drop requests whose caller has disappeared."""
 
     requests: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GiveOver:
-    """Take a request out for another engine of the same ranks."""
+    """Hand a request over to another engine of the same ranks."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """Go on with a request that each rank keeps its part of, under ``key``."""
+    """Continue a handed-over request. Each rank stores its part under ``key``."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Queue a request that another engine knows."""
+    """Queue a request that another engine has started."""
 
     state: RequestState
 
@@ -77,25 +79,28 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """The pages of an expected request are written. ``relay``: for the rank that has them, where it's another."""
+    """Continue an expected request whose pages have arrived."""
 
     request: int
     relay: Mapping[str, Tensor]
+    """The proposer's relayed tensors; the first rank passes them to the rank that has the pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forsake:
-    """Free the pages of an expected request."""
+    """Release the pages of an expected request that won't arrive."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is beside the engine of each rank is asked something; ``number`` of the question."""
+    """Request a vote from the component next to the engine of each follower rank."""
 
     number: int
+    """The number of this request for a vote."""
     said: str
+    """The text of the request."""
 
 
 Command: TypeAlias = AddRequest | Queue | Abort | Forget | GiveOver | TakeOver | Resume | Expect | Arrive | Forsake | Ask

@@ -1,4 +1,7 @@
-"""Course: what the ranks of one engine do next. The first rank writes it down, the others read it and check themselves."""
+"""The decision log of the ranks of one engine.
+
+The first rank publishes its decisions. Follower ranks read them and check that they come to the same decisions.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from outrider.engine.requests.draft_length import DraftLengthPolicy
 
 
 class Course:
-    """The one authority over what an engine's ranks do: on the rank that leads it publishes what was decided there, before
-    that takes effect; on the others it hands out what was published.
+    """The decision log of one engine.
+
+    The leading rank publishes each decision before its effect. A follower rank reads the published decisions.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -24,104 +28,106 @@ class Course:
         self._log = ranks.new_log()
         self._commands: list[str] = []
         self._record: Record | None = None
-        self._asked = 0
+        self._vote_requests = 0
         self.over = False
-        """Whether the last record was published."""
+        """True once the last record is published."""
 
     def check_asked(self) -> None:
-        """Raise :class:`ConfigError` where a caller, and not a record, asks something of an engine that follows."""
+        """Raise :class:`ConfigError` if a caller uses a follower rank's engine, which only records may change."""
         if not self.leads and self._record is None:
             raise ConfigError("this engine follows that of rank 0, which takes all calls; call follow() here")
 
     @property
     def compile_seconds(self) -> float | None:
-        """What compiling a guide may take: the others compile it while the first one waits for them. They refuse nothing that
-        the first one took: None.
+        """The time limit for compiling a guide. None on follower ranks, which accept every guide that rank 0 accepts.
+
+        The leading rank waits while follower ranks compile, so its limit is a quarter of the rank timeout.
         """
         return self.ranks.config.timeout_s / 4 if self.leads else None
 
     def tell(self, command: Command) -> None:
-        """Leading: a call changes the engine; the others hear of it with the next act. Following: nothing.
+        """On the leading rank: add ``command`` to the next record. Followers ignore the call.
 
-        Raises :class:`~outrider.engine.ranks.codec.RecordError` for what can't be told.
+        Raises :class:`~outrider.engine.ranks.codec.RecordError` if a field has a value that a record can't hold.
         """
         if self.leads:
             self._commands.append(encode(command, Command))
 
     def act(self, name: Act, decisions: Decisions | None = None, then: Callable[[], Decisions] | None = None) -> None:
-        """What happens now: published where this rank leads; checked against what was published where it follows. ``then``:
-        decisions that follow from ``decisions``, asked for once these agree.
+        """Publish the next act on the leading rank; compare the decisions with the record on a follower rank.
+
+        ``then``: returns the decisions that depend on ``decisions``. A follower calls it after it has checked ``decisions``.
+        Raises :class:`RanksDiffer` for a difference.
         """
         if self.leads:
-            decided = decisions if then is None else {**(decisions or {}), **then()}
+            published = decisions if then is None else {**(decisions or {}), **then()}
             if not self.over:
-                self._log.publish(Record(tuple(self._commands), name, decided))
+                self._log.publish(Record(tuple(self._commands), name, published))
                 self._commands.clear()
-            self._decide(decided)
+            self._pass_to_groups(published)
             return
-        self._decide(decisions)
+        self._pass_to_groups(decisions)
         self._check(decisions)
         if then is not None:
-            following = then()
-            self._decide(following)
-            self._check(following)
+            dependent = then()
+            self._pass_to_groups(dependent)
+            self._check(dependent)
 
     def ask(self, said: str) -> tuple[str, ...]:
-        """Leading: have what is beside the engine of each other rank answer, and wait for that; in order of ranks."""
-        number, self._asked = self._asked, self._asked + 1
+        """Request a vote from every follower rank, on the leading rank. Wait for the votes and return them in rank order."""
+        number, self._vote_requests = self._vote_requests, self._vote_requests + 1
         self.tell(Ask(number, said))
         self.act("go on")
-        others = range(1, self.ranks.config.world)
-        return tuple(self._log.answer_of(number, rank, lambda: self.ranks.room.failure) for rank in others)
+        followers = range(1, self.ranks.config.world)
+        return tuple(self._log.wait_for_vote(number, rank, lambda: self.ranks.room.failure) for rank in followers)
 
     def answer(self, number: int, said: str) -> None:
-        """Following: answer a question of the record."""
-        self._log.answer(number, self.ranks.rank, said)
+        """Publish this follower rank's vote for request ``number``."""
+        self._log.publish_vote(number, self.ranks.rank, said)
 
     def end(self) -> None:
-        """Leading: let the others end. Allowed twice."""
+        """Publish the last record on the leading rank, so that followers end. Further calls do nothing."""
         if self.leads and not self.over:
             self._commands.clear()
             self.act("end")
         self.over = True
 
     def next(self) -> Record:
-        """Following: wait for the next record."""
+        """Wait for the next record on a follower rank."""
         self._record = self._log.next()
         return self._record
 
     @property
     def commands(self) -> Iterator[Command]:
-        """Following: those of the record."""
+        """The commands of the current record, on a follower rank."""
         for text in () if self._record is None else self._record.commands:
             yield decode(text, Command)
 
     @property
     def drafted(self) -> int | None:
-        """Following: tokens that the iteration drafts, as the first rank decided."""
+        """The draft length of the current record, on a follower rank; None if the record has none."""
         decisions = None if self._record is None else self._record.decisions
         drafted = None if decisions is None else decisions.get("drafted")
         return drafted if isinstance(drafted, int) else None
 
-    def _decide(self, decisions: Decisions | None) -> None:
-        for what, value in (decisions or {}).items():
-            self.ranks.decide(what, value)
+    def _pass_to_groups(self, decisions: Decisions | None) -> None:
+        for name, value in (decisions or {}).items():
+            self.ranks.decide(name, value)
 
-    def _check(self, ours: Decisions | None) -> None:
+    def _check(self, decisions: Decisions | None) -> None:
         if self._record is None:
             return
-        theirs = self._record.decisions or {}
-        for name, mine in (ours or {}).items():
-            value = theirs.get(name)
-            if mine != value:
+        published = self._record.decisions or {}
+        for name, value in (decisions or {}).items():
+            if value != published.get(name):
                 raise RanksDiffer(
-                    f"rank {self.ranks.rank} comes to {name} = {mine!r}, and rank 0 decided {value!r}: "
+                    f"rank {self.ranks.rank} comes to {name} = {value!r}, and rank 0 decided {published.get(name)!r}: "
                     f"{self.ranks.progress}; start all ranks with the same options, files and software"
                 )
 
 
 def decisions_of(batch: Batch | None) -> Decisions:
-    """What the host decided for an iteration, of all data-parallel groups."""
+    """Return the host decisions of an iteration in all data-parallel groups, by name."""
     batches = () if batch is None else batch.everyone
     return {
         "admitted": tuple(request.id for each in batches for request in each.admitted),
@@ -136,16 +142,16 @@ def decisions_of(batch: Batch | None) -> Decisions:
 
 
 class ToldLength(DraftLengthPolicy):
-    """The length that the first rank decided, on the ranks that follow it."""
+    """The draft-length policy of follower ranks: the length that the decision log records."""
 
-    listens = reads_load = False
+    needs_acceptance = reads_load = False
 
-    def __init__(self, lengths: tuple[int, ...], course: Course) -> None:
+    def __init__(self, lengths: tuple[int, ...], decision_log: Course) -> None:
         super().__init__(lengths)
-        self._course = course
+        self._decision_log = decision_log
 
     def choose(self, requests: int, cached: int) -> int:
-        """Return the length of the decision log."""
+        """Return the length that the current record has, or the longest one if it has none."""
         del requests, cached
-        drafted = self._course.drafted
+        drafted = self._decision_log.drafted
         return self.lengths[-1] if drafted is None else drafted

@@ -1,4 +1,4 @@
-"""ParallelConfig: over how many ranks an engine is spread."""
+"""ParallelConfig: the number of ranks of an engine and how they share its work."""
 
 from __future__ import annotations
 
@@ -8,47 +8,46 @@ from outrider.device import ConfigError
 from outrider.errors import shown
 from outrider.model import Shard, Shards
 
-MOST_RANKS = 1024
+MAX_RANKS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Over how many ranks an engine is spread, validated when made. A rank is one device with a host thread of its own.
+    """The ranks of an engine. A rank is one device with its own host thread. There are ``tensor * data`` ranks.
 
-    ``tensor``: ranks that share the heads of each attention and the vocabulary, and work on the same requests. ``data``:
-    groups of such ranks, each with requests and a KV cache of its own; all ranks share the MLPs, whose tokens are gathered
-    from all groups and scattered back in each layer. ``tensor * data`` ranks in all.
-
-    ``timeout_s``: seconds that a rank waits for another one before it takes it to be lost. It must be more than the longest
-    iteration takes.
+    Raises :class:`ConfigError` for invalid values. All ranks share the MLPs: each layer gathers the tokens of all groups and
+    scatters the results.
     """
 
     tensor: int = 1
+    """Tensor parallelism: the ranks of a group, which share the attention heads and the vocabulary of the same requests."""
     data: int = 1
+    """Data parallelism: the number of groups. Each group has its own requests and KV cache."""
     timeout_s: float = 8.0
+    """Seconds after which a rank counts another one as lost. An iteration must not take longer."""
 
     def __post_init__(self) -> None:
         for name in ("tensor", "data"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_RANKS:
-                raise ConfigError(f"{name} is {shown(value)}; expected a whole number of ranks, 1 to {MOST_RANKS}")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANKS:
+                raise ConfigError(f"{name} is {shown(value)}; expected a whole number of ranks, 1 to {MAX_RANKS}")
         seconds = self.timeout_s
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
             raise ConfigError(f"timeout_s is {shown(seconds)}; expected a positive number of seconds")
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """The total number of ranks."""
         return self.tensor * self.data
 
     def place(self, rank: int) -> tuple[int, int]:
-        """The data-parallel group of ``rank``, and its place in it."""
+        """Return the data-parallel group of ``rank`` and its index in this group."""
         if not 0 <= rank < self.world:
             raise ConfigError(f"rank {rank} isn't one of the {self.world} ranks of {self}; expected 0 to {self.world - 1}")
         return divmod(rank, self.tensor)
 
     def shards(self, rank: int) -> Shards:
-        """The parts of a model that ``rank`` holds."""
+        """Return the parts of the model's weights that ``rank`` holds."""
         _, tensor = self.place(rank)
         within = Shard(tensor, self.tensor)
         return Shards(attention=within, mlp=Shard(rank, self.world), vocabulary=within)

@@ -1,4 +1,4 @@
-"""The other ranks of an engine that Python code makes, as child processes of this host."""
+"""RankProcesses: child processes on this host that run the follower ranks of an engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from outrider.engine.ranks.codec import encode
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.ranks import Ranks
 
-_END_S = 5.0
+_EXIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loading:
-    """Arguments of :meth:`Engine.from_checkpoint` that all ranks have alike."""
+    """The arguments of :meth:`Engine.from_checkpoint` that are equal on all ranks."""
 
     draft_dir: Path | None
     speculate: str
@@ -34,28 +34,28 @@ class Loading:
     draft_vocabulary: Path | int | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """By name."""
+        """Return the fields as keyword arguments."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a child process is to do: be ``rank`` on a backend called ``backend``, with an engine of a checkpoint.
-
-    ``numbered``: the backend's devices have numbers, and each rank takes its own.
-    """
+    """The work of a child process: which rank it is, and which checkpoint its engine loads."""
 
     rank: int
     parallel: ParallelConfig
     port: int
+    """The port of the parent's store on this host."""
     backend: str
+    """The name of the backend."""
     numbered: bool
+    """True if the backend's devices have numbers. Rank i then uses device i."""
     model_dir: Path
     loading: Loading
 
 
 class RankProcesses:
-    """Processes that follow the engine of this one. They end with it, and with :meth:`close`."""
+    """The child processes of the follower ranks. They end if this process ends, at the latest in :meth:`close`."""
 
     def __init__(self, backend: Backend, parallel: ParallelConfig, model_dir: Path, loading: Loading) -> None:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -66,7 +66,7 @@ class RankProcesses:
                     [sys.executable, "-m", "outrider.engine.rank_process"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
                 )
                 self._children.append(child)
-                index: int | None = backend.device.index  # torch types it as a number, and the host has none
+                index: int | None = backend.device.index  # torch annotates int, but the host device has None
                 work = Work(
                     rank=rank,
                     parallel=parallel,
@@ -77,16 +77,16 @@ class RankProcesses:
                     loading=loading,
                 )
                 assert child.stdin is not None
-                # It stays open: a child ends when it's closed, however this process ends.
+                # The pipe stays open. A child ends once its pipe is closed, for example by the end of this process.
                 child.stdin.write(encode(work, Work).encode() + b"\n")
                 child.stdin.flush()
             self.ranks = Ranks(backend, parallel, rank=0, store=store)
-            self.ranks.who_ended = self._who_ended
+            self.ranks.who_ended = self._find_ended
         except BaseException:
             self.close()
             raise
 
-    def _who_ended(self) -> str | None:
+    def _find_ended(self) -> str | None:
         for rank, child in enumerate(self._children, start=1):
             code = child.poll()
             if code is not None and code < 0:
@@ -96,10 +96,13 @@ class RankProcesses:
         return None
 
     def close(self) -> None:
-        """Wait until they have ended, as they do behind the engine's end; those that don't are ended. Allowed twice."""
+        """Wait for the end of all children, after the engine has ended. Kill those that still run after 5 seconds.
+
+        Further calls do nothing.
+        """
         for child in self._children:
             try:
-                child.wait(_END_S)
+                child.wait(_EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
@@ -108,7 +111,7 @@ class RankProcesses:
 
 
 def check_one_rank(parallel: ParallelConfig | None) -> None:
-    """Raise :class:`ConfigError` for several ranks, where a model is there already."""
+    """Raise :class:`ConfigError` if ``parallel`` has several ranks, for an engine whose model is already loaded."""
     if parallel is not None and parallel.world > 1:
         raise ConfigError(
             f"parallel is {parallel}, and the model is loaded here already, whole; other ranks read their own parts: use "
@@ -125,7 +128,7 @@ def start_ranks(
     given: Ranks | None,
     builders: object,
 ) -> RankProcesses:
-    """Start the others. Raises :class:`ConfigError` for what other processes can't be told."""
+    """Start the follower ranks. Raises :class:`ConfigError` for arguments that other processes can't receive."""
     if given is not None:
         raise ConfigError("ranks and parallel are both given; parallel starts ranks, and these are there already")
     if builders:

@@ -1,4 +1,4 @@
-"""Ranks: one rank among those that run an engine together."""
+"""Ranks: this process's rank and its connections to the other ranks of an engine."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stu
 from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Group, OutriderError
 from outrider.engine.ranks.codec import decode, encode
 from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, came
+from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, wait_for_key
 from outrider.engine.ranks.room import GONE, Room
 from outrider.engine.requests.hand_over import HandOver
 from outrider.model import ModelRanks
 
-_START_S = 600.0
-"""Seconds that ranks wait for each other while they start: one may read its weights from a slower disk."""
-_LIBRARY_S = 120.0
-_HEAR_S = 1.0
-"""So long a rank that lost the others waits to hear who failed before it says so itself, unless it's told otherwise."""
-_ASK_S = 0.05
+_START_TIMEOUT_S = 600.0
+"""Seconds that ranks wait for each other during the start. One of them may read its weights from a slower disk."""
+_MIN_LIBRARY_TIMEOUT_S = 120.0
+_FAILURE_WAIT_S = 1.0
+"""Seconds that a rank waits for another rank's report of a failure before it reports the failure itself."""
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
-    """What a rank says where all meet: ``what`` they meet for, and its value as text. ``what`` None: why it failed."""
+class _ExchangeMessage:
+    """The message of one rank in :meth:`Ranks.meet`."""
 
-    what: str | None
-    said: str
+    subject: str | None
+    """The subject of the exchange; None if the rank has failed."""
+    text: str
+    """The rank's encoded value, or the reason of its failure."""
 
 
 class Ranks:
-    """One rank, and how it reaches the others.
+    """The rank of this process, and its connections to the other ranks.
 
-    The first rank of all *leads*: an engine there takes the caller's requests, and decides. The others follow its records
-    (:class:`RecordLog`); they read nothing of clocks, of memory or of when something arrived.
+    The first rank *leads*: its engine accepts requests and makes all decisions. Follower ranks repeat the decisions of the
+    decision log (:class:`RecordLog`). Their decisions never depend on clocks, free memory or arrival times.
     """
 
     def __init__(self, backend: Backend, config: ParallelConfig, *, rank: int, store: Store, name: str = "outrider") -> None:
-        """Join the other ranks; every rank does so, each with its own ``rank`` and the same ``store`` and ``name``.
+        """Join the other ranks. Every rank passes its own ``rank``, and the same ``store`` and ``name``.
 
-        Blocks until all are there. Raises :class:`~outrider.device.CapabilityError` where the backend has no collectives, and
-        :class:`~outrider.device.CollectiveError` where a rank doesn't come.
+        Blocks until all ranks have joined. Raises :class:`~outrider.device.CapabilityError` if the backend has no
+        collectives, and :class:`~outrider.device.CollectiveError` if a rank doesn't join in time.
         """
         self.backend = backend
         self.config = config
@@ -58,113 +60,117 @@ class Ranks:
         data = tuple(range(self.tensor_rank, config.world, config.tensor))
         self.room = Room(store, name)
         self._engines = itertools.count()
-        self._meetings = 0
-        self._leaving = itertools.count()
-        self.meet("the start", str(config), str)  # a group waits no longer than an iteration may
+        self._num_exchanges = 0
+        self._handed_over_numbers = itertools.count()
+        # Wait here for slow starts: the group's own timeout is that of an iteration.
+        self.meet("the start", str(config), str)
         self.tensor, self.data = self._group("tensor", tensor), self._group("data", data)
         self.model = ModelRanks(config.shards(rank), tensor=self.tensor, data=self.data)
         self.handed_over: dict[str, HandOver] = {}
-        """This rank's part of requests that left an engine, by a key that all ranks know, until another engine took them."""
-        self.hears_s = _HEAR_S
-        """So long it waits to hear who failed, where it lost the others."""
+        """This rank's part of each request between two engines, by a key that is equal on all ranks."""
+        self.hears_s = _FAILURE_WAIT_S
+        """Seconds that this rank waits for another rank's report after it lost the other ranks."""
         self.who_ended: Callable[[], str | None] | None = None
-        """Where this process started the others: what it knows of one that has ended."""
+        """Returns a message about an ended child process, if this process started the other ranks."""
 
     def _group(self, kind: str, ranks: tuple[int, ...]) -> Group | None:
         if len(ranks) == 1:
             return None
         name = f"{self.name}/{kind}/{ranks[0]}"
-        # Beside the host, calls are limited where the host waits for them; a library's own limit ends the process.
-        beside = self.backend.capabilities.asynchronous and self.backend.control is None
-        limit = max(self.config.timeout_s, _LIBRARY_S) if beside else self.config.timeout_s
-        return self.backend.create_group(name, ranks=ranks, rank=self.rank, store=self.store, timeout_s=limit)
+        # On an asynchronous device the watchdog limits each host wait. The library's own timeout ends the process, so it
+        # has to be longer.
+        is_asynchronous = self.backend.capabilities.asynchronous and self.backend.control is None
+        timeout_s = max(self.config.timeout_s, _MIN_LIBRARY_TIMEOUT_S) if is_asynchronous else self.config.timeout_s
+        return self.backend.create_group(name, ranks=ranks, rank=self.rank, store=self.store, timeout_s=timeout_s)
 
     @property
     def leads(self) -> bool:
-        """Whether engines here take requests, and decide."""
+        """Return True on the leading rank, whose engine accepts requests and makes decisions."""
         return self.rank == 0
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Groups that this rank is in."""
+        """The collective groups that this rank is a member of."""
         return tuple(group for group in (self.tensor, self.data) if group is not None)
 
     def decide(self, name: str, value: Decision) -> None:
-        """Note a decision that all ranks make alike, see :meth:`outrider.device.Group.decide`."""
+        """Report a decision that is equal on all ranks to each group, see :meth:`outrider.device.Group.decide`."""
         for group in self.groups:
             group.decide(name, value)
 
     def new_log(self) -> RecordLog:
-        """The log of the next engine; every rank makes its engines in the same order."""
+        """Return the record log of the next engine. Every rank creates its engines in the same order."""
         return RecordLog(self.store, f"{self.name}/engine/{next(self._engines)}")
 
     def meet(self, what: str, value: Any, kind: Any) -> list[Any]:
-        """Every rank's ``value``, of type ``kind``, in order of ranks; all of them call it, in the same order. For starts
-        alone: it's slow.
-        """
-        number = self._meetings
-        self._meetings += 1
-        self._say(number, _Word(what, encode(value, kind)))
-        found = []
-        for rank in range(self.config.world):
-            key = self._meeting(number, rank)
-            if not came(self.store, key, _START_S):
-                raise RanksFailed(f"rank {rank} didn't come to {what!r} within {_START_S:g} s")
-            word: _Word = decode(self.store.get(key), _Word)
-            if word.what is None:
-                raise RanksFailed(word.said)
-            if word.what != what:
-                raise RanksDiffer(
-                    f"rank {self.rank} is at {what!r}, and rank {rank} at {word.what!r}; start all of them alike"
-                )
-            found.append(decode(word.said, kind))
-        return found
+        """Return the ``value`` of every rank, of type ``kind``, in rank order.
 
-    def _say(self, number: int, word: _Word) -> None:
-        self.store.set(self._meeting(number, self.rank), encode(word, _Word))
+        All ranks call this method in the same order. It is slow and meant for the start. Raises :class:`RanksFailed` if a
+        rank fails or doesn't call in time, and :class:`RanksDiffer` if a rank exchanges another subject than ``what``.
+        """
+        number = self._num_exchanges
+        self._num_exchanges += 1
+        self._publish(number, _ExchangeMessage(what, encode(value, kind)))
+        values = []
+        for rank in range(self.config.world):
+            key = self._exchange_key(number, rank)
+            if not wait_for_key(self.store, key, _START_TIMEOUT_S):
+                raise RanksFailed(f"rank {rank} didn't come to {what!r} within {_START_TIMEOUT_S:g} s")
+            message: _ExchangeMessage = decode(self.store.get(key), _ExchangeMessage)
+            if message.subject is None:
+                raise RanksFailed(message.text)
+            if message.subject != what:
+                raise RanksDiffer(
+                    f"rank {self.rank} is at {what!r}, and rank {rank} at {message.subject!r}; start all of them alike"
+                )
+            values.append(decode(message.text, kind))
+        return values
+
+    def _publish(self, number: int, message: _ExchangeMessage) -> None:
+        self.store.set(self._exchange_key(number, self.rank), encode(message, _ExchangeMessage))
 
     def check_same(self, what: str, values: Mapping[str, object]) -> None:
-        """Raise :class:`RanksDiffer` unless all ranks have the same ``values``; names the first one that differs."""
-        theirs = self.meet(what, {name: repr(value) for name, value in values.items()}, Mapping[str, str])
-        for rank, given in enumerate(theirs):
-            for name, value in theirs[0].items():
-                if given.get(name) != value:
+        """Raise :class:`RanksDiffer` with the first difference if ``values`` aren't equal on all ranks."""
+        all_values = self.meet(what, {name: repr(value) for name, value in values.items()}, Mapping[str, str])
+        for rank, rank_values in enumerate(all_values):
+            for name, value in all_values[0].items():
+                if rank_values.get(name) != value:
                     raise RanksDiffer(
-                        f"{what}: {name} is {value} on rank 0 and {given.get(name)} on rank {rank}; start all ranks with the "
-                        "same options, files and software"
+                        f"{what}: {name} is {value} on rank 0 and {rank_values.get(name)} on rank {rank}; start all ranks "
+                        "with the same options, files and software"
                     )
 
     def keep(self, handed: HandOver) -> HandOver:
-        """Keep this rank's part of a request that leaves an engine, under the same key on every rank."""
-        handed = replace(handed, key=f"{self.name}/request/{next(self._leaving)}")
+        """Store this rank's part of a request that leaves an engine, under a key that is equal on all ranks."""
+        handed = replace(handed, key=f"{self.name}/request/{next(self._handed_over_numbers)}")
         assert handed.key is not None
         self.handed_over[handed.key] = handed
         return handed
 
     def forget(self, handed: HandOver) -> None:
-        """Another engine of these ranks has taken the request."""
+        """Drop this rank's part of a request that another engine has taken over."""
         del self.handed_over[str(handed.key)]
 
     @property
     def progress(self) -> str:
-        """How far this rank is, for errors."""
+        """The last decision and collective of this rank, for error messages."""
         return "; ".join(group.progress for group in self.groups)
 
     def fail(self, error: BaseException) -> str:
-        """Tell the others that this rank can't go on; returns what the first one said that told them."""
+        """Report to the other ranks that this rank fails, and close the groups. Return the first report of any rank."""
         if isinstance(error, CollectiveError | DeviceStuck):
-            self._hear()
-        said = f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})"
+            self._wait_for_failure()
+        report = f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})"
         try:
-            first = self.room.fail(said)
-            self._say(self._meetings, _Word(None, first))  # whoever waits for this rank needn't any more
-        except RuntimeError:  # what a store raises
+            first = self.room.fail(report)
+            self._publish(self._num_exchanges, _ExchangeMessage(None, first))  # ends the wait of ranks in meet()
+        except RuntimeError:  # raised by the store
             first = f"{GONE}: {self.progress}"
         self.close()
         return first
 
-    def _hear(self) -> None:
-        """Wait until it's known who failed: most likely another rank."""
+    def _wait_for_failure(self) -> None:
+        """Wait for a report of the original failure, which most likely happened on another rank."""
         if self.who_ended is None:
             with suppress(RuntimeError, OutriderError):
                 self.room.hear(self.hears_s)
@@ -175,11 +181,11 @@ class Ranks:
             if ended is not None:
                 self.room.fail(f"{ended}; rank {self.rank} waited for it: {self.progress}")
             else:
-                time.sleep(_ASK_S)
+                time.sleep(_POLL_S)
 
     @contextmanager
     def starting(self) -> Generator[None]:
-        """Around what each rank does alone before it follows or leads: the others needn't wait for one that fails."""
+        """Report an exception during the start of this rank, so that the other ranks stop waiting for it."""
         try:
             yield
         except BaseException as error:
@@ -189,9 +195,9 @@ class Ranks:
             raise
 
     def close(self) -> None:
-        """Leave the groups. Allowed twice."""
+        """Close the groups of this rank. Further calls do nothing."""
         for group in self.groups:
             group.close()
 
-    def _meeting(self, number: int, rank: int) -> str:
+    def _exchange_key(self, number: int, rank: int) -> str:
         return f"{self.name}/meeting/{number}/{rank}"

@@ -1,4 +1,4 @@
-"""What the first rank tells the others: a log of small records, which they replay."""
+"""RecordLog: the numbered records that the first rank publishes and follower ranks repeat."""
 
 from __future__ import annotations
 
@@ -13,46 +13,45 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stu
 from outrider.device import Decision, DeviceError
 from outrider.engine.ranks.codec import decode, encode
 
-_POLL_S = 300.0
-_ANSWER_S, _HEAR_S = 120.0, 5.0
-_KEPT = 256
-"""Records that stay in the store behind the newest: no rank is further behind, as each iteration has collectives."""
+_RECORD_POLL_S = 300.0
+_VOTE_TIMEOUT_S, _VOTE_POLL_S = 120.0, 5.0
+_MAX_STORED_RECORDS = 256
+"""Number of newest records that stay in the store. No rank lags further, because each iteration has collectives."""
 
 Decisions: TypeAlias = Mapping[str, Decision]
 Act: TypeAlias = Literal["iterate", "drain", "go on", "end"]
 
 
 class RanksFailed(DeviceError):
-    """Ranks of an engine lost each other, or one of them failed: none of them can go on. The text names the rank, its last
-    decision and its last collective, as far as they're known.
+    """A rank of an engine failed, or ranks lost each other, so that no rank can continue.
+
+    The message names the rank and, if known, its last decision and its last collective.
     """
 
     device_lost = True
 
 
 class RanksDiffer(RanksFailed):
-    """Ranks that must do the same came to different decisions: one of them has other software, weights or options."""
+    """Two ranks made different decisions: one of them has other software, weights or options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What ranks do next: first ``commands``, then ``act``: iterate, drain, go on, or end.
-
-    ``commands``: calls that change the engine (:mod:`outrider.engine.ranks.commands`), each as text, as it was when the call
-    came. ``decisions``: what was decided for the iteration, by name. Ranks that follow take the length of the draft from
-    here, and check the rest against what they come to themselves.
-    """
+    """One entry of the decision log. Every rank applies the commands and then performs the act."""
 
     commands: tuple[str, ...]
+    """Encoded calls that change the engine (:mod:`outrider.engine.ranks.commands`), in the order of the calls."""
     act: Act
+    """The next act: iterate, drain, go on (no iteration), or end."""
     decisions: Decisions | None = None
+    """The decisions for an iteration, by name. Followers use the draft length and compare all others with their own."""
 
 
 class RecordLog:
-    """Numbered records in a store. One rank writes, the others read each of them once, in order.
+    """Numbered records in a store. One rank writes them, and each other rank reads them once, in order.
 
-    They are text (:mod:`outrider.engine.ranks.codec`). Still, whoever can write to the store decides what the ranks compute:
-    it listens where the ranks are, and nowhere else.
+    Records are text (:mod:`outrider.engine.ranks.codec`). A process that can write to the store controls what the ranks
+    compute, so the store must be reachable from the ranks only.
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -61,52 +60,52 @@ class RecordLog:
         self._next = 0
 
     def publish(self, record: Record) -> None:
-        """Write the next record."""
-        self._store.set(self._key(self._next), encode(record, Record))
+        """Write the next record and delete the oldest stored one."""
+        self._store.set(self._record_key(self._next), encode(record, Record))
         self._next += 1
-        if self._next > _KEPT:
-            self._store.delete_key(self._key(self._next - _KEPT - 1))
+        if self._next > _MAX_STORED_RECORDS:
+            self._store.delete_key(self._record_key(self._next - _MAX_STORED_RECORDS - 1))
 
     def next(self) -> Record:
-        """Wait for the next record, for as long as it takes; whoever watches the ranks ends the wait.
+        """Wait for the next record without a time limit. If the leading rank is lost, ``Watch`` ends this process.
 
-        Raises :class:`~outrider.engine.ranks.codec.RecordError` for one that this rank doesn't understand.
+        Raises :class:`~outrider.engine.ranks.codec.RecordError` for an invalid record.
         """
-        key = self._key(self._next)
-        while not came(self._store, key, _POLL_S):
+        key = self._record_key(self._next)
+        while not wait_for_key(self._store, key, _RECORD_POLL_S):
             pass
         self._next += 1
         record: Record = decode(self._store.get(key), Record)
         return record
 
-    def answer(self, number: int, rank: int, said: str) -> None:
-        """Answer a question that came in a record."""
-        self._store.set(self._answer(number, rank), said)
+    def publish_vote(self, number: int, rank: int, said: str) -> None:
+        """Write the vote ``said`` of ``rank`` for request ``number``."""
+        self._store.set(self._vote_key(number, rank), said)
 
-    def answer_of(self, number: int, rank: int, failure: Callable[[], str | None]) -> str:
-        """Wait for a rank's answer. Raises :class:`RanksFailed` where none comes, or ``failure`` says why none will."""
-        key, until = self._answer(number, rank), time.monotonic() + _ANSWER_S
-        while not came(self._store, key, _HEAR_S):
-            why = failure()
-            if why is not None or time.monotonic() > until:
-                raise RanksFailed(why or f"rank {rank} didn't answer within {_ANSWER_S:g} s")
-        said: bytes = self._store.get(key)
+    def wait_for_vote(self, number: int, rank: int, failure: Callable[[], str | None]) -> str:
+        """Wait for the vote of ``rank``. Raises :class:`RanksFailed` after 120 s, or if ``failure`` returns a reason."""
+        key, until = self._vote_key(number, rank), time.monotonic() + _VOTE_TIMEOUT_S
+        while not wait_for_key(self._store, key, _VOTE_POLL_S):
+            reason = failure()
+            if reason is not None or time.monotonic() > until:
+                raise RanksFailed(reason or f"rank {rank} didn't answer within {_VOTE_TIMEOUT_S:g} s")
+        vote: bytes = self._store.get(key)
         self._store.delete_key(key)
-        return said.decode()
+        return vote.decode()
 
-    def _key(self, number: int) -> str:
+    def _record_key(self, number: int) -> str:
         return f"{self._name}/record/{number}"
 
-    def _answer(self, number: int, rank: int) -> str:
+    def _vote_key(self, number: int, rank: int) -> str:
         return f"{self._name}/answer/{number}/{rank}"
 
 
-def came(store: Store, key: str, seconds: float) -> bool:
-    """Whether ``key`` is there, within ``seconds``. Raises :class:`RanksFailed` where the store is gone."""
+def wait_for_key(store: Store, key: str, seconds: float) -> bool:
+    """Wait up to ``seconds`` for ``key`` and return True if the store has it. Raises :class:`RanksFailed` without a store."""
     try:
         store.wait([key], timedelta(seconds=seconds))
     except RuntimeError as error:
-        # A store says in words alone that the time is over.
+        # A store reports a timeout in the message only.
         if "timeout" in str(error).lower() or "timed out" in str(error).lower():
             return False
         raise RanksFailed(f"the store where the ranks meet is gone: {error}; its process has ended") from error

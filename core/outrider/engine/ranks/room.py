@@ -1,4 +1,4 @@
-"""Room: where ranks leave word for each other, in a store."""
+"""The key-value store in which ranks publish heartbeats and the first failure."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ GONE = "the process where the ranks meet has ended"
 
 
 class Room:
-    """What ranks say of themselves: signs of life, and who failed first. All of it is text."""
+    """Heartbeats of all ranks and the first failure, as text in a store."""
 
     ENDED = "ended"
-    """The last sign of a rank that ended as it should."""
+    """The last heartbeat of a rank that ended normally."""
     STARTS = "+"
-    """Ends the first word of the signs of a rank that hasn't decided anything."""
+    """The suffix of a heartbeat's first word from a rank that hasn't made a decision yet."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
         self._name = name
 
     def beat(self, rank: int, said: str) -> None:
-        """``rank`` lives, and ``said`` how far it is."""
+        """Publish a heartbeat of ``rank``. ``said``: its progress."""
         self._store.set(f"{self._name}/beat/{rank}", said)
 
     def last_beat(self, rank: int) -> str:
-        """What ``rank`` said last; empty: nothing yet."""
+        """Return the last heartbeat of ``rank``, or an empty string before the first one."""
         return self._get(f"{self._name}/beat/{rank}") or ""
 
     def fail(self, said: str) -> str:
-        """Say why the ranks can't go on, unless somebody has; returns what was said first."""
+        """Publish the failure ``said`` unless a failure is already published. Return the published failure."""
         first: bytes = self._store.compare_set(f"{self._name}/failed", "", said)
         return first.decode()
 
     @property
     def failure(self) -> str | None:
-        """Why the ranks can't go on."""
+        """The published failure; None while all ranks work."""
         return self._get(f"{self._name}/failed")
 
     def speaks(self) -> None:
-        """The first rank tells people itself what went wrong."""
+        """Announce that the first rank prints the failure itself."""
         self._store.set(f"{self._name}/speaks", "yes")
 
     @property
     def spoken(self) -> bool:
-        """Whether the first rank tells people itself."""
+        """Return True if the first rank has announced that it prints the failure."""
         return self._store.check([f"{self._name}/speaks"])
 
     def hear(self, seconds: float) -> None:
-        """Wait until a rank has said that it failed; raises RuntimeError where none does within ``seconds``."""
+        """Wait for a published failure. Raises RuntimeError if there is none within ``seconds``."""
         self._store.wait([f"{self._name}/failed"], timedelta(seconds=seconds))
 
     def _get(self, key: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What the ranks of an engine agree on when it's made."""
+"""Agreement of all ranks on the config of a new engine."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from outrider.model import LanguageModel
 from outrider.speculative.proposer import Proposer
 
 
-def alike(ranks: Ranks, config: DecidedConfig) -> DecidedConfig:
-    """The config of the first rank, with as many pages and as long a context as every rank has room for."""
-    all_of_them: list[DecidedConfig] = ranks.meet("the engine's config", config, DecidedConfig)
-    first = all_of_them[0]
-    pages, context = (min(getattr(each, name) for each in all_of_them) for name in ("num_pages", "max_context"))
-    chosen = first.chosen
+def common_config(ranks: Ranks, config: DecidedConfig) -> DecidedConfig:
+    """Return the config of the first rank with the fewest pages and the shortest context of all ranks."""
+    configs: list[DecidedConfig] = ranks.meet("the engine's config", config, DecidedConfig)
+    first = configs[0]
+    pages, context = (min(getattr(each, name) for each in configs) for name in ("num_pages", "max_context"))
+    choices = first.chosen
     if (pages, context) != (first.num_pages, first.max_context):
-        why = "the rank with the least memory has room for no more"
-        chosen = tuple(each for each in chosen if each.name not in ("num_pages", "max_context"))
-        chosen += (Choice("num_pages", pages, why), Choice("max_context", context, why))
-    return replace(first, num_pages=pages, max_context=context, chosen=chosen)
+        reason = "the rank with the least memory has room for no more"
+        choices = tuple(choice for choice in choices if choice.name not in ("num_pages", "max_context"))
+        choices += (Choice("num_pages", pages, reason), Choice("max_context", context, reason))
+    return replace(first, num_pages=pages, max_context=context, chosen=choices)
 
 
 def join_engine(
     ranks: Ranks | None, backend: Backend, model: LanguageModel, proposer: Proposer, config: DecidedConfig
 ) -> DecidedConfig:
-    """The config that all ranks have, once this engine was found to be one that several ranks can run.
+    """Return the config that all ranks share, after checking that several ranks can run this engine.
 
-    Raises :class:`ConfigError`, :class:`CapabilityError` and :class:`~outrider.engine.ranks.records.RanksDiffer`.
+    Raises :class:`ConfigError` for a model of other ranks, :class:`CapabilityError` for a backend or kernels that can't run
+    on several ranks, and :class:`~outrider.engine.ranks.records.RanksDiffer` if ranks have other models or proposers.
     """
     if ranks is None and model.ranks is None:
         return config
     if ranks is None or model.ranks is not ranks.model:
         raise ConfigError("an engine of several ranks has a model that was shared out among them; give both the same ranks")
-    config = alike(ranks, config)
-    replays = config.graphs or config.step_mode is StepMode.FUSED
-    if replays and backend.capabilities.captures_graphs and not backend.capabilities.captures_collectives:
+    config = common_config(ranks, config)
+    uses_graphs = config.graphs or config.step_mode is StepMode.FUSED
+    if uses_graphs and backend.capabilities.captures_graphs and not backend.capabilities.captures_collectives:
         raise CapabilityError(
             f"{backend.label} captures graphs, but no collectives in them (captures_collectives), and several ranks have "
             "some in every stage; use mode staged without graphs"
@@ -49,7 +50,7 @@ def join_engine(
             "for; use other kernels, or tensor parallelism alone"
         )
     if ranks.data is not None and proposer.extends:
-        proposer.prompt_passes(1, 1, 1)  # raises for one that doesn't say
+        proposer.prompt_passes(1, 1, 1)  # raises if the proposer doesn't declare its passes
     ranks.check_same(
         "the engine",
         {
@@ -65,7 +66,7 @@ def join_engine(
 
 
 def check_key(handed: HandOver, ranks: Ranks | None) -> None:
-    """Raise :class:`ConfigError` unless the request comes from an engine of the same ranks, and wasn't taken over before."""
+    """Raise :class:`ConfigError` if the request comes from other ranks or was already taken over."""
     if ranks is None or handed.key not in ranks.handed_over:
         raise ConfigError(
             "the request comes from an engine of other ranks, or was taken over already: it goes on where its state is"

@@ -1,4 +1,4 @@
-"""Watching ranks that are processes: each says now and then that it lives, and hears of the others."""
+"""Watch: heartbeats between rank processes, and the end of this process if another rank is lost."""
 
 from __future__ import annotations
 
@@ -12,99 +12,98 @@ from outrider.device import DeviceError
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.room import GONE, Room
 
-_BEAT_S = 0.4
-_SILENT = 10
-"""A rank that gives no sign of life while this one gives so many hangs: it's stopped, or in an operation that keeps all its
-threads. That's 4 s; on a machine that has no time for either of them, longer.
+_HEARTBEAT_PERIOD_S = 0.4
+_MAX_MISSED_HEARTBEATS = 10
+"""Own heartbeats without one of another rank after which the other rank counts as hung.
+
+This takes 4 s, or longer on an overloaded machine, which delays this rank's heartbeats too.
 """
-_SILENT_AT_START = 100
-"""The same before it has decided anything: imports and libraries that are loaded keep all its threads for long."""
-_GRACE_S = 2.0
-"""So long a rank has to end by itself once another has failed: it may be waiting for what never comes."""
+_MAX_MISSED_HEARTBEATS_AT_START = 100
+"""The same limit before the rank's first decision: imports and the loading of libraries block its threads for long."""
+_GRACE_PERIOD_S = 2.0
+"""Seconds that a rank has to end by itself after another rank has failed."""
 
 
 class Watch:
-    """Says of this rank how far it is, hears how far the others are, and ends the process where one of them is lost.
-
-    ``room``: of a connection of its own, since another thread of this rank may wait in the store. ``speaks``: this process
-    tells people why it ends; elsewhere that's for whoever started the ranks. ``starter``: the process that started this one
-    and must live as long; None: it may end.
-    """
+    """A thread that publishes this rank's heartbeats and checks those of all others. After a loss it ends this process."""
 
     def __init__(self, ranks: Ranks, room: Room, *, speaks: bool, starter: int | None = None) -> None:
+        """``room``: a store on a separate connection, because another thread of this rank may block in the main one.
+        ``speaks``: print the reason before the process ends. ``starter``: the process whose end also ends this one.
+        """
         self._ranks = ranks
         self._room = room
         self._speaks = speaks
         self._starter = starter
-        self._beats = 0
-        self._seen: dict[int, tuple[str, int, float]] = {}
-        self._over = threading.Event()
+        self._num_heartbeats = 0
+        self._last_seen: dict[int, tuple[str, int, float]] = {}
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outrider-ranks", daemon=True)
 
     def start(self) -> None:
-        """From now on the others know that this rank lives."""
+        """Start the heartbeat thread of this rank."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End: the rank is done, or on its way out."""
-        self._over.set()
-        self._thread.join(2 * _SILENT * _BEAT_S)
+        """Stop the heartbeat thread; this rank is about to end."""
+        self._stopped.set()
+        self._thread.join(2 * _MAX_MISSED_HEARTBEATS * _HEARTBEAT_PERIOD_S)
 
     def _run(self) -> None:
-        while not self._over.wait(_BEAT_S):
-            self._beats += 1
+        while not self._stopped.wait(_HEARTBEAT_PERIOD_S):
+            self._num_heartbeats += 1
             try:
-                self._room.beat(self._ranks.rank, f"{self._beats}{self._phase} {self._ranks.progress}")
-                failure = self._room.failure or self._orphaned() or self._silent()
+                self._room.beat(self._ranks.rank, f"{self._num_heartbeats}{self._start_suffix} {self._ranks.progress}")
+                failure = self._room.failure or self._check_starter() or self._check_heartbeats()
             except (RuntimeError, DeviceError) as error:
                 failure = f"{GONE}: {error}; {self._ranks.progress}"
-            if failure is not None and not self._over.wait(_GRACE_S):
-                self._end(failure)
+            if failure is not None and not self._stopped.wait(_GRACE_PERIOD_S):
+                self._end_process(failure)
 
-    def _orphaned(self) -> str | None:
+    def _check_starter(self) -> str | None:
         if self._starter is None or os.getppid() == self._starter:
             return None
         return self._room.fail(f"rank {self._ranks.rank} lost the process that started it; {self._ranks.progress}")
 
-    def _silent(self) -> str | None:
+    def _check_heartbeats(self) -> str | None:
         now = time.monotonic()
         for rank in range(self._ranks.config.world):
             if rank == self._ranks.rank:
                 continue
-            said = self._room.last_beat(rank)
-            before, beat, since = self._seen.get(rank, ("", self._beats, now))
-            if said != before:
-                self._seen[rank] = said, self._beats, now
-            elif said and said != Room.ENDED and self._beats - beat >= self._patience(said):
-                last = said.partition(" ")[2] or "nothing is known of it"
+            heartbeat = self._room.last_beat(rank)
+            last_seen, own_count, since = self._last_seen.get(rank, ("", self._num_heartbeats, now))
+            if heartbeat != last_seen:
+                self._last_seen[rank] = heartbeat, self._num_heartbeats, now
+            elif heartbeat and heartbeat != Room.ENDED and self._num_heartbeats - own_count >= self._max_missed(heartbeat):
+                last = heartbeat.partition(" ")[2] or "nothing is known of it"
                 return self._room.fail(f"rank {rank} hangs: no sign of life for {now - since:.0f} s; {last}")
         return None
 
     @property
-    def _phase(self) -> str:
-        decided = any(group.last_decision is not None for group in self._ranks.groups)
-        return "" if decided else Room.STARTS
+    def _start_suffix(self) -> str:
+        has_decided = any(group.last_decision is not None for group in self._ranks.groups)
+        return "" if has_decided else Room.STARTS
 
     @staticmethod
-    def _patience(said: str) -> int:
-        starts = said.partition(" ")[0].endswith(Room.STARTS)
-        return _SILENT_AT_START if starts else _SILENT
+    def _max_missed(heartbeat: str) -> int:
+        is_starting = heartbeat.partition(" ")[0].endswith(Room.STARTS)
+        return _MAX_MISSED_HEARTBEATS_AT_START if is_starting else _MAX_MISSED_HEARTBEATS
 
-    def _end(self, failure: str) -> None:
+    def _end_process(self, failure: str) -> None:
         if self._speaks or (self._starter is not None and first_is_lost(failure)):
-            with suppress(OSError):  # the process ends all the same
+            with suppress(OSError):  # the process ends even if standard error is closed
                 sys.stderr.write(f"outrider: {failure}\n")
                 sys.stderr.flush()
         os._exit(1)
 
 
 def first_is_lost(failure: str) -> bool:
-    """Whether the first rank can't tell people of a failure: it's lost, or so is the process where ranks leave word."""
+    """Return True if the first rank can't print ``failure``, because that rank or the store's process is lost."""
     return failure.startswith(("rank 0 hangs", "rank 0 lost", GONE))
 
 
 def end_with(descriptor: int) -> None:
-    """End this process when the other end of the pipe at ``descriptor`` is closed: whoever started it is gone."""
+    """End this process once the other end of the pipe at ``descriptor`` is closed: the starter has ended."""
 
     def wait() -> None:
         while os.read(descriptor, 1):

@@ -1,1 +1,1 @@
-"""What an engine does when its device fails or is stuck."""
+"""Failure recovery of an engine whose device fails or hangs."""

@@ -1,4 +1,4 @@
-"""Device failures: those after which an engine repeats its work, and those that stop it."""
+"""Failure recovery: undo failed iterations so that the engine can repeat them, or stop the engine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from outrider.engine.ranks.records import RanksFailed
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.streams import Streams
 
-_PATIENCE = 8
-"""Recoverable failures in a row after which a device counts as stuck, while the engine waits for it to come to rest."""
+_MAX_FAILURES = 8
+"""Number of consecutive recoverable failures, while the engine waits for its streams, that make a device count as stuck."""
 
 
 class Lifeline:
-    """Wraps an engine's calls to the device: types their errors, and stops the engine once the device is lost.
+    """The guard around an engine's device work. It converts errors, undoes failed work and stops the engine after a loss.
 
-    ``open_requests``: the requests that :class:`EngineStopped` lists. ``undo``: takes back what was in flight; called after
-    an operation failed on a device that still works. ``course``: of the ranks that do the same work; none can repeat it
-    alone, so that any failure of one stops them all.
+    With several ranks no rank can repeat work alone, so each failure stops all ranks.
     """
 
     def __init__(
@@ -30,78 +28,87 @@ class Lifeline:
         *,
         open_requests: Callable[[], Mapping[int, tuple[int, ...]]],
         undo: Callable[[], None],
-        course: Course | None = None,
+        decision_log: Course | None = None,
     ) -> None:
-        self._course = course
+        """``open_requests``: returns the outputs that :class:`EngineStopped` lists. ``undo``: undoes the iterations in
+        flight, after an operation has failed on a working device. ``decision_log``: that of the ranks, if there are several.
+        """
+        self._decision_log = decision_log
         self._backend = backend
         self._watchdog = watchdog
         self._open_requests = open_requests
         self._undo = undo
         self.stopped: DeviceError | None = None
-        """Why the engine can't go on."""
+        """The error that stopped the engine; None while the engine works."""
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that the host has waited at fences."""
+        """Total host wait at fences, in seconds."""
         return self._watchdog.blocked_s
 
     def check(self) -> None:
-        """Raise :class:`EngineStopped` once the device is gone."""
+        """Raise :class:`EngineStopped` if the engine has stopped."""
         if self.stopped is not None:
-            left = self._open_requests()
+            outputs = self._open_requests()
             raise EngineStopped(
-                f"this engine stopped, with {len(left)} requests open ({', '.join(map(str, left)) or 'none'}): "
+                f"this engine stopped, with {len(outputs)} requests open ({', '.join(map(str, outputs)) or 'none'}): "
                 f"{self.stopped}\nMake a new backend and a new engine; open_requests has the output of each request",
-                left,
+                outputs,
             )
 
     @contextmanager
-    def working(self, doing: str) -> Generator[None]:
-        """Around device work: types errors, takes back what was in flight after a fault, stops the engine after a loss."""
+    def working(self, activity: str) -> Generator[None]:
+        """Guard device work: convert errors, undo the iterations in flight after a fault, stop the engine after a loss.
+
+        ``activity``: the description for error messages. Raises :class:`EngineStopped` if the engine has stopped.
+        """
         self.check()
-        with self._noting_loss(doing):
+        with self._stopping_after_loss(activity):
             try:
-                with self._backend.guard(doing):
+                with self._backend.guard(activity):
                     yield
             except DeviceFault:
-                if self._course is None:
+                if self._decision_log is None:
                     self._undo()
                 raise
 
     @contextmanager
-    def _noting_loss(self, doing: str) -> Generator[None]:
+    def _stopping_after_loss(self, activity: str) -> Generator[None]:
         try:
             yield
         except DeadlockError as error:
-            self.stopped = DeviceStuck(f"the device is stuck: {doing}, {error}")
+            self.stopped = DeviceStuck(f"the device is stuck: {activity}, {error}")
             raise self.stopped from error
         except DeviceError as error:
-            if self._course is not None:
+            if self._decision_log is not None:
                 raise self.part(error) from error
             if error.device_lost:
                 self.stopped = error
             raise
 
     def part(self, error: BaseException) -> DeviceError:
-        """Part with the other ranks, and tell them, once. Returns what stopped this one, which names who failed first."""
-        assert self._course is not None
-        ranks = self._course.ranks
+        """Stop this rank, report ``error`` to the other ranks once, and return the error that stopped this rank.
+
+        The returned error names the rank that failed first.
+        """
+        assert self._decision_log is not None
+        ranks = self._decision_log.ranks
         if self.stopped is None:
-            said = ranks.fail(error)
-            own = error if isinstance(error, DeviceError) else RanksFailed(f"{type(error).__name__}: {error}")
-            self.stopped = own if said.startswith(f"rank {ranks.rank} ") else RanksFailed(said)
-            self._course.end()
+            first_report = ranks.fail(error)
+            own_error = error if isinstance(error, DeviceError) else RanksFailed(f"{type(error).__name__}: {error}")
+            self.stopped = own_error if first_report.startswith(f"rank {ranks.rank} ") else RanksFailed(first_report)
+            self._decision_log.end()
         return self.stopped
 
     def quiet(self, streams: Streams) -> bool:
-        """Wait until nothing of the engine runs, so that rows and pages can be reused. Returns whether nothing failed."""
-        well = True
-        for _ in range(_PATIENCE):
+        """Wait until all streams are idle, so that rows and pages can be reused. Return True if no operation failed."""
+        no_failure = True
+        for _ in range(_MAX_FAILURES):
             try:
                 self._watchdog.quiet(self._backend, streams.all)
-                return well
+                return no_failure
             except DeviceError as error:
                 if error.device_lost:
                     raise
-                well = False
-        raise DeviceStuck(f"the device is stuck: it failed {_PATIENCE} times in a row while the engine waited for it")
+                no_failure = False
+        raise DeviceStuck(f"the device is stuck: it failed {_MAX_FAILURES} times in a row while the engine waited for it")

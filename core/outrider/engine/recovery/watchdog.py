@@ -1,6 +1,6 @@
-"""Host waits with a time limit: a stuck device is an error that says how far each stream has come.
+"""Watchdog: host waits at fences with a time limit. A stuck device raises an error with the progress of each stream.
 
-There is no watching thread. The host polls where it would have blocked, so no other thread touches the device.
+The waiting thread polls the fence itself, so that no other thread touches the device.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ Wrap = Callable[[Fence], Fence]
 
 
 class Watchdog:
-    """Puts a limit on every wait of the host at an engine's fences.
+    """A time limit for every host wait at an engine's fences.
 
-    ``limit_s``: seconds that one wait may take; None: for ever. A device without a clock of its own knows no limit, and
-    says at once when what is waited for can't come.
+    A simulated device has no clock: it ignores the limit and raises :class:`DeadlockError` if no signal can come any more.
     """
 
     def __init__(self, limit_s: float | None) -> None:
         self.limit_s = limit_s
+        """Maximum duration of one wait, in seconds; None: no limit."""
         self.signals = 0
+        """Number of signals of all fences."""
         self.passed = ""
-        """The fence that the host waited for last, and which came."""
+        """The last fence that a host wait reached."""
         self.blocked_s = 0.0
-        """Seconds that the host has waited in all."""
+        """Total duration of all host waits, in seconds."""
         self._fences: list[Watched] = []
 
     def around(self, wrap: Wrap | None) -> Wrap:
-        """``wrap``, and the watch around it; to be given to the engine's fences as they are made."""
+        """Return a function that applies ``wrap`` to a new fence and then this watchdog."""
 
         def watched(fence: Fence) -> Fence:
             inner = Watched(fence if wrap is None else wrap(fence), self)
@@ -40,20 +41,20 @@ class Watchdog:
         return watched
 
     def quiet(self, backend: Backend, streams: Iterable[Stream]) -> None:
-        """Wait until everything that is enqueued on the streams is over."""
+        """Wait on the host until all operations on ``streams`` have finished."""
         for stream in streams:
             fence = Watched(backend.speculative_sync.create_fence("quiet"), self)
             fence.signal(stream)
             fence.wait_host()
 
-    def stuck(self, fence: Watched, why: str) -> DeviceStuck:
-        """The error for a wait that timed out."""
+    def stuck(self, fence: Watched, reason: str) -> DeviceStuck:
+        """Return the error for a host wait at ``fence`` that failed because of ``reason``."""
         lines = [
             f"the device is stuck: the host waits for fence {fence.name!r}, generation {fence.generation}, which was "
-            f"enqueued on stream {fence.stream!r}; {why}"
+            f"enqueued on stream {fence.stream!r}; {reason}"
         ]
         lines += [
-            f"  {self._stands(stream)}" for stream in dict.fromkeys(each.stream for each in self._fences if each.stream)
+            f"  {self._progress(stream)}" for stream in dict.fromkeys(each.stream for each in self._fences if each.stream)
         ]
         lines.append(f"  the host: came past {self.passed or 'no fence yet'}")
         lines.append(
@@ -62,41 +63,42 @@ class Watchdog:
         )
         return DeviceStuck("\n".join(lines))
 
-    def _stands(self, stream: str) -> str:
-        """How far a stream has come, by the latest generation of each fence that was enqueued on it."""
-        signalled = sorted((each for each in self._fences if each.stream == stream), key=lambda each: each.order)
-        last = signalled[-1]
+    def _progress(self, stream: str) -> str:
+        """Describe the progress of a stream by the latest generation of each fence that was enqueued on it."""
+        fences = sorted((fence for fence in self._fences if fence.stream == stream), key=lambda fence: fence.order)
+        last = fences[-1]
         try:
-            ahead = [each for each in signalled if not each.done()]
+            pending = [fence for fence in fences if not fence.done()]
         except DeviceError as error:
             return f"stream {stream!r}: enqueued last {last}; how far it is the device doesn't say: {error}"
-        if not ahead:
+        if not pending:
             return f"stream {stream!r}: reached {last}, the last that was enqueued"
-        reached = [each for each in signalled if each.order < ahead[0].order]
-        come = f"reached {reached[-1]}, " if reached else ""
-        return f"stream {stream!r}: {come}hasn't reached {ahead[0]}; enqueued last {last}"
+        reached = [fence for fence in fences if fence.order < pending[0].order]
+        progress = f"reached {reached[-1]}, " if reached else ""
+        return f"stream {stream!r}: {progress}hasn't reached {pending[0]}; enqueued last {last}"
 
 
 class Watched(Fence):
-    """A fence that knows its generation, and at which the host waits with a limit."""
+    """A fence that counts its signals and limits host waits."""
 
     def __init__(self, inner: Fence, watchdog: Watchdog) -> None:
         super().__init__(inner.name)
         self._inner = inner
         self._watchdog = watchdog
         self.generation = 0
+        """Number of signals of this fence."""
         self.stream = ""
-        """Where it was signalled last."""
+        """The name of the stream of the last signal."""
         self.order = 0
-        """Its place among all signals of the engine."""
+        """The position of the last signal among all signals of the engine."""
 
     @property
     def mechanism(self) -> str:
-        """That of the fence itself."""
+        """The mechanism of the wrapped fence."""
         return self._inner.mechanism
 
     def signal(self, stream: Stream) -> None:
-        """Count it."""
+        """Signal the wrapped fence and count the signal."""
         self._inner.signal(stream)
         self.generation += 1
         self.stream = stream.name
@@ -104,11 +106,11 @@ class Watched(Fence):
         self.order = self._watchdog.signals
 
     def wait(self, stream: Stream) -> None:
-        """As it is: a stream's wait isn't the host's."""
+        """Let ``stream`` wait without a limit: a stream's wait doesn't block the host."""
         self._inner.wait(stream)
 
     def wait_host(self) -> None:
-        """Wait within the watchdog's limit. Raises :class:`DeviceStuck`."""
+        """Wait within the watchdog's limit. Raises :class:`DeviceStuck` after the limit or for a deadlock."""
         limit = self._watchdog.limit_s
         began = time.perf_counter()
         try:
@@ -123,11 +125,11 @@ class Watched(Fence):
         self._watchdog.passed = str(self)
 
     def wait_host_within(self, seconds: float) -> bool:
-        """As it is."""
+        """Wait at the wrapped fence, without the watchdog's limit."""
         return self._inner.wait_host_within(seconds)
 
     def done(self) -> bool:
-        """That of the fence itself."""
+        """Return True if the wrapped fence is done."""
         return self._inner.done()
 
     def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""The host's side: requests, who runs when, pages by number. No device memory is touched here."""
+"""Host state of requests: parameters, scheduling and page numbers. Code in this package touches no device memory."""

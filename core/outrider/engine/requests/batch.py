@@ -1,4 +1,4 @@
-"""What one iteration does: the scheduler's decision, as an immutable record."""
+"""Batch: the scheduler's immutable decision about the work of one iteration."""
 
 from __future__ import annotations
 
@@ -20,41 +20,46 @@ class PrefillChunk:
 
     @property
     def final(self) -> bool:
-        """Whether the context ends with this chunk."""
+        """Return True if this chunk ends with the last context token."""
         return self.end == len(self.request.context)
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """What an iteration is in all data-parallel groups, the same on every rank but for ``launched``.
-
-    ``batches``: those of all groups. ``launched``: what this rank launches: the batch of its group, with idle requests of
-    row 0 so that as many decode as in any other group, and with an idle token where only others have prompts. ``features``:
-    of all decoding requests. ``widths``: of each pass over prompts, the most tokens that a group has in it.
-    """
+    """One iteration of all data-parallel groups. Every rank has an equal record, except for ``launched``."""
 
     batches: tuple[Batch, ...]
+    """The batch of each group, in group order."""
     launched: Batch
+    """The batch of this rank's group, padded for the shared collectives.
+
+    Idle requests of row 0 fill ``decode`` up to the largest group. One idle token stands for a missing prefill if another
+    group prefills.
+    """
     features: Features
+    """The features that the decoding requests of all groups need."""
     widths: tuple[int, ...]
+    """The largest number of tokens of a group, for each prefill pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one iteration does. ``table_updates`` are (row, index, page); ``arrivals`` are requests whose state comes from
-    another engine, and which decode from the next iteration on. ``drafted``: tokens that are drafted for each decoding
-    request; None: as many as the proposer drafts. ``together``: what other data-parallel groups do in it; None: there are
-    none. ``needed``: what its decoding requests need, where that is known already.
-    """
+    """The work of one iteration of one data-parallel group."""
 
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[Request, ...]
     admitted: tuple[Request, ...]
+    """Requests that get their row in this iteration."""
     table_updates: tuple[tuple[int, int, int], ...]
+    """Block-table entries to write, as (row, index, page)."""
     arrivals: tuple[tuple[Request, HandOver | Arrived], ...] = ()
+    """Requests whose state comes from another engine. They decode from the next iteration on."""
     drafted: int | None = None
+    """Draft tokens of each decoding request; None: as many as the proposer drafts."""
     together: Together | None = None
-    needed: Features | None = None
+    """The batches of all data-parallel groups; None if there is only one group."""
+    decode_features: Features | None = None
+    """The features that ``decode`` needs; None: :attr:`features` computes them."""
 
     @property
     def everyone(self) -> tuple[Batch, ...]:
@@ -63,34 +68,34 @@ class Batch:
 
     @property
     def launched(self) -> Batch:
-        """What is launched for it."""
+        """The batch that this rank launches: this one, or its padded form if there are several groups."""
         return self if self.together is None else self.together.launched
 
     @property
     def features(self) -> Features:
-        """Of all requests that decode in the iteration, here and elsewhere."""
+        """The features that the decoding requests of all groups need."""
         if self.together is not None:
             return self.together.features
-        return Features.of(self.decode) if self.needed is None else self.needed
+        return Features.of(self.decode) if self.decode_features is None else self.decode_features
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """Every request that the iteration works on."""
+        """Every request of this batch: decoding, then prefilling, then arriving ones."""
         prefilled = (chunk.request for chunk in self.prefill)
         return (*self.decode, *prefilled, *(request for request, _ in self.arrivals))
 
     @property
     def guided(self) -> bool:
-        """Whether a mask decides what may come, in any group: of a request that decodes, or behind a prompt."""
-        chosen = (
+        """Return True if a guided request of any group gets a token, from decode or from its last prefill chunk."""
+        emitting = (
             request
-            for each in self.everyone
-            for request in (*each.decode, *(chunk.request for chunk in each.prefill if chunk.final))
+            for batch in self.everyone
+            for request in (*batch.decode, *(chunk.request for chunk in batch.prefill if chunk.final))
         )
-        return any(request.guidance is not None for request in chosen)
+        return any(request.guidance is not None for request in emitting)
 
     def only(self, request: Request) -> Batch:
-        """The part of the batch that concerns one request."""
+        """Return a batch with the work of ``request`` alone."""
         return Batch(
             prefill=tuple(chunk for chunk in self.prefill if chunk.request is request),
             decode=tuple(each for each in self.decode if each is request),

@@ -1,4 +1,4 @@
-"""What the prefix cache tells others of: routers send a request to the engine that has its prefix."""
+"""Events of the prefix cache. A router uses them to send a request to the engine that caches its prefix."""
 
 from __future__ import annotations
 
@@ -13,76 +13,75 @@ from outrider.engine.requests.pages import PageKey
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Full pages that a request can hit from now on. One follows the other; the first follows the page ``parent``.
-
-    ``hashes``: one for each page, unsigned 64 bits. A page's hash is made of its tokens, its ``extras`` and its parent's
-    hash, alike in every process. ``tokens``: those of all these pages. ``extras``: for each page, what its contents depend
-    on besides tokens, as :meth:`Request.besides_tokens` says it, or None.
-    """
+    """A run of consecutive full pages that requests can hit from now on."""
 
     hashes: tuple[int, ...]
+    """One unsigned 64-bit hash for each page, over its tokens, its extra and its parent's hash. Equal in every process."""
     parent: int | None
+    """The hash of the page before the first one; None at the start of a sequence."""
     tokens: tuple[int, ...]
+    """The tokens of all pages, in order."""
     extras: tuple[object, ...]
+    """For each page, the result of :meth:`Request.besides_tokens`, or None if the contents depend on tokens alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Pages that can't be hit any more: their memory went to other requests."""
+    """Pages that requests can't hit any more, because their memory went to other requests."""
 
     hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """No page can be hit any more, as after a fault of the device."""
+    """The prefix cache is empty, for example after a device fault."""
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class CacheEvents:
-    """Makes records of what a page pool tells, and hands them to ``handle``. Host alone.
+    """A :class:`~outrider.engine.requests.pages.PageWatcher` that passes each change to ``handle`` as an event.
 
-    Pages with the same tokens can differ in what a draft's cache holds for them, which depends on the token behind the page.
-    A router doesn't see that: such pages have one hash, stored with the first of them and removed with the last.
+    Several pages can have the same tokens and differ in the draft's cache, which depends on the token after the page.
+    Such pages share one hash: the first of them sends :class:`BlockStored`, the last one :class:`BlockRemoved`.
     """
 
     def __init__(self, handle: Callable[[CacheEvent], None]) -> None:
         self._handle = handle
         self._hashes: dict[PageKey, int] = {}
-        self._pages: Counter[int] = Counter()
+        self._page_counts: Counter[int] = Counter()
 
     def stored(self, keys: Sequence[PageKey]) -> None:
-        """See :class:`~outrider.engine.requests.pages.PageWatcher`."""
+        """Send one :class:`BlockStored` for each run of consecutive pages with new hashes."""
         run: list[PageKey] = []
         for key in keys:
-            own = self._hashes[key] = self._hash(key)
-            self._pages[own] += 1
-            known = self._pages[own] > 1
-            if run and (known or key.parent is not run[-1]):
-                self._tell_stored(run)
+            page_hash = self._hashes[key] = self._hash(key)
+            self._page_counts[page_hash] += 1
+            is_known = self._page_counts[page_hash] > 1
+            if run and (is_known or key.parent is not run[-1]):
+                self._send_stored(run)
                 run = []
-            if not known:
+            if not is_known:
                 run.append(key)
         if run:
-            self._tell_stored(run)
+            self._send_stored(run)
 
     def removed(self, key: PageKey) -> None:
-        """See :class:`~outrider.engine.requests.pages.PageWatcher`."""
-        own = self._hashes.pop(key)
-        self._pages[own] -= 1
-        if not self._pages[own]:
-            del self._pages[own]
-            self._handle(BlockRemoved((own,)))
+        """Send :class:`BlockRemoved` if this was the last page of its hash."""
+        page_hash = self._hashes.pop(key)
+        self._page_counts[page_hash] -= 1
+        if not self._page_counts[page_hash]:
+            del self._page_counts[page_hash]
+            self._handle(BlockRemoved((page_hash,)))
 
     def cleared(self) -> None:
-        """See :class:`~outrider.engine.requests.pages.PageWatcher`."""
+        """Send :class:`AllBlocksCleared`."""
         self._hashes.clear()
-        self._pages.clear()
+        self._page_counts.clear()
         self._handle(AllBlocksCleared())
 
-    def _tell_stored(self, run: Sequence[PageKey]) -> None:
+    def _send_stored(self, run: Sequence[PageKey]) -> None:
         parent = run[0].parent
         self._handle(
             BlockStored(
@@ -94,14 +93,14 @@ class CacheEvents:
         )
 
     def _hash(self, key: PageKey) -> int:
-        """The hash of a page. A parent may have been forgotten while a request held its child: it's made again then."""
-        chain: list[PageKey] = []
+        """Return the hash of a page. Recompute those of evicted ancestors: a child page can outlive its parent."""
+        unhashed: list[PageKey] = []
         ancestor: PageKey | None = key
         while ancestor is not None and ancestor not in self._hashes:
-            chain.append(ancestor)
+            unhashed.append(ancestor)
             ancestor = ancestor.parent
-        found = 0 if ancestor is None else self._hashes[ancestor]
-        for each in reversed(chain):
-            contents = array("q", each.tokens).tobytes() + repr(each.extra).encode()
-            found = int.from_bytes(blake2b(found.to_bytes(8) + contents, digest_size=8).digest())
-        return found
+        page_hash = 0 if ancestor is None else self._hashes[ancestor]
+        for page_key in reversed(unhashed):
+            contents = array("q", page_key.tokens).tobytes() + repr(page_key.extra).encode()
+            page_hash = int.from_bytes(blake2b(page_hash.to_bytes(8) + contents, digest_size=8).digest())
+        return page_hash

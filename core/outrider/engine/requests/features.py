@@ -1,4 +1,4 @@
-"""What the requests of a batch ask for beyond their likeliest tokens: it decides which kernels an iteration has."""
+"""Features: the sampling abilities that an iteration needs. They decide which kernels the iteration launches."""
 
 from __future__ import annotations
 
@@ -10,48 +10,49 @@ from outrider.engine.requests.request import Request
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Features:
-    """Abilities of an iteration, each needed if one request needs it. Rows that don't need one aren't changed by it.
-
-    ``sampling``: a temperature above 0, so that draft distributions are kept. ``biased``, ``penalized``, ``truncated``: see
-    :class:`~outrider.engine.state.options.BatchOptions`. ``guided``: masks. ``logprobs``: how many likeliest tokens are
-    reported, None for none.
-    """
+    """Abilities of an iteration. One request that needs an ability is enough; the ability leaves all other rows unchanged."""
 
     sampling: bool = False
+    """A temperature is above 0, so that the iteration stores draft distributions."""
     biased: bool = False
+    """A logit bias applies, see :class:`~outrider.engine.state.options.BatchOptions`."""
     penalized: bool = False
+    """A repetition, presence or frequency penalty applies."""
     truncated: bool = False
+    """Top-k, top-p or min-p applies."""
     guided: bool = False
+    """A grammar mask applies."""
     logprobs: int | None = None
+    """Number of likeliest tokens to report with log-probabilities; None: the iteration reports no log-probabilities."""
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Features:
-        """The least that serves ``requests``."""
-        params = [request.params for request in requests]
+        """Return the fewest features that serve all ``requests``."""
+        all_params = [request.params for request in requests]
         return cls(
-            sampling=any(chosen.temperature > 0 for chosen in params),
-            biased=any(chosen.biased for chosen in params),
-            penalized=any(chosen.penalized for chosen in params),
-            truncated=any(chosen.truncated for chosen in params),
+            sampling=any(params.temperature > 0 for params in all_params),
+            biased=any(params.biased for params in all_params),
+            penalized=any(params.penalized for params in all_params),
+            truncated=any(params.truncated for params in all_params),
             guided=any(request.guidance is not None for request in requests),
             logprobs=logprobs_of(requests),
         )
 
     @property
     def options(self) -> bool:
-        """Whether logits are changed before a draw."""
+        """Return True if biases, penalties or truncation change logits before sampling."""
         return self.biased or self.penalized or self.truncated
 
     def covers(self, other: Features) -> bool:
-        """Whether an iteration with these abilities serves a batch that needs ``other``."""
-        enough = other.logprobs is None or (self.logprobs is not None and self.logprobs >= other.logprobs)
-        return enough and all(
+        """Return True if an iteration with these abilities serves a batch that needs ``other``."""
+        covers_logprobs = other.logprobs is None or (self.logprobs is not None and self.logprobs >= other.logprobs)
+        return covers_logprobs and all(
             getattr(self, name) or not getattr(other, name)
             for name in ("sampling", "biased", "penalized", "truncated", "guided")
         )
 
 
 def logprobs_of(requests: Sequence[Request]) -> int | None:
-    """How many likeliest tokens the batch must report: the most that a request wants, None when none wants any."""
-    wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
-    return max(wanted) if wanted else None
+    """Return the largest number of likeliest tokens that a request asks for; None if no request asks for logprobs."""
+    counts = [request.params.logprobs for request in requests if request.params.logprobs is not None]
+    return max(counts, default=None)

@@ -1,4 +1,4 @@
-"""Checks of callers' arguments: token ids and whole numbers."""
+"""Checks of caller arguments: token ids and whole numbers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 from outrider.errors import RequestError, shown
 
-_LIMIT = 2**62
+_MAX_ABS_INT = 2**62
 
 
-def checked_tokens(given: Any, *, limit: int) -> tuple[int, ...]:
-    """Token ids as whole numbers: from a sequence of them, a one-dimensional array or tensor. ``limit``: how many at most.
+def checked_tokens(prompt: Any, *, limit: int) -> tuple[int, ...]:
+    """Return token ids as Python ints, from a sequence, a one-dimensional array or a one-dimensional tensor.
 
-    Raises :class:`RequestError` for text, numbers with a fraction, truth values, mappings, sets, and for more than ``limit``.
+    Raises :class:`RequestError` for text, fractions, booleans, mappings, sets, and for more than ``limit`` tokens.
     """
-    listed = given.tolist() if callable(getattr(given, "tolist", None)) else given
+    listed = prompt.tolist() if callable(getattr(prompt, "tolist", None)) else prompt
     if isinstance(listed, str | bytes | bytearray | Mapping | Set) or not isinstance(listed, Iterable):
         raise RequestError(
-            f"the prompt is {_named(given)}; expected token ids, a sequence of whole numbers (encode text first)"
+            f"the prompt is {_describe(prompt)}; expected token ids, a sequence of whole numbers (encode text first)"
         )
     tokens = tuple(islice(listed, limit + 1))
-    # Nearly always they're whole numbers as they are; a long prompt is then checked without a call for each.
-    if set(map(type, tokens)) != {int} or not (min(tokens) > -_LIMIT and max(tokens) < _LIMIT):
+    # A prompt usually consists of ints alone: this check of the whole tuple avoids one call per token.
+    if set(map(type, tokens)) != {int} or not (min(tokens) > -_MAX_ABS_INT and max(tokens) < _MAX_ABS_INT):
         tokens = tuple(checked_int(token, f"token {index} of the prompt") for index, token in enumerate(tokens))
     if len(tokens) > limit:
         count = len(listed) if isinstance(listed, Sized) else f"more than {limit}"
@@ -32,16 +32,16 @@ def checked_tokens(given: Any, *, limit: int) -> tuple[int, ...]:
     return tokens
 
 
-def checked_int(given: Any, what: str) -> int:
-    """A whole number within 63 bits; truth values don't count. Raises :class:`RequestError`."""
+def checked_int(argument: Any, name: str) -> int:
+    """Return ``argument`` as an int within 63 bits. Raises :class:`RequestError`, also for booleans."""
     try:
-        value = None if isinstance(given, bool) else operator.index(given)
+        value = None if isinstance(argument, bool) else operator.index(argument)
     except TypeError:
         value = None
-    if value is None or not -_LIMIT < value < _LIMIT:
-        raise RequestError(f"{what} is {_named(given)}; expected a whole number")
+    if value is None or not -_MAX_ABS_INT < value < _MAX_ABS_INT:
+        raise RequestError(f"{name} is {_describe(argument)}; expected a whole number")
     return value
 
 
-def _named(given: object) -> str:
-    return f"{shown(given)} (a {type(given).__name__})"
+def _describe(argument: object) -> str:
+    return f"{shown(argument)} (a {type(argument).__name__})"

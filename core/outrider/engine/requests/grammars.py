@@ -1,6 +1,6 @@
-"""Guides to matchers: xgrammar compiles a guide for the engine's tokenizer, with limits and a cache.
+"""Grammars: compile guides with xgrammar for the engine's tokenizer, with limits and a cache.
 
-Compiling belongs to no thread: a server calls :meth:`Grammars.compile` beside the engine, whose own call then finds it done.
+Any thread may compile. A server calls :meth:`Grammars.compile` on another thread, before the engine asks for the same guide.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import TimeoutError as FutureTimeout
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -25,22 +25,20 @@ from outrider.errors import RequestError, one_line
 from outrider.model import Tokenizer
 
 COMPILE_SECONDS = 20.0
-"""What compiling a guide may take."""
+"""Time limit for compiling one guide, in seconds."""
 CACHE_BYTES = 256 << 20
-"""What compiled guides may take together; one alone, a quarter of it."""
-_COMPILING = 4  # threads at most, those that are late and can't be stopped included
-_WHITESPACE = 16  # characters at most between two parts of JSON: a model may not get lost in them
+"""Size limit of all cached guides, in bytes. One guide may have a quarter of it."""
+_MAX_COMPILE_THREADS = 4  # includes threads past their time limit, which can't be stopped
+_MAX_JSON_WHITESPACE = 16  # characters between two parts of JSON: without a limit a model can emit whitespace forever
 
 
 def available() -> bool:
-    """Whether guides can be compiled in this installation."""
+    """Return True if xgrammar is installed."""
     return find_spec("xgrammar") is not None
 
 
 class Grammars:
-    """Compiled guides of one tokenizer. Any thread may call it. ``ends``: the model's end-of-sequence tokens. ``seconds``:
-    what compiling a guide may take, if that's less than usual; None: whatever it takes, where another rank has compiled it.
-    """
+    """The compiled guides of one tokenizer. Every thread may call its methods."""
 
     def __init__(
         self,
@@ -50,67 +48,69 @@ class Grammars:
         ends: tuple[int, ...],
         seconds: float | None = math.inf,
     ) -> None:
-        self._seconds = seconds
+        """``ends``: the model's end-of-sequence tokens. ``seconds``: a limit for one guide below :data:`COMPILE_SECONDS`;
+        None: no limit, for a rank whose guide another rank has already compiled.
+        """
+        self._time_limit_s = seconds
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._ends = ends
         self._lock = threading.Lock()
-        self._made: OrderedDict[Guide, Any] = OrderedDict()
-        self._making: dict[Guide, Future[Any]] = {}
+        self._compiled: OrderedDict[Guide, Any] = OrderedDict()
+        self._compiling: dict[Guide, Future[Any]] = {}
         self._compiler: Any = None
-        self._compiler_lock = threading.Lock()  # making it takes longer than anything under the other lock
+        self._compiler_lock = threading.Lock()  # separate: creating the compiler takes longer than any use of _lock
         self._special = frozenset() if tokenizer is None else tokenizer.special_tokens
-        self._textless: frozenset[int] = frozenset()  # known once there is a compiler
+        self._textless: frozenset[int] = frozenset()  # filled when the compiler is created
 
     def compile(self, guide: Guide) -> Any:
-        """The compiled grammar of a guide, from the cache or made now; blocks until it's there.
+        """Return the compiled grammar of ``guide``, from the cache or newly compiled. Blocks until it is compiled.
 
-        Raises :class:`ConfigError` where guides can't be compiled, and :class:`RequestError` for one that can't be.
+        Raises :class:`ConfigError` if the engine can't compile any guide, and :class:`RequestError` if this guide fails.
         """
-        limit = None if self._seconds is None else min(self._seconds, COMPILE_SECONDS)
-        if self._seconds != math.inf and self._tokenizer is not None and available():
-            self._ready()  # made once: what other ranks wait for is the guide alone
+        limit = None if self._time_limit_s is None else min(self._time_limit_s, COMPILE_SECONDS)
+        if self._time_limit_s != math.inf and self._tokenizer is not None and available():
+            self._create_compiler_once()  # outside the time limit: other ranks wait for the guide only
         with self._lock:
-            found = self._made.get(guide)
-            if found is not None:
-                self._made.move_to_end(guide)
-                return found
-            future = self._making.get(guide)
+            compiled = self._compiled.get(guide)
+            if compiled is not None:
+                self._compiled.move_to_end(guide)
+                return compiled
+            future = self._compiling.get(guide)
             if future is None:
-                self._check_possible()
-                if len(self._making) >= _COMPILING:
+                self._check_can_compile()
+                if len(self._compiling) >= _MAX_COMPILE_THREADS:
                     raise RequestError(
-                        f"{len(self._making)} guides are being compiled, as many as may be at a time; send the request later"
+                        f"{len(self._compiling)} guides are being compiled, as many as may be at a time; send the request "
+                        "later"
                     )
-                future = self._making[guide] = Future()
+                future = self._compiling[guide] = Future()
                 threading.Thread(target=self._run, args=(guide, future), name="outrider-guide", daemon=True).start()
         try:
             return future.result(timeout=limit)
-        except Late:
+        except FutureTimeout:
             raise RequestError(
                 f"compiling the guide takes more than {limit:.0f} s; make it smaller: fewer optional properties, "
                 "less nesting, lower counts"
             ) from None
 
     def guidance(self, params: SamplingParams, stops: frozenset[int]) -> Guidance:
-        """The state of a new request. ``stops``: tokens that end it. Raises as :meth:`compile` does."""
+        """Return the guidance of a new request that the tokens ``stops`` end. Raises like :meth:`compile`."""
         assert params.guide is not None
         compiled = self.compile(params.guide)
-        # A stop token that is text is text to the grammar: the request ends at it all the same.
+        # The grammar treats a stop token with text as text. The request still ends at the token.
         ends = frozenset(self._ends) | (stops & self._special)
         matcher = XgrammarMatcher(compiled, sorted(ends), self._textless)
-        overlooked = frozenset(self._ends) if params.ignore_eos else frozenset()
+        ignored_ends = frozenset(self._ends) if params.ignore_eos else frozenset()
         banned = frozenset(token for token, value in params.biases if value == float("-inf"))
         return Guidance(
             matcher,
             vocabulary=self._vocabulary,
-            held_back=((ends | stops, params.min_tokens), (overlooked, params.max_tokens)),
+            held_back=((ends | stops, params.min_tokens), (ignored_ends, params.max_tokens)),
             banned=banned,
         )
 
-    # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _check_possible(self) -> None:
+    def _check_can_compile(self) -> None:
         if self._tokenizer is None:
             raise ConfigError(
                 "the request has a guide, and this engine was built without a tokenizer, of which a guide is made; take a "
@@ -121,41 +121,40 @@ class Grammars:
 
     def _run(self, guide: Guide, future: Future[Any]) -> None:
         try:
-            made = self._compile(guide)
+            compiled = self._compile(guide)
         except BaseException as error:
             with self._lock:
-                del self._making[guide]
+                del self._compiling[guide]
             future.set_exception(error)
             return
         with self._lock:
-            del self._making[guide]
-            self._made[guide] = made
-            while sum(each.memory_size_bytes for each in self._made.values()) > CACHE_BYTES:
-                self._made.popitem(last=False)
-        future.set_result(made)
+            del self._compiling[guide]
+            self._compiled[guide] = compiled
+            while sum(each.memory_size_bytes for each in self._compiled.values()) > CACHE_BYTES:
+                self._compiled.popitem(last=False)
+        future.set_result(compiled)
 
     def _compile(self, guide: Guide) -> Any:
-        compiler = self._ready()
+        compiler = self._create_compiler_once()
         try:
-            made = _compiled(compiler, guide)
-        except Exception as error:  # what the library says of this guide
-            said = one_line(str(error).split("Check failed: ")[-1].split("] ", 1)[-1])
-            raise RequestError(f"the {type(guide).__name__} guide can't be compiled: {said}") from error
-        if made.memory_size_bytes > CACHE_BYTES // 4:
+            compiled = _compile_guide(compiler, guide)
+        except Exception as error:  # xgrammar raises RuntimeError and others for guides that it rejects
+            reason = one_line(str(error).split("Check failed: ")[-1].split("] ", 1)[-1])
+            raise RequestError(f"the {type(guide).__name__} guide can't be compiled: {reason}") from error
+        if compiled.memory_size_bytes > CACHE_BYTES // 4:
             raise RequestError(
-                f"the compiled guide takes {made.memory_size_bytes} bytes, at most {CACHE_BYTES // 4} are allowed; make it "
-                "smaller"
+                f"the compiled guide takes {compiled.memory_size_bytes} bytes, at most {CACHE_BYTES // 4} are allowed; make "
+                "it smaller"
             )
-        matcher = XgrammarMatcher(made, sorted(self._ends), self._textless)
-        words = _no_token(self._vocabulary)
+        matcher = XgrammarMatcher(compiled, sorted(self._ends), self._textless)
+        words = torch.zeros((1, words_of(self._vocabulary)), dtype=torch.int32)
         if not matcher.over:
             matcher.fill(words, 0)
             if not bool(words.any()):
                 raise RequestError(f"the {type(guide).__name__} guide allows no text that this tokenizer can write")
-        return made
+        return compiled
 
-    def _ready(self) -> Any:
-        """The compiler, made when it's first needed."""
+    def _create_compiler_once(self) -> Any:
         with self._compiler_lock:
             if self._compiler is None:
                 assert self._tokenizer is not None
@@ -166,55 +165,52 @@ class Grammars:
                     texts[token] = b""
                 self._textless = frozenset(token for token, text in enumerate(texts) if not text)
                 info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=self._vocabulary, stop_token_ids=ends)
-                # Its own threads would take the engine's cores, and the cache is ours.
+                # max_threads=1: more threads would compete with the engine for cores. This class has the cache.
                 self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
             return self._compiler
 
 
 class XgrammarMatcher:
-    """A matcher of xgrammar. Without ``ends`` it's over as soon as the text is complete. ``textless``: tokens without text,
-    which no grammar allows unless they're ends.
-    """
+    """A :class:`~outrider.engine.requests.guidance.Matcher` of xgrammar."""
 
     def __init__(self, compiled: Any, ends: list[int], textless: frozenset[int]) -> None:
-        self._never = textless.difference(ends)
+        """``ends``: tokens that end a complete text; if empty, the matcher is over as soon as the text is complete.
+        ``textless``: tokens without text, which no grammar allows unless they are in ``ends``.
+        """
+        self._never_allowed = textless.difference(ends)
         library = import_module("xgrammar")
         self._matcher = library.GrammarMatcher(
             compiled, override_stop_tokens=ends or None, terminate_without_stop_token=not ends
         )
 
     def accept(self, token: int) -> bool:
-        """Take a token, if it's allowed."""
-        if self.over or token in self._never:  # the library would write a warning for the latter to standard error
+        """Pass ``token`` to xgrammar, unless the text is complete or the token has no text."""
+        if self.over or token in self._never_allowed:  # xgrammar prints a warning for a token without text
             return False
         return bool(self._matcher.accept_token(token))
 
     def rollback(self, count: int) -> None:
-        """Undo tokens."""
+        """Undo the last ``count`` accepted tokens."""
         self._matcher.rollback(count)
 
     def fill(self, words: Tensor, index: int) -> None:
-        """The tokens that may come next."""
+        """Write xgrammar's bitmask of allowed tokens."""
         self._matcher.fill_next_token_bitmask(words, index)
 
     @property
     def over(self) -> bool:
-        """Whether the text has ended."""
+        """Return True if xgrammar has terminated the text."""
         return bool(self._matcher.is_terminated())
 
 
-def _compiled(compiler: Any, guide: Guide) -> Any:
+def _compile_guide(compiler: Any, guide: Guide) -> Any:
     if isinstance(guide, JsonSchema):
-        return compiler.compile_json_schema(guide.written, max_whitespace_cnt=_WHITESPACE)
+        return compiler.compile_json_schema(guide.written, max_whitespace_cnt=_MAX_JSON_WHITESPACE)
     if isinstance(guide, JsonObject):
-        return compiler.compile_json_schema('{"type": "object"}', strict_mode=False, max_whitespace_cnt=_WHITESPACE)
+        return compiler.compile_json_schema('{"type": "object"}', strict_mode=False, max_whitespace_cnt=_MAX_JSON_WHITESPACE)
     if isinstance(guide, Regex):
         return compiler.compile_regex(guide.written)
     if isinstance(guide, Ebnf):
         return compiler.compile_grammar(guide.grammar, root_rule_name=guide.root)
     assert isinstance(guide, Choice)
     return compiler.compile_grammar(guide.grammar)
-
-
-def _no_token(vocabulary: int) -> Tensor:
-    return torch.zeros((1, words_of(vocabulary)), dtype=torch.int32)

@@ -1,5 +1,6 @@
-"""Scheduling of several data-parallel groups: each has requests, rows and pages of its own, and all take part in every
-iteration, since they share MLPs.
+"""Scheduling of several data-parallel groups.
+
+Each group has its own requests, rows and pages. All groups take part in every iteration, because they share MLPs.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import Scheduler, length_for, report_accepted
 
 PromptPasses = Callable[[int, int, int], tuple[int, ...]]
-"""Tokens of each pass over prompts, from how many tokens and sequences there are, and the longest of these."""
+"""Return the number of tokens of each prefill pass from (tokens, sequences, longest sequence)."""
 
 
 class AgreedLength(FixedLength):
-    """The length that was chosen once for all groups."""
+    """The draft length of the current iteration, which all groups share."""
 
     def agree(self, length: int) -> None:
-        """From now on it's this one."""
+        """Set the length for all following iterations."""
         self.lengths = (length,)
 
 
 class GroupScheduler:
-    """A :class:`Scheduler` for each group, used as one. Every rank has all of them, so that each knows what all do.
+    """One :class:`Scheduler` for each data-parallel group, with the interface of a single one.
 
-    ``own``: the group of this rank, whose batch :meth:`next_batch` returns. ``agreed``: what the schedulers were made with.
+    Every rank runs the schedulers of all groups, so that each rank knows the batches of the other groups.
     """
 
     def __init__(
@@ -43,132 +44,136 @@ class GroupScheduler:
         draft_length: DraftLengthPolicy,
         passes: PromptPasses,
     ) -> None:
+        """``own``: this rank's group, whose batch :meth:`next_batch` returns. ``agreed``: the draft-length policy of all
+        ``schedulers``, which follows ``draft_length``.
+        """
         self._schedulers = tuple(schedulers)
         self._own = own
-        self._agreed = agreed
+        self._agreed_length = agreed
         self._draft_length = draft_length
         self._passes = passes
-        self._made: list[Batch | None] = []
+        self._group_batches: list[Batch | None] = []
+        """Batches of the first groups, after a later group raised :class:`OutOfPages`."""
         self.pages = GroupPages([scheduler.pages for scheduler in schedulers], own)
         self.rows = GroupRows(self._schedulers)
 
     @property
     def has_work(self) -> bool:
-        """Whether an iteration would do anything in some group."""
+        """Return True if at least one group has work for an iteration."""
         return any(scheduler.has_work for scheduler in self._schedulers)
 
     @property
     def chance_of_end(self) -> float:
-        """See :attr:`Scheduler.chance_of_end`; in all groups."""
+        """The probability that the iterations in flight complete the output of every request of all groups."""
         return prod(scheduler.chance_of_end for scheduler in self._schedulers)
 
     @property
     def preemptions(self) -> int:
-        """See :class:`Scheduler`; of all groups, as the other counts."""
+        """The number of preemptions in all groups."""
         return sum(scheduler.preemptions for scheduler in self._schedulers)
 
     @property
     def prefix_looked_up(self) -> int:
-        """Tokens of contexts that were looked up in the prefix cache."""
+        """The number of context tokens that all groups have looked up in the prefix cache."""
         return sum(scheduler.prefix_looked_up for scheduler in self._schedulers)
 
     @property
     def prefix_hits(self) -> int:
-        """Those of them that it had."""
+        """The number of looked-up tokens whose pages were cached."""
         return sum(scheduler.prefix_hits for scheduler in self._schedulers)
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """Requests that hold a row, group by group."""
+        """The requests that hold a row, in group order."""
         return tuple(request for scheduler in self._schedulers for request in scheduler.running)
 
     def least_busy(self, requests: Iterable[Request]) -> int:
-        """The group with the fewest of these ``requests``, the first among equals."""
+        """Return the group that has the fewest of ``requests``, and of several such groups the first."""
         return self.by_load(requests)[0]
 
     def by_load(self, requests: Iterable[Request]) -> list[int]:
-        """The groups, those with fewer of these ``requests`` first."""
-        busy = [0] * len(self._schedulers)
+        """Return all groups in ascending order of how many of ``requests`` they have."""
+        load = [0] * len(self._schedulers)
         for request in requests:
-            busy[request.group] += 1
-        return sorted(range(len(busy)), key=busy.__getitem__)
+            load[request.group] += 1
+        return sorted(range(len(load)), key=load.__getitem__)
 
     def reserve(self, request: Request) -> bool:
-        """See :meth:`Scheduler.reserve`; in the request's group."""
+        """Call :meth:`Scheduler.reserve` of the request's group."""
         return self._of(request).reserve(request)
 
     def free_reserved(self, request: Request) -> None:
-        """See :meth:`Scheduler.free_reserved`."""
+        """Call :meth:`Scheduler.free_reserved` of the request's group."""
         self._of(request).free_reserved(request)
 
     def add(self, request: Request) -> None:
-        """Queue a request in its group."""
+        """Queue ``request`` in its group."""
         self._of(request).add(request)
 
     def drop_waiting(self, request: Request) -> None:
-        """Take a request out of its queue, if it's there."""
+        """Remove ``request`` from its group's queue, if it is queued."""
         self._of(request).drop_waiting(request)
 
     def next_batch(self) -> Batch | None:
-        """The own group's part of the next iteration, which may be idle; None where no group has anything to do.
+        """Return the batch of this rank's group, which may be idle; None if no group has work.
 
-        Raises :class:`OutOfPages` as :meth:`Scheduler.next_batch` does; call again then.
+        Raises :class:`OutOfPages` like :meth:`Scheduler.next_batch`; the caller then handles results and calls again.
         """
-        if not self._made:
-            self._agreed.agree(self._length())
-        for scheduler in self._schedulers[len(self._made) :]:
-            self._made.append(scheduler.next_batch())
-        made, self._made = self._made, []
-        if not any(made):
+        if not self._group_batches:
+            self._agreed_length.agree(self._choose_length())
+        for scheduler in self._schedulers[len(self._group_batches) :]:
+            self._group_batches.append(scheduler.next_batch())
+        group_batches, self._group_batches = self._group_batches, []
+        if not any(group_batches):
             return None
-        length = self._agreed.lengths[0] if any(each is not None and each.decode for each in made) else None
-        batches = tuple(replace(each or Batch((), (), (), ()), drafted=length) for each in made)
-        own = batches[self._own]
-        return replace(own, together=self._together(batches))
+        decodes = any(batch is not None and batch.decode for batch in group_batches)
+        length = self._agreed_length.lengths[0] if decodes else None
+        batches = tuple(replace(batch or Batch((), (), (), ()), drafted=length) for batch in group_batches)
+        return replace(batches[self._own], together=self._global_batch(batches))
 
     def landed(self, batch: Batch, accepted: Sequence[int]) -> None:
-        """The results of an iteration are on the host, see :meth:`Scheduler.landed`."""
-        for scheduler, each in zip(self._schedulers, batch.everyone, strict=True):
-            scheduler.landed(each, ())
+        """Count the results of ``batch`` as read in all groups, see :meth:`Scheduler.landed`."""
+        for scheduler, group_batch in zip(self._schedulers, batch.everyone, strict=True):
+            scheduler.landed(group_batch, ())
         report_accepted(self._draft_length, batch, accepted)
 
     def register(self, request: Request, filled: int) -> None:
-        """See :meth:`Scheduler.register`."""
+        """Call :meth:`Scheduler.register` of the request's group."""
         self._of(request).register(request, filled)
 
     def retire(self) -> None:
-        """See :meth:`Scheduler.retire`."""
+        """Call :meth:`Scheduler.retire` of every group."""
         for scheduler in self._schedulers:
             scheduler.retire()
 
-    def take_back(self, batches: Sequence[Batch], *, spoilt: bool) -> None:
-        """See :meth:`Scheduler.take_back`."""
+    def take_back(self, batches: Sequence[Batch], *, corrupted: bool) -> None:
+        """Call :meth:`Scheduler.take_back` of every group with its part of ``batches``."""
         for index, scheduler in enumerate(self._schedulers):
-            scheduler.take_back([batch.everyone[index] for batch in batches], spoilt=spoilt)
+            scheduler.take_back([batch.everyone[index] for batch in batches], corrupted=corrupted)
 
     def proposed(self, batch: Batch) -> int:
-        """See :meth:`Scheduler.proposed`."""
+        """Return :meth:`Scheduler.proposed`, which is equal in all groups."""
         return self._schedulers[0].proposed(batch)
 
     def most_pages(self, tokens: int) -> int:
-        """See :meth:`Scheduler.most_pages`."""
+        """Return :meth:`Scheduler.most_pages`, which is equal in all groups."""
         return self._schedulers[0].most_pages(tokens)
 
     def _of(self, request: Request) -> Scheduler:
         return self._schedulers[request.group]
 
-    def _length(self) -> int:
-        """Draws depend on what was drafted, so that all are drafted for in full where one request draws."""
+    def _choose_length(self) -> int:
+        """Return the longest length if a request samples (its draws depend on the draft), else the policy's choice."""
         decoding = [request for request in self.running if not request.finished and not request.needs_prefill]
         if not decoding or Features.of(decoding) != Features():
             return self._draft_length.lengths[-1]
         return length_for(self._draft_length, decoding)
 
-    def _together(self, batches: tuple[Batch, ...]) -> Together:
+    def _global_batch(self, batches: tuple[Batch, ...]) -> Together:
         own = batches[self._own]
         count = max(len(batch.decode) for batch in batches)
-        widths = [self._passes(*_extent(batch.prefill)) for batch in batches if batch.prefill]
-        # A group without prompts has one token in each pass over them.
+        widths = [self._passes(*_prefill_extent(batch.prefill)) for batch in batches if batch.prefill]
+        # A group without prefill runs one idle token in each prefill pass.
         widths += [self._passes(1, 1, 1)] if widths else []
         idle = Request(-1, (0, 0), SamplingParams(max_tokens=1), frozenset(), pages=[0])
         launched = replace(
@@ -180,18 +185,18 @@ class GroupScheduler:
             batches=batches,
             launched=launched,
             features=Features.of([request for batch in batches for request in batch.decode]),
-            widths=tuple(max(each) for each in zip(*widths, strict=True)),
+            widths=tuple(max(pass_widths) for pass_widths in zip(*widths, strict=True)),
         )
 
 
-def _extent(chunks: Sequence[PrefillChunk]) -> tuple[int, int, int]:
-    """Tokens, sequences, and the longest of these."""
+def _prefill_extent(chunks: Sequence[PrefillChunk]) -> tuple[int, int, int]:
+    """Return the number of tokens, the number of sequences, and the length of the longest sequence."""
     lengths = [chunk.end - chunk.start for chunk in chunks]
     return sum(lengths), len(lengths), max(lengths)
 
 
 class GroupPages:
-    """The page pools of all groups. ``count``: pages of one, since a request's pages are all in one. ``own``: this rank's."""
+    """The page pools of all groups. ``count`` is the size of one pool, because all pages of a request are in one pool."""
 
     def __init__(self, pools: Sequence[PagePool], own: int) -> None:
         self._pools = tuple(pools)
@@ -201,36 +206,36 @@ class GroupPages:
 
     @property
     def available(self) -> int:
-        """Pages that can be taken, in all groups."""
+        """The number of pages that can be allocated in all groups."""
         return sum(pool.available for pool in self._pools)
 
     @property
     def cached(self) -> int:
-        """Pages that no request holds and whose contents may be hit again."""
+        """The number of cached pages without a holder in all groups."""
         return sum(pool.cached for pool in self._pools)
 
     @property
     def shares(self) -> bool:
-        """See :attr:`PagePool.shares`."""
+        """Return True if pages are registered by contents, see :attr:`PagePool.shares`."""
         return self._own.shares
 
     def watch(self, watcher: PageWatcher | None) -> None:
-        """See :meth:`PagePool.watch`; the own group's pages, which alone lie here."""
+        """Watch the page pool of this rank's group; this rank's device has no pages of other groups."""
         self._own.watch(watcher)
 
     def forget_all(self) -> None:
-        """See :meth:`PagePool.forget_all`."""
+        """Call :meth:`PagePool.forget_all` of every group."""
         for pool in self._pools:
             pool.forget_all()
 
 
 class GroupRows:
-    """The rows of all groups."""
+    """The request rows of all groups."""
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         self._schedulers = tuple(schedulers)
 
     @property
     def available(self) -> int:
-        """Rows that can be taken, in all groups."""
+        """The number of free rows in all groups."""
         return sum(scheduler.rows.available for scheduler in self._schedulers)

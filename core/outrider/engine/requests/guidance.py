@@ -1,4 +1,7 @@
-"""The state of one guided request: what its grammar allows next, and behind each token of a draft. Host alone."""
+"""Guidance: the host state of one guided request.
+
+It computes the masks of the tokens that the grammar allows, after the output and after each node of a draft.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,21 @@ import torch
 from torch import Tensor
 
 EVERYTHING = -1
-"""A word of a mask in which every token is allowed."""
+"""A mask word that allows all of its 32 tokens."""
 WALK_SECONDS = 1.0
-"""Of this thread's time, what a request's walk in one iteration may take: others wait for it. Grammars that can be read in
-many ways take ever longer."""
+"""CPU-time limit for the masks of one request in one iteration, in seconds.
+
+All other requests of the batch wait for these masks. Ambiguous grammars take longer with each token.
+"""
 
 
 def words_of(vocabulary: int) -> int:
-    """Words of 32 bits that a mask of a vocabulary has."""
+    """Return the number of 32-bit words of a mask over ``vocabulary`` tokens."""
     return -(-vocabulary // 32)
 
 
 def words_with(tokens: Iterable[int], vocabulary: int) -> Tensor:
-    """A mask with these tokens alone, int32 [W]."""
+    """Return a mask that allows ``tokens`` only, int32 [W]."""
     allowed = torch.zeros(words_of(vocabulary) * 32, dtype=torch.int64)
     allowed[torch.tensor(sorted(tokens), dtype=torch.int64)] = 1
     bits = (allowed.view(-1, 32) << torch.arange(32)).sum(dim=1)
@@ -30,49 +35,46 @@ def words_with(tokens: Iterable[int], vocabulary: int) -> Tensor:
 
 
 class Matcher(Protocol):
-    """Walks a grammar along tokens. What a library has, or a tool stands in with."""
+    """A grammar position that advances with each token. A grammar library or a test tool implements this protocol."""
 
     def accept(self, token: int) -> bool:
-        """Take a token that the grammar allows; else nothing changes, and it returns False."""
+        """Advance by ``token`` and return True, or return False without a change if the grammar doesn't allow it."""
 
     def rollback(self, count: int) -> None:
-        """Undo the last ``count`` tokens that were accepted."""
+        """Undo the last ``count`` accepted tokens."""
 
     def fill(self, words: Tensor, index: int) -> None:
-        """Write the tokens that may come next into row ``index`` of ``words`` int32 [N, W]: bit i of word w is token 32w+i.
-        Not called once it's :attr:`over`.
+        """Write the mask of allowed tokens into row ``index`` of ``words`` int32 [N, W].
+
+        Bit i of word w stands for token 32w+i. Not called if the matcher is :attr:`over`.
         """
 
     @property
     def over(self) -> bool:
-        """Whether nothing may follow."""
+        """Return True if no token may follow."""
 
 
 class Anything:
-    """A matcher that allows every token, and never ends."""
+    """A matcher that allows every token and is never over."""
 
     over = False
 
     def accept(self, token: int) -> bool:
-        """Always."""
+        """Return True for every token."""
         del token
         return True
 
     def rollback(self, count: int) -> None:
-        """There is nothing to undo."""
+        """Do nothing: the matcher has no position."""
         del count
 
     def fill(self, words: Tensor, index: int) -> None:
-        """Every token."""
+        """Write a mask of all tokens."""
         words[index].fill_(EVERYTHING)
 
 
 class Guidance:
-    """One request's matcher, which has accepted the request's output whenever nobody walks.
-
-    ``held_back``: tokens, and how many others come before any of them, unless the grammar allows nothing else. ``banned``:
-    tokens that the request's biases ban.
-    """
+    """The matcher of one request. Between calls the matcher has accepted exactly the request's output."""
 
     def __init__(
         self,
@@ -82,51 +84,54 @@ class Guidance:
         held_back: Sequence[tuple[frozenset[int], int]] = (),
         banned: frozenset[int] = frozenset(),
     ) -> None:
+        """``held_back``: pairs of a token set and the number of output tokens before which the set is masked, unless the
+        grammar allows no other token. ``banned``: tokens that the request's ``logit_bias`` bans.
+        """
         self._matcher = matcher
-        self._taken: list[int] = []
-        self._walked = 0  # tokens of a draft that the matcher has accepted on top
+        self._output_length = 0
+        self._draft_depth = 0  # draft tokens that the matcher has accepted after the output
         self._late = False
-        self._others = [(~words_with(held, vocabulary), until) for held, until in held_back if held and until]
+        self._unheld = [(~words_with(held, vocabulary), until) for held, until in held_back if held and until]
         self._unbanned = ~words_with(banned, vocabulary) if banned else None
 
     @property
     def late(self) -> bool:
-        """Whether a walk took too long: :meth:`take` refuses whatever comes then."""
+        """Return True if masks took longer than :data:`WALK_SECONDS`. :meth:`take` then rejects every token."""
         return self._late
 
     @property
     def over(self) -> bool:
-        """Whether the output is complete, and nothing may follow."""
+        """Return True if the output is complete and no token may follow."""
         return self._matcher.over
 
     def take(self, token: int) -> str | None:
-        """The output has this token; returns why that can't be, None where the grammar allows it."""
-        self._step_back(0)
+        """Advance by an output token. Return None, or the reason if the guide doesn't allow the token."""
+        self._roll_back_to(0)
         if self._late:
             return (
-                f"finding what its guide allows behind {len(self._taken)} tokens took more than {WALK_SECONDS:g} s; write "
+                f"finding what its guide allows behind {self._output_length} tokens took more than {WALK_SECONDS:g} s; write "
                 "the guide with fewer ways to read a text"
             )
         if not self._matcher.accept(token):
             return (
-                f"token {token} at {len(self._taken)} of the output isn't allowed by the guide, and nothing that is was left "
-                "to choose; a logit_bias may ban it"
+                f"token {token} at {self._output_length} of the output isn't allowed by the guide, and nothing that is was "
+                "left to choose; a logit_bias may ban it"
             )
-        self._taken.append(token)
+        self._output_length += 1
         return None
 
     def first(self, words: Tensor, index: int) -> None:
-        """The mask of the next token into row ``index`` of ``words`` int32 [N, W]."""
-        self._step_back(0)
+        """Write the mask of the token after the output into row ``index`` of ``words`` int32 [N, W]."""
+        self._roll_back_to(0)
         began = time.thread_time()
         self._fill(words, index)
         self._late |= time.thread_time() - began > WALK_SECONDS
 
     def along(self, tokens: Sequence[int], parents: Sequence[int], words: Tensor) -> None:
-        """The masks behind the last token and behind each of a draft, into ``words`` int32 [N, W].
+        """Write the masks of the tokens after the output and after each draft node into ``words`` int32 [N, W].
 
-        ``tokens``: those of the nodes from 1 on; ``parents``: the parent of each node, of the root and of those that aren't
-        used -1. What the grammar doesn't allow is followed by anything, since it's rejected.
+        ``tokens``: the tokens of nodes 1 to N-1. ``parents``: the parent of each of the N nodes, -1 for the root and for
+        unused nodes. Nodes after a disallowed token get a mask of all tokens, because the target rejects them.
         """
         words.fill_(EVERYTHING)
         children: dict[int, list[int]] = {}
@@ -138,23 +143,23 @@ class Guidance:
         stack = [(node, 0) for node in reversed(children.get(0, ()))]
         while stack:
             node, depth = stack.pop()
-            self._step_back(depth)
+            self._roll_back_to(depth)
             self._late |= time.thread_time() - began > WALK_SECONDS
             if self._late:
                 break
             if self._matcher.over or not self._matcher.accept(tokens[node - 1]):
                 continue
-            self._walked += 1
+            self._draft_depth += 1
             self._fill(words, node)
             stack += [(child, depth + 1) for child in reversed(children.get(node, ()))]
         self._late |= time.thread_time() - began > WALK_SECONDS
-        self._step_back(0)
+        self._roll_back_to(0)
 
-    def _step_back(self, depth: int) -> None:
-        """Undo what was walked beyond ``depth`` tokens; also what an interrupt left."""
-        if self._walked > depth:
-            self._matcher.rollback(self._walked - depth)
-            self._walked = depth
+    def _roll_back_to(self, depth: int) -> None:
+        """Undo draft tokens after the first ``depth``, also those that an interrupted call left."""
+        if self._draft_depth > depth:
+            self._matcher.rollback(self._draft_depth - depth)
+            self._draft_depth = depth
 
     def _fill(self, words: Tensor, index: int) -> None:
         row = words[index]
@@ -162,8 +167,8 @@ class Guidance:
             row.fill_(EVERYTHING)
             return
         self._matcher.fill(words, index)
-        for others, until in self._others:
-            if len(self._taken) + self._walked < until and bool((row & others).any()):
-                row &= others
+        for unheld, until in self._unheld:
+            if self._output_length + self._draft_depth < until and bool((row & unheld).any()):
+                row &= unheld
         if self._unbanned is not None and not bool((row & self._unbanned).any()):
-            row.fill_(EVERYTHING)  # whatever is drawn instead, take() refuses
+            row.fill_(EVERYTHING)  # the guide allows banned tokens only: take() rejects the sampled token

@@ -1,4 +1,4 @@
-"""HandOver: a request that moves from one engine to another, in the middle of its output."""
+"""HandOver: the state of a request that migrates between two engines of one process during decoding."""
 
 from __future__ import annotations
 
@@ -17,18 +17,7 @@ from outrider.speculative.proposer import Proposer
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HandOver:
-    """Everything that another engine needs to go on with a request; in one process, for now.
-
-    ``length``: tokens in the target's cache, all but the last of ``output``. ``keys_values``: keys and values of each layer
-    of the target in turn, [length, key heads, head size]. ``draft_caches``: the proposer's entries for the same tokens and
-    the one behind them, [length + 1, ...]. ``relay``: what the proposer relays, [1, ...] by name. Counts for penalties
-    aren't here: they follow from the tokens.
-
-    The tensors are on ``backend``, written on ``stream``, and may be read behind ``ready``.
-
-    Where several ranks run the engine, each of them holds its part, under ``key``; only those of the data-parallel ``group``
-    that the request ran in have tensors.
-    """
+    """The host and device state that another engine needs to continue a request. Penalty counts follow from the tokens."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
@@ -39,21 +28,30 @@ class HandOver:
     iterations: int
     verified_tokens: int
     length: int
+    """Number of tokens in the target's KV cache: all but the last one of ``output``."""
     keys_values: tuple[Tensor, ...] = field(repr=False)
+    """Keys, then values, of each target layer in turn: [length, key heads, head size] on ``backend``."""
     draft_caches: tuple[Tensor, ...] = field(repr=False)
+    """The proposer's cache entries of the same tokens and the following one: [length + 1, ...] on ``backend``."""
     relay: Mapping[str, Tensor] = field(repr=False)
+    """The tensors that the proposer relays between iterations, by name: [1, ...] on ``backend``."""
     model: ModelConfig = field(repr=False)
     dtype: torch.dtype
     cache_dtype: torch.dtype
     proposer: str
+    """The name of the proposer."""
     backend: Backend = field(repr=False)
     stream: Stream = field(repr=False)
+    """The stream that writes the tensors."""
     ready: Fence = field(repr=False)
+    """The fence after which the tensors may be read."""
     key: str | None = None
+    """With several ranks: the key under which each rank stores its part."""
     group: int = 0
+    """The data-parallel group that ran the request. Ranks of other groups have no tensors."""
 
     def check_fits(self, model: LanguageModel, proposer: Proposer) -> None:
-        """Raise :class:`ConfigError` unless an engine of ``model`` and ``proposer`` can go on with it."""
+        """Raise :class:`ConfigError` unless an engine of ``model`` and ``proposer`` can continue the request."""
         config, dtype = model.config, model.dtype
         if config != self.model:
             names = [each.name for each in fields(config)]
@@ -71,19 +69,20 @@ class HandOver:
                 f"the request comes from an engine whose proposer is {self.proposer!r}, this one's is {proposer.name!r}"
             )
         if not self.keys_values:
-            return  # the part of a rank in another data-parallel group, which has no tensors
-        theirs = _shapes(self.draft_caches, 1), {name: _shape(value, 1) for name, value in self.relay.items()}
-        ours = _shapes(proposer.caches, 2), {spec.name: (spec.shape, spec.dtype) for spec in proposer.relay}
-        if theirs != ours:
+            return  # this rank is in another data-parallel group than the request
+        sent = _shapes(self.draft_caches, 1), {name: _shape(value, 1) for name, value in self.relay.items()}
+        expected = _shapes(proposer.caches, 2), {spec.name: (spec.shape, spec.dtype) for spec in proposer.relay}
+        if sent != expected:
             raise ConfigError(
                 f"the request comes from an engine whose proposer {self.proposer!r} has other caches or relays something "
-                f"else: {theirs}, this one {ours}; build both with the same draft model and draft options"
+                f"else: {sent}, this one {expected}; build both with the same draft model and draft options"
             )
 
 
-def _shape(tensor: Tensor, skip: int) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(tensor.shape[skip:]), tensor.dtype
+def _shape(tensor: Tensor, leading_dims: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape without the first ``leading_dims`` dimensions, and the dtype."""
+    return tuple(tensor.shape[leading_dims:]), tensor.dtype
 
 
-def _shapes(tensors: Sequence[Tensor], skip: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [_shape(tensor, skip) for tensor in tensors]
+def _shapes(tensors: Sequence[Tensor], leading_dims: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [_shape(tensor, leading_dims) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Requests on their way between engines whose pages the network card reads and writes: what each side holds meanwhile."""
+"""Records of a request that migrates between a prefill server and a decode server, whose network cards copy its KV pages."""
 
 from __future__ import annotations
 
@@ -13,47 +13,49 @@ from outrider.engine.requests.request_state import RequestState
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lent:
-    """A request that left an engine, whose pages stay until the other side has read them.
-
-    ``pages`` hold the keys, values and draft caches of ``state.length`` tokens, and the draft's one more where it's there.
-    ``relay``: what the proposer relays, on the host, by name, [1, ...]. Both may be read once ``ready`` is done.
-    ``read``: to be given to the link that writes them elsewhere: *pages read*. ``slot`` is the engine's own.
-    """
+    """The sender's record of a request. The sender keeps the pages until the network card has read them."""
 
     state: RequestState
     pages: tuple[int, ...]
+    """Pages with the keys, values and draft caches of ``state.length`` tokens. The draft cache can have one token more."""
     relay: Mapping[str, Tensor] = field(repr=False)
+    """The tensors that the proposer relays between iterations, by name: [1, ...] on the host."""
     ready: Fence = field(repr=False)
+    """The fence after which ``pages`` and ``relay`` may be read."""
     read: Fence = field(repr=False)
+    """The fence *pages read*, for the link: the link signals it once the network card has read the pages."""
     slot: int
+    """The engine's index of the two fences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Expected:
-    """Pages that wait for a request of another engine.
+    """The receiver's record of a request, with pages that the network card fills.
 
-    ``pages``: as many as the sender has, or more: the first ones are filled. The network card may write them once ``free`` is
-    done: *pages free*. ``written``: to be given to the link that tells of their arrival: *pages written*. ``request`` and
-    ``slot`` are the engine's own.
-
-    Where data-parallel ranks run the engine, the pages and both fences are those of the ranks of ``group``, and mean nothing
-    elsewhere.
+    With data-parallel ranks, only the ranks of ``group`` may use the pages and the fences.
     """
 
     request: int
+    """The request's number in the receiving engine."""
     pages: tuple[int, ...]
+    """At least as many pages as the sender has. The network card fills the first ones."""
     free: Fence = field(repr=False)
+    """The fence *pages free*, after which the network card may write the pages."""
     written: Fence = field(repr=False)
+    """The fence *pages written*, for the link: the link signals it once all pages have arrived."""
     slot: int
+    """The engine's index of the two fences."""
     group: int = 0
+    """The data-parallel group of the request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
-    """What is left to do once a request's pages are here: its ``length``, its ``last`` token, and the proposer's ``relay`` in
-    pinned memory, by name, [1, ...].
-    """
+    """The state of an arrived request that its pages don't contain. The engine writes it to the request's row."""
 
     length: int
+    """Number of tokens in the target's KV cache."""
     last: int
+    """The last token of the output."""
     relay: Mapping[str, Tensor] = field(repr=False)
+    """The tensors that the proposer relays between iterations, by name: [1, ...] in pinned memory."""

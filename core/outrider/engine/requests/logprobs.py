@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, as the host reports them."""
+"""TokenLogprobs: the reported log-probabilities of one emitted token."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One emitted token: its log-probability, and the likeliest tokens with theirs, likeliest first."""
+    """The log-probabilities of one emitted token and of the likeliest tokens at its position."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    """The likeliest tokens as pairs (token, log-probability), the likeliest first."""

@@ -1,4 +1,4 @@
-"""The images and videos of a request: their places in its prompt, their positions, and until prefill their features."""
+"""RequestMedia: the images and videos of a request, their token spans, their positions, and their features until prefill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.model import Media, VisionConfig, VisionTower, expand_placeholders
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens of the prompt, ``start`` inclusive to ``end`` exclusive, that stand for ``media``."""
+    """The placeholder tokens of ``media`` in the prompt, ``start`` inclusive to ``end`` exclusive."""
 
     start: int
     end: int
@@ -21,10 +21,10 @@ class Span:
 
 
 class RequestMedia:
-    """Media of one prompt, placeholders expanded. Host state, but for features between encoding and prefill.
+    """The media of one prompt whose placeholders are expanded.
 
-    Features are made when a chunk first needs them and dropped once their last token is prefilled; a prompt that is
-    prefilled again after a preemption has them made again. All of that is on the stream of the prefill.
+    The first prefill chunk that needs the features of a medium computes them on the prefill stream. The chunk with the
+    medium's last token drops them. A prefill after a preemption computes them again.
     """
 
     def __init__(self, media: Sequence[Media], prompt: Sequence[int], vision: VisionConfig) -> None:
@@ -35,24 +35,25 @@ class RequestMedia:
         self._features: dict[int, Tensor] = {}
 
     def positions(self, axis: int, start: int, end: int) -> list[int]:
-        """Positions of the tokens ``start`` to ``end`` on one axis. Those behind the prompt are text."""
+        """Return the positions of the tokens ``start`` to ``end`` on one axis. Tokens after the prompt count as text."""
         prompt = self._positions[axis]
         return prompt[start:end] + [index + self.mrope_position_delta for index in range(max(start, len(prompt)), end)]
 
     def digests(self, start: int, end: int) -> tuple[tuple[int, bytes], ...]:
-        """Identifies the media behind the tokens ``start`` to ``end``: prompts with the same tokens may have other images."""
+        """Return (first token, digest) of each medium in the tokens ``start`` to ``end``, to tell apart equal tokens."""
         return tuple((span.start, span.media.digest) for span in self._spans if span.start < end and start < span.end)
 
     def embed(self, tower: VisionTower, start: int, end: int, embeddings: Tensor, embedded: Tensor) -> None:
-        """Write the features of the tokens ``start`` to ``end`` into their rows of ``embeddings`` [n, H], and mark these in
-        ``embedded`` bool [n]. The tower may block the host: prompts with media only.
+        """Write the features of the media tokens among ``start`` to ``end`` into their rows of ``embeddings`` [n, H].
+
+        Sets ``embedded`` bool [n] to True for these rows. The tower may block the host.
         """
         for index, span in enumerate(self._spans):
             first, last = max(span.start, start), min(span.end, end)
             if first >= last:
                 continue
             if index not in self._features:
-                # One at a time: what else is in the chunk must not change the last bits of an image.
+                # Encode one medium per call: a batch with other media could change the last bits of its features.
                 (self._features[index],) = tower.encode([span.media])
             embeddings[first - start : last - start] = self._features[index][first - span.start : last - span.start]
             embedded[first - start : last - start] = True
@@ -61,16 +62,16 @@ class RequestMedia:
 
 
 def expanded(tokens: Sequence[int], media: Sequence[Media], vision: VisionConfig | None) -> tuple[int, ...]:
-    """``tokens`` with a placeholder for each feature; they may come so, or with one for each medium.
+    """Return ``tokens`` with one placeholder for each feature. The input has one for each feature or for each medium.
 
-    Raises :class:`RequestError` where tokens and media don't match, or the model takes none.
+    Raises :class:`RequestError` if tokens and media don't match, or if the model has no vision part.
     """
     if vision is None:
         if media:
             raise RequestError(f"{len(media)} images and videos were given, but the model takes text alone")
         return tuple(tokens)
-    places = sum(token in (vision.image_token, vision.video_token) for token in tokens)
-    if places > len(media) or not media:  # expanded already, or wrong, which the positions find
+    placeholders = sum(token in (vision.image_token, vision.video_token) for token in tokens)
+    if placeholders > len(media) or not media:  # already expanded, or wrong: RequestMedia raises for wrong placeholders
         return tuple(tokens)
     return tuple(expand_placeholders(tokens, media, vision))
 
@@ -78,17 +79,18 @@ def expanded(tokens: Sequence[int], media: Sequence[Media], vision: VisionConfig
 def request_media(
     media: Sequence[Media], prompt: Sequence[int], vision: VisionConfig | None, tower: VisionTower | None
 ) -> RequestMedia | None:
-    """The media of a prompt; None for text alone. Raises :class:`RequestError` for placeholders without media, or media
-    without a ``tower`` that sees them.
+    """Return the media of a prompt, or None for a text prompt.
+
+    Raises :class:`RequestError` for placeholders without media, and for media if there is no vision ``tower``.
     """
     if vision is None:
         return None
-    pictures = RequestMedia(media, prompt, vision)
+    prompt_media = RequestMedia(media, prompt, vision)
     if not media:
         return None
     if tower is None:
         raise RequestError("this engine was built without a vision tower; use Engine.from_checkpoint, or pass vision")
-    return pictures
+    return prompt_media
 
 
 def _spans(media: Sequence[Media], prompt: Sequence[int], vision: VisionConfig) -> tuple[Span, ...]:

@@ -1,4 +1,4 @@
-"""Outputs of requests, by receiver: each stream has a queue of its own, the rest waits for the next step."""
+"""The output queue: each streamed request has its own queue, all other requests share one."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from outrider.engine.requests.request import StepOutput
 
 
 class Outbox:
-    """A request that is read alone (by a stream or ``generate``) has a queue of its own. Outputs of all others come from
-    :meth:`take`, in order.
+    """Queues of step outputs that no caller has received yet.
+
+    A request that a stream or ``generate`` reads has a separate queue. All other requests use the shared queue.
     """
 
     def __init__(self) -> None:
-        self._rest: list[StepOutput] = []
+        self._shared: list[StepOutput] = []
         self._queues: dict[int, deque[StepOutput]] = {}
 
     @property
     def waiting(self) -> bool:
-        """Whether :meth:`take` would return anything."""
-        return bool(self._rest)
+        """Return True if the shared queue has outputs."""
+        return bool(self._shared)
 
     def open(self, request_id: int) -> deque[StepOutput]:
-        """Give the request a queue of its own, until :meth:`close` or :meth:`release`; returns the queue."""
+        """Return the request's separate queue, created if needed. It lasts until :meth:`close` or :meth:`release`."""
         return self._queues.setdefault(request_id, deque())
 
     def close(self, request_id: int) -> None:
-        """Drop the request's queue and its contents. Allowed for a request without one."""
+        """Drop the request's separate queue and its contents. Does nothing for a request without one."""
         self._queues.pop(request_id, None)
 
     def put(self, output: StepOutput) -> None:
-        """Add an output to the queue of its receiver."""
+        """Append an output to the separate queue of its request, or else to the shared queue."""
         queue = self._queues.get(output.request_id)
         if queue is None:
-            self._rest.append(output)
+            self._shared.append(output)
         else:
             queue.append(output)
 
     def take(self) -> list[StepOutput]:
-        """Return and remove the outputs of requests without a queue."""
-        taken, self._rest = self._rest, []
-        return taken
+        """Return and remove all outputs of the shared queue, in order."""
+        outputs, self._shared = self._shared, []
+        return outputs
 
     def release(self, request_id: int) -> None:
-        """Drop the request's queue, but keep its contents: :meth:`take` returns them."""
-        self._rest.extend(self._queues.pop(request_id, ()))
+        """Move the outputs of the request's separate queue to the shared queue and drop the separate queue."""
+        self._shared.extend(self._queues.pop(request_id, ()))

@@ -1,4 +1,4 @@
-"""Which thread an engine belongs to. A call from another one is an error at once, instead of wrong tokens later."""
+"""Owner: the thread that may call an engine. A call from another thread raises instead of corrupting tokens."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from outrider.device import OutriderError
 
 
 class WrongThread(OutriderError):
-    """An engine was used from a thread, or a forked process, that it doesn't belong to."""
+    """A thread or a forked process called an engine that it doesn't own."""
 
 
 class Owner:
-    """The thread and the process that may call an engine: those that made it, or that :meth:`adopt` it."""
+    """The thread and the process that own an engine: its creator, or the last caller of :meth:`adopt`."""
 
     def __init__(self) -> None:
-        self._thread, self._name, self._process = _here()
+        self._thread, self._name, self._process = _current_thread()
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread is the owner."""
+        """Return True if the calling thread is the owner."""
         return threading.get_ident() == self._thread and os.getpid() == self._process
 
     def check(self) -> None:
@@ -38,12 +38,12 @@ class Owner:
             )
 
     def adopt(self) -> None:
-        """The calling thread is the owner from now on. Raises :class:`WrongThread` in a forked process."""
+        """Make the calling thread the owner. Raises :class:`WrongThread` in a forked process."""
         if os.getpid() != self._process:
             self._thread = threading.get_ident()
             self.check()
-        self._thread, self._name, _ = _here()
+        self._thread, self._name, _ = _current_thread()
 
 
-def _here() -> tuple[int, str, int]:
+def _current_thread() -> tuple[int, str, int]:
     return threading.get_ident(), threading.current_thread().name, os.getpid()

@@ -1,4 +1,4 @@
-"""Numbers for request rows and KV pages. Entry 0 is reserved for padding in both."""
+"""Allocation of request rows and KV pages by number. Row 0 and page 0 are reserved for padding."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ from typing import Protocol
 from outrider.device import InterfaceError
 
 Extra = Callable[[int, int], object]
-"""What the contents of a range of tokens depend on besides the tokens, such as images; None for nothing."""
+"""Return the extra identity of the tokens ``start`` to ``end``, such as image digests; None if tokens alone identify them."""
 
 
 class FreeList:
-    """Numbers 1..count-1, handed out lowest first after a start, most recently freed first later.
+    """The numbers 1 to count-1. Allocation returns the most recently freed number first, initially the lowest.
 
-    Freeing a number twice, or 0, raises: a row that two requests own is the worst bug that a batch can have.
+    Freeing a number twice, or 0, raises: otherwise two requests could own one row.
     """
 
-    def __init__(self, what: str, count: int) -> None:
-        self.what = what
+    def __init__(self, resource: str, count: int) -> None:
+        self.resource = resource
         self.count = count
         self._free = list(range(count - 1, 0, -1))
-        self._taken: set[int] = set()
+        self._allocated: set[int] = set()
 
     @property
     def available(self) -> int:
-        """How many can be taken."""
+        """The number of free entries."""
         return len(self._free)
 
     def take(self) -> int:
-        """One free number."""
+        """Allocate one number. Raises :class:`InterfaceError` if none is free."""
         if not self._free:
-            raise InterfaceError(f"no {self.what} left: all {self.count - 1} are taken")
+            raise InterfaceError(f"no {self.resource} left: all {self.count - 1} are taken")
         number = self._free.pop()
-        self._taken.add(number)
+        self._allocated.add(number)
         return number
 
     def give_back(self, number: int) -> None:
-        """Return a number that was taken."""
-        if number not in self._taken:
-            raise InterfaceError(f"{self.what} {number} was given back but isn't taken")
-        self._taken.remove(number)
+        """Free an allocated number. Raises :class:`InterfaceError` if it isn't allocated."""
+        if number not in self._allocated:
+            raise InterfaceError(f"{self.resource} {number} was given back but isn't taken")
+        self._allocated.remove(number)
         self._free.append(number)
 
 
 @dataclass(frozen=True, slots=True)
 class PageKey:
-    """Identity of a full page's contents: everything that its keys and values depend on.
-
-    ``parent`` is the key of the page before it (None for the first), ``tokens`` are the page's own, ``ahead`` those after
-    it that a draft's cache depends on. ``extra`` distinguishes contents that tokens don't show, such as images.
-    """
+    """The identity of a full page's contents: everything that its keys and values depend on."""
 
     parent: PageKey | None
+    """The key of the page before; None for the first page of a sequence."""
     tokens: tuple[int, ...]
+    """The tokens of this page."""
     ahead: tuple[int, ...]
+    """The tokens after this page that the draft's cache entries depend on."""
     extra: object = None
+    """The result of :data:`Extra` for this page: it distinguishes pages with equal tokens, for example other images."""
 
     def __hash__(self) -> int:
-        # The parent's hash is cached by identity of the chain: hashing must not walk it.
+        # The parent counts by identity, so that hashing doesn't walk the chain of parents.
         return hash((id(self.parent), self.tokens, self.ahead, self.extra))
 
     def __eq__(self, other: object) -> bool:
-        # Parents are interned by the pool, so identity decides.
+        # The pool interns parents: equal parents are the same object.
         return (
             isinstance(other, PageKey)
             and self.parent is other.parent
@@ -75,28 +75,30 @@ class PageKey:
 
 
 class PageWatcher(Protocol):
-    """Is told of every change of what a :class:`PagePool` can hit, in order, by the thread that makes it."""
+    """A receiver of all changes of the registered pages of a :class:`PagePool`, in order, on the thread that makes them."""
 
     def stored(self, keys: Sequence[PageKey]) -> None:
-        """Pages are known by these keys from now on; a parent comes before its children."""
+        """Handle new registered pages; the key of a parent comes before those of its children."""
 
     def removed(self, key: PageKey) -> None:
-        """The page of this key is known no more: it was given to a request."""
+        """Handle the removal of a page that was allocated to a request."""
 
     def cleared(self) -> None:
-        """No page is known any more."""
+        """Handle the removal of all registered pages."""
 
 
 class PagePool:
-    """KV pages with shared prefixes: each page is free, held by one or more requests, or cached with no holder.
+    """KV pages with shared prefixes: each page is free, held by one or more requests, or cached without a holder.
 
-    A page is registered under its key as soon as the work that fills it is enqueued: every access to KV pages is on one
-    stream, so the next holder of the page reads it later in that order. A cached page without a holder is reused, oldest
-    first, when no page is free. ``ahead`` is how many tokens after a page its contents depend on: an EAGLE draft's keys
-    and values at position i depend on token i+1.
+    A full page is registered under its key as soon as the work that fills it is enqueued. One stream makes all accesses to
+    KV pages, so the next holder of the page reads it after the writes. If no page is free, the pool reuses the least
+    recently freed cached page.
     """
 
     def __init__(self, *, count: int, page_size: int, ahead: int, share: bool) -> None:
+        """``ahead``: number of tokens after a page that its contents depend on (EAGLE: the draft's keys and values at
+        position i depend on token i+1). ``share``: register pages, so that requests share prefixes.
+        """
         self.count = count
         self.page_size = page_size
         self._ahead = ahead
@@ -109,28 +111,28 @@ class PagePool:
         self._watcher: PageWatcher | None = None
 
     def watch(self, watcher: PageWatcher | None) -> None:
-        """Tell ``watcher`` of every change from now on, and at once of what is known already; None: tell nobody."""
+        """Pass the registered pages and then each change to ``watcher``, in place of the previous watcher."""
         self._watcher = watcher
         if watcher is not None and self._page_of:
             watcher.stored(list(self._page_of))
 
     @property
     def shares(self) -> bool:
-        """Whether pages are known by their contents at all."""
+        """Return True if pages are registered, so that requests share prefixes."""
         return self._share
 
     @property
     def available(self) -> int:
-        """Pages that can be taken: free ones, and cached ones that no request holds."""
+        """The number of pages that can be allocated: free pages, and cached pages without a holder."""
         return len(self._free) + len(self._cached)
 
     @property
     def cached(self) -> int:
-        """Pages that no request holds and whose contents may be hit again."""
+        """The number of registered pages without a holder."""
         return len(self._cached)
 
     def take(self) -> int:
-        """A page with contents of no meaning."""
+        """Allocate a page with undefined contents. Raises :class:`InterfaceError` if all pages are held."""
         if self._free:
             page = self._free.pop()
         elif self._cached:
@@ -145,7 +147,7 @@ class PagePool:
         return page
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Drop one hold on each page, the last one first so that a chain is evicted from its end."""
+        """Drop one hold on each page, the last page first, so that eviction starts at the end of a sequence."""
         for page in reversed(list(pages)):
             holders = self._holders.get(page, 0)
             if holders == 0:
@@ -160,9 +162,9 @@ class PagePool:
                 self._free.append(page)
 
     def match(self, tokens: Sequence[int], extra: Extra | None = None) -> tuple[list[int], PageKey | None]:
-        """Hold the cached pages of the longest known prefix of ``tokens`` that leaves at least one token to compute.
+        """Hold the registered pages of the longest prefix of ``tokens`` that leaves at least one token to compute.
 
-        Returns the pages and the key of the last.
+        Returns the pages and the key of the last page.
         """
         pages: list[int] = []
         key: PageKey | None = None
@@ -186,31 +188,31 @@ class PagePool:
         done: int,
         extra: Extra | None = None,
     ) -> tuple[PageKey | None, int]:
-        """Make known the pages whose contents are enqueued: those that end within the first ``filled`` of ``tokens``.
+        """Register the full pages among the first ``filled`` of ``tokens``, whose contents are written or enqueued.
 
-        ``done`` pages were brought in before, the last under ``key``. Returns both, brought forward. Where another page is
-        known by the same key already, that one stays the one to hit.
+        The first ``done`` pages are already registered, the last one under ``key``. Returns the new key and count. If
+        another page is registered under an equal key, requests continue to hit that page.
         """
-        new: list[PageKey] = []
+        new_keys: list[PageKey] = []
         while self._share and (done + 1) * self.page_size <= filled:
             candidate = self._key(key, tokens, done, extra)
             if candidate is None:
                 break
-            known = self._page_of.get(candidate)
-            if known is None:
+            registered = self._page_of.get(candidate)
+            if registered is None:
                 self._page_of[candidate] = pages[done]
                 self._key_of[pages[done]] = candidate
-                new.append(candidate)
+                new_keys.append(candidate)
                 key = candidate
             else:
-                key = self._key_of[known]
+                key = self._key_of[registered]
             done += 1
-        if new and self._watcher is not None:
-            self._watcher.stored(new)
+        if new_keys and self._watcher is not None:
+            self._watcher.stored(new_keys)
         return key, done
 
     def forget_all(self) -> None:
-        """Make every page unknown, as after a fault that may have spoilt their contents."""
+        """Unregister every page, for example after a fault that may have corrupted contents."""
         if self._key_of and self._watcher is not None:
             self._watcher.cleared()
         self._key_of.clear()
@@ -223,5 +225,4 @@ class PagePool:
         if end + self._ahead > len(tokens):
             return None
         ahead = tuple(tokens[end : end + self._ahead])
-        besides = None if extra is None else extra(start, end + self._ahead)
-        return PageKey(parent, tuple(tokens[start:end]), ahead, besides)
+        return PageKey(parent, tuple(tokens[start:end]), ahead, None if extra is None else extra(start, end + self._ahead))

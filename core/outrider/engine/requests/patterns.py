@@ -1,7 +1,7 @@
-"""Regular expressions: Python's, checked and written as the library that compiles guides takes them.
+"""Translation of Python regular expressions into the syntax of xgrammar.
 
-What is written matches a part of what was given, and each of its texts is matched as a whole by Python's ``re``. Inside of a
-JSON string that part has no characters that JSON escapes: quotation marks, backslashes, control characters.
+The translated expression matches a subset of the texts that the pattern matches as a whole with Python's ``re``. Inside a
+JSON string the subset excludes all characters that JSON escapes: quotation marks, backslashes and control characters.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from outrider.errors import shown
 
 MAX_REPEAT = 1 << 16
 _MAX_PARTS = 20_000
-_MAX_COPIES = 1 << 16  # characters of a repetition that is written out
-_LAST = 0x10FFFF
+_MAX_UNROLLED_CHARS = 1 << 16  # length of a repetition that is unrolled into copies
+_MAX_CODE_POINT = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 _DIGITS, _SPACES = [(48, 57)], [(9, 13), (32, 32)]
 _WORDS = [(48, 57), (65, 90), (95, 95), (97, 122)]
@@ -44,14 +44,18 @@ FORMATS: Mapping[str, str] = MappingProxyType(
         "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     }
 )
-"""Formats of JSON strings, as expressions; each gives a part of what its standard allows."""
+"""JSON string formats as regular expressions. Each expression matches a subset of its standard."""
 
 Ranges = list[tuple[int, int]]
+"""Code point ranges of a character set; both ends are included."""
 
 
 def written(pattern: str, *, in_json: bool) -> str:
-    """The expression for the compiler. Raises :class:`ConfigError` for one that isn't, or that can't be enforced."""
-    parser: Any = getattr(re, "_parser")  # noqa: B009  (re's own; sre_parse before Python 3.11)
+    """Return ``pattern`` in xgrammar's syntax.
+
+    Raises :class:`ConfigError` if Python's ``re`` rejects the pattern, or if xgrammar can't enforce it.
+    """
+    parser: Any = getattr(re, "_parser")  # noqa: B009  (private module of re; sre_parse before Python 3.11)
     try:
         parsed = parser.parse(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -71,33 +75,34 @@ class _Writer:
         self._pattern = pattern
         self._in_json = in_json
         self._parts = 0
-        self._branches = 0  # alternatives around what is being written
+        self._branches = 0  # nesting depth of alternatives around the current part
 
-    def refused(self, what: str) -> ConfigError:
-        """Why the pattern isn't taken."""
-        return ConfigError(f"the pattern {shown(self._pattern)} has {what}, which can't be enforced; write it otherwise")
+    def refused(self, feature: str) -> ConfigError:
+        """Return the error for a pattern with an unsupported feature."""
+        return ConfigError(f"the pattern {shown(self._pattern)} has {feature}, which can't be enforced; write it otherwise")
 
     def sequence(self, items: Sequence[Any], first: bool, last: bool) -> str:
-        """Parts behind each other. ``first``, ``last``: nothing comes before it, behind it."""
+        """Translate a sequence of parsed items. ``first`` and ``last``: the sequence starts or ends the whole pattern."""
         parts: list[str] = []
-        final = max((index for index, (operator, _) in enumerate(items) if str(operator) != "AT"), default=-1)
+        last_part = max((index for index, (operator, _) in enumerate(items) if str(operator) != "AT"), default=-1)
         for index, (operator, argument) in enumerate(items):
-            begins = first and not any(parts)
-            parts.append(self._part(str(operator), argument, begins, last and index >= final))
+            is_first = first and not any(parts)
+            parts.append(self._part(str(operator), argument, is_first, last and index >= last_part))
         return "".join(parts)
 
     def _part(self, name: str, argument: Any, first: bool, last: bool) -> str:
+        """Translate one parsed item. ``name``: the name of its opcode in Python's ``re``."""
         self._parts += 1
         if self._parts > _MAX_PARTS:
             raise self.refused(f"more than {_MAX_PARTS} parts")
         if name == "LITERAL":
-            return self._set([(argument, argument)])
+            return self._write_class([(argument, argument)])
         if name == "NOT_LITERAL":
-            return self._set(_without([(argument, argument)]))
+            return self._write_class(_complement([(argument, argument)]))
         if name == "ANY":
-            return self._set(_without([(10, 10)]))
+            return self._write_class(_complement([(10, 10)]))
         if name == "IN":
-            return self._set(self._members(argument))
+            return self._write_class(self._class_ranges(argument))
         if name == "BRANCH":
             self._branches += 1
             branches = [self.sequence(list(branch), first, last) for branch in argument[1]]
@@ -111,10 +116,9 @@ class _Writer:
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
             return self._repeat(*argument)
         if name == "AT":
-            where = str(argument)
-            if (where in ("AT_BEGINNING", "AT_BEGINNING_STRING") and first) or (where == "AT_END_STRING" and last):
-                return ""
-            if where == "AT_END" and last:
+            anchor = str(argument)
+            matches_start = first and anchor in ("AT_BEGINNING", "AT_BEGINNING_STRING")
+            if matches_start or (last and anchor in ("AT_END", "AT_END_STRING")):
                 return ""
             raise self.refused("an anchor inside")
         raise self.refused({"GROUPREF": "a back reference"}.get(name, f"{name.lower().replace('_', ' ')} in it"))
@@ -128,78 +132,77 @@ class _Writer:
         if not part:
             return ""
         if self._in_json and self._branches:
-            return self._copies(part, least, None if unlimited else most)
+            return self._unroll(part, least, None if unlimited else most)
         return f"(?:{part}){{{least},{'' if unlimited else most}}}"
 
-    def _copies(self, part: str, least: int, most: int | None) -> str:
-        """A repetition without a count. xgrammar 0.2.8 takes ``a|a{1,3}`` inside of JSON for ``a|a*``: a count beside an
-        alternative that begins alike doesn't end.
+    def _unroll(self, part: str, least: int, most: int | None) -> str:
+        """Unroll a counted repetition into copies.
+
+        xgrammar 0.2.8 reads ``a|a{1,3}`` inside JSON as ``a|a*``: it drops the count if another alternative starts alike.
         """
-        if (least if most is None else most) * (len(part) + 6) > _MAX_COPIES:
+        if (least if most is None else most) * (len(part) + 6) > _MAX_UNROLLED_CHARS:
             raise self.refused("a repetition that long in one of several alternatives")
         if most is None:
             return f"(?:{part * least}(?:{part})*)"
-        rest = most - least
-        return f"(?:{part * least}{f'(?:{part}' * rest}{')?' * rest})"
+        optional = most - least
+        return f"(?:{part * least}{f'(?:{part}' * optional}{')?' * optional})"
 
-    def _members(self, members: Iterable[Any]) -> Ranges:
-        found: Ranges = []
-        negated = broad = False
+    def _class_ranges(self, members: Iterable[Any]) -> Ranges:
+        """Return the code points of a character class."""
+        ranges: Ranges = []
+        negated = has_category = False
         for operator, argument in members:
             name = str(operator)
             if name == "NEGATE":
                 negated = True
             elif name == "LITERAL":
-                found.append((argument, argument))
+                ranges.append((argument, argument))
             elif name == "RANGE":
-                found.append(argument)
+                ranges.append(argument)
             else:
-                kind = str(argument).removeprefix("CATEGORY_")
-                broad = True
-                ranges = _CATEGORIES[kind.removeprefix("NOT_")]
-                # Python's categories go beyond ASCII: of what isn't in them, ASCII alone is certain.
-                found += _both(_without(ranges), _ASCII) if kind.startswith("NOT_") else ranges
+                category = str(argument).removeprefix("CATEGORY_")
+                has_category = True
+                members_of = _CATEGORIES[category.removeprefix("NOT_")]
+                # Python's categories have members beyond ASCII, so their complement is exact for ASCII only.
+                ranges += _intersection(_complement(members_of), _ASCII) if category.startswith("NOT_") else members_of
         if not negated:
-            return _joined(found)
-        return _both(_without(found), _ASCII) if broad else _without(found)
+            return _merge(ranges)
+        return _intersection(_complement(ranges), _ASCII) if has_category else _complement(ranges)
 
-    def _set(self, ranges: Ranges) -> str:
-        """One character of a set."""
-        kept = _both(ranges, _without([_SURROGATES]))
+    def _write_class(self, ranges: Ranges) -> str:
+        """Write a character class, without surrogates and, inside JSON, without characters that JSON escapes."""
+        allowed = _intersection(ranges, _complement([_SURROGATES]))
         if self._in_json:
-            kept = _both(kept, _without(_ESCAPED))
-        if not kept:
-            what = "a character that JSON escapes" if self._in_json and ranges else "a set of no characters"
-            raise self.refused(what)
-        return "[" + "".join(_code(a) if a == b else f"{_code(a)}-{_code(b)}" for a, b in kept) + "]"
+            allowed = _intersection(allowed, _complement(_ESCAPED))
+        if not allowed:
+            raise self.refused("a character that JSON escapes" if self._in_json and ranges else "a set of no characters")
+        return "[" + "".join(_escape(a) if a == b else f"{_escape(a)}-{_escape(b)}" for a, b in allowed) + "]"
 
 
-def _code(code: int) -> str:
-    character = chr(code)
-    return character if character.isascii() and character.isalnum() else f"\\u{{{code:x}}}"
+def _escape(code_point: int) -> str:
+    character = chr(code_point)
+    return character if character.isascii() and character.isalnum() else f"\\u{{{code_point:x}}}"
 
 
-def _joined(ranges: Ranges) -> Ranges:
-    """The same set, in order and without overlaps."""
-    found: Ranges = []
+def _merge(ranges: Ranges) -> Ranges:
+    """Return the same set as sorted ranges without overlaps."""
+    merged: Ranges = []
     for start, end in sorted(ranges):
-        if found and start <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and start <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
-def _without(ranges: Ranges) -> Ranges:
-    """Every other character."""
-    found, begin = [], 0
-    for start, end in _joined(ranges):
-        if start > begin:
-            found.append((begin, start - 1))
-        begin = end + 1
-    return [*found, (begin, _LAST)] if begin <= _LAST else found
+def _complement(ranges: Ranges) -> Ranges:
+    gaps, gap_start = [], 0
+    for start, end in _merge(ranges):
+        if start > gap_start:
+            gaps.append((gap_start, start - 1))
+        gap_start = end + 1
+    return [*gaps, (gap_start, _MAX_CODE_POINT)] if gap_start <= _MAX_CODE_POINT else gaps
 
 
-def _both(one: Ranges, other: Ranges) -> Ranges:
-    """What is in both."""
-    return _without([*_without(one), *_without(other)])
+def _intersection(one: Ranges, other: Ranges) -> Ranges:
+    return _complement([*_complement(one), *_complement(other)])

@@ -1,4 +1,4 @@
-"""Requests: what a caller asks for, what it gets, and what the engine remembers in between."""
+"""Request: the engine's record of one request, and the outputs that callers receive."""
 
 from __future__ import annotations
 
@@ -18,68 +18,67 @@ from outrider.engine.requests.text import StopText
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     STOP = "stop"
-    """A stop token was generated, which is the last of the output, or a stop string was completed."""
+    """The output ends with a stop token or completes a stop string."""
     LENGTH = "length"
-    """``max_tokens`` were generated."""
+    """The output has ``max_tokens`` tokens."""
     ABORT = "abort"
-    """The caller aborted it."""
+    """The caller aborted the request."""
     ERROR = "error"
-    """The request failed: a bad value on the device, or something that couldn't be read. The output says what; the tokens
-    before it are valid."""
+    """The request failed, for example through a non-finite value on the device. ``error`` of the output gives the reason.
+
+    All tokens of the output are valid.
+    """
     HAND_OVER = "hand_over"
-    """The caller took it out, for another engine to go on with."""
+    """The caller handed the request over to another engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """New tokens of one request. ``finish_reason`` is None while the request goes on.
-
-    ``logprobs``: one for each token, where the request asked for them. ``text``: what has become certain of the text of a
-    request with stop strings; None for other requests. ``error``: what was found, with the finish reason ``error``.
-
-    ``drafted``: how many of ``tokens``, the first ones, a draft had proposed and the target accepted. ``proposed``: tokens
-    that the draft could have had accepted at most; 0 where none was drafted, as for the first token of a request.
-    """
+    """The new tokens of one request after one iteration."""
 
     request_id: int
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None
+    """None while the request continues."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One entry for each token if the request asks for log-probabilities, else empty."""
     text: str | None = None
+    """New text that no stop string can contain any more; None for a request without stop strings."""
     error: str | None = None
+    """The reason for the finish reason ``error``."""
     drafted: int = 0
+    """How many of ``tokens`` are accepted draft tokens; they come first."""
     proposed: int = 0
+    """Maximum number of draft tokens that the target could accept; 0 without a draft, as for a request's first token."""
     refused: bool = False
-    """Whether the error is of what the request asks for: it would come again."""
+    """True if the request's own options cause the error, so that a retry fails too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request. ``acceptance_length``: tokens that a target verification yielded on average, the decided one
-    included; ``iterations``: how many verifications that took. Prefill, which yields the first token, counts in neither.
-    ``logprobs``: one for each token, where asked for. ``text``: that of a request with stop strings, up to the string.
-    ``error``: what was found, with the finish reason ``error``.
-    """
+    """The result of a finished request."""
 
     request_id: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     iterations: int
+    """Number of target verifications. The prefill, which yields the first token, isn't one."""
     acceptance_length: float
+    """Average number of tokens that a verification yields, including the token that the target decides itself."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One entry for each token if the request asks for log-probabilities, else empty."""
     text: str | None = None
+    """The text before the stop string; None for a request without stop strings."""
     error: str | None = None
+    """The reason for the finish reason ``error``."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The engine's record of one request; only the scheduler and the engine change it.
-
-    ``context`` is what prefill puts into the cache: the prompt, and after a preemption the output so far as well.
-    """
+    """The engine's record of one request. Only the scheduler and the engine change it."""
 
     id: int
     prompt: tuple[int, ...]
@@ -87,171 +86,179 @@ class Request:
     stop_tokens: frozenset[int]
     priority: int = 0
     media: RequestMedia | None = None
-    """Images and videos of the prompt; None for text alone."""
+    """The images and videos of the prompt; None for a text prompt."""
     rope_key: int = 0
-    """Prompts share pages only where this is equal (:meth:`RopeConfig.sharing_key`)."""
+    """The result of :meth:`RopeConfig.sharing_key`. Prompts share pages only if their keys are equal."""
     output: list[int] = field(default_factory=list)
     context: tuple[int, ...] = ()
+    """The tokens that prefill writes to the KV cache: the prompt, and after a preemption also the output so far."""
     row: int = 0
     pages: list[int] = field(default_factory=list)
     registered: int = 0
-    """Leading pages that the prefix cache knows, the last under ``page_key``."""
+    """Number of leading pages that are registered in the prefix cache."""
     page_key: PageKey | None = None
+    """The key of the last registered page."""
     prefilled: int = 0
-    """Tokens of the context whose prefill was launched, or that a prefix hit brought."""
+    """Number of context tokens whose prefill is launched or whose pages were cached."""
     prefill_start: int = 0
-    """Where the prefill of the context began: behind the prefix hit."""
+    """The first context token that needs prefill: the one after the cached prefix."""
     in_flight: int = 0
-    """Launched iterations whose results the host hasn't handled; the scheduler counts."""
+    """Number of launched iterations whose results the host hasn't handled. The scheduler maintains all three counts."""
     decodes_in_flight: int = 0
-    """Those among them that decode: each may have grown the request."""
+    """Number of iterations in flight that decode the request; each may add tokens."""
     tokens_in_flight: int = 0
-    """Tokens that those yield at least: one for each that decodes, and for the last chunk of a context."""
+    """Minimum number of tokens from iterations in flight: one for each decode and for the last prefill chunk."""
     iterations: int = 0
     verified_tokens: int = 0
     preemptions: int = 0
     group: int = 0
-    """The data-parallel group that it runs in."""
+    """The data-parallel group that runs the request."""
     arrival: HandOver | Arrived | None = None
-    """What another engine computed of it, until that is in the cache."""
+    """State from another engine that isn't in this engine's caches yet."""
     lends: bool = False
-    """It doesn't decode here: once its context is prefilled it rests, until it's lent to another engine."""
+    """True if this engine only prefills the request and then lends its pages to another engine."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_text: StopText | None = None
-    """Watches for stop strings; None without any."""
+    """The search for stop strings; None without stop strings."""
     guidance: Guidance | None = None
-    """What its guide allows behind the output so far; None without a guide."""
+    """The grammar position after the output; None without a guide."""
     text: list[str] = field(default_factory=list)
-    """Pieces of text, of a request with stop strings."""
+    """The emitted pieces of text of a request with stop strings."""
     followers: list[Request] = field(default_factory=list)
-    """Other samples of the prompt, which wait for its pages."""
+    """Other samples of the same prompt. The engine queues them once this request's prompt pages are registered."""
 
     def __post_init__(self) -> None:
         self.context = self.context or self.prompt
 
     @property
     def needs_prefill(self) -> bool:
-        """Whether tokens of the context remain to be launched."""
+        """Return True if the prefill of some context tokens isn't launched yet."""
         return self.prefilled < len(self.context)
 
     @property
     def rests(self) -> bool:
-        """Whether there is nothing to launch for it, nor to wait for: it waits to be lent."""
+        """Return True if the prefill has finished and the request waits until its pages are lent."""
         return self.lends and not self.needs_prefill and not self.in_flight
 
     @property
     def mrope_position_delta(self) -> int:
-        """What positions on three axes are ahead of the index, behind the prompt."""
+        """The difference between rope positions and sequence indices of tokens after a prompt with media."""
         return self.media.mrope_position_delta if self.media is not None else 0
 
     def besides_tokens(self, start: int, end: int) -> object:
-        """What keys and values of the tokens ``start`` to ``end`` depend on besides tokens: media, and the rope's state."""
+        """Return the extra identity of the tokens ``start`` to ``end``: rope key and media digests; None if there is none."""
         digests = self.media.digests(start, end) if self.media is not None else ()
         return (self.rope_key, digests) if self.rope_key or digests else None
 
     @property
     def finished(self) -> bool:
-        """Whether the output is complete."""
+        """Return True if the request has a finish reason."""
         return self.finish_reason is not None
 
     @property
     def will_finish(self) -> bool:
-        """Whether the iterations in flight are sure to complete the output: none that is launched behind them adds to it."""
-        return self._unsure <= 0
+        """Return True if the iterations in flight certainly reach ``max_tokens``."""
+        return self._missing_tokens <= 0
 
     @property
-    def _unsure(self) -> int:
-        """Tokens up to the limit that the iterations in flight aren't sure to bring."""
+    def _missing_tokens(self) -> int:
+        """The number of tokens up to ``max_tokens`` that the iterations in flight don't guarantee."""
         return self.params.max_tokens - len(self.output) - self.tokens_in_flight
 
     def chance_of_end(self, growth: int) -> float:
-        """How likely the iterations in flight complete the output, where one adds ``growth`` tokens at most: that a token is
-        followed by another one in its iteration is as likely as it was so far.
+        """Return the probability that the iterations in flight reach ``max_tokens``, at ``growth`` tokens each at most.
+
+        The estimate uses the request's average number of tokens per verification so far.
         """
         if self.will_finish:
             return 1.0
-        if self._unsure > self.decodes_in_flight * (growth - 1):
+        if self._missing_tokens > self.decodes_in_flight * (growth - 1):
             return 0.0
-        usual = self.verified_tokens / self.iterations if self.iterations else (1 + growth) / 2
-        return float((1.0 - 1.0 / usual) ** self._unsure)
+        acceptance_length = self.verified_tokens / self.iterations if self.iterations else (1 + growth) / 2
+        return float((1.0 - 1.0 / acceptance_length) ** self._missing_tokens)
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Sorts requests, most urgent first: by priority, then by arrival."""
+        """The sort key that puts urgent requests first: higher priority, then earlier arrival."""
         return (-self.priority, self.id)
 
     @property
     def known_length(self) -> int:
-        """Tokens in the target's cache as of the results that the host has handled (the last output isn't cached)."""
+        """The number of tokens in the target's KV cache after the iterations that the host has handled.
+
+        The last output token isn't cached.
+        """
         return max(len(self.context), len(self.prompt) + len(self.output) - 1)
 
     @property
     def length_limit(self) -> int:
-        """Tokens that the request has at its longest."""
+        """The maximum number of prompt and output tokens."""
         return len(self.prompt) + self.params.max_tokens
 
     def length_bound(self, growth: int) -> int:
-        """The most tokens that can be in the cache once all launched iterations have run, each growing by ``growth``."""
+        """Return the maximum KV length after all iterations in flight, if each adds ``growth`` tokens."""
         return self.known_length + self.decodes_in_flight * growth
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], proposed: int = 0) -> StepOutput:
-        """Append tokens up to the first stop token, the one that completes a stop string or a guided text, or the limit. A
-        token that the guide doesn't allow ends the request with an error. All but the last of ``tokens`` are from a draft of
-        at most ``proposed``.
+        """Append ``tokens`` of one iteration up to a stop token, a stop string, the end of a guided text, or the limit.
+
+        A token that the guide doesn't allow ends the request with an error. The last of ``tokens`` is the target's own; all
+        others are accepted tokens of a draft with at most ``proposed`` tokens.
         """
-        taken: list[int] = []
+        appended: list[int] = []
         guidance = self.guidance
         for token in tokens:
-            refused = None if guidance is None else guidance.take(token)
-            if refused is not None:
-                self.finish_reason, self.error = FinishReason.ERROR, f"request {self.id}: {refused}"
+            violation = None if guidance is None else guidance.take(token)
+            if violation is not None:
+                self.finish_reason, self.error = FinishReason.ERROR, f"request {self.id}: {violation}"
                 break
-            taken.append(token)
-            said = self.stop_text is not None and self.stop_text.push(token)
-            if said or token in self.stop_tokens or (guidance is not None and guidance.over):
+            appended.append(token)
+            has_stop_string = self.stop_text is not None and self.stop_text.push(token)
+            if has_stop_string or token in self.stop_tokens or (guidance is not None and guidance.over):
                 self.finish_reason = FinishReason.STOP
                 break
-            if len(self.output) + len(taken) == self.params.max_tokens:
+            if len(self.output) + len(appended) == self.params.max_tokens:
                 self.finish_reason = FinishReason.LENGTH
                 break
-        self.output.extend(taken)
-        kept = tuple(logprobs[: len(taken)])
-        self.logprobs.extend(kept)
-        text = self.new_text()  # may find a stop string at the very end
-        drafted = min(len(taken), len(tokens) - 1, proposed)
-        ended = self.finish_reason
+        self.output.extend(appended)
+        appended_logprobs = tuple(logprobs[: len(appended)])
+        self.logprobs.extend(appended_logprobs)
+        text = self.new_text()  # can change the finish reason: the last bytes may complete a stop string
         return StepOutput(
             self.id,
-            tuple(taken),
-            ended,
-            kept,
+            tuple(appended),
+            self.finish_reason,
+            appended_logprobs,
             text,
             self.error,
-            drafted=drafted,
+            drafted=min(len(appended), len(tokens) - 1, proposed),
             proposed=proposed,
-            refused=ended is FinishReason.ERROR,
+            refused=self.finish_reason is FinishReason.ERROR,
         )
 
     def end(self, reason: FinishReason, error: str | None = None) -> StepOutput:
-        """End the request; its output so far stays valid."""
+        """Set the finish reason and return the last output. Tokens so far stay valid."""
         self.finish_reason, self.error = reason, error
         return StepOutput(self.id, (), reason, text=self.new_text(), error=error)
 
     def new_text(self) -> str | None:
-        """New text of a request with stop strings; the rest once it has finished, which may complete one more stop string."""
-        watch = self.stop_text
-        if watch is None:
+        """Return new text that no stop string can contain any more; None for a request without stop strings.
+
+        After the end of the request this is all remaining text. The remaining text can complete a stop string.
+        """
+        stop_text = self.stop_text
+        if stop_text is None:
             return None
-        if self.finished and watch.finish() and self.finish_reason is FinishReason.LENGTH:
+        if self.finished and stop_text.finish() and self.finish_reason is FinishReason.LENGTH:
             self.finish_reason = FinishReason.STOP
-        text = watch.take()
+        text = stop_text.take()
         self.text.append(text)
         return text
 
     def completion(self) -> Completion:
-        """The result, once finished."""
+        """Return the result of a finished request."""
         assert self.finish_reason is not None
         length = self.verified_tokens / self.iterations if self.iterations else 0.0
         text = "".join(self.text) if self.stop_text is not None else None
@@ -261,7 +268,7 @@ class Request:
 
 
 class RequestFailed(OutriderError):
-    """One request of a batch failed. It ends with an error; the others go on."""
+    """One request of a batch failed. The request ends with an error, and the other requests continue."""
 
     def __init__(self, request: Request, error: Exception) -> None:
         super().__init__(f"request {request.id}: {type(error).__name__}: {error}")

@@ -1,96 +1,102 @@
-"""SamplingParams: how a request's tokens are chosen, validated when made."""
+"""SamplingParams: the validated options that control how the engine chooses a request's tokens."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from outrider.device import ConfigError
 from outrider.engine.requests.guides import Guide
 from outrider.errors import shown
 
 MAX_LOGIT_BIAS = 300
-"""Entries of a request's bias list, bans for ``min_tokens`` included."""
+"""Maximum number of bias entries of a request, including the stop tokens that ``min_tokens`` bans."""
 MAX_SAMPLES = 1024
-"""Samples of one prompt."""
+"""Maximum number of samples of one prompt."""
 MAX_STOPS = 1024
-"""Stop tokens, and stop strings, of a request."""
-_LARGEST, _SMALLEST, _LARGEST_BIAS = 2.0**32, 2.0**-32, 2.0**64
-"""The device computes in float32. Within these, a logit of any model stays finite with all options at their extremes: biased,
-penalised and divided by the temperature."""
-_RANGE = "from 2**-32 to 2**32"
-_MOST_INT = 2**31 - 1
+"""Maximum number of stop tokens, and of stop strings, of a request."""
+_MAX_FACTOR, _MIN_FACTOR, _MAX_BIAS = 2.0**32, 2.0**-32, 2.0**64
+"""Limits within which float32 logits stay finite, even if a request combines all options at their extremes."""
+_FACTOR_RANGE = "from 2**-32 to 2**32"
+_MAX_INT = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How a request's tokens are chosen, validated when made.
+    """The options that control how the engine chooses a request's tokens. Raises :class:`ConfigError` for invalid values.
 
-    ``temperature`` 0 is greedy. The same ``seed`` gives the same draws at the same positions, whatever else runs. A token
-    of ``stop_token_ids``, or of the model's end-of-sequence tokens unless ``ignore_eos``, ends the request; none of these
-    is generated before ``min_tokens`` others.
-
-    The model's logits are changed in this order: ``logit_bias``; penalties; temperature; ``top_k``; ``top_p``; ``min_p``.
-    ``logit_bias`` maps tokens to what is added (-inf bans); it is kept as pairs in order of the tokens.
-    ``repetition_penalty`` divides positive logits of tokens in the prompt or the output and multiplies negative ones;
-    ``presence_penalty`` is subtracted from logits of tokens in the output, ``frequency_penalty`` once for each time.
-    ``top_k`` 0 keeps all; ``top_p`` in (0, 1]; ``min_p`` in [0, 1], a share of the likeliest token's probability. The
-    last three matter only at a temperature above 0.
-
-    ``stop``: strings that end the request; the text ends before the string, the tokens with the one that completes it.
-    (A stop token gives no text.) Those that begin in the first ``min_tokens`` are overlooked. ``logprobs``: report for each
-    token its log-probability and those of that many likeliest tokens, of the model's own distribution: before biases,
-    penalties and temperature. None: don't. ``n``: samples of the prompt, each with a seed of its own made from ``seed``;
-    the first has ``seed``, ``n`` at most :data:`MAX_SAMPLES`.
-
-    ``guide``: what the text must be (:mod:`outrider.engine.requests.guides`). Tokens that don't fit have no probability, in
-    drafts and elsewhere, before all other options; log-probabilities are the model's own all the same. An end-of-sequence
-    token comes only where the text is complete, with ``ignore_eos`` or before ``min_tokens`` only where nothing else may
-    come; the request ends with it.
-
-    Numbers are checked against what the device can compute with: a positive temperature, repetition penalty or share is from
-    2**-32 to 2**32, a bias at most 2**64, a whole number at most 2**31 - 1 (``seed``: 64 bits).
+    The engine changes the model's logits in this order: grammar mask, ``logit_bias``, penalties, temperature, ``top_k``,
+    ``top_p``, ``min_p``. The limits keep float32 logits finite: positive temperatures, repetition penalties and shares are
+    from 2**-32 to 2**32, biases at most 2**64, whole numbers at most 2**31 - 1.
     """
 
     max_tokens: int = 64
+    """Maximum number of generated tokens."""
     temperature: float = 0.0
+    """Divisor of the logits before sampling; 0 is greedy decoding."""
     seed: int = 0
+    """A 64-bit random seed. The same seed gives the same draws at the same positions, independent of other requests."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the request, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool = False
+    """If True, end-of-sequence tokens of the model don't end the request."""
     top_k: int = 0
+    """Sample from this many likeliest tokens; 0: from all."""
     top_p: float = 1.0
+    """Sample from the likeliest tokens with this total probability, in (0, 1]."""
     min_p: float = 0.0
+    """Drop tokens below this share of the likeliest token's probability, in [0, 1]."""
     repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output."""
     presence_penalty: float = 0.0
+    """Subtracted once from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output, once for each occurrence."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    """Values added to the logits of tokens; -inf bans a token. Stored as pairs in ascending order of the tokens."""
     min_tokens: int = 0
+    """The engine generates no stop token among the first ``min_tokens`` tokens and ignores stop strings that begin there."""
     stop: tuple[str, ...] = ()
+    """Strings that end the request. The text ends before the string, the tokens with the one that completes it.
+
+    Stop tokens add no text.
+    """
     logprobs: int | None = None
+    """Number of likeliest tokens to report with each token's log-probability; None: report no log-probabilities.
+
+    Log-probabilities are those of the model's logits before masks, biases, penalties and temperature.
+    """
     n: int = 1
+    """Number of samples of the prompt, at most :data:`MAX_SAMPLES`. Sample 0 has ``seed``, the others derived seeds."""
     guide: Guide | None = None
+    """A constraint on the whole text (:mod:`outrider.engine.requests.guides`).
+
+    Tokens that violate the guide have probability 0, also in drafts. The engine allows an end-of-sequence token only after
+    a complete text. With ``ignore_eos``, or before ``min_tokens``, it allows the token only if the guide allows no other.
+    The request ends with this token.
+    """
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1, _MOST_INT)
-        _check_float("temperature", self.temperature, f"0, or a number {_RANGE}", lambda x: x == 0 or _within(x))
+        _check_int("max_tokens", self.max_tokens, 1, _MAX_INT)
+        _check_float("temperature", self.temperature, f"0, or a number {_FACTOR_RANGE}", lambda x: x == 0 or _in_range(x))
         if not _is_int(self.seed) or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed is {shown(self.seed)}; expected a whole number that fits in 64 bits")
-        _check_int("top_k", self.top_k, 0, _MOST_INT)
-        _check_float("top_p", self.top_p, "a number above 0, at most 1", lambda x: x <= 1 and _within(x))
-        _check_float("min_p", self.min_p, "a number from 0 to 1", lambda x: x == 0 or (x <= 1 and _within(x)))
-        _check_float("repetition_penalty", self.repetition_penalty, f"a number {_RANGE}", _within)
+        _check_int("top_k", self.top_k, 0, _MAX_INT)
+        _check_float("top_p", self.top_p, "a number above 0, at most 1", lambda x: x <= 1 and _in_range(x))
+        _check_float("min_p", self.min_p, "a number from 0 to 1", lambda x: x == 0 or (x <= 1 and _in_range(x)))
+        _check_float("repetition_penalty", self.repetition_penalty, f"a number {_FACTOR_RANGE}", _in_range)
         for name in ("presence_penalty", "frequency_penalty"):
             _check_float(name, getattr(self, name), "a number from -2 to 2", lambda x: -2 <= x <= 2)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens, " (max_tokens)")
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, _MOST_INT)
+            _check_int("logprobs", self.logprobs, 0, _MAX_INT)
         _check_int("n", self.n, 1, MAX_SAMPLES)
         if self.n > 1 and self.temperature == 0:
             raise ConfigError(f"n is {self.n} at temperature 0, which gives the same sample each time; raise the temperature")
-        for name in ("ignore_eos",):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {shown(getattr(self, name))}; expected True or False")
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos is {shown(self.ignore_eos)}; expected True or False")
         if self.guide is not None and (not isinstance(self.guide, Guide) or type(self.guide) is Guide):
             raise ConfigError(
                 f"guide is {shown(self.guide)}; expected JsonSchema, JsonObject, Regex, Ebnf or Choice of outrider.engine"
@@ -101,38 +107,40 @@ class SamplingParams:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """``logit_bias`` as pairs of a token and what is added."""
+        """The pairs (token, added value) of ``logit_bias``."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn."""
+        """Return True if the engine samples tokens instead of taking the likeliest one."""
         return self.temperature > 0
 
     @property
     def biased(self) -> bool:
-        """Whether some tokens' logits have something added."""
+        """Return True if biases, or bans for ``min_tokens``, change logits."""
         return bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def penalized(self) -> bool:
-        """Whether a penalty isn't neutral."""
+        """Return True if a repetition, presence or frequency penalty changes logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens are dropped from the distribution."""
+        """Return True if top-k, top-p or min-p drops tokens from the distribution."""
         return self.samples and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def sample(self, index: int) -> SamplingParams:
-        """The parameters of one of the ``n`` samples: ``n`` 1 and a seed of its own."""
+        """Return the parameters of sample ``index``: ``n`` is 1, and the seed is derived."""
         return replace(self, n=1, seed=derived_seed(self.seed, index))
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """The seed of sample ``index``: ``seed`` itself for 0, else a 64-bit mix of both (SplitMix64's finalizer, Steele et
-    al. 2014; a bijection of the seed for each index, so different seeds keep different samples).
+    """Return the seed of sample ``index``: ``seed`` for index 0, else a 64-bit mix of both.
+
+    The mix is SplitMix64's finalizer (Steele et al. 2014). For each index it is a bijection of the seed, so that different
+    seeds give different samples.
     """
     if index == 0:
         return seed
@@ -144,9 +152,8 @@ def derived_seed(seed: int, index: int) -> int:
     return mixed - 2**64 if mixed >= 2**63 else mixed
 
 
-def _within(value: float) -> bool:
-    """Whether a positive number is within what the device can compute with."""
-    return _SMALLEST <= value <= _LARGEST
+def _in_range(value: float) -> bool:
+    return _MIN_FACTOR <= value <= _MAX_FACTOR
 
 
 def _is_int(value: object) -> bool:
@@ -165,40 +172,46 @@ def _check_float(name: str, value: float, expected: str, valid: Callable[[float]
         raise ConfigError(f"{name} is {shown(value)}; expected {expected}")
 
 
-def _token_ids(given: object) -> tuple[int, ...]:
-    if isinstance(given, Sequence) and not isinstance(given, str) and all(_is_int(token) for token in given[: MAX_STOPS + 1]):
-        found = tuple(dict.fromkeys(given[: MAX_STOPS + 1]))
-        if len(found) <= MAX_STOPS:
-            return found
-    raise ConfigError(f"stop_token_ids is {shown(given)}; expected whole numbers, {MAX_STOPS} at most")
+def _distinct_stops(stops: object, is_valid: Callable[[Any], bool]) -> tuple[Any, ...] | None:
+    """Return ``stops`` without repetitions, or None if they aren't at most :data:`MAX_STOPS` valid ones."""
+    if not isinstance(stops, Sequence) or not all(is_valid(stop) for stop in stops[: MAX_STOPS + 1]):
+        return None
+    distinct = tuple(dict.fromkeys(stops[: MAX_STOPS + 1]))
+    return distinct if len(distinct) <= MAX_STOPS else None
 
 
-def _strings(given: object) -> tuple[str, ...]:
-    strings = (given,) if isinstance(given, str) else given
-    if isinstance(strings, Sequence) and all(isinstance(text, str) and text for text in strings[: MAX_STOPS + 1]):
-        found = tuple(dict.fromkeys(strings[: MAX_STOPS + 1]))
-        if len(found) <= MAX_STOPS:
-            return found
-    raise ConfigError(f"stop is {shown(given)}; expected strings that aren't empty, {MAX_STOPS} at most")
+def _token_ids(tokens: object) -> tuple[int, ...]:
+    distinct = None if isinstance(tokens, str) else _distinct_stops(tokens, _is_int)
+    if distinct is None:
+        raise ConfigError(f"stop_token_ids is {shown(tokens)}; expected whole numbers, {MAX_STOPS} at most")
+    return distinct
 
 
-def _biases(given: object) -> tuple[tuple[int, float], ...]:
-    pairs = list(given.items()) if isinstance(given, Mapping) else given
-    wrong = ConfigError(
-        f"logit_bias is {shown(given)}; expected token ids with numbers of at most 2**64, or -inf to ban a token"
+def _strings(strings: object) -> tuple[str, ...]:
+    listed = (strings,) if isinstance(strings, str) else strings
+    distinct = _distinct_stops(listed, lambda text: isinstance(text, str) and bool(text))
+    if distinct is None:
+        raise ConfigError(f"stop is {shown(strings)}; expected strings that aren't empty, {MAX_STOPS} at most")
+    return distinct
+
+
+def _biases(logit_bias: object) -> tuple[tuple[int, float], ...]:
+    pairs = list(logit_bias.items()) if isinstance(logit_bias, Mapping) else logit_bias
+    error = ConfigError(
+        f"logit_bias is {shown(logit_bias)}; expected token ids with numbers of at most 2**64, or -inf to ban a token"
     )
     if not isinstance(pairs, Sequence) or isinstance(pairs, str):
-        raise wrong
-    found: dict[int, float] = {}
+        raise error
+    biases: dict[int, float] = {}
     for pair in pairs:
-        if not isinstance(pair, Sequence) or len(pair) != 2 or not _is_int(pair[0]) or pair[0] < 0 or pair[0] in found:
-            raise wrong
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not _is_int(pair[0]) or pair[0] < 0 or pair[0] in biases:
+            raise error
         value = pair[1]
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
-            or not (abs(value) <= _LARGEST_BIAS or value == -math.inf)
+            or not (abs(value) <= _MAX_BIAS or value == -math.inf)
         ):
-            raise wrong
-        found[pair[0]] = float(value)
-    return tuple(sorted(found.items()))
+            raise error
+        biases[pair[0]] = float(value)
+    return tuple(sorted(biases.items()))

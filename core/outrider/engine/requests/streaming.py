@@ -1,4 +1,4 @@
-"""One request, read as its tokens come."""
+"""RequestStream: an iterator over the outputs of one request."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from outrider.engine.requests.request import Request, StepOutput
 
 
 class RequestStream(Iterator[StepOutput]):
-    """The outputs of one request, from a queue of its own. Other streams, ``generate`` and ``step`` neither take them nor
-    change their order.
+    """The outputs of one request, in order, from its separate queue. Other streams, ``generate`` and ``step`` skip them.
 
-    ``advance`` runs an iteration of the engine. ``close`` ends the request if it hasn't ended. It's called once: when all
-    outputs were read, by :meth:`close`, or when the stream is garbage-collected.
-
-    ``next`` raises the error of an iteration. The stream may be read further if the engine still works.
+    ``next`` raises the error of an iteration. The caller may read on if the engine still works.
     """
 
     def __init__(
@@ -27,6 +23,9 @@ class RequestStream(Iterator[StepOutput]):
         advance: Callable[[], None],
         close: Callable[[Request], None],
     ) -> None:
+        """``advance``: runs one iteration of the engine. ``close``: ends the request if needed; called once, after the last
+        output, by :meth:`close` or at garbage collection.
+        """
         self._request = request
         self._outputs = outputs
         self._advance = advance
@@ -48,11 +47,11 @@ class RequestStream(Iterator[StepOutput]):
         return self._outputs.popleft()
 
     def close(self) -> None:
-        """End the request unless it has ended. What is unread is dropped. Allowed more than once."""
+        """End the request unless it has ended, and drop its unread outputs. Further calls do nothing."""
         close, self._close = self._close, None
         if close is not None:
             close(self._request)
 
     def __del__(self) -> None:
-        with suppress(Exception):  # there is no caller to raise it to
+        with suppress(Exception):  # no caller could handle the exception
             self.close()

@@ -1,4 +1,4 @@
-"""Stop strings: where a request's text ends, found as the text comes."""
+"""StopText: the search for stop strings in the growing text of a request."""
 
 from __future__ import annotations
 
@@ -9,66 +9,66 @@ from outrider.model import StreamDecoder, Tokenizer
 
 
 class StopText:
-    """The text of a request that ends at a string. Host alone; one request, one thread.
+    """The text of one request, which ends before the first stop string.
 
-    Text is held back while a stop string may have begun in it. A string is found when the text that completes it is
-    certain, which for a character spread over tokens is its last one. Strings that begin in the text of the first
-    ``overlook`` tokens aren't looked for.
+    The end of the text is held back while it may be the start of a stop string. A character that several tokens encode
+    becomes part of the text with its last token.
     """
 
     def __init__(self, decoder: StreamDecoder, stops: Sequence[str], *, overlook: int = 0) -> None:
+        """``overlook``: the number of first tokens in whose text no stop string may begin."""
         self._decoder = decoder
         self._stops = tuple(stops)
         self._overlook = overlook
-        self._tokens = 0
+        self._num_tokens = 0
         self._held = ""
         self._ready = ""
         self._stopped = False
 
     def push(self, token: int) -> bool:
-        """Add a token; returns whether a stop string is complete. After that, text that follows is lost."""
-        self._tokens += 1
-        self._add(self._decoder.push(token), self._tokens > self._overlook)
+        """Add a token and return True if a stop string is complete. The text after the stop string is dropped."""
+        self._num_tokens += 1
+        self._add(self._decoder.push(token))
         return self._stopped
 
     def finish(self) -> bool:
-        """The request is over: what was held back counts. Returns whether a stop string was in it after all."""
+        """Release the text that is held back, at the end of the request. Return True if it has a stop string."""
         if not self._stopped:
-            self._add(self._decoder.flush(), self._tokens > self._overlook)
+            self._add(self._decoder.flush())
             if not self._stopped:
-                self._ready, self._held = self._ready + self._held, ""
+                self._release(len(self._held))
         return self._stopped
 
     def take(self) -> str:
-        """The text that has become certain since the last call."""
+        """Return the text that was released since the last call."""
         text, self._ready = self._ready, ""
         return text
 
-    def _add(self, piece: str, search: bool) -> None:
+    def _add(self, piece: str) -> None:
         self._held += piece
-        if not search:
+        if self._num_tokens <= self._overlook:
             self._release(len(self._held))
             return
-        found = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
-        if found:
-            self._release(min(found))
+        starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if starts:
+            self._release(min(starts))
             self._held, self._stopped = "", True
         else:
-            self._release(len(self._held) - self._begun())
+            self._release(len(self._held) - self._possible_stop_length())
 
     def _release(self, count: int) -> None:
         self._ready, self._held = self._ready + self._held[:count], self._held[count:]
 
-    def _begun(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
+    def _possible_stop_length(self) -> int:
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = min(max(len(stop) for stop in self._stops) - 1, len(self._held))
-        ends = (self._held[len(self._held) - size :] for size in range(longest, 0, -1))
-        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)
+        suffixes = (self._held[len(self._held) - size :] for size in range(longest, 0, -1))
+        return next((len(suffix) for suffix in suffixes if any(stop.startswith(suffix) for stop in self._stops)), 0)
 
 
 def watch(tokenizer: Tokenizer, params: SamplingParams, output: Sequence[int] = ()) -> StopText:
-    """Looks for the stop strings of a request, behind its ``output`` so far."""
-    looking = StopText(tokenizer.stream(), params.stop, overlook=params.min_tokens)
+    """Return a :class:`StopText` for the stop strings of ``params`` that has read the request's ``output`` so far."""
+    stop_text = StopText(tokenizer.stream(), params.stop, overlook=params.min_tokens)
     for token in output:
-        looking.push(token)
-    return looking
+        stop_text.push(token)
+    return stop_text

@@ -1,1 +1,1 @@
-"""Device state of an engine: buffers, rows, staging, plans and results."""
+"""Device state of an engine: static buffers, request rows, input upload, plans and results."""

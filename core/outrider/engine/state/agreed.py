@@ -1,4 +1,4 @@
-"""Whole numbers that tensor-parallel ranks must have alike: those of the first one, in one record, on the device."""
+"""Agreed values: integers that the first tensor-parallel rank broadcasts, so that all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from outrider.model import ModelRanks
 
 
 def agreed(ranks: ModelRanks, *values: Tensor) -> list[Tensor]:
-    """``values`` [B, ...], int64 or bool, as the first tensor-parallel rank has them; one broadcast for all of them.
+    """Return ``values`` [B, ...], int64 or bool, of the first tensor-parallel rank, with one broadcast on the device.
 
-    Ranks compute the same from the same bits, but one that differs in the last of them must not decide otherwise.
+    Ranks can differ in the last bits of floating-point results. They must not derive different tokens from them.
     """
     if ranks.tensor is None:
         return list(values)

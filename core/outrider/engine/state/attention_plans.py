@@ -1,4 +1,4 @@
-"""Attention that is planned: which kinds of it a batch goes through, and the plans that kernels made of batches."""
+"""AttentionPlans: the plans that kernels compute for the attention of each kind of batch."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ from outrider.speculative.seq_lens import HostSeqLens
 
 
 class Planned(StrEnum):
-    """What a plan is for: verify (and draft-extend over the same tokens), an accepted path, chunks of prompts."""
+    """The kinds of batches that have attention plans."""
 
     VERIFY = "verify"
+    """The verify stage, and for chains draft-extend over the same tokens."""
     PATH = "path"
+    """Draft-extend over the accepted path of a tree."""
     PREFILL = "prefill"
+    """Prefill chunks."""
 
 
 class AttentionPlans:
-    """Plans of attention, each kept for the next batch of its kind and size, so that graphs find it where it was.
+    """The attention plans of an engine. A batch reuses the plan object of its kind and size, so that graphs find it.
 
-    A draft's own passes aren't planned: their lengths grow in the middle of a stage.
+    Draft passes have no plans, because their lengths grow within a stage.
     """
 
     def __init__(self, model: LanguageModel, proposer: Proposer, *, page_size: int) -> None:
         self._kernels = model.kernels
         self.on_host = model.kernels.plans_on_host
-        """Whether planning reads exact lengths on the host."""
+        """True if the kernels need exact lengths on the host for planning."""
         target = attention_shapes(model.config, model.dtype, page_size=page_size)
         draft = proposer.attention_shapes(page_size)
         both = tuple(dict.fromkeys((*target, *draft)))
-        # An accepted path of a tree is another batch than the tree; a chain is taken in as it was verified.
+        # Draft-extend processes the accepted path of a tree, but the whole verified chain.
         self._shapes = {
             Planned.VERIFY: target if proposer.is_tree else both,
             Planned.PATH: draft,
             Planned.PREFILL: both,
         }
-        self._kept: dict[tuple[Planned, int, int], object | None] = {}
+        self._plans: dict[tuple[Planned, int, int], object | None] = {}
 
     def plan(
         self, what: Planned, attention: AttentionMetadata, seq_lens_host: HostSeqLens | None, ahead: int, stream: Stream
     ) -> AttentionMetadata:
-        """``attention`` with its plan, made in the scope of ``stream``, or brought up to date.
+        """Return ``attention`` with its plan, created or updated on ``stream``.
 
-        ``seq_lens_host`` plus ``ahead`` are ``attention.seq_lens`` on the host, those of padding included; needed with
-        ``on_host``.
+        ``seq_lens_host`` plus ``ahead`` must equal ``attention.seq_lens``, including padding; required if :attr:`on_host`.
         """
-        kept = (what, 0, 0) if what is Planned.PREFILL else (what, attention.seq_lens.shape[0], attention.max_query)
-        batch = replace(attention, shapes=self._shapes[what], plan=self._kept.get(kept))
+        key = (what, 0, 0) if what is Planned.PREFILL else (what, attention.seq_lens.shape[0], attention.max_query)
+        batch = replace(attention, shapes=self._shapes[what], plan=self._plans.get(key))
         if self.on_host:
             assert seq_lens_host is not None
             batch = replace(batch, seq_lens_host=HostParam(what.value, seq_lens_host.plus(ahead)))
         planned = self._kernels.plan_attention(batch, stream=stream)
-        self._kept[kept] = planned.plan
+        self._plans[key] = planned.plan
         return replace(planned, seq_lens_host=attention.seq_lens_host)

@@ -1,10 +1,13 @@
-"""Static device buffers of an iteration, in a registry: each with a name, a shape and what fills its padding.
+"""Static device buffers of an iteration. Each buffer has a name, a shape and a padding value.
 
-They are allocated once, from declared shapes, before anything is captured, and used through views of the first rows.
-Each has one writing stream. An engine may draft fewer tokens in an iteration than it can: the buffers of such an
-iteration are the same memory in the layout of the shorter draft. Letters: B requests, N nodes of a draft with its root
-(the width of verify), E tokens of a request that draft-extend takes in (one more than the longest path), K drafted
-tokens, D the longest path, P pages a request, H hidden size, V vocabulary, M bias entries.
+The engine allocates all buffers once, before it captures graphs. Stages use views of the first rows. One stream writes each
+buffer. An iteration with a shorter draft uses the same memory in the layout of the shorter draft.
+
+Letters in shapes:
+
+- B: requests; P: pages of a request; H: hidden size; V: vocabulary size; M: bias entries;
+- K: draft tokens; D: length of the longest path; N: draft nodes including the root (the width of verify);
+- E: tokens of a request in draft-extend (D + 1).
 """
 
 from __future__ import annotations
@@ -25,10 +28,9 @@ from outrider.speculative.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """One buffer: ``per`` rows of ``shape`` for each request, behind the dimensions ``leading``.
+    """The declaration of one buffer: ``per`` rows of ``shape`` for each request.
 
-    ``padding`` fills the rows of a bucket that no request has; where ``step`` isn't 0, request i's row gets ``i * step``
-    more. Row 0 of every table and page 0 of every cache are reserved, so that zero is a valid index everywhere.
+    Row 0 of every table and page 0 of every cache are reserved, so that zero is always a valid index.
     """
 
     name: str
@@ -36,148 +38,170 @@ class BufferSpec:
     dtype: torch.dtype = torch.int64
     per: int = 1
     leading: tuple[int, ...] = ()
+    """Dimensions before the rows."""
     padding: int | float | bool = 0
+    """The value in rows of a bucket without a request."""
     step: int = 0
+    """Increment of the padding value from one request to the next."""
 
 
 INPUTS, DRAFT, VERIFY, EXTEND, OUTPUTS = "inputs", "draft", "verify", "extend", "outputs"
-"""Groups of buffers, the first part of their names: who writes them is said at the classes below."""
+"""Groups of buffers, the first part of their names. The classes below document the writing stream of each group."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """Private copies of what the iteration reads of shared state, gathered on forward before the draft.
-
-    ``rows``, ``seq_lens``, ``last_tokens``, ``seeds`` int64 [B]; ``temperature`` float32 [B]; ``tables`` int32 [B, P];
-    ``mrope_position_deltas`` int64 [B], None where the model's positions have no axes; ``relay`` by name, [B, ...].
-    Sampling options: ``numbers`` int64 [B, 2], ``shares`` float32 [B, 5], ``biases``: tokens int64, values float32, ends
-    int64, [B, M] each.
-    """
+    """The iteration's private copies of shared row state. The forward stream gathers them before the draft."""
 
     rows: Tensor
+    """Request rows, int64 [B]."""
     seq_lens: Tensor
+    """Tokens in the target's KV cache, int64 [B]."""
     last_tokens: Tensor
+    """The last token of each request, int64 [B]."""
     seeds: Tensor
+    """Random seeds, int64 [B]."""
     temperature: Tensor
+    """Sampling temperatures, float32 [B]."""
     tables: Tensor
+    """Block tables, int32 [B, P]."""
     mrope_position_deltas: Tensor | None
+    """Rope position minus sequence index, int64 [B]; None if the model's positions have one axis."""
     relay: Mapping[str, Tensor]
+    """The tensors that the proposer relays between iterations, by name, [B, ...]."""
     numbers: Tensor
+    """Top-k and number of bias entries, int64 [B, 2]."""
     shares: Tensor
+    """Top-p, min-p and the three penalties, float32 [B, 5]."""
     biases: tuple[Tensor, Tensor, Tensor]
+    """Bias tokens int64, values float32 and end positions int64, [B, M] each."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyInputs:
-    """Written on plan: ``tokens``, ``positions`` (indices in the sequence), ``slots`` int64 [B*N]; ``rope_positions``, the
-    same as the model's rope takes them: [3, B*N], or ``positions`` itself where it has no axes; ``seq_lens`` int32 [B];
-    ``mask`` bool [B*N, N] of trees. ``query_start`` int32 [B+1] is constant. Where nothing is drafted ``tokens`` are the
-    inputs' ``last_tokens``, and written with these on forward alone.
-
-    ``static_rope_positions``: what a captured verify reads; a copy where positions have axes, since some devices compute
-    these once more after the plan has joined.
-    """
+    """The inputs of verify, which the plan stream writes."""
 
     tokens: Tensor
+    """The last token and the draft tokens, int64 [B*N]. Without a draft this is ``last_tokens``, written on forward."""
     positions: Tensor
+    """Sequence indices, int64 [B*N]."""
     rope_positions: Tensor
+    """Positions for the model's rope, int64 [3, B*N]; ``positions`` itself if the model's positions have one axis."""
     static_rope_positions: Tensor
+    """The rope positions that a captured verify reads. With three axes this is a copy of ``rope_positions``.
+
+    Some devices compute ``rope_positions`` again after the join of the plan stream.
+    """
     slots: Tensor
+    """Cache slots, int64 [B*N]."""
     seq_lens: Tensor
+    """KV lengths including the N tokens, int32 [B]."""
     mask: Tensor | None
+    """The tree mask, bool [B*N, N]; None for chains."""
     query_start: Tensor
+    """The constant first token of each request, int32 [B+1]."""
 
     @property
     def width(self) -> int:
-        """N."""
+        """The number of tokens of each request, N."""
         return self.tokens.shape[0] // self.seq_lens.shape[0]
 
     def attention(self, tables: Tensor, *, max_query: int, max_kv: int) -> AttentionMetadata:
-        """Metadata of N new tokens for each request."""
-        return AttentionMetadata(
-            query_start=self.query_start,
-            seq_lens=self.seq_lens,
-            block_table=tables,
-            max_query=max_query,
-            max_kv=max_kv,
-            tree_mask=self.mask,
-            uniform=True,
-        )
+        """Return the attention metadata of N new tokens for each request."""
+        return _uniform_attention(self, tables, self.mask, max_query=max_query, max_kv=max_kv)
 
 
 @dataclass(frozen=True, slots=True)
 class PathInputs:
-    """Of trees, written in the extend plan, since only a path is taken in: ``gather`` int64 [B*E], rows of verify along
-    the path; ``positions``, ``slots`` int64 [B*E], ``rope_positions`` as the target's rope takes them; ``seq_lens`` int32
-    [B]; ``sources``, ``destinations`` int64 [B*D], cache slots that accepted nodes move between. ``query_start`` int32
-    [B+1] is constant.
-    """
+    """The inputs of draft-extend over the accepted path of a tree, which the extend plan writes."""
 
     gather: Tensor
+    """Rows of verify along the path, int64 [B*E]."""
     positions: Tensor
+    """Sequence indices, int64 [B*E]."""
     rope_positions: Tensor
+    """Positions for the target's rope, int64 [3, B*E]; ``positions`` itself if its positions have one axis."""
     slots: Tensor
+    """Cache slots, int64 [B*E]."""
     seq_lens: Tensor
+    """KV lengths including the E tokens, int32 [B]."""
     sources: Tensor
+    """Cache slots of the accepted nodes before the move, int64 [B*D]."""
     destinations: Tensor
+    """Cache slots of the accepted nodes after the move, int64 [B*D]."""
     query_start: Tensor
+    """The constant first token of each request, int32 [B+1]."""
 
     def attention(self, tables: Tensor, *, max_query: int, max_kv: int) -> AttentionMetadata:
-        """Metadata of E tokens for each request, an accepted path that has become a chain."""
-        return AttentionMetadata(
-            query_start=self.query_start,
-            seq_lens=self.seq_lens,
-            block_table=tables,
-            max_query=max_query,
-            max_kv=max_kv,
-            uniform=True,
-        )
+        """Return the attention metadata of E tokens for each request. The accepted path is a chain, without a mask."""
+        return _uniform_attention(self, tables, None, max_query=max_query, max_kv=max_kv)
+
+
+def _uniform_attention(
+    inputs: VerifyInputs | PathInputs, tables: Tensor, tree_mask: Tensor | None, *, max_query: int, max_kv: int
+) -> AttentionMetadata:
+    return AttentionMetadata(
+        query_start=inputs.query_start,
+        seq_lens=inputs.seq_lens,
+        block_table=tables,
+        max_query=max_query,
+        max_kv=max_kv,
+        tree_mask=tree_mask,
+        uniform=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendPlan:
-    """Written in the extend plan: ``tokens`` int64 [B*E], ``last`` and ``next_positions`` int64 [B]; ``path`` None for
-    chains. ``continues`` bool [B] and ``starts`` int32 [B+1] are constant: all do, and one token of each.
-    """
+    """The inputs of draft-extend, which the extend plan writes."""
 
     tokens: Tensor
+    """The token after each position, int64 [B*E]."""
     last: Tensor
+    """The row of each request's last token in ``tokens``, int64 [B]."""
     next_positions: Tensor
+    """The position after the new tokens, int64 [B]."""
     continues: Tensor
+    """Constant True, bool [B]: every request has earlier tokens in the draft cache."""
     starts: Tensor
+    """The constant row numbers 0 to B, int32 [B+1], for one token of each request."""
     path: PathInputs | None
+    """The accepted path; None for chains."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutputs:
-    """Written by verify, on forward: ``hidden`` [B*N, H], ``aux_hidden_states`` of inner layers, [B*N, H] each, ``tokens``
-    int64 [B, E] (accepted, decided, then -1), ``path`` int64 [B, E] of trees, ``accepted`` int64 [B].
-    """
+    """The outputs of verify, which the forward stream writes."""
 
     hidden: Tensor
+    """Hidden states, [B*N, H]."""
     aux_hidden_states: tuple[Tensor, ...]
+    """Hidden states of the inner layers that the proposer reads, [B*N, H] each."""
     tokens: Tensor
+    """The accepted tokens, the token that the target decides, then -1: int64 [B, E]."""
     path: Tensor | None
+    """The accepted nodes of a tree, int64 [B, E]; None for chains."""
     accepted: Tensor
+    """Numbers of accepted draft tokens, int64 [B]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """Every buffer, for the first ``count`` requests. ``draft`` is written by the draft, on forward."""
+    """Views of every buffer for the first ``count`` requests."""
 
     count: int
     inputs: DecodeInputs
     draft: Draft
+    """The outputs of the draft stage, which the forward stream writes."""
     verify: VerifyInputs
     extend: ExtendPlan
     outputs: VerifyOutputs
 
 
 class StaticBuffers:
-    """Owner of the buffers of ``specs``. ``views`` of the same count are the same objects each time.
+    """The memory of the buffers of ``specs``. Calls of :meth:`views` with the same arguments return the same object.
 
-    ``shorter``: by the number of tokens that an iteration drafts, the same buffers as such an iteration lays them out. In all
-    methods ``drafted`` None is the layout of ``specs``.
+    In all methods ``drafted`` is the draft length whose layout applies; None: the layout of ``specs``.
     """
 
     def __init__(
@@ -188,67 +212,67 @@ class StaticBuffers:
         max_requests: int,
         shorter: Mapping[int, Iterable[BufferSpec]] | None = None,
     ) -> None:
+        """``shorter``: the layouts of iterations with fewer draft tokens, by their number of draft tokens."""
         self._backend = backend
         self.specs = {spec.name: spec for spec in specs}
         self._drafted = self.specs["verify.positions"].per - 1
         self._layouts: dict[int | None, Mapping[str, BufferSpec]] = {None: self.specs}
-        for drafted, given in (shorter or {}).items():
-            self._layouts[drafted] = {spec.name: spec for spec in given}
-        self._full = {
+        for drafted, layout_specs in (shorter or {}).items():
+            self._layouts[drafted] = {spec.name: spec for spec in layout_specs}
+        self._memory = {
             spec.name: torch.full(
                 (*spec.leading, max_requests * spec.per, *spec.shape), spec.padding, dtype=spec.dtype, device=backend.device
             )
             for spec in self.specs.values()
         }
-        self._whole = {
+        self._buffers = {
             (drafted, name): self._laid_out(spec, max_requests)
             for drafted, layout in self._layouts.items()
             for name, spec in layout.items()
         }
-        number = torch.arange(max_requests, device=backend.device)
-        # Padding that counts up, made once: nothing is allocated while a batch is padded.
-        self._counted = {
-            (drafted, spec.name): spec.padding + spec.step * number
+        request_numbers = torch.arange(max_requests, device=backend.device)
+        # Ascending padding is precomputed, so that padding a batch allocates no memory.
+        self._step_padding = {
+            (drafted, spec.name): spec.padding + spec.step * request_numbers
             for drafted, layout in self._layouts.items()
             for spec in layout.values()
             if spec.step
         }
         for name, spec in self.specs.items():
             if spec.step:
-                self._full[name].copy_(self._counted[None, name])
-        self._constants: dict[int, Tensor] = {}
-        self._continuing = torch.ones(max_requests, dtype=torch.bool, device=backend.device)
-        self._max_requests = max_requests
+                self._memory[name].copy_(self._step_padding[None, name])
+        self._query_starts: dict[int, Tensor] = {}
+        self._continues = torch.ones(max_requests, dtype=torch.bool, device=backend.device)
         self._views: dict[tuple[int | None, int], Views] = {}
-        for specs_of in self._layouts.values():
-            for per in {1, specs_of["verify.positions"].per, specs_of["extend.tokens"].per} - self._constants.keys():
-                ends = torch.arange(0, (max_requests + 1) * per, per, dtype=torch.int32, device=backend.device)
-                self._constants[per] = ends
-        self.lane = torch.arange(max(self._constants), device=backend.device)
-        """0, 1, … for as many tokens as a request may have in an iteration."""
+        for layout in self._layouts.values():
+            for per in {1, layout["verify.positions"].per, layout["extend.tokens"].per} - self._query_starts.keys():
+                starts = torch.arange(0, (max_requests + 1) * per, per, dtype=torch.int32, device=backend.device)
+                self._query_starts[per] = starts
+        self.lane = torch.arange(max(self._query_starts), device=backend.device)
+        """The numbers 0, 1, … for as many tokens as a request can have in an iteration."""
 
     def _laid_out(self, spec: BufferSpec, max_requests: int) -> Tensor:
-        """The memory of a buffer from its beginning on, in the layout of ``spec``."""
+        """Return the first elements of a buffer's memory in the layout of ``spec``."""
         shape = (*spec.leading, max_requests * spec.per, *spec.shape)
-        full = self._full[spec.name]
-        return full if full.shape == shape else full.view(-1)[: math.prod(shape)].view(shape)
+        memory = self._memory[spec.name]
+        return memory if memory.shape == shape else memory.view(-1)[: math.prod(shape)].view(shape)
 
     def rows(self, name: str, start: int, end: int, drafted: int | None = None) -> Tensor:
-        """The rows of requests ``start`` to ``end`` of one buffer."""
+        """Return the rows of requests ``start`` to ``end`` of one buffer."""
         layout = self._layout(drafted)
         spec = self._layouts[layout][name]
-        return self._whole[layout, name].narrow(len(spec.leading), start * spec.per, (end - start) * spec.per)
+        return self._buffers[layout, name].narrow(len(spec.leading), start * spec.per, (end - start) * spec.per)
 
     def _layout(self, drafted: int | None) -> int | None:
         return None if drafted == self._drafted else drafted
 
     def group(self, *prefixes: str, count: int, drafted: int | None = None) -> dict[str, Tensor]:
-        """Buffers whose names begin with one of ``prefixes``, for ``count`` requests."""
+        """Return the buffers of the groups ``prefixes`` for ``count`` requests, by name."""
         layout = self._layouts[self._layout(drafted)]
         return {name: self.rows(name, 0, count, drafted) for name in layout if name.split(".")[0] in prefixes}
 
     def pad(self, prefix: str, *, count: int, bucket: int, drafted: int | None = None) -> None:
-        """Fill what lies between ``count`` and ``bucket`` requests, in the caller's scope; nothing when they are equal."""
+        """Write padding to the rows of requests ``count`` to ``bucket`` of a group, on the current stream."""
         if count == bucket:
             return
         layout = self._layout(drafted)
@@ -256,19 +280,19 @@ class StaticBuffers:
             if name.split(".")[0] == prefix:
                 rows = self.rows(name, count, bucket, drafted)
                 if spec.step:
-                    rows.copy_(self._counted[layout, name][count:bucket])
+                    rows.copy_(self._step_padding[layout, name][count:bucket])
                 else:
                     rows.fill_(spec.padding)
 
     def mark_stale(self, prefix: str, *, bucket: int, drafted: int | None = None) -> None:
-        """Tell a tool that a group is about to be written for a new batch: what isn't written again is stale."""
+        """Report to an observing tool that the rows of a group are stale until the new batch writes them."""
         if self._backend.observer is None:
             return
         for name, rows in self.group(prefix, count=bucket, drafted=drafted).items():
             self._backend.mark_stale(rows, f"{name} of the batch before")
 
     def views(self, count: int, drafted: int | None = None) -> Views:
-        """Views for ``count`` requests."""
+        """Return the views of all buffers for ``count`` requests."""
         key = self._layout(drafted), count
         if key not in self._views:
             self._views[key] = self._view(count, key[0])
@@ -280,13 +304,13 @@ class StaticBuffers:
         def get(name: str) -> Tensor:
             return self.rows(name, 0, count, drafted)
 
-        def maybe(name: str) -> Tensor | None:
+        def get_or_none(name: str) -> Tensor | None:
             return get(name) if name in specs else None
 
-        def several(prefix: str) -> dict[str, Tensor]:
+        def get_all(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): get(name) for name in specs if name.startswith(prefix)}
 
-        mask = maybe("draft.mask")
+        mask = get_or_none("draft.mask")
         path = None
         if mask is not None:
             positions = get("extend.positions")
@@ -298,11 +322,11 @@ class StaticBuffers:
                 seq_lens=get("extend.seq_lens"),
                 sources=get("extend.sources"),
                 destinations=get("extend.destinations"),
-                query_start=self._constants[specs["extend.tokens"].per][: count + 1],
+                query_start=self._query_starts[specs["extend.tokens"].per][: count + 1],
             )
         positions = get("verify.positions")
-        axes = "verify.rope_positions" in specs
-        hidden, states = get("outputs.hidden"), maybe("outputs.aux_hidden_states")
+        has_axes = "verify.rope_positions" in specs
+        hidden, states = get("outputs.hidden"), get_or_none("outputs.aux_hidden_states")
         return Views(
             count=count,
             inputs=DecodeInputs(
@@ -312,40 +336,40 @@ class StaticBuffers:
                 seeds=get("inputs.seeds"),
                 temperature=get("inputs.temperature"),
                 tables=get("inputs.tables"),
-                mrope_position_deltas=maybe("inputs.mrope_position_deltas"),
-                relay=several("inputs.relay."),
+                mrope_position_deltas=get_or_none("inputs.mrope_position_deltas"),
+                relay=get_all("inputs.relay."),
                 numbers=get("inputs.numbers"),
                 shares=get("inputs.shares"),
                 biases=(get("inputs.bias_tokens"), get("inputs.bias_values"), get("inputs.bias_until")),
             ),
             draft=Draft(
                 tokens=get("draft.tokens"),
-                probs=maybe("draft.probs"),
+                probs=get_or_none("draft.probs"),
                 tree=None if mask is None else Tree(get("draft.parents"), get("draft.depths"), mask),
             ),
             verify=VerifyInputs(
                 tokens=get("verify.tokens" if "verify.tokens" in specs else "inputs.last_tokens"),
                 positions=positions,
-                rope_positions=get("verify.rope_positions") if axes else positions,
-                static_rope_positions=get("verify.static_rope_positions") if axes else positions,
+                rope_positions=get("verify.rope_positions") if has_axes else positions,
+                static_rope_positions=get("verify.static_rope_positions") if has_axes else positions,
                 slots=get("verify.slots"),
                 seq_lens=get("verify.seq_lens"),
-                mask=maybe("verify.mask"),
-                query_start=self._constants[specs["verify.positions"].per][: count + 1],
+                mask=get_or_none("verify.mask"),
+                query_start=self._query_starts[specs["verify.positions"].per][: count + 1],
             ),
             extend=ExtendPlan(
                 tokens=get("extend.tokens"),
                 last=get("extend.last"),
                 next_positions=get("extend.next_positions"),
-                continues=self._continuing[:count],
-                starts=self._constants[1][: count + 1],
+                continues=self._continues[:count],
+                starts=self._query_starts[1][: count + 1],
                 path=path,
             ),
             outputs=VerifyOutputs(
                 hidden=hidden,
                 aux_hidden_states=() if states is None else SideBySide(states, hidden.shape[-1]),
                 tokens=get("outputs.tokens"),
-                path=maybe("outputs.path"),
+                path=get_or_none("outputs.path"),
                 accepted=get("outputs.accepted"),
             ),
         )
@@ -354,16 +378,16 @@ class StaticBuffers:
 def step_buffers(
     model: LanguageModel, proposer: Proposer, *, pages: int, drafted: int | None = None
 ) -> tuple[BufferSpec, ...]:
-    """The buffers of an engine: the whole table, in the order in which an iteration writes them. ``pages``: P.
+    """Return the declarations of all buffers of an engine, in the order in which an iteration writes them.
 
-    ``drafted``: the layout of an iteration that drafts so many tokens of a chain, none of them more than the buffers of a
-    whole draft hold. None: a whole draft.
+    ``pages``: maximum number of pages of a request. ``drafted``: the draft length of a chain; None: the proposer's longest
+    draft. A shorter layout never needs more memory than the longest one.
     """
-    axes = model.config.rope.axes > 1
+    has_axes = model.config.rope.axes > 1
     tokens = proposer.nodes if drafted is None else drafted
     nodes, path = tokens + 1, (proposer.depth if drafted is None else drafted) + 1
     hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
-    read = len(proposer.aux_hidden_state_layers)
+    num_aux_layers = len(proposer.aux_hidden_state_layers)
     int32, float32, booleans = torch.int32, torch.float32, torch.bool
     specs = [
         BufferSpec("inputs.rows"),
@@ -372,7 +396,7 @@ def step_buffers(
         BufferSpec("inputs.seeds"),
         BufferSpec("inputs.temperature", dtype=float32),
         BufferSpec("inputs.tables", (pages,), int32),
-        *([BufferSpec("inputs.mrope_position_deltas")] if axes else []),
+        *([BufferSpec("inputs.mrope_position_deltas")] if has_axes else []),
         *(BufferSpec(f"inputs.relay.{spec.name}", spec.shape, spec.dtype) for spec in proposer.relay),
         BufferSpec("inputs.numbers", (2,)),
         BufferSpec("inputs.shares", (5,), float32),
@@ -390,14 +414,14 @@ def step_buffers(
     elif tokens:
         specs.append(BufferSpec("draft.probs", (tokens, vocabulary), float32))
     specs += [
-        # Where nothing is drafted these are the last tokens, which verify reads where they were gathered.
+        # Without a draft, verify reads inputs.last_tokens.
         *([BufferSpec("verify.tokens", per=nodes)] if tokens else []),
         BufferSpec("verify.positions", per=nodes),
         BufferSpec("verify.slots", per=nodes),
-        # A padding request has as many tokens as the others, all in the reserved page.
+        # A padding request has N tokens like all others, in the reserved page 0.
         BufferSpec("verify.seq_lens", dtype=int32, padding=nodes),
     ]
-    if axes:
+    if has_axes:
         specs += [
             BufferSpec("verify.rope_positions", per=nodes, leading=(3,)),
             BufferSpec("verify.static_rope_positions", per=nodes, leading=(3,)),
@@ -406,12 +430,16 @@ def step_buffers(
         specs.append(BufferSpec("verify.mask", (nodes,), booleans, per=nodes, padding=True))
     specs += [
         BufferSpec("outputs.hidden", (hidden,), model.dtype, per=nodes),
-        *([BufferSpec("outputs.aux_hidden_states", (read * hidden,), model.dtype, per=nodes)] if read else []),
+        *(
+            [BufferSpec("outputs.aux_hidden_states", (num_aux_layers * hidden,), model.dtype, per=nodes)]
+            if num_aux_layers
+            else []
+        ),
         BufferSpec("outputs.tokens", (path,)),
         *([BufferSpec("outputs.path", (path,))] if proposer.is_tree else []),
         BufferSpec("outputs.accepted"),
         BufferSpec("extend.tokens", per=path),
-        BufferSpec("extend.last", step=path),  # the first token of each: a row of its own
+        BufferSpec("extend.last", step=path),  # padding: the first row of each request, so that rows stay distinct
         BufferSpec("extend.next_positions"),
     ]
     if proposer.is_tree:
@@ -422,6 +450,6 @@ def step_buffers(
             BufferSpec("extend.seq_lens", dtype=int32, padding=path),
             BufferSpec("extend.sources", per=proposer.depth),
             BufferSpec("extend.destinations", per=proposer.depth),
-            *([BufferSpec("extend.rope_positions", per=path, leading=(3,))] if axes else []),
+            *([BufferSpec("extend.rope_positions", per=path, leading=(3,))] if has_axes else []),
         ]
     return tuple(specs)

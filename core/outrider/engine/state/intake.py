@@ -1,4 +1,4 @@
-"""Brings in what the host decided of a batch: packed, uploaded, and written into rows."""
+"""The input upload: pack the host's decisions about a batch, copy them to the device, and write them to request rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.model import RopeConfig
 
 
 class Intake:
-    """The steps of one intake. Each is enqueued in the scope that the caller opened; the caller orders them."""
+    """The steps of an input upload. Each step enqueues work on the current stream; the caller orders the streams."""
 
     def __init__(
         self,
@@ -36,8 +36,9 @@ class Intake:
         self._rope = rope
 
     def pack(self, batch: Batch, bucket: PrefillBucket | None = None) -> Packer:
-        """Host: pack everything that the device must know of ``batch``, its chunks of prompts padded to ``bucket`` if there
-        is one. Raises :class:`RequestFailed` for a request that can't be packed.
+        """Pack the inputs of ``batch`` on the host, with prefill chunks padded to ``bucket``.
+
+        Raises :class:`RequestFailed` for a request that can't be packed.
         """
         try:
             return self._packed(batch, bucket)
@@ -45,8 +46,8 @@ class Intake:
             for request in dict.fromkeys((*batch.requests, *batch.admitted)):
                 try:
                     self._packed(batch.only(request))
-                except Exception as its_own:
-                    raise RequestFailed(request, its_own) from error
+                except Exception as request_error:
+                    raise RequestFailed(request, request_error) from error
             raise
 
     def _packed(self, batch: Batch, bucket: PrefillBucket | None = None) -> Packer:
@@ -62,26 +63,30 @@ class Intake:
         return packer
 
     def stage_nothing(self, bucket: PrefillBucket) -> Mapping[str, tuple[int, int]]:
-        """Write padding alone where chunks of ``bucket`` are staged, in the caller's scope; returns the segments."""
+        """Write an empty batch, padded to ``bucket``, to the staging buffer. Return the segments."""
         packer = self._packed(Batch((), (), (), ()), bucket)
         self._staging.place(packer)
         return packer.segments
 
     def holds(self, packer: Packer) -> bool:
-        """Host: whether the device has all of it from the iteration before. While requests decode, pages alone change."""
+        """Return True if ``packer`` equals the previous upload, so that no copy is needed.
+
+        In consecutive decode iterations only new pages change the inputs.
+        """
         return self._staging.holds(packer)
 
     def forget(self) -> None:
-        """Host: after a failure the device may have anything."""
+        """Count the device's copy as invalid, after a failure."""
         self._staging.forget()
 
     def upload(self, packer: Packer, entry: int, schedule: Stream) -> None:
-        """Copy it through an entry of the rings."""
+        """Copy the packed values to ring entry ``entry`` on the device, on the stream ``schedule``."""
         self._staging.upload(entry, packer.packed, schedule)
 
     def unpack(self, batch: Batch, packer: Packer, entry: int | None) -> None:
-        """What was uploaded to ``entry``, to where it's read (None: it's there); new requests' parameters and new pages into
-        rows.
+        """Copy ring entry ``entry`` to the staging buffer, and write parameters and pages of ``batch`` to request rows.
+
+        ``entry`` None: the staging buffer already has these values.
         """
         if entry is not None:
             self._staging.unpack(entry, packer)
@@ -90,13 +95,13 @@ class Intake:
             self._options.admit(self._staging.view, packer.segments)
 
     def resolve_seq_lens(self, batch: Batch) -> None:
-        """On schedule: the lengths that the last iteration published, of the decoding requests."""
+        """Gather the published lengths of the decoding requests, on the schedule stream."""
         self._future.resolve_seq_lens(self._staging.decode_rows(len(batch.decode)))
 
     def begin_counts(self, packer: Packer) -> None:
-        """On forward: the history of new requests that penalise, before anything counts."""
+        """Write the token counts of new requests with penalties, on the forward stream, before the first count."""
         self._options.begin(self._staging.view, packer.segments)
 
     def decoding(self, count: int) -> tuple[Tensor, Tensor]:
-        """Rows and resolved lengths of the decoding requests, int64 [count] each."""
+        """Return rows and resolved lengths of the decoding requests, int64 [count] each."""
         return self._staging.decode_rows(count), self._future.batch_seq_lens[:count]

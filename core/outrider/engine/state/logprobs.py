@@ -1,6 +1,7 @@
-"""Log-probabilities of emitted tokens: a device buffer, its rings, and what the host makes of them.
+"""LogprobBuffers: the device buffer with log-probabilities of emitted tokens, and its way to the host.
 
-Letters: M most requests, W most new tokens of a request in an iteration, n most likeliest tokens reported.
+Letters in shapes: M: maximum number of requests; W: maximum number of new tokens of a request in an iteration; n: maximum
+number of reported likeliest tokens.
 """
 
 from __future__ import annotations
@@ -14,49 +15,50 @@ from outrider.engine.state.outgoing import Outgoing
 
 
 class LogprobBuffers:
-    """int32 [2M, W, 1 + 2n]: the bits of the token's float32, the bits of n more, and n ids. One tensor, so one copy.
+    """Log-probabilities in one int32 tensor [2M, W, 1 + 2n], so that one copy moves all of them.
 
-    Rows as in ``Results``. The caller's fences order everything; they are those of the other results.
+    Each entry has the float32 bits of the token's value, the float32 bits of n values, and n token ids. The rows are those
+    of :class:`~outrider.engine.state.results.Results`, whose fences also order the accesses.
     """
 
     def __init__(
         self, backend: Backend, *, entries: int, max_requests: int, width: int, most: int, data: Group | None = None
     ) -> None:
-        """``data``: see ``Results``."""
+        """``width``: W. ``most``: n. ``data``: the group for the exchange, see ``Results``."""
         self._data = data
-        self._most = most
+        self._max_likeliest = most
         shape = (2 * max_requests, width, 1 + 2 * most)
         self._device = torch.zeros(shape, dtype=torch.int32, device=backend.device)
         self._shared = self._device.unsqueeze(0) if data is None else self._device.new_zeros((data.size, *shape))
-        self._out = Outgoing(backend, "logprobs", self._shared, entries=entries)
+        self._outgoing = Outgoing(backend, "logprobs", self._shared, entries=entries)
 
     def write(self, first_row: int, values: Tensor, ids: Tensor) -> None:
-        """``values`` float32 [B, N, 1+c] and ``ids`` int64 [B, N, c], c at most n, for rows from ``first_row`` on."""
+        """Write ``values`` float32 [B, N, 1+c] and ``ids`` int64 [B, N, c] to B rows from ``first_row``. c is at most n."""
         batch, nodes, count = ids.shape
         rows = self._device[first_row : first_row + batch, :nodes]
         rows[..., : 1 + count] = values.contiguous().view(torch.int32)
-        rows[..., 1 + self._most : 1 + self._most + count] = ids.to(torch.int32)
+        rows[..., 1 + self._max_likeliest : 1 + self._max_likeliest + count] = ids.to(torch.int32)
 
     def share(self, forward: Stream) -> None:
-        """Exchange them with the other data-parallel groups; on forward."""
+        """Gather the rows of all data-parallel groups, on the forward stream."""
         if self._data is not None:
             self._data.all_gather(self._shared, self._device, stream=forward)
 
     def keep(self, entry: int) -> None:
-        """Copy them within the device, in the caller's scope; on forward."""
-        self._out.keep(entry)
+        """Copy the rows to ring entry ``entry`` on the device, on the current stream (forward)."""
+        self._outgoing.keep(entry)
 
     def copy_out(self, entry: int, stream: Stream) -> int:
-        """Copy what was kept into the pinned entry on ``stream``; returns the entry's generation."""
-        return self._out.copy_out(entry, stream)
+        """Copy ring entry ``entry`` to pinned memory on ``stream``. Return the generation of the pinned entry."""
+        return self._outgoing.copy_out(entry, stream)
 
     def read(
         self, entry: int, generation: int, row: int, tokens: tuple[int, ...], count: int, group: int = 0
     ) -> tuple[TokenLogprobs, ...]:
-        """Host, behind the fence: the report on ``tokens`` of one row of a group, with ``count`` likeliest tokens each."""
-        bits = self._out.read(entry, generation)[group, row, : len(tokens)]
+        """Return the log-probabilities of ``tokens`` of one row, with ``count`` likeliest tokens each, after the fence."""
+        bits = self._outgoing.read(entry, generation)[group, row, : len(tokens)]
         values: list[list[float]] = bits[:, : 1 + count].contiguous().view(torch.float32).tolist()
-        ids: list[list[int]] = bits[:, 1 + self._most : 1 + self._most + count].tolist()
+        ids: list[list[int]] = bits[:, 1 + self._max_likeliest : 1 + self._max_likeliest + count].tolist()
         return tuple(
             TokenLogprobs(token, value[0], tuple(zip(best, value[1:], strict=True)))
             for token, value, best in zip(tokens, values, ids, strict=True)

@@ -1,7 +1,9 @@
-"""Masks of guided requests: the draft comes to the host, which walks each grammar along it, and the masks go back.
+"""Masks: grammar masks of guided requests.
 
-Letters: M most requests, N nodes of a draft with its root, W words of 32 tokens, V vocabulary. A request without a guide has
-masks that allow everything, which change nothing.
+The draft is copied to the host. The host computes the masks after each draft node and copies them to the device. A request
+without a guide has masks that allow every token.
+
+Letters in shapes: M: maximum number of requests; N: draft nodes including the root; W: 32-bit words of a mask.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from outrider.speculative.proposer import Draft, Proposer
 
 
 class Masks:
-    """Device buffers int32 [M, N, W] behind drafts and [M, W] behind prompts, and the pinned rings around them.
+    """Device buffers of masks, int32 [M, N, W] for drafts and int32 [M, W] for prefill, with pinned rings for the copies.
 
-    The caller's fences order everything. An entry of a ring is used again only once the results of its iteration are on the
-    host; so is the device buffer behind drafts, since an iteration with a guide is launched when nothing is in flight.
+    The caller's fences order all accesses. A ring entry is free once the host has read the results of its iteration. The
+    device buffer for drafts needs no ring, because a guided iteration starts only while no iteration is in flight.
     """
 
     def __init__(self, backend: Backend, proposer: Proposer, *, entries: int, max_requests: int, vocabulary: int) -> None:
@@ -30,17 +32,17 @@ class Masks:
         self._is_tree = proposer.is_tree
         self._words = words = words_of(vocabulary)
         nodes = proposer.nodes
-        behind, first = (max_requests, nodes + 1, words), (max_requests, words)
-        self._behind = torch.full(behind, EVERYTHING, dtype=torch.int32, device=backend.device)
-        self._first = torch.full(first, EVERYTHING, dtype=torch.int32, device=backend.device)
-        self._behind_ring = _ring(backend, "masks", entries, behind, torch.int32)
-        self._first_ring = _ring(backend, "first masks", entries, first, torch.int32)
+        draft_shape, prefill_shape = (max_requests, nodes + 1, words), (max_requests, words)
+        self._draft_masks = torch.full(draft_shape, EVERYTHING, dtype=torch.int32, device=backend.device)
+        self._prefill_masks = torch.full(prefill_shape, EVERYTHING, dtype=torch.int32, device=backend.device)
+        self._draft_ring = _ring(backend, "masks", entries, draft_shape, torch.int32)
+        self._prefill_ring = _ring(backend, "first masks", entries, prefill_shape, torch.int32)
         self._tokens_ring = _ring(backend, "drafted", entries, (max_requests, nodes), torch.int64)
         self._parents_ring = _ring(backend, "parents", entries, (max_requests, nodes + 1), torch.int64)
         self._generations = [(0, 0)] * entries
 
     def copy_out(self, draft: Draft, entry: int, stream: Stream) -> None:
-        """Copy the drafted tokens, and a tree's shape, into the pinned entry on ``stream``."""
+        """Copy the draft tokens, and the parents of a tree, to pinned ring entry ``entry`` on ``stream``."""
         tokens, parents = self._tokens_ring[entry], self._parents_ring[entry]
         self._generations[entry] = tokens.renew(), parents.renew()
         self._backend.copy_async(_front(tokens.tensor, draft.tokens.shape), draft.tokens, stream=stream)
@@ -48,7 +50,10 @@ class Masks:
             self._backend.copy_async(_front(parents.tensor, draft.tree.parents.shape), draft.tree.parents, stream=stream)
 
     def behind(self, requests: Sequence[Request], drafted: int, entry: int, copied: Fence, stream: Stream) -> Tensor:
-        """Host: wait for the draft, walk, and copy the masks to the device on ``stream``; returns them, [B, N, W]."""
+        """Wait for the draft on the host, compute the masks, and copy them to the device on ``stream``.
+
+        ``copied``: the fence of :meth:`copy_out`. Returns the device masks, int32 [B, N, W].
+        """
         count, width = len(requests), drafted + 1
         tokens, parents = [[0] * drafted] * count, [list(range(-1, drafted))] * count
         if drafted:
@@ -61,20 +66,20 @@ class Masks:
         for index, request in enumerate(requests):
             if request.guidance is not None and not request.finished:
                 request.guidance.along(tokens[index], parents[index], masks[index])
-        return self._upload(masks, self._behind_ring[entry], self._behind, stream)
+        return self._upload(masks, self._draft_ring[entry], self._draft_masks, stream)
 
     def first(self, chunks: Sequence[PrefillChunk], entry: int, stream: Stream) -> None:
-        """Host: the masks of the tokens behind prompts, copied to the device on ``stream``."""
+        """Compute the masks of the first tokens after the prompts, and copy them to the device on ``stream``."""
         masks = torch.full((len(chunks), self._words), EVERYTHING, dtype=torch.int32)
         for index, chunk in enumerate(chunks):
             guidance = chunk.request.guidance
             if guidance is not None and chunk.final and not chunk.request.finished:
                 guidance.first(masks, index)
-        self._upload(masks, self._first_ring[entry], self._first, stream)
+        self._upload(masks, self._prefill_ring[entry], self._prefill_masks, stream)
 
     def of_prompts(self, count: int) -> Tensor:
-        """Those of ``count`` chunks, int32 [S, W]; on forward."""
-        return self._first[:count]
+        """Return the device masks of ``count`` prefill chunks, int32 [count, W], for the forward stream."""
+        return self._prefill_masks[:count]
 
     def _upload(self, masks: Tensor, pinned: PinnedBuffer, device: Tensor, stream: Stream) -> Tensor:
         pinned.renew()
@@ -85,7 +90,7 @@ class Masks:
 
 
 def late(requests: Sequence[Request]) -> list[int]:
-    """The places of those whose grammar took too long to walk."""
+    """Return the indices of requests whose masks took longer than the time limit."""
     return [index for index, request in enumerate(requests) if request.guidance is not None and request.guidance.late]
 
 
@@ -94,7 +99,7 @@ def _ring(backend: Backend, name: str, entries: int, shape: tuple[int, ...], dty
 
 
 def _front(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """The beginning of a tensor's memory, in another shape: a batch has fewer requests, or shorter drafts."""
+    """Return the first elements of ``tensor`` in the smaller shape of a batch."""
     count = 1
     for size in shape:
         count *= size

@@ -1,9 +1,9 @@
-"""Sampling options that change logits, on the device: a row of parameters and a row of token counts for each request.
+"""OptionTable: the sampling options that change logits, with parameters and token counts of each request row.
 
-Letters: R request rows, V vocabulary, M bias entries, B requests of a batch, N nodes of each (see ``KernelSet``).
+The schedule stream writes the parameters of an admitted request. The forward stream writes token counts. An iteration
+without requests that use options launches no kernel of this module.
 
-Two owners, as for the other rows: parameters are written on schedule when a request is admitted, counts on forward. An
-iteration without such a request launches nothing here.
+Letters in shapes: R: request rows; V: vocabulary size; M: bias entries; B: requests of a batch; N: nodes of each request.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ class _Biases:
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """The options of a batch, private to the stream that gathered them. None: no request of the batch uses them.
-
-    ``rows`` int64 [B]; ``penalties`` float32 [B, 3]; ``truncation``: top-k int64, top-p and min-p float32, [B] each.
-    """
+    """The options of a batch, for the stream that gathered them. A field is None if no request of the batch uses it."""
 
     rows: Tensor
+    """Request rows, int64 [B]."""
     biases: _Biases | None
     penalties: Tensor | None
+    """Repetition, presence and frequency penalties, float32 [B, 3]."""
     counts: Tensor | None
+    """Token counts of all request rows, int32 [R, V]."""
     truncation: tuple[Tensor, Tensor, Tensor] | None
+    """Top-k int64, top-p float32 and min-p float32, [B] each."""
 
     def process(
         self,
@@ -57,14 +58,14 @@ class BatchOptions:
         tree_mask: Tensor | None,
         positions: Tensor,
     ) -> Tensor:
-        """The logits that tokens are drawn from: biases, then penalties, then truncation. ``logits`` [B, N, V].
+        """Apply biases, then penalties, then truncation to ``logits`` [B, N, V], and return the result.
 
-        ``tokens`` int64 [B, N]: the last committed token and the drafted ones behind it; ``tree_mask`` bool [B*N, N] or
-        None for a chain; ``positions`` int64 [B, N]: of the token that each node decides; ``temperature`` float32 [B].
+        ``tokens``: the last committed token and the draft tokens, int64 [B, N]. ``tree_mask``: bool [B*N, N], or None for a
+        chain. ``positions``: the position of the token that each node decides, int64 [B, N]. ``temperature``: float32 [B].
         """
         if self.biases is not None:
-            listed = self.biases
-            logits = kernels.bias_logits(logits, positions, listed.entries, listed.tokens, listed.values, listed.until)
+            biases = self.biases
+            logits = kernels.bias_logits(logits, positions, biases.entries, biases.tokens, biases.values, biases.until)
         if self.penalties is not None and self.counts is not None:
             logits = kernels.penalize_logits(logits, tokens, tree_mask, self.rows, self.counts, self.penalties)
         if self.truncation is not None:
@@ -72,24 +73,24 @@ class BatchOptions:
         return logits
 
     def commit(self, kernels: KernelSet, tokens: Tensor) -> None:
-        """Count output ``tokens`` int64 [B, N], -1 where there is none; on forward."""
+        """Count the output ``tokens`` int64 [B, N] on the forward stream. -1 stands for no token."""
         if self.counts is not None:
             kernels.count_tokens(self.counts, self.rows, tokens)
 
 
 class OptionTable:
-    """``numbers`` int64 [R, 2]: top-k, bias entries. ``shares`` float32 [R, 5]: top-p, min-p, the three penalties.
-    Biases: tokens int64, values float32, ends int64, [R, M] each. ``counts`` int32 [R, V] (see
-    :meth:`KernelSet.penalize_logits`).
+    """The options of all request rows on the device.
 
-    Counts are allocated with the engine, not when a request first uses penalties: nothing may be allocated once graphs are
-    captured, and a graph holds their address. They take 4 R V bytes.
+    The token counts take 4 R V bytes (see :meth:`KernelSet.penalize_logits`). The engine allocates them at its start, because
+    captured graphs contain their address.
     """
 
     def __init__(self, *, rows: int, vocabulary: int, device: torch.device) -> None:
         self._vocabulary = vocabulary
         self._numbers = torch.zeros((rows, 2), dtype=torch.int64, device=device)
+        """Top-k and number of bias entries."""
         self._shares = torch.zeros((rows, 5), dtype=torch.float32, device=device)
+        """Top-p, min-p and the three penalties."""
         self._bias_tokens = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device)
         self._bias_values = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.float32, device=device)
         self._bias_until = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device)
@@ -97,31 +98,30 @@ class OptionTable:
 
     @staticmethod
     def capacity(*, requests: int, vocabulary: int, max_context: int) -> int:
-        """The most values that :meth:`pack` adds for one batch."""
+        """Return the maximum number of values that :meth:`pack` adds for one batch."""
         history = 1 + 2 * min(vocabulary, max_context)
         return requests * (7 + 4 * MAX_LOGIT_BIAS + history)
 
-    # -- host ------------------------------------------------------------------------------------------------------
-
     def pack(self, admitted: Sequence[Request], packer: Packer) -> None:
-        """What the device must know of new requests. A request that comes back after a preemption brings its output."""
+        """Add the options of admitted requests to ``packer``, with the token counts of prompt and output so far."""
         numbers, shares = [], []
         entries: list[int] = []
-        listed: list[tuple[int, float, int]] = []
+        biases: list[tuple[int, float, int]] = []
         for request in admitted:
             params = request.params
-            biases = _bias_list(request) if params.biased else []
-            entries.extend(range(request.row * MAX_LOGIT_BIAS, request.row * MAX_LOGIT_BIAS + len(biases)))
-            listed.extend(biases)
-            numbers += [min(params.top_k, self._vocabulary), len(biases)]
+            request_biases = _bias_list(request) if params.biased else []
+            first_entry = request.row * MAX_LOGIT_BIAS
+            entries.extend(range(first_entry, first_entry + len(request_biases)))
+            biases.extend(request_biases)
+            numbers += [min(params.top_k, self._vocabulary), len(request_biases)]
             penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
             shares += [params.top_p, params.min_p, *penalties]
         packer.add("option_numbers", numbers)
         packer.add("option_shares", [float_bits(value) for value in shares])
         packer.add("bias_entries", entries)
-        packer.add("bias_tokens", [token for token, _, _ in listed])
-        packer.add("bias_values", [float_bits(value) for _, value, _ in listed])
-        packer.add("bias_until", [until for _, _, until in listed])
+        packer.add("bias_tokens", [token for token, _, _ in biases])
+        packer.add("bias_values", [float_bits(value) for _, value, _ in biases])
+        packer.add("bias_until", [until for _, _, until in biases])
         penalized = [request for request in admitted if request.params.penalized]
         cells: list[int] = []
         values: list[int] = []
@@ -134,10 +134,8 @@ class OptionTable:
         packer.add("history_cells", cells)
         packer.add("history_values", values)
 
-    # -- schedule --------------------------------------------------------------------------------------------------
-
     def admit(self, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
-        """Write the rows of the admitted requests; in the scope of schedule."""
+        """Write the parameters of admitted requests to their rows, on the schedule stream."""
         rows = view(segments["admitted"])
         self._numbers[rows] = view(segments["option_numbers"]).view(-1, 2)
         self._shares[rows] = _floats(view(segments["option_shares"])).view(-1, 5)
@@ -147,42 +145,40 @@ class OptionTable:
             self._bias_values.view(-1)[entries] = _floats(view(segments["bias_values"]))
             self._bias_until.view(-1)[entries] = view(segments["bias_until"])
 
-    # -- forward ---------------------------------------------------------------------------------------------------
-
     def begin(self, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
-        """Write the history of new requests that penalise; in the scope of forward, before anything counts."""
+        """Write the token counts of admitted requests with penalties, on the forward stream, before the first count."""
         if segments["history_rows"][0] == segments["history_rows"][1]:
             return
         self._counts.index_fill_(0, view(segments["history_rows"]), 0)
-        # The host counted, so cells are distinct and nothing is accumulated in an order that could vary.
+        # The host has added up the counts: each cell is written once, so the result doesn't depend on an order.
         self._counts.view(-1)[view(segments["history_cells"])] = view(segments["history_values"]).to(torch.int32)
 
     def gather(self, features: Features, rows: Tensor) -> BatchOptions | None:
-        """Private copies of what a batch in ``rows`` int64 [B] uses; None when it uses nothing."""
+        """Return copies of the options of ``rows`` int64 [B]; None if ``features`` has no options."""
         if not features.options:
             return None
-        lists = (self._bias_tokens, self._bias_values, self._bias_until)
+        bias_tables = (self._bias_tokens, self._bias_values, self._bias_until)
         return self._options(
             features,
             rows.clone(),
             self._numbers.index_select(0, rows),
             self._shares.index_select(0, rows),
-            tuple(table.index_select(0, rows) for table in lists) if features.biased else None,
+            tuple(table.index_select(0, rows) for table in bias_tables) if features.biased else None,
         )
 
     def gather_into(self, features: Features, rows: Tensor, inputs: DecodeInputs) -> None:
-        """The same, into static buffers; :meth:`over` makes options of them."""
+        """Copy the options of ``rows`` int64 [B] to the static buffers ``inputs``, for :meth:`over`."""
         if not features.options:
             return
         inputs.numbers.copy_(self._numbers.index_select(0, rows))
         inputs.shares.copy_(self._shares.index_select(0, rows))
         if features.biased:
-            lists = (self._bias_tokens, self._bias_values, self._bias_until)
-            for private, table in zip(inputs.biases, lists, strict=True):
-                private.copy_(table.index_select(0, rows))
+            bias_tables = (self._bias_tokens, self._bias_values, self._bias_until)
+            for static, table in zip(inputs.biases, bias_tables, strict=True):
+                static.copy_(table.index_select(0, rows))
 
     def over(self, features: Features, inputs: DecodeInputs) -> BatchOptions | None:
-        """The options of a batch whose parameters were gathered into ``inputs``."""
+        """Return the options of a batch that :meth:`gather_into` has copied to ``inputs``."""
         if not features.options:
             return None
         return self._options(features, inputs.rows, inputs.numbers, inputs.shares, inputs.biases)
@@ -204,17 +200,17 @@ def _floats(bits: Tensor) -> Tensor:
 
 
 def _bias_list(request: Request) -> list[tuple[int, float, int]]:
-    """(token, value, position from which on it no longer applies)."""
+    """Return the biases as (token, value, first position without the bias)."""
     params = request.params
-    listed = [(token, value, _NO_END) for token, value in params.biases]
-    if params.min_tokens and request.guidance is None:  # a guide's masks hold them back
+    biases = [(token, value, _NO_END) for token, value in params.biases]
+    if params.min_tokens and request.guidance is None:  # a guide's masks already exclude the stop tokens
         until = len(request.prompt) + params.min_tokens
-        listed += [(token, float("-inf"), until) for token in sorted(request.stop_tokens)]
-    return listed
+        biases += [(token, float("-inf"), until) for token in sorted(request.stop_tokens)]
+    return biases
 
 
 def _history(request: Request) -> dict[int, int]:
-    """Token → 1 if it's in the prompt, plus 2 for each time that it's in the output so far."""
+    """Return the packed count of each token: 1 if the prompt has it, plus 2 for each occurrence in the output."""
     packed = dict.fromkeys(request.prompt, 1)
     for token, count in Counter(request.output).items():
         packed[token] = packed.get(token, 0) + 2 * count

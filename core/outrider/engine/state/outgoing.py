@@ -1,4 +1,4 @@
-"""How a device buffer leaves for the host: a ring on the device, and a pinned one."""
+"""Outgoing: copies of a device buffer to the host through a device ring and a pinned ring."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ from outrider.device import Backend, PinnedBuffer, Stream
 
 
 class Outgoing:
-    """Copies of ``source``, of an iteration each: *kept* within the device, so that the next iteration writes its own
-    meanwhile, and copied to pinned memory from there.
+    """Copies of ``source`` for the host, one for each iteration in flight.
 
-    ``entries``: of both rings. One is filled again only after the host has read the results of the iteration that it was
-    filled for. ``name``: of the pinned buffers, for errors. Made in a scope, where the copies on the device are allocated.
+    A copy within the device lets the next iteration overwrite ``source`` during the copy to pinned memory. A ring entry is
+    free once the host has read the results of its iteration.
     """
 
     def __init__(self, backend: Backend, name: str, source: Tensor, *, entries: int) -> None:
+        """``name``: prefix of the pinned buffers' names in errors. ``entries``: size of both rings. Allocates the device ring
+        on the current stream.
+        """
         self._backend = backend
         self._source = source
-        self._kept = [torch.empty_like(source) for _ in range(entries)]
-        self._pinned: list[PinnedBuffer] = [
+        self._device_ring = [torch.empty_like(source) for _ in range(entries)]
+        self._pinned_ring: list[PinnedBuffer] = [
             backend.empty_pinned(f"{name}[{entry}]", source.shape, source.dtype) for entry in range(entries)
         ]
 
     def keep(self, entry: int) -> None:
-        """Copy the source within the device; on forward, in the caller's scope."""
-        self._kept[entry].copy_(self._source)
+        """Copy the source to device ring entry ``entry``, on the current stream (forward)."""
+        self._device_ring[entry].copy_(self._source)
 
     def copy_out(self, entry: int, stream: Stream) -> int:
-        """Copy what was kept to pinned memory on ``stream``, which the caller has ordered behind it; returns the entry's
-        generation.
+        """Copy device ring entry ``entry`` to pinned memory on ``stream``, and return the pinned entry's generation.
+
+        The caller orders ``stream`` after the copy within the device.
         """
-        buffer = self._pinned[entry]
+        buffer = self._pinned_ring[entry]
         generation = buffer.renew()
-        self._backend.copy_async(buffer.tensor, self._kept[entry], stream=stream)
+        self._backend.copy_async(buffer.tensor, self._device_ring[entry], stream=stream)
         return generation
 
     def read(self, entry: int, generation: int) -> Tensor:
-        """Host, behind the copy's fence: that generation of the entry."""
-        return self._pinned[entry].read(generation)
+        """Return generation ``generation`` of a pinned entry, after the fence of its copy."""
+        return self._pinned_ring[entry].read(generation)

@@ -1,7 +1,7 @@
-"""Checks of values on the device, before they are copied into a static buffer. Findings come with the next results.
+"""Probes: device checks of values before a copy to a static buffer.
 
-A probe says of each request which value is the first bad one. The host learns of it with the results of the iteration, and
-ends the request with an error that names it. No value is corrected silently.
+A probe writes the index and value of the first bad element of each request. The host reads them with the results of the
+iteration and ends the request with an error that names the value.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from outrider.engine.requests.guidance import WALK_SECONDS
 from outrider.speculative.proposer import Proposer
 
 HOST = "host"
-"""Not a buffer: what a host that is alone with it says of a request, so that the other ranks end the request too."""
+"""The name of host failures, which aren't a buffer. A rank publishes its failure so that all ranks end the request."""
 GUIDE_LATE, MEDIA_FAILED = range(2)
-_SAID = {
+_HOST_FAILURES = {
     GUIDE_LATE: f"finding what its guide allows took more than {WALK_SECONDS:g} s; write the guide with fewer ways to read a "
     "text",
     MEDIA_FAILED: "its media can't be read by the rank that does so",
@@ -27,93 +27,93 @@ _SAID = {
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One checked value. ``bounds``: a whole number must be at least the first and below the second; None: a number that
-    mustn't be NaN.
-    """
+    """The declared check of one buffer's values."""
 
     buffer: str
     bounds: tuple[int, int] | None
+    """Inclusive lower and exclusive upper bound of integers; None: floats that must not be NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadValue:
-    """What a probe found in one request: the flat index of the first bad value in the request's part of ``buffer``. Of
-    :data:`HOST` it's the reason; ``text`` is what this rank itself says of it.
-    """
+    """The first bad value that a probe found in one request."""
 
     buffer: str
     index: int
+    """The flat index in the request's part of ``buffer``. For :data:`HOST`: the reason of the host failure."""
     value: int | None
     bounds: tuple[int, int] | None
     text: str = ""
+    """The message of a host failure, on the rank that published it."""
 
     @property
     def spoils(self) -> bool:
-        """Whether the request's keys and values may be bad as well."""
+        """Return True if the request's keys and values may be bad too."""
         return (self.buffer, self.index) != (HOST, GUIDE_LATE)
 
     def __str__(self) -> str:
         if self.buffer == HOST:
-            return self.text or _SAID[self.index]
+            return self.text or _HOST_FAILURES[self.index]
         if self.bounds is None:
             return f"{self.buffer} holds NaN at index {self.index}"
         return f"{self.buffer} holds {self.value} at index {self.index}, expected {self.bounds[0]} to {self.bounds[1] - 1}"
 
 
 class Probes:
-    """The probes of an engine, in a fixed order, so that each has its columns in the results. ``ranks``: there are several,
-    whose hosts can say something of a request (:data:`HOST`).
-    """
+    """All probes of an engine in a fixed order. Each probe has two columns in the results: index and value."""
 
     def __init__(self, kernels: KernelSet, proposer: Proposer, *, vocabulary: int, ranks: bool = False) -> None:
+        """``ranks``: the engine has several ranks, which publish host failures (:data:`HOST`)."""
         self._kernels = kernels
-        tokens = (0, vocabulary)
-        found = [
-            Probe(f"relay.{spec.name}", None if spec.dtype.is_floating_point else spec.bounds or tokens)
+        token_bounds = (0, vocabulary)
+        probes = [
+            Probe(f"relay.{spec.name}", None if spec.dtype.is_floating_point else spec.bounds or token_bounds)
             for spec in proposer.relay
         ]
         if proposer.nodes:
-            found.append(Probe("draft.tokens", tokens))
+            probes.append(Probe("draft.tokens", token_bounds))
             if not proposer.is_tree:
-                found.append(Probe("draft.probs", None))
-        found.append(Probe("target.logits", None))
+                probes.append(Probe("draft.probs", None))
+        probes.append(Probe("target.logits", None))
         if ranks:
-            found.append(Probe(HOST, None))
-        self.probes = tuple(found)
-        self._index = {probe.buffer: i for i, probe in enumerate(found)}
+            probes.append(Probe(HOST, None))
+        self.probes = tuple(probes)
+        self._index = {probe.buffer: i for i, probe in enumerate(probes)}
 
     def columns(self, buffer: str) -> slice:
-        """Where the findings of one probe lie among those of a request: index and value."""
+        """Return the two columns of one probe in a request's probe results."""
         start = 2 * self._index[buffer]
         return slice(start, start + 2)
 
     @property
     def width(self) -> int:
-        """Numbers that a request's findings take."""
+        """The number of columns of a request's probe results."""
         return 2 * len(self.probes)
 
     def look(self, name: str, value: Tensor, found: Tensor) -> None:
-        """Look at numbers [B, ...] by the name of their probe; write into ``found`` int64 [B, width]."""
+        """Check the floats ``value`` [B, ...] for NaN. Writes the columns of probe ``name`` in ``found`` int64 [B, width]."""
         self._kernels.find_nan(value.reshape(value.shape[0], -1), self.part(name, found))
 
     def part(self, name: str, found: Tensor) -> Tensor:
-        """Where in ``found`` the probe of that name says what it finds, int64 [B, 2]."""
+        """Return the columns of probe ``name`` in ``found``, int64 [B, 2]."""
         return found[:, self.columns(name)]
 
     def take(self, name: str, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor) -> None:
-        """Copy ``rows`` int64 [B] of ``source`` (None: all) into ``out`` [B, ...], and look at them on the way.
+        """Copy ``rows`` int64 [B] of ``source`` (None: all rows) to ``out`` [B, ...] and check them with probe ``name``.
 
-        The copy is the same, but whole numbers of a request with a bad one are its lower bound, so that they can be used.
+        If a request has an integer out of bounds, all its integers in ``out`` become the lower bound, so that later kernels
+        can use them as indices.
         """
         bounds = self.probes[self._index[name]].bounds
         self._kernels.gather_checked(source, rows, out, self.part(name, found), bounds=bounds)
 
     def read(self, row: Sequence[int], text: str = "") -> tuple[BadValue, ...]:
-        """Host: what one request's ``width`` numbers say. ``text``: what this host said of it."""
-        bad = []
+        """Return the bad values in one request's probe results. ``text``: this host's message about the request."""
+        bad_values = []
         for i, probe in enumerate(self.probes):
             index, value = row[2 * i], row[2 * i + 1]
             if index >= 0:
-                said = text if probe.buffer == HOST else ""
-                bad.append(BadValue(probe.buffer, index, None if probe.bounds is None else value, probe.bounds, said))
-        return tuple(bad)
+                message = text if probe.buffer == HOST else ""
+                value_found = None if probe.bounds is None else value
+                bad_values.append(BadValue(probe.buffer, index, value_found, probe.bounds, message))
+        return tuple(bad_values)

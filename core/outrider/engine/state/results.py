@@ -1,4 +1,4 @@
-"""What an iteration tells the host: one device buffer, a ring of copies there, a pinned ring, a ticket for each iteration."""
+"""Results: the tokens and probe results of an iteration, and their way from the device to the host."""
 
 from __future__ import annotations
 
@@ -20,36 +20,41 @@ from outrider.engine.state.probes import HOST, BadValue, Probes
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Redeems the results of one launched iteration, once. ``logprobs``: their generation, if the iteration has some.
-    ``said``: what this host said of requests, by their row in the results.
-    """
+    """The pending result of one launched iteration. :meth:`Results.redeem` reads it once."""
 
     batch: Batch
     entry: int
+    """The ring entry of the results."""
     generation: int
+    """The generation of the pinned entry."""
     logprobs: int | None = None
+    """The generation of the pinned entry with log-probabilities; None without log-probabilities."""
     said: Mapping[int, str] = field(default_factory=dict)
+    """This host's failure messages about requests, by row in the results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results on the host, in the order of the batch. ``decoded``: new tokens of each decoding request.
-    ``first_tokens``: the token after each prefill chunk, None where the prompt goes on. ``logprobs``: by request id, of
-    those that asked. ``bad``: by request id, what probes found.
-    """
+    """The results of one iteration on the host, in the order of the batch."""
 
     decoded: tuple[tuple[int, ...], ...]
+    """New tokens of each decoding request."""
     first_tokens: tuple[int | None, ...]
+    """The token after each prefill chunk; None if the prompt has further chunks."""
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
+    """Log-probabilities of the new tokens, by request id, for the requests that ask for them."""
     bad: Mapping[int, tuple[BadValue, ...]]
+    """Bad values that probes found, by request id."""
 
 
 class Results:
-    """Rows 0..M-1 hold decoding requests, M..2M-1 prefill chunks: accepted, then D+1 tokens padded with -1,
-    where D is the longest path that a draft can have, then what the probes found.
+    """The result buffer of M requests on the device, and its copies for the host.
 
-    An iteration keeps its results in an entry of the device's ring, so that the next one writes its own while those are
-    copied to the host. An entry is filled again only after the host has read what it held.
+    Rows 0 to M-1 are decoding requests, rows M to 2M-1 prefill chunks. The columns are the number of accepted tokens, D+1
+    tokens padded with -1 (D: length of the longest path), and the probe results.
+
+    Each iteration copies its results to a ring entry on the device, so that the next iteration can overwrite the buffer. A
+    ring entry is free once the host has read it.
     """
 
     def __init__(
@@ -63,120 +68,130 @@ class Results:
         max_logprobs: int = 0,
         data: Group | None = None,
     ) -> None:
-        """``data``: one rank of each data-parallel group, whose results are shared; None: there is one group."""
+        """``depth``: D. ``data``: the collective group with one rank of each data-parallel group; None: one group only."""
         self._data = data
         self._max_requests = max_requests
         self._probes = probes
-        self._tokens = depth + 2
-        self._said: dict[int, str] = {}
-        shape = (2 * max_requests, self._tokens + probes.width)
+        self._first_probe_column = depth + 2
+        self._host_failures: dict[int, str] = {}
+        shape = (2 * max_requests, self._first_probe_column + probes.width)
         self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
-        self._everyone = None if data is None else self._device.new_empty((data.size, *shape))
-        whole = self._device if self._everyone is None else self._everyone
-        self._none = torch.zeros(max_requests, dtype=torch.int64, device=backend.device)
-        self._out = Outgoing(backend, "results", whole, entries=entries)
+        self._all_groups = None if data is None else self._device.new_empty((data.size, *shape))
+        source = self._device if self._all_groups is None else self._all_groups
+        self._zeros = torch.zeros(max_requests, dtype=torch.int64, device=backend.device)
+        self._outgoing = Outgoing(backend, "results", source, entries=entries)
         self._logprobs = LogprobBuffers(
             backend, entries=entries, max_requests=max_requests, width=depth + 1, most=max_logprobs, data=data
         )
 
     @property
     def shared(self) -> bool:
-        """Whether other data-parallel groups get them."""
+        """Return True if all data-parallel groups exchange their results."""
         return self._data is not None
 
     def decided(self, count: int, path: int) -> Tensor:
-        """Where accepted and ``path`` tokens of ``count`` decoding requests go, int64 [count, 1 + path]; on forward."""
+        """Return the view for accepted counts and ``path`` tokens of decoding requests, int64 [count, 1 + path].
+
+        The forward stream writes it.
+        """
         return self._device[:count, : 1 + path]
 
     def none_accepted(self, count: int) -> Tensor:
-        """What ``count`` requests accept for which nothing was drafted, int64 [count]: a constant."""
-        return self._none[:count]
+        """Return the accepted counts of ``count`` requests without a draft: constant zeros, int64 [count]."""
+        return self._zeros[:count]
 
     def found(self, count: int) -> Tensor:
-        """Where probes of ``count`` decoding requests write, int64 [count, width]; on forward."""
-        return self._device[:count, self._tokens :]
+        """Return the view for probe results of ``count`` decoding requests, int64 [count, width]."""
+        return self._device[:count, self._first_probe_column :]
 
     def found_in_prefill(self, count: int) -> Tensor:
-        """The same for ``count`` prefill chunks."""
-        return self._device[self._max_requests : self._max_requests + count, self._tokens :]
+        """Return the view for probe results of ``count`` prefill chunks, int64 [count, width]."""
+        return self._device[self._max_requests : self._max_requests + count, self._first_probe_column :]
 
     def say(self, reason: int, requests: Mapping[int, str], *, prefill: bool = False) -> None:
-        """End requests of this iteration on all ranks, for a ``reason`` that this host alone knows of; on forward, before the
-        ranks agree on what was found. ``requests``: a text for each, by its place in the batch.
+        """Write a host failure of this rank to the probe results, so that all ranks end the requests.
+
+        ``reason``: the index of the failure. ``requests``: a message for each request, by its index in the batch. Call on
+        the forward stream, before the ranks agree on probe results.
         """
-        for place, text in requests.items():
-            row = place + self._max_requests * prefill
-            self._device[row, self._host] = reason
-            self._said[row] = text
+        for index, text in requests.items():
+            row = index + self._max_requests * prefill
+            self._device[row, self._host_column] = reason
+            self._host_failures[row] = text
 
     def say_nothing(self) -> None:
-        """An iteration begins; on forward."""
-        for row in self._said:
-            self._device[row, self._host] = -1
-        self._said = {}
+        """Clear the host failures of the previous iteration, on the forward stream."""
+        for row in self._host_failures:
+            self._device[row, self._host_column] = -1
+        self._host_failures = {}
 
     @property
-    def _host(self) -> int:
+    def _host_column(self) -> int:
         first: int = self._probes.columns(HOST).start
-        return self._tokens + first
+        return self._first_probe_column + first
 
     def write_prefill(self, tokens: Tensor) -> None:
-        """First tokens [S]; on forward."""
+        """Write the first tokens of S prefill chunks, int64 [S], on the forward stream."""
         start = self._max_requests
         self._device[start : start + tokens.shape[0], 1] = tokens
 
     def write_decode_logprobs(self, values: Tensor, ids: Tensor) -> None:
-        """``values`` [B, D+1, 1+c], ``ids`` [B, D+1, c] of the decoding requests' new tokens; on forward."""
+        """Write log-probabilities of decoding requests: ``values`` [B, D+1, 1+c] and ``ids`` [B, D+1, c], on forward."""
         self._logprobs.write(0, values, ids)
 
     def write_prefill_logprobs(self, values: Tensor, ids: Tensor) -> None:
-        """``values`` [S, 1, 1+c], ``ids`` [S, 1, c] of the first tokens; on forward."""
+        """Write log-probabilities of first tokens: ``values`` [S, 1, 1+c] and ``ids`` [S, 1, c], on forward."""
         self._logprobs.write(self._max_requests, values, ids)
 
     def share(self, batch: Batch, forward: Stream) -> None:
-        """Give the other data-parallel groups this one's results, and take theirs; on forward."""
-        if self._data is not None and self._everyone is not None:
-            self._data.all_gather(self._everyone, self._device, stream=forward)
+        """Gather the results of all data-parallel groups, on the forward stream."""
+        if self._data is not None and self._all_groups is not None:
+            self._data.all_gather(self._all_groups, self._device, stream=forward)
             if _wants_logprobs(batch):
                 self._logprobs.share(forward)
 
     def keep(self, batch: Batch, entry: int) -> None:
-        """Copy them within the device, out of the way of the next iteration; on forward, in the caller's scope."""
-        self._out.keep(entry)
+        """Copy the results to device ring entry ``entry``, on the current stream (forward)."""
+        self._outgoing.keep(entry)
         if _wants_logprobs(batch):
             self._logprobs.keep(entry)
 
     def copy_out(self, batch: Batch, entry: int, stream: Stream) -> Ticket:
-        """Copy what was kept into the pinned entry on ``stream``."""
-        generation = self._out.copy_out(entry, stream)
+        """Copy device ring entry ``entry`` to pinned memory on ``stream``, and return the pending result."""
+        generation = self._outgoing.copy_out(entry, stream)
         logprobs = self._logprobs.copy_out(entry, stream) if _wants_logprobs(batch) else None
-        return Ticket(batch, entry, generation, logprobs, dict(self._said))
+        return Ticket(batch, entry, generation, logprobs, dict(self._host_failures))
 
     def redeem(self, ticket: Ticket, copied: Fence) -> tuple[Outcome, ...]:
-        """Host: wait until the copy has landed, then read it: what came of the batch of each data-parallel group."""
+        """Wait on the host for the fence of a copy, and return the results of each data-parallel group."""
         copied.wait_host()
-        landed = self._out.read(ticket.entry, ticket.generation)
+        on_host = self._outgoing.read(ticket.entry, ticket.generation)
         if self._data is None:
-            return (self._outcome(ticket, ticket.batch, 0, landed.tolist()),)
+            return (self._host_results(ticket, ticket.batch, 0, on_host.tolist()),)
         groups = range(self._data.size) if ticket.batch.together is not None else (self._data.rank,)
         return tuple(
-            self._outcome(ticket, batch, group, landed[group].tolist())
+            self._host_results(ticket, batch, group, on_host[group].tolist())
             for group, batch in zip(groups, ticket.batch.everyone, strict=True)
         )
 
-    def _outcome(self, ticket: Ticket, batch: Batch, group: int, rows: list[list[int]]) -> Outcome:
-        own = self._data is None or group == self._data.rank
-        said = ticket.said if own else {}
-        places = [(i, request.id) for i, request in enumerate(batch.decode)]
-        places += [(self._max_requests + i, chunk.request.id) for i, chunk in enumerate(batch.prefill)]
-        bad = {request: self._probes.read(rows[row][self._tokens :], said.get(row, "")) for row, request in places}
-        for row, request in places:
-            if row in said and not any(each.buffer == HOST for each in bad[request]):
-                raise RanksDiffer(f"request {request} failed on this rank, and not on the first of its group: {said[row]}")
+    def _host_results(self, ticket: Ticket, batch: Batch, group: int, rows: list[list[int]]) -> Outcome:
+        is_own = self._data is None or group == self._data.rank
+        failures = ticket.said if is_own else {}
+        request_rows = [(i, request.id) for i, request in enumerate(batch.decode)]
+        request_rows += [(self._max_requests + i, chunk.request.id) for i, chunk in enumerate(batch.prefill)]
+        bad = {
+            request: self._probes.read(rows[row][self._first_probe_column :], failures.get(row, ""))
+            for row, request in request_rows
+        }
+        for row, request in request_rows:
+            if row in failures and not any(each.buffer == HOST for each in bad[request]):
+                raise RanksDiffer(
+                    f"request {request} failed on this rank, and not on the first of its group: {failures[row]}"
+                )
         decoded = tuple(tuple(rows[i][1 : rows[i][0] + 2]) for i in range(len(batch.decode)))
         firsts = tuple(rows[self._max_requests + i][1] if chunk.final else None for i, chunk in enumerate(batch.prefill))
         logprobs = self._read_logprobs(ticket, batch, group, decoded, firsts)
-        return Outcome(decoded, firsts, logprobs, {request: found for request, found in bad.items() if found})
+        return Outcome(decoded, firsts, logprobs, {request: values for request, values in bad.items() if values})
 
     def _read_logprobs(
         self,
@@ -200,5 +215,5 @@ class Results:
 
 
 def _wants_logprobs(batch: Batch) -> bool:
-    """Whether a request of some group asked for them."""
+    """Return True if a request of any group asks for log-probabilities."""
     return any(logprobs_of(each.requests) is not None for each in batch.everyone)

@@ -1,4 +1,4 @@
-"""From the scheduler's batch to device tensors: one pinned buffer, one copy an iteration."""
+"""Staging: pack the scheduler's batch into one pinned buffer and copy it to the device once an iteration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -19,134 +19,145 @@ from outrider.speculative.seq_lens import HostSeqLens
 
 @dataclass(frozen=True, slots=True)
 class PrefillInputs:
-    """Device views of a ragged prefill batch: T tokens of S sequences.
+    """Device views of a ragged prefill batch of T tokens in S sequences.
 
-    ``tokens``, ``following`` (the token after each; unknown after a final chunk, where it's 0), ``positions``, ``slots``
-    int64 [T]; ``rows``, ``last`` (index into T), ``ends`` (position after the last) int64 [S]; ``final`` and
-    ``continues`` (the request's earlier tokens came in a chunk before, in no other way) bool [S].
-
-    ``rope_positions``: ``positions`` as the model's rope takes them, [3, T] with axes. ``prompt_lens`` int64 [T] of each
-    token's prompt, for a rope that depends on it.
-
-    Where a graph is replayed, T and S are those of a :class:`PrefillBucket`. Padding sequences have row 0, no tokens and no
-    context; ``last`` and ``final`` are those of the first sequence, so that nothing is scattered to a token of its own.
-    ``owner`` int64 [S] is each sequence's own number, and 0 for padding; None without a graph. ``host_query_start`` is None
-    with one: the host knows bounds alone.
+    For a captured graph, T and S are those of a :class:`PrefillBucket`. Padding sequences have row 0, no tokens and no
+    context. Their ``last`` and ``final`` are those of the first sequence, so that they write nothing of their own.
     """
 
     tokens: Tensor
+    """Token ids, int64 [T]."""
     following: Tensor
+    """The token after each token, int64 [T]; 0 after the last token of a final chunk, where it's unknown."""
     positions: Tensor
+    """Sequence indices, int64 [T]."""
     slots: Tensor
+    """Cache slots, int64 [T]."""
     rows: Tensor
+    """Request rows, int64 [S]."""
     last: Tensor
+    """The index of each sequence's last token, int64 [S]."""
     ends: Tensor
+    """The position after each sequence's last token, int64 [S]."""
     final: Tensor
+    """True if the chunk ends the request's context, bool [S]."""
     continues: Tensor
+    """True if an earlier prefill chunk computed the request's previous tokens, bool [S]. False after a prefix hit."""
     query_start: Tensor
+    """The first token of each sequence, int32 [S+1]."""
     host_query_start: tuple[int, ...] | None
+    """The same on the host; None for a captured graph, whose host code knows only the bounds."""
     max_query: int
+    """Upper bound of the tokens of one sequence."""
     max_kv: int
+    """Upper bound of the KV length of one sequence."""
     rope_positions: Tensor
+    """Positions for the model's rope, int64 [3, T]; ``positions`` itself if the model's positions have one axis."""
     prompt_lens: Tensor | None
+    """The length of each token's prompt, int64 [T], for a rope that depends on it."""
     owner: Tensor | None = None
+    """The number of each sequence, int64 [S], 0 for padding sequences; None without a graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillBucket:
-    """What chunks of prompts are padded to, where their forward is replayed from a graph: tokens and sequences in all."""
+    """The padded size of a prefill that is replayed from a graph."""
 
     tokens: int
     sequences: int
 
 
 def float_bits(value: float) -> int:
-    """The bits of ``value`` as float32, as a whole number."""
+    """Return the float32 bits of ``value`` as an integer."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
-_COPIED = 1 << 14
-"""Numbers of one copy on the host: torch spreads larger ones over threads, whose wake-up takes longer than the copy."""
+_MAX_VALUES_PER_HOST_COPY = 1 << 14
+"""Torch splits larger host copies over threads, whose wake-up takes longer than the copy."""
 
 
 class Staging:
-    """A pinned ring on the host, a ring of the same size on the device, and one buffer there that everything reads, all
-    int64. So a copy from the host comes while the iteration before still reads that buffer, and only what lies on the device
-    is left to be moved when that is over.
+    """The staging buffer on the device, with a pinned ring and a device ring for uploads; all int64.
 
-    ``entries``: of each ring. One is filled again only after the host has read the results of the iteration that it was
-    filled for, so that nothing reads it any more.
+    An upload to the device ring runs concurrently with the previous iteration, which still reads the staging buffer. A copy
+    within the device then fills the staging buffer. A ring entry is free once the host has read the results of its
+    iteration.
     """
 
     def __init__(self, backend: Backend, *, entries: int, capacity: int, max_requests: int) -> None:
+        """``entries``: size of both rings. ``capacity``: maximum number of values of a batch."""
         self._backend = backend
         self.max_requests = max_requests
-        self._ring = [backend.empty_pinned(f"staging[{entry}]", (capacity,), torch.int64) for entry in range(entries)]
-        self._uploaded = [torch.zeros(capacity, dtype=torch.int64, device=backend.device) for _ in range(entries)]
+        self._pinned_ring = [backend.empty_pinned(f"staging[{entry}]", (capacity,), torch.int64) for entry in range(entries)]
+        self._device_ring = [torch.zeros(capacity, dtype=torch.int64, device=backend.device) for _ in range(entries)]
         self._device = torch.zeros(capacity, dtype=torch.int64, device=backend.device)
-        self._there: Packer | None = None
+        self._current: Packer | None = None
+        """The contents of the staging buffer after the enqueued work; None if unknown."""
 
     def holds(self, packer: Packer) -> bool:
-        """Host: whether what everything reads is what was packed already, once the work that was enqueued is done. Then there
-        is nothing to upload or to move.
-        """
-        return self._there is not None and self._there.same(packer)
+        """Return True if the staging buffer has the values of ``packer`` after the enqueued work."""
+        return self._current is not None and self._current.same(packer)
 
     def forget(self) -> None:
-        """Host: what everything reads may be anything. What was enqueued may have failed, of which only the device knows."""
-        self._there = None
+        """Count the contents of the staging buffer as unknown, because enqueued copies may have failed."""
+        self._current = None
 
     def upload(self, entry: int, values: Tensor, stream: Stream) -> None:
-        """Host: fill the entry, whose last iteration's results have been read; then copy it to the device on ``stream``."""
-        pinned = self._ring[entry]
+        """Copy ``values`` to pinned ring entry ``entry`` on the host, and then to the device ring on ``stream``."""
+        pinned = self._pinned_ring[entry]
         pinned.renew()
         count = values.shape[0]
-        for start in range(0, count, _COPIED):
-            pinned.tensor[start : min(start + _COPIED, count)].copy_(values[start : start + _COPIED])
-        self._backend.copy_async(self._uploaded[entry][:count], pinned.tensor[:count], stream=stream)
+        for start in range(0, count, _MAX_VALUES_PER_HOST_COPY):
+            end = min(start + _MAX_VALUES_PER_HOST_COPY, count)
+            pinned.tensor[start:end].copy_(values[start:end])
+        self._backend.copy_async(self._device_ring[entry][:count], pinned.tensor[:count], stream=stream)
 
     def unpack(self, entry: int, packer: Packer) -> None:
-        """Move what was packed, and uploaded to an entry, to where it's read, in the caller's scope, which comes behind the
-        upload and the last reader.
+        """Copy the values of ``packer`` from device ring entry ``entry`` to the staging buffer, on the current stream.
+
+        The caller orders the current stream after the upload and after the last reader of the staging buffer.
         """
         count = packer.packed.shape[0]
-        self._there = None
-        self._device[:count].copy_(self._uploaded[entry][:count])
-        self._there = packer
+        self._current = None
+        self._device[:count].copy_(self._device_ring[entry][:count])
+        self._current = packer
 
     def place(self, packer: Packer) -> None:
-        """Write what was packed where everything reads it, in the caller's scope."""
-        self._there = None
+        """Copy the values of ``packer`` from the host directly to the staging buffer, on the current stream."""
+        self._current = None
         self._device[: packer.packed.shape[0]].copy_(packer.packed)
 
     def clear(self, stream: Stream) -> None:
-        """No request: every row is 0, so that what graphs do when they're captured concerns none. On ``stream``; waits for
-        it, since uploads come on others.
+        """Write zeros to the staging buffer on ``stream`` and wait on the host, because uploads use other streams.
+
+        Graph captures then access only the reserved row 0.
         """
-        self._there = None
+        self._current = None
         with self._backend.on(stream):
             self._device.zero_()
         stream.synchronize()
 
     def decode_rows(self, count: int) -> Tensor:
-        """Rows of the first ``count`` decoding requests, int64 [count], at an address that never changes; behind the last
-        request they're 0.
+        """Return the rows of the first ``count`` decoding requests, int64 [count], padded with row 0.
+
+        The address never changes.
         """
         return self._device[:count]
 
     def view(self, segment: tuple[int, int]) -> Tensor:
-        """The device view of one segment."""
+        """Return the device view of one segment, int64."""
         start, end = segment
         return self._device[start:end]
 
 
-_SEGMENTS = 40
-"""More than one batch packs."""
+_MAX_SEGMENTS = 40
+"""Upper bound of the number of segments of a batch; each can need one value for alignment."""
 
 
 class Packer:
-    """Concatenates named segments of whole numbers. Each begins at an even index, so at an address that is a multiple of 16
-    bytes: kernels are compiled for such addresses apart, and would be again for others.
+    """A concatenation of named integer segments. Each segment starts at an even index, so at a multiple of 16 bytes.
+
+    Kernels are compiled for 16-byte alignment; other addresses would need another compilation.
     """
 
     def __init__(self) -> None:
@@ -154,7 +165,7 @@ class Packer:
         self._segments: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, values: Iterable[int]) -> None:
-        """Append a segment. Raises OverflowError for a number beyond 64 bits."""
+        """Append a segment. Raises OverflowError for an integer of more than 64 bits."""
         if len(self._values) % 2:
             self._values.append(0)
         start = len(self._values)
@@ -163,22 +174,22 @@ class Packer:
 
     @property
     def packed(self) -> Tensor:
-        """All values, int64 on the host. It shares their memory, so nothing can be added while it exists."""
+        """All values as an int64 host tensor. The tensor shares memory: while it exists, :meth:`add` raises BufferError."""
         return torch.frombuffer(self._values, dtype=torch.int64)
 
     def same(self, other: Packer) -> bool:
-        """Whether both have the same values, whatever their segments are called."""
+        """Return True if both have equal values, independent of segment names."""
         return self._values == other._values
 
     @property
     def segments(self) -> Mapping[str, tuple[int, int]]:
-        """Start and end of each segment."""
+        """The start and end index of each segment, by name."""
         return self._segments
 
 
 def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
-    """The most values that one batch packs."""
-    return 8 * prefill_chunk + 12 * requests + 1 + 2 * requests * pages + _SEGMENTS
+    """Return the maximum number of values of a batch, without sampling options."""
+    return 8 * prefill_chunk + 12 * requests + 1 + 2 * requests * pages + _MAX_SEGMENTS
 
 
 def pack(
@@ -190,9 +201,10 @@ def pack(
     rope: RopeConfig,
     bucket: PrefillBucket | None = None,
 ) -> Packer:
-    """Everything that the device must know of a batch. The decoding rows come first, as many as there can be, padded with
-    the reserved row 0, and then the chunks of prompts, padded to their ``bucket`` if they have one: what a graph reads lies
-    at addresses that never change.
+    """Pack the inputs of a batch for the device.
+
+    The rows of decoding requests come first, padded with row 0 to ``max_requests``. Prefill chunks follow, padded to
+    ``bucket``. Segments that a graph reads so have constant addresses.
     """
     packer = Packer()
     packer.add("decode_rows", [*(r.row for r in batch.decode), *[0] * (max_requests - len(batch.decode))])
@@ -207,19 +219,19 @@ def pack(
 
 
 def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig, bucket: PrefillBucket | None) -> None:
-    """The chunks of ``batch``; each segment of sequences, then each of tokens."""
+    """Add the prefill chunks of ``batch``: first the segments with one value for each sequence, then those for each token."""
     chunks = batch.prefill
     starts = list(accumulate((chunk.end - chunk.start for chunk in chunks), initial=0))
-    more = 0 if bucket is None else bucket.sequences - len(chunks)
+    num_padding = 0 if bucket is None else bucket.sequences - len(chunks)
     last, final = [start - 1 for start in starts[1:]], [int(chunk.final) for chunk in chunks]
-    packer.add("query_start", [*starts, *[starts[-1]] * more])
-    packer.add("prefill_rows", [*(chunk.request.row for chunk in chunks), *[0] * more])
-    packer.add("last", [*last, *(last[:1] or [0]) * more])
-    packer.add("ends", [*(chunk.end for chunk in chunks), *[0] * more])
-    packer.add("final", [*final, *(final[:1] or [0]) * more])
-    packer.add("continues", [*(int(chunk.start > chunk.request.prefill_start) for chunk in chunks), *[0] * more])
+    packer.add("query_start", [*starts, *[starts[-1]] * num_padding])
+    packer.add("prefill_rows", [*(chunk.request.row for chunk in chunks), *[0] * num_padding])
+    packer.add("last", [*last, *(last[:1] or [0]) * num_padding])
+    packer.add("ends", [*(chunk.end for chunk in chunks), *[0] * num_padding])
+    packer.add("final", [*final, *(final[:1] or [0]) * num_padding])
+    packer.add("continues", [*(int(chunk.start > chunk.request.prefill_start) for chunk in chunks), *[0] * num_padding])
     if bucket is not None:
-        packer.add("owner", [*range(len(chunks)), *[0] * more])
+        packer.add("owner", [*range(len(chunks)), *[0] * num_padding])
     padding = 0 if bucket is None else bucket.tokens - starts[-1]
     tokens, following, positions, slots = (array("q") for _ in range(4))
     for chunk in chunks:
@@ -228,37 +240,38 @@ def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig
         following.extend(context[1:])
         if len(following) < len(tokens):
             following.append(0)
-        positions.extend(_counted(chunk.start, chunk.end))
+        positions.extend(_range_array(chunk.start, chunk.end))
         slots.extend(_slots(chunk, page_size))
     for name, values in (("tokens", tokens), ("following", following), ("positions", positions), ("slots", slots)):
         values.extend([0] * padding)
         packer.add(name, values)
     if rope.sections:
-        packer.add("rope_positions", [place for axis in range(3) for chunk in chunks for place in _places(chunk, axis)])
+        axes = (_rope_axis_positions(chunk, axis) for axis in range(3) for chunk in chunks)
+        packer.add("rope_positions", chain.from_iterable(axes))
     if rope.kind == "dynamic":
-        lens = [[len(chunk.request.prompt)] * (chunk.end - chunk.start) for chunk in chunks]
-        packer.add("prompt_lens", [length for each in lens for length in each])
+        lens = ([len(chunk.request.prompt)] * (chunk.end - chunk.start) for chunk in chunks)
+        packer.add("prompt_lens", chain.from_iterable(lens))
 
 
-def _counted(start: int, end: int) -> array[int]:
-    """The numbers from ``start`` to before ``end``."""
-    counted = array("q", bytes(8 * (end - start)))
-    places = torch.frombuffer(counted, dtype=torch.int64)
-    torch.arange(start, end, out=places, device=places.device)  # whatever a caller's default is
-    return counted
+def _range_array(start: int, end: int) -> array[int]:
+    """Return the integers ``start`` to ``end`` - 1. torch fills the array faster than Python."""
+    values = array("q", bytes(8 * (end - start)))
+    tensor = torch.frombuffer(values, dtype=torch.int64)
+    torch.arange(start, end, out=tensor, device=tensor.device)  # explicit: the caller may have set a default device
+    return values
 
 
 def _slots(chunk: PrefillChunk, page_size: int) -> array[int]:
-    """The cache slots of its tokens."""
-    first, behind = chunk.start // page_size, -(-chunk.end // page_size)
-    slots = array("q", bytes(8 * (behind - first) * page_size))
-    places = torch.frombuffer(slots, dtype=torch.int64).view(-1, page_size)
-    pages = places.new_tensor(chunk.request.pages[first:behind]).unsqueeze(1)
-    torch.add(torch.arange(page_size, device=places.device), pages, alpha=page_size, out=places)
-    return slots[chunk.start - first * page_size : chunk.end - first * page_size]
+    """Return the cache slots of the chunk's tokens."""
+    first_page, end_page = chunk.start // page_size, -(-chunk.end // page_size)
+    slots = array("q", bytes(8 * (end_page - first_page) * page_size))
+    tensor = torch.frombuffer(slots, dtype=torch.int64).view(-1, page_size)
+    pages = tensor.new_tensor(chunk.request.pages[first_page:end_page]).unsqueeze(1)
+    torch.add(torch.arange(page_size, device=tensor.device), pages, alpha=page_size, out=tensor)
+    return slots[chunk.start - first_page * page_size : chunk.end - first_page * page_size]
 
 
-def _places(chunk: PrefillChunk, axis: int) -> Sequence[int]:
+def _rope_axis_positions(chunk: PrefillChunk, axis: int) -> Sequence[int]:
     media = chunk.request.media
     return range(chunk.start, chunk.end) if media is None else media.positions(axis, chunk.start, chunk.end)
 
@@ -266,8 +279,9 @@ def _places(chunk: PrefillChunk, axis: int) -> Sequence[int]:
 def prefill_inputs(
     chunks: Sequence[PrefillChunk], staging: Staging, segments: Mapping[str, tuple[int, int]], *, most: int | None = None
 ) -> PrefillInputs:
-    """Views of the staged prefill; the casts run in the caller's scope. ``most``: cached tokens that a sequence may have,
-    where the views are those of a bucket for a graph, which serves other chunks than these.
+    """Return views of the staged prefill; casts run on the current stream.
+
+    ``most``: the maximum KV length of a sequence, for a captured graph, which later serves other chunks. None: no graph.
     """
     axes, prompt_lens = segments.get("rope_positions"), segments.get("prompt_lens")
     tokens, positions = staging.view(segments["tokens"]), staging.view(segments["positions"])
@@ -293,7 +307,7 @@ def prefill_inputs(
 
 
 def prefill_attention(inputs: PrefillInputs, tables: Tensor, seq_lens_host: HostSeqLens | None) -> AttentionMetadata:
-    """Metadata of the ragged prefill; ``tables`` are the block-table rows of its sequences."""
+    """Return the attention metadata of a ragged prefill. ``tables``: the block tables of its sequences, int32 [S, P]."""
     return AttentionMetadata(
         query_start=inputs.query_start,
         seq_lens=inputs.ends.to(torch.int32),

@@ -1,4 +1,4 @@
-"""Moves a request's device state from one engine to another."""
+"""Transfer of a request's device state between two engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.speculative.slots import slots_of
 
 
 class Transfer:
-    """Takes the state of requests out of an engine's caches and rows, and writes it into them; all of it on forward."""
+    """Copies of requests' state out of and into an engine's caches and rows, on the forward stream."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Transfer:
         fences: FenceSet,
         group: int = 0,
     ) -> None:
-        """``group``: the data-parallel group of this rank."""
+        """``group``: this rank's data-parallel group."""
         self._group = group
         self._backend = backend
         self._forward = forward
@@ -47,11 +47,10 @@ class Transfer:
         self._fences = fences
 
     def collect(self, request: Request) -> HandOver:
-        """Copy the state of a decoding request, whose results the host has all handled, out of the engine's caches; of one in
-        another data-parallel group there is none here.
+        """Copy the state of a decoding request out of the engine's caches. The host must have handled all its results.
 
-        Its row and pages may be given back then: pages are reused on forward, behind the copies, and the row's next use
-        waits for *shared reads done*, which is opened anew.
+        A rank of another data-parallel group has no tensors of the request. The caller may free row and pages afterwards:
+        the forward stream reuses the pages after the copies, and the next use of the row waits for *shared reads done*.
         """
         length = len(request.prompt) + len(request.output) - 1
         keys_values, draft_caches, relay = self._state(request, length) if request.group == self._group else ((), (), {})
@@ -81,28 +80,27 @@ class Transfer:
         )
 
     def _state(self, request: Request, length: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Mapping[str, Tensor]]:
-        """Keys and values, entries of the draft's caches, and what is relayed."""
+        """Return copies of keys and values, of the draft cache entries, and of the relayed tensors."""
         with self._backend.on(self._forward):
             slots = self._slots(request.row, length + 1)
             keys_values = tuple(cache.flatten(0, 1)[slots[:length]] for pair in self._cache.layers for cache in pair)
             draft_caches = tuple(cache.flatten(0, 1)[slots] for cache in self._proposer.caches)
-            return keys_values, draft_caches, dict(self._future.relayed(self._one(request.row)))
+            return keys_values, draft_caches, dict(self._future.relayed(self._scalar(request.row)))
 
     def bring_here(self, handed: HandOver) -> HandOver:
-        """``handed`` with its tensors where this engine can read them. From another backend they come through pinned host
-        memory, and the host waits for the copy: between two devices there is no fence that both know.
+        """Return ``handed`` with tensors on this engine's backend.
+
+        Tensors of another backend are copied through pinned host memory. The host waits for the copies, because two backends
+        share no fences.
         """
         if handed.backend is self._backend:
             return handed
-        names = list(handed.relay)
-        given = [*handed.keys_values, *handed.draft_caches, *(handed.relay[name] for name in names)]
-        values = self._through_host(handed, given)
-        target, draft = len(handed.keys_values), len(handed.draft_caches)
+        copies = iter(self._copy_through_host(handed, [*handed.keys_values, *handed.draft_caches, *handed.relay.values()]))
         return replace(
             handed,
-            keys_values=tuple(values[:target]),
-            draft_caches=tuple(values[target : target + draft]),
-            relay=dict(zip(names, values[target + draft :], strict=True)),
+            keys_values=tuple(next(copies) for _ in handed.keys_values),
+            draft_caches=tuple(next(copies) for _ in handed.draft_caches),
+            relay={name: next(copies) for name in handed.relay},
             backend=self._backend,
             stream=self._forward,
             ready=self._fences.handed_over,
@@ -110,49 +108,46 @@ class Transfer:
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """All that has pages: keys and values of each layer, then the proposer's caches; [pages, page size, ...] each."""
+        """All paged caches: keys, then values of each layer, then the proposer's caches; [pages, page size, ...] each."""
         return (*(cache for pair in self._cache.layers for cache in pair), *self._proposer.caches)
 
     def depart(self, request: Request, ready: Fence) -> Mapping[str, Tensor]:
-        """Copy what the proposer relays for a request, of which nothing is in flight, to the host. Signal ``ready`` behind
-        that and everything that was enqueued for its pages; the result may be read once the host has seen it done.
+        """Copy the relayed tensors of a request without iterations in flight to pinned host memory.
 
-        Its row may be given back then; its pages stay the caller's.
+        Signals ``ready`` after these copies and all enqueued writes to the request's pages. The host may read the result
+        once ``ready`` is done. The caller may free the row afterwards and keeps the pages.
         """
         with self._backend.on(self._forward):
-            relay = dict(self._future.relayed(self._one(request.row)))
+            relay = dict(self._future.relayed(self._scalar(request.row)))
         copies: dict[str, Tensor] = {}
         for name, value in relay.items():
-            pinned = self._backend.empty_pinned("relay", value.shape, value.dtype)
-            pinned.renew()
-            self._backend.copy_async(pinned.tensor, value, stream=self._forward)
-            copies[name] = pinned.tensor
+            copies[name] = self._new_pinned(value)
+            self._backend.copy_async(copies[name], value, stream=self._forward)
         ready.signal(self._forward)
         self._fences.shared_reads_done.signal(self._forward)
         return copies
 
     def await_pages(self, free: Fence) -> None:
-        """Signal ``free`` behind everything that was enqueued for pages so far."""
+        """Signal ``free`` after all accesses to pages that are enqueued so far."""
         free.signal(self._forward)
 
     def pinned_relay(self, relay: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Copies of host tensors in pinned memory, from where forward can take them."""
-        copies: dict[str, Tensor] = {}
-        for name, value in relay.items():
-            pinned = self._backend.empty_pinned("relay", value.shape, value.dtype)
-            pinned.renew()
-            pinned.tensor.copy_(value)
-            copies[name] = pinned.tensor
-        return copies
+        """Return copies of host tensors in pinned memory, for asynchronous copies to the device."""
+        return {name: self._new_pinned(value).copy_(value) for name, value in relay.items()}
+
+    def _new_pinned(self, value: Tensor) -> Tensor:
+        pinned = self._backend.empty_pinned("relay", value.shape, value.dtype)
+        pinned.renew()
+        return pinned.tensor
 
     def bring_in(self, arrivals: Sequence[tuple[Request, HandOver | Arrived]]) -> None:
-        """Write the state of arriving requests into their pages and rows, and publish their lengths; on forward.
+        """Write the state of arriving requests to their pages and rows, and publish their lengths, on the forward stream.
 
-        The batch's record holds the tensors until its results are back, so that their memory isn't reused before.
+        The batch holds the tensors until the host has its results, so that their memory isn't reused earlier.
         """
         for request, handed in arrivals:
             if isinstance(handed, Arrived):
-                self._enter(request, handed)
+                self._write_row(request, handed)
                 continue
             handed.ready.wait(self._forward)
             with self._backend.on(self._forward):
@@ -162,56 +157,56 @@ class Transfer:
                     _write_rows(cache, slots[: handed.length], values)
                 for cache, values in zip(self._proposer.caches, handed.draft_caches, strict=True):
                     _write_rows(cache, slots, values)
-                row = self._one(request.row)
-                self._future.publish(row, self._one(handed.length))
-                self._future.stash(row, self._one(handed.output[-1]), handed.relay)
+                row = self._scalar(request.row)
+                self._future.publish(row, self._scalar(handed.length))
+                self._future.stash(row, self._scalar(handed.output[-1]), handed.relay)
 
-    def _enter(self, request: Request, arrived: Arrived) -> None:
-        """The row of a request whose pages are filled."""
+    def _write_row(self, request: Request, arrived: Arrived) -> None:
+        """Publish and stash the state of a request whose pages are already written."""
         relay: dict[str, Tensor] = {}
         for name, value in arrived.relay.items():
             with self._backend.on(self._forward):
                 relay[name] = torch.empty(value.shape, dtype=value.dtype, device=self._backend.device)
             self._backend.copy_async(relay[name], value, stream=self._forward)
         with self._backend.on(self._forward):
-            row = self._one(request.row)
-            self._future.publish(row, self._one(arrived.length))
-            self._future.stash(row, self._one(arrived.last), relay)
+            row = self._scalar(request.row)
+            self._future.publish(row, self._scalar(arrived.length))
+            self._future.stash(row, self._scalar(arrived.last), relay)
 
     def _slots(self, row: int, count: int) -> Tensor:
-        """Cache slots of the first ``count`` tokens of a row."""
-        places = torch.arange(count, device=self._backend.device).unsqueeze(0)
-        return slots_of(places, self._rows.tables[row : row + 1], self._cache.page_size).squeeze(0)
+        """Return the cache slots of the first ``count`` tokens of a row."""
+        positions = torch.arange(count, device=self._backend.device).unsqueeze(0)
+        return slots_of(positions, self._rows.tables[row : row + 1], self._cache.page_size).squeeze(0)
 
-    def _one(self, value: int) -> Tensor:
+    def _scalar(self, value: int) -> Tensor:
         return torch.full((1,), value, dtype=torch.int64, device=self._backend.device)
 
-    def _through_host(self, handed: HandOver, given: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of ``given`` on this engine's device; all copies have finished when it returns."""
+    def _copy_through_host(self, handed: HandOver, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of the sender's ``tensors`` on this engine's device, after all copies have finished."""
         source = handed.backend
         handed.ready.wait_host()
-        left = [source.empty_pinned("hand_over", tensor.shape, tensor.dtype) for tensor in given]
-        taken = [buffer.renew() for buffer in left]
-        for buffer, tensor in zip(left, given, strict=True):
+        sent = [source.empty_pinned("hand_over", tensor.shape, tensor.dtype) for tensor in tensors]
+        generations = [buffer.renew() for buffer in sent]
+        for buffer, tensor in zip(sent, tensors, strict=True):
             source.copy_async(buffer.tensor, tensor, stream=handed.stream)
         handed.ready.signal(handed.stream)
         handed.ready.wait_host()
-        values = []
-        for buffer, generation, tensor in zip(left, taken, given, strict=True):
+        copies = []
+        for buffer, generation, tensor in zip(sent, generations, tensors, strict=True):
             pinned = self._backend.empty_pinned("hand_over", tensor.shape, tensor.dtype)
             pinned.renew()
             pinned.tensor.copy_(buffer.read(generation))
             with self._backend.on(self._forward):
-                value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)
-            self._backend.copy_async(value, pinned.tensor, stream=self._forward)
-            values.append((value, pinned))
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)
+            self._backend.copy_async(copy, pinned.tensor, stream=self._forward)
+            copies.append((copy, pinned))
         self._fences.handed_over.signal(self._forward)
-        self._fences.handed_over.wait_host()  # the pinned buffers go away
-        return [value for value, _ in values]
+        self._fences.handed_over.wait_host()  # the pinned buffers are freed afterwards
+        return [copy for copy, _ in copies]
 
 
 def _write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write ``rows`` to slots of pages; as bytes where those hold eight-bit floats, of which torch copies no rows."""
+    """Write ``rows`` to cache slots. Views 8-bit floats as bytes, because torch has no index_copy_ for them."""
     pages = cache.flatten(0, 1)
     if pages.dtype.itemsize == 1:
         pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: what their config says, how their tensors are stored, and the weights that are made of them."""
+"""Quantized checkpoints: parsing of their configs, the storage of their tensors, and the loaded weights."""
 
 from outrider.model.quantization.config import read_quantization
 from outrider.model.quantization.loading import Quantization, QuantizedMode

@@ -1,4 +1,4 @@
-"""Caches of few bits: what a checkpoint's config says of one, and the scales of its keys and values."""
+"""Quantized KV caches: the scheme in a checkpoint's config, and the scales of keys and values."""
 
 from __future__ import annotations
 
@@ -16,49 +16,50 @@ from outrider.model.layer import CacheFormat
 from outrider.model.quantization.scheme import FLOATS
 
 KEY, MODELOPT_KEY = "kv_cache_scheme", "kv_cache_quant_algo"
-_EXPECTED: Mapping[str, tuple[object, ...]] = {
+_SUPPORTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "num_bits": (8,),
     "type": ("float",),
     "symmetric": (True,),
     "dynamic": (False,),
 }
 STRATEGIES = ("tensor", "attn_head")
-"""Whose scale it is: all heads' of a layer, or a key head's."""
-_NAMES = (
+"""Granularity of the scales: one per layer, or one per KV head."""
+_SCALE_NAMES = (
     ("k_scale", "v_scale"),
     ("k_proj.k_scale", "v_proj.v_scale"),
     ("k_proj.output_scale", "v_proj.output_scale"),
 )
-"""Ends of the scales' names, of compressed-tensors, of ModelOpt, and of older writers."""
+"""Suffixes of the scale names that compressed-tensors, ModelOpt and older writers use."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheScheme:
-    """How a checkpoint wants its keys and values kept, in fp8. ``strategy``: one of :data:`STRATEGIES`."""
+    """The fp8 scheme in which a checkpoint stores its keys and values."""
 
     strategy: str
+    """One of :data:`STRATEGIES`."""
 
     @classmethod
-    def of(cls, given: object) -> CacheScheme:
-        """What ``kv_cache_scheme`` says. Raises :class:`ConfigError` that names the key for what isn't supported."""
-        if not isinstance(given, dict):
+    def of(cls, raw: object) -> CacheScheme:
+        """Parse ``kv_cache_scheme``. Raises :class:`ConfigError` with the key for an unsupported value."""
+        if not isinstance(raw, dict):
             raise ConfigError(
-                f"{KEY} is {shown(given)}, expected a JSON object; --kv-dtype plain keeps the cache in the model's dtype"
+                f"{KEY} is {shown(raw)}, expected a JSON object; --kv-dtype plain keeps the cache in the model's dtype"
             )
-        if MODELOPT_KEY in given:
+        if MODELOPT_KEY in raw:
             raise ConfigError(
-                f"{MODELOPT_KEY} is {shown(given[MODELOPT_KEY])}, expected 'FP8': a KV cache is kept in fp8 with stored "
+                f"{MODELOPT_KEY} is {shown(raw[MODELOPT_KEY])}, expected 'FP8': a KV cache is kept in fp8 with stored "
                 "scales, or plainly (--kv-dtype plain)"
             )
         defaults = {"symmetric": True, "dynamic": False}
-        for name, allowed in _EXPECTED.items():
-            value = given.get(name, defaults.get(name))
+        for name, allowed in _SUPPORTED_VALUES.items():
+            value = raw.get(name, defaults.get(name))
             if not any(type(value) is type(each) and value == each for each in allowed):
                 raise ConfigError(
                     f"{KEY}.{name} is {shown(value)}, expected {' or '.join(map(repr, allowed))}: a KV cache is kept in fp8 "
                     "with stored scales, or plainly (--kv-dtype plain)"
                 )
-        strategy = given.get("strategy") or "tensor"
+        strategy = raw.get("strategy") or "tensor"
         if strategy not in STRATEGIES:
             raise ConfigError(
                 f"{KEY}.strategy is {shown(strategy)}, expected {' or '.join(STRATEGIES)}; --kv-dtype plain keeps the "
@@ -68,9 +69,9 @@ class CacheScheme:
 
 
 def decide(asked: str, scheme: CacheScheme | None, kernels: KernelSet, backend: Backend, origin: str) -> str | None:
-    """The format of the cache, one of ``CACHE_FORMATS``; None: plain numbers.
+    """Return the format of the KV cache, one of ``CACHE_FORMATS``, or None for the model's dtype.
 
-    Raises :class:`CapabilityError` where the kernels don't declare it.
+    ``asked`` is the setting kv_dtype. Raises :class:`CapabilityError` if ``kernels`` don't support the format.
     """
     format = ("fp8" if scheme is not None else None) if asked == "auto" else None if asked == "plain" else asked
     if format is None or format in kernels.cache_formats:
@@ -85,25 +86,25 @@ def decide(asked: str, scheme: CacheScheme | None, kernels: KernelSet, backend: 
 
 
 def scale_keys(files: CheckpointFiles, prefixes: list[str]) -> set[str]:
-    """The tensors of the checkpoint that hold scales of a cache."""
-    ends = [each for pair in _NAMES for each in pair]
+    """Return the names of the checkpoint's tensors that hold KV cache scales."""
+    ends = [each for pair in _SCALE_NAMES for each in pair]
     return {key for prefix in prefixes for end in ends if (key := f"{prefix}.self_attn.{end}") in files.tensors}
 
 
 def read_scales(files: CheckpointFiles, prefix: str, scheme: CacheScheme, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """The scales of keys and of values of the layer ``prefix`` for each key head, float64 [Hkv], on the host.
+    """Return the scales of keys and of values of layer ``prefix``, each float64 [Hkv] on the host.
 
-    Raises :class:`CheckpointError` that names the tensor, where one is missing or has another shape, dtype or value than
-    ``scheme`` asks for.
+    Raises :class:`CheckpointError` with the tensor's name if a scale is missing, or has a shape, dtype or value that
+    contradicts ``scheme``.
     """
-    keys = [tuple(f"{prefix}.self_attn.{end}" for end in pair) for pair in _NAMES]
-    spelt = [each for each in keys if any(key in files.tensors for key in each)] or keys[:1]
-    found = [(_scale(files, pair[0], scheme, kv_heads), _scale(files, pair[1], scheme, kv_heads)) for pair in spelt]
-    for pair, scales in zip(spelt, found, strict=True):
-        for which in range(2):
-            if not torch.equal(scales[which], found[0][which]):
+    keys = [tuple(f"{prefix}.self_attn.{end}" for end in pair) for pair in _SCALE_NAMES]
+    present = [each for each in keys if any(key in files.tensors for key in each)] or keys[:1]
+    found = [(_scale(files, pair[0], scheme, kv_heads), _scale(files, pair[1], scheme, kv_heads)) for pair in present]
+    for pair, scales in zip(present, found, strict=True):
+        for side in range(2):
+            if not torch.equal(scales[side], found[0][side]):
                 raise CheckpointError(
-                    f"{files.origin}: tensors {spelt[0][which]!r} and {pair[which]!r} are both the scale of one cache, and "
+                    f"{files.origin}: tensors {present[0][side]!r} and {pair[side]!r} are both the scale of one cache, and "
                     "differ; expected one of them, or --kv-dtype plain"
                 )
     return found[0]
@@ -136,19 +137,20 @@ def _scale(files: CheckpointFiles, key: str, scheme: CacheScheme, kv_heads: int)
 def cache_format(
     format: str, scales: tuple[Tensor, Tensor] | None, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
 ) -> CacheFormat:
-    """The record of a layer with these scales [Hkv] of keys and of values, None: all are 1. ``config`` has the heads that are
-    here, as ``scales`` do.
+    """Return the cache format of a layer with these scales [Hkv] of keys and of values. None means that all scales are 1.
+
+    ``config`` and ``scales`` have the heads of this rank.
     """
-    kept = CACHE_FORMATS[format]
+    page_dtype = CACHE_FORMATS[format]
     if scales is None or all(bool((each == 1).all()) for each in scales):
-        return CacheFormat(dtype=kept)
+        return CacheFormat(dtype=page_dtype)
     keys, values = scales
     group = config.num_heads // config.num_kv_heads
     before = torch.cat((keys.repeat_interleave(group), 1 / keys, 1 / values)).unsqueeze(1)
     after = values.repeat_interleave(group).unsqueeze(1)
     wide = torch.promote_types(dtype, torch.float32)
 
-    def placed(tensor: Tensor) -> Tensor:
+    def on_device(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=wide, device=device).copy_(tensor.to(wide))
 
-    return CacheFormat(dtype=kept, before=placed(before), after=placed(after))
+    return CacheFormat(dtype=page_dtype, before=on_device(before), after=on_device(after))

@@ -1,6 +1,6 @@
-"""From the tensors of one module, on the host, to a QuantizedWeight; and parts, stacks and padding of these.
+"""Conversion of a module's stored tensors, on the host, to a QuantizedWeight, and slicing, stacking and padding of these.
 
-All of it is exact: values are repacked and scales repeated, nothing is computed with them.
+Every conversion is exact: values are repacked and scales are repeated, without arithmetic on them.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError, QuantizedWeight
-from outrider.model.cuts import Cut
+from outrider.model.pieces import Cut
 from outrider.model.quantization.scheme import Scheme
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the columns of a word lie among its nibbles."""
+_AWQ_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Position of each column among the nibbles of an AWQ word."""
 
 
 class ActOrderError(ConfigError):
-    """Columns of a weight are assigned to groups in another order than they lie in."""
+    """The columns of a weight are assigned to groups in another order than they are stored."""
 
 
-def weight_of(scheme: Scheme, shape: tuple[int, int], held: Mapping[str, Tensor], *, ordered: bool) -> QuantizedWeight:
-    """The weight that a module's tensors ``held`` (by the ends of their names) store.
+def weight_of(scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor], *, grouped: bool) -> QuantizedWeight:
+    """Return the weight that a module's ``tensors``, by the suffix of their names, store.
 
-    ``ordered``: raise :class:`ActOrderError` where columns of a group don't lie together; else each column gets its own
-    scale then, which is right and takes more memory than the weight. Raises :class:`ConfigError` for contents that
-    contradict each other.
+    ``grouped`` requires that the columns of each group are contiguous, and raises :class:`ActOrderError` otherwise. Without
+    it, such a weight gets one scale per column, which is exact but needs more memory than the weight. Raises
+    :class:`ConfigError` for contradictory contents.
     """
     if scheme.storage == "awq":
-        return _awq(scheme, shape, held)
+        return _awq(scheme, shape, tensors)
     if scheme.storage == "gptq":
-        return _gptq(scheme, shape, held, ordered)
+        return _gptq(scheme, shape, tensors, grouped)
     grid, block = scheme.grid(shape), scheme.block_of(shape)
     if scheme.storage == "packed":
-        if tuple(held["weight_shape"].tolist()) != shape:
-            raise ConfigError(f"weight_shape is {held['weight_shape'].tolist()}, expected {list(shape)}")
-        values = _unpacked(held["weight_packed"], scheme.bits, dim=1, count=shape[1])
-        data = packed_halves(values) if scheme.bits == 4 else (values ^ 128).view(torch.int8)
+        if tuple(tensors["weight_shape"].tolist()) != shape:
+            raise ConfigError(f"weight_shape is {tensors['weight_shape'].tolist()}, expected {list(shape)}")
+        values = _unpack(tensors["weight_packed"], scheme.bits, dim=1, count=shape[1])
+        data = pack_nibbles(values) if scheme.bits == 4 else (values ^ 128).view(torch.int8)
     else:
-        data = held["weight"]
-    scales = _plain_scales(held[scheme.scale]).reshape(grid)
-    zeros = held.get("weight_zero_point")
+        data = tensors["weight"]
+    scales = _float_scales(tensors[scheme.scale]).reshape(grid)
+    zeros = tensors.get("weight_zero_point")
     if zeros is not None and scheme.storage == "packed" and scheme.packed_zeros:
-        zeros = (_unpacked(zeros, scheme.bits, dim=0, count=grid[0]).to(torch.int16) - (1 << scheme.bits - 1)).to(torch.int8)
+        zeros = (_unpack(zeros, scheme.bits, dim=0, count=grid[0]).to(torch.int16) - (1 << scheme.bits - 1)).to(torch.int8)
     if zeros is not None:
         zeros = zeros.reshape(grid)
-    if scheme.block[0] == 0:  # one scale for all: what it's stacked with has others
-        scales, block = _by_row(scales, shape[0], shape[0]), (1, block[1])
-        zeros = None if zeros is None else _by_row(zeros, shape[0], shape[0])
-    return _made(scheme, shape, data, scales, zeros, block, held.get("input_scale"))
+    if scheme.block[0] == 0:  # repeat a single scale per row, because the weight may be stacked with others
+        scales, block = _repeat_rows(scales, shape[0], shape[0]), (1, block[1])
+        zeros = None if zeros is None else _repeat_rows(zeros, shape[0], shape[0])
+    return _quantized_weight(scheme, shape, data, scales, zeros, block, tensors.get("input_scale"))
 
 
-def _made(
+def _quantized_weight(
     scheme: Scheme,
     shape: tuple[int, int],
     data: Tensor,
@@ -82,109 +82,109 @@ def _made(
     )
 
 
-def _plain_scales(scales: Tensor) -> Tensor:
-    """Powers of two in eight bits as float32; other scales as they are."""
+def _float_scales(scales: Tensor) -> Tensor:
+    """Return scales stored as 8-bit powers of two as float32, and other scales unchanged."""
     return scales.to(torch.float32) if scales.dtype == torch.float8_e8m0fnu else scales
 
 
-def _unpacked(words: Tensor, bits: int, *, dim: int, count: int) -> Tensor:
-    """The values of int32 ``words`` along ``dim``, lowest bits first, as uint8; the first ``count`` of them."""
-    moved = words.movedim(dim, -1).contiguous().view(torch.uint8)  # bytes of a word: the lowest first
+def _unpack(words: Tensor, bits: int, *, dim: int, count: int) -> Tensor:
+    """Unpack int32 ``words`` along ``dim``, lowest bits first, into ``count`` uint8 values."""
+    values = words.movedim(dim, -1).contiguous().view(torch.uint8)  # little-endian bytes of each word
     if bits == 4:
-        moved = torch.stack((moved & 15, moved >> 4), dim=-1).flatten(-2)
-    return moved[..., :count].movedim(-1, dim).contiguous()
+        values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
+    return values[..., :count].movedim(-1, dim).contiguous()
 
 
-def packed_halves(values: Tensor) -> Tensor:
-    """Values of four bits [out, in], in uint8, as two in a byte: [out, ceil(in / 2)]."""
+def pack_nibbles(values: Tensor) -> Tensor:
+    """Pack 4-bit values [out, in] in uint8 as two per byte: [out, ceil(in / 2)]."""
     if values.shape[1] % 2:
         values = torch.nn.functional.pad(values, (0, 1), value=8)
     return values[:, 0::2] | values[:, 1::2] << 4
 
 
-def unpacked_halves(data: Tensor, width: int) -> Tensor:
-    """The reverse of :func:`packed_halves`."""
+def unpack_nibbles(data: Tensor, width: int) -> Tensor:
+    """Unpack the result of :func:`pack_nibbles` into ``width`` columns."""
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)[:, :width]
 
 
-def _awq(scheme: Scheme, shape: tuple[int, int], held: Mapping[str, Tensor]) -> QuantizedWeight:
-    out = shape[0]
+def _awq(scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    out_features = shape[0]
 
-    def columns(words: Tensor) -> Tensor:
-        values = _unpacked(words, 4, dim=1, count=words.shape[1] * 8).view(words.shape[0], -1, 8)
-        return values[..., list(_AWQ_ORDER)].flatten(-2)[:, :out]
+    def unpack_columns(words: Tensor) -> Tensor:
+        values = _unpack(words, 4, dim=1, count=words.shape[1] * 8).view(words.shape[0], -1, 8)
+        return values[..., list(_AWQ_NIBBLE_ORDER)].flatten(-2)[:, :out_features]
 
     zeros = None
-    if "qzeros" in held:
-        zeros = columns(held["qzeros"]).T.to(torch.int8) - 8
+    if "qzeros" in tensors:
+        zeros = unpack_columns(tensors["qzeros"]).T.to(torch.int8) - 8
         if scheme.symmetric:
             if bool(zeros.any()):
                 raise ConfigError("qzeros aren't 8 everywhere, but the config says that zero_point is false")
             zeros = None
-    data = packed_halves(columns(held["qweight"]).T)
-    return _made(scheme, shape, data, held["scales"].T, zeros, (1, scheme.block_of(shape)[1]), None)
+    data = pack_nibbles(unpack_columns(tensors["qweight"]).T)
+    return _quantized_weight(scheme, shape, data, tensors["scales"].T, zeros, (1, scheme.block_of(shape)[1]), None)
 
 
-def _gptq(scheme: Scheme, shape: tuple[int, int], held: Mapping[str, Tensor], ordered: bool) -> QuantizedWeight:
-    (out, into), half, bits = shape, 1 << scheme.bits - 1, scheme.bits
-    columns = scheme.block_of(shape)[1]
-    values = _unpacked(held["qweight"], bits, dim=0, count=into).T
-    scales, zeros = held["scales"].T, None
-    if "qzeros" in held:
-        stored = _unpacked(held["qzeros"], bits, dim=1, count=out).T.to(torch.int16)
+def _gptq(scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor], grouped: bool) -> QuantizedWeight:
+    (out_features, in_features), zero_value, bits = shape, 1 << scheme.bits - 1, scheme.bits
+    group_columns = scheme.block_of(shape)[1]
+    values = _unpack(tensors["qweight"], bits, dim=0, count=in_features).T
+    scales, zeros = tensors["scales"].T, None
+    if "qzeros" in tensors:
+        stored = _unpack(tensors["qzeros"], bits, dim=1, count=out_features).T.to(torch.int16)
         if scheme.symmetric:
-            # Two generations of the format store another number, and the config's label of them can't be relied on.
-            if not (bool((stored == half).all()) or bool((stored == half - 1).all())):
-                raise ConfigError(f"qzeros aren't {half} or {half - 1} everywhere, but the config says sym")
+            # The two versions of the format store different numbers, and configs often name the wrong version.
+            if not (bool((stored == zero_value).all()) or bool((stored == zero_value - 1).all())):
+                raise ConfigError(f"qzeros aren't {zero_value} or {zero_value - 1} everywhere, but the config says sym")
         else:
-            zeros = stored + scheme.zero_offset - half
+            zeros = stored + scheme.zero_offset - zero_value
             if int(zeros.max()) > 127:
                 raise ConfigError(
-                    f"qzeros stand for a zero point of {int(zeros.max()) + half}, expected at most {127 + half}"
+                    f"qzeros stand for a zero point of {int(zeros.max()) + zero_value}, expected at most {127 + zero_value}"
                 )
             zeros = zeros.to(torch.int8)
-    groups = held.get("g_idx")
+    groups = tensors.get("g_idx")
     if groups is not None:
         groups = groups.to(torch.int64)
-        if into and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
+        if in_features and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
             raise ConfigError(f"g_idx names groups {int(groups.min())} to {int(groups.max())}, there are {scales.shape[1]}")
-        if not torch.equal(groups, torch.arange(into) // columns):
-            if ordered:
+        if not torch.equal(groups, torch.arange(in_features) // group_columns):
+            if grouped:
                 raise ActOrderError("g_idx assigns columns to groups in another order than they lie in (act-order, desc_act)")
-            scales, columns = scales.index_select(1, groups), 1
+            scales, group_columns = scales.index_select(1, groups), 1
             zeros = None if zeros is None else zeros.index_select(1, groups)
-    data = packed_halves(values) if bits == 4 else (values.contiguous() ^ 128).view(torch.int8)
-    return _made(scheme, shape, data, scales, zeros, (1, columns), None)
+    data = pack_nibbles(values) if bits == 4 else (values.contiguous() ^ 128).view(torch.int8)
+    return _quantized_weight(scheme, shape, data, scales, zeros, (1, group_columns), None)
 
 
-def _by_row(grid: Tensor, rows: int, total: int) -> Tensor:
-    """A value for each ``rows`` rows → one for each of ``total``."""
+def _repeat_rows(grid: Tensor, rows: int, total: int) -> Tensor:
+    """Expand a grid with one entry per ``rows`` rows to one entry for each of ``total`` rows."""
     return grid.repeat_interleave(rows, dim=0)[:total].contiguous()
 
 
-def by_row(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same weight with scales for each row."""
-    rows, total = weight.block[0], weight.shape[0]
+def with_row_scales(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return the same weight with one row of scales per row of the weight."""
+    rows, total_rows = weight.block[0], weight.shape[0]
     if rows == 1:
         return weight
-    scales, zeros = _by_row(weight.scales, rows, total), weight.zero_points
-    zeros = None if zeros is None else _by_row(zeros, rows, total)
+    scales, zeros = _repeat_rows(weight.scales, rows, total_rows), weight.zero_points
+    zeros = None if zeros is None else _repeat_rows(zeros, rows, total_rows)
     return replace(weight, scales=scales, zero_points=zeros, block=(1, weight.block[1]))
 
 
-def narrowed(weight: QuantizedWeight, cut: Cut | None) -> QuantizedWeight:
-    """Rows or columns of the weight."""
-    if cut is None:
+def narrowed(weight: QuantizedWeight, tensor_slice: Cut | None) -> QuantizedWeight:
+    """Return the rows or columns of the weight that ``tensor_slice`` selects."""
+    if tensor_slice is None:
         return weight
-    length = cut.stop - cut.start
+    length = tensor_slice.stop - tensor_slice.start
     rows, columns = weight.block
-    if cut.dim == 0:
-        if cut.start % rows:
-            weight, rows = by_row(weight), 1
-        grid = slice(cut.start // rows, -(-cut.stop // rows))
+    if tensor_slice.dim == 0:
+        if tensor_slice.start % rows:
+            weight, rows = with_row_scales(weight), 1
+        grid = slice(tensor_slice.start // rows, -(-tensor_slice.stop // rows))
         return replace(
             weight,
-            data=weight.data[cut.start : cut.stop].contiguous(),
+            data=weight.data[tensor_slice.start : tensor_slice.stop].contiguous(),
             scales=weight.scales[grid].contiguous(),
             zero_points=None if weight.zero_points is None else weight.zero_points[grid].contiguous(),
             shape=(length, weight.shape[1]),
@@ -193,15 +193,15 @@ def narrowed(weight: QuantizedWeight, cut: Cut | None) -> QuantizedWeight:
     if scales.shape[1] == 1:
         columns = length
     else:
-        shared = math.gcd(columns, cut.start)
-        across = slice(cut.start // shared, -(-cut.stop // shared))
-        scales = scales.repeat_interleave(columns // shared, dim=1)[:, across].contiguous()
-        zeros = None if zeros is None else zeros.repeat_interleave(columns // shared, dim=1)[:, across].contiguous()
+        shared = math.gcd(columns, tensor_slice.start)
+        grid_columns = slice(tensor_slice.start // shared, -(-tensor_slice.stop // shared))
+        scales = scales.repeat_interleave(columns // shared, dim=1)[:, grid_columns].contiguous()
+        zeros = None if zeros is None else zeros.repeat_interleave(columns // shared, dim=1)[:, grid_columns].contiguous()
         columns = shared
     if weight.format == "int4":
-        data = packed_halves(unpacked_halves(weight.data, weight.shape[1])[:, cut.start : cut.stop])
+        data = pack_nibbles(unpack_nibbles(weight.data, weight.shape[1])[:, tensor_slice.start : tensor_slice.stop])
     else:
-        data = weight.data[:, cut.start : cut.stop]
+        data = weight.data[:, tensor_slice.start : tensor_slice.stop]
     return replace(
         weight,
         data=data.contiguous(),
@@ -213,17 +213,17 @@ def narrowed(weight: QuantizedWeight, cut: Cut | None) -> QuantizedWeight:
 
 
 def padded(weight: QuantizedWeight, rows: int) -> QuantizedWeight:
-    """``rows`` rows of zeros behind the weight."""
+    """Return the weight with ``rows`` zero rows appended."""
     if not rows:
         return weight
-    weight = by_row(weight)
+    weight = with_row_scales(weight)
     zero = 0x88 if weight.format == "int4" else 0
-    more = torch.full((rows, weight.data.shape[1]), zero, dtype=torch.uint8).view(weight.data.dtype)
+    padding = torch.full((rows, weight.data.shape[1]), zero, dtype=torch.uint8).view(weight.data.dtype)
     grid = (rows, weight.scales.shape[1])
     zeros = weight.zero_points
     return replace(
         weight,
-        data=torch.cat((weight.data.view(torch.uint8), more.view(torch.uint8))).view(weight.data.dtype),
+        data=torch.cat((weight.data.view(torch.uint8), padding.view(torch.uint8))).view(weight.data.dtype),
         scales=torch.cat((weight.scales, weight.scales.new_ones(grid))),
         zero_points=None if zeros is None else torch.cat((zeros, zeros.new_zeros(grid))),
         shape=(weight.shape[0] + rows, weight.shape[1]),
@@ -231,11 +231,11 @@ def padded(weight: QuantizedWeight, rows: int) -> QuantizedWeight:
 
 
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """The weights under one another as one; None where they are quantised in ways that one record can't say."""
+    """Concatenate the rows of ``weights``. Return None if their formats differ in a way that one record can't express."""
     first = weights[0]
     if len(weights) == 1:
         return first
-    alike = all(
+    compatible = all(
         weight.format == first.format
         and weight.shape[1] == first.shape[1]
         and weight.block[1] == first.block[1]
@@ -244,11 +244,11 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
         and _same(weight.input_scale, first.input_scale)
         for weight in weights
     )
-    if not alike:
+    if not compatible:
         return None
     rows = first.block[0]
     if any(weight.block[0] != rows for weight in weights) or any(weight.shape[0] % rows for weight in weights[:-1]):
-        weights, rows = [by_row(weight) for weight in weights], 1
+        weights, rows = [with_row_scales(weight) for weight in weights], 1
     dtype = weights[0].scales.dtype
     for weight in weights:
         dtype = torch.promote_types(dtype, weight.scales.dtype)
@@ -274,26 +274,26 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def wide_scales(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """``scales`` as products take them: in float32 or wider where each row has one, else as they're stored.
+    """Return ``scales`` in the dtype that product kernels expect.
 
-    Libraries take scales of rows in float32 alone, and would have them converted for every product; there are few. Groups of
-    columns have a share of the weight's bytes, and are read as they are.
+    Libraries take per-row scales in float32 only, and would convert others for every product, so these few scales are
+    converted once. Scales of column groups stay in their stored dtype, because they are a large share of the weight's bytes.
     """
-    by_row = block[1] == shape[1]
-    return scales.to(torch.promote_types(scales.dtype, torch.float32)) if by_row else scales
+    per_row = block[1] == shape[1]
+    return scales.to(torch.promote_types(scales.dtype, torch.float32)) if per_row else scales
 
 
 def moved(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    """The weight on a device, once the current stream has run."""
+    """Return the weight on ``device``, valid after the current stream's work."""
 
-    def there(tensor: Tensor) -> Tensor:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        return made.copy_(tensor)
+    def copied(tensor: Tensor) -> Tensor:
+        result = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return result.copy_(tensor)
 
     return replace(
         weight,
-        data=there(weight.data),
-        scales=there(wide_scales(weight.scales, weight.block, weight.shape)),
-        zero_points=None if weight.zero_points is None else there(weight.zero_points),
-        input_scale=None if weight.input_scale is None else there(weight.input_scale),
+        data=copied(weight.data),
+        scales=copied(wide_scales(weight.scales, weight.block, weight.shape)),
+        zero_points=None if weight.zero_points is None else copied(weight.zero_points),
+        input_scale=None if weight.input_scale is None else copied(weight.input_scale),
     )

@@ -1,4 +1,4 @@
-"""Quantization: which weights of a checkpoint are quantised, and how they come onto a device."""
+"""Quantization: the quantized weights of a checkpoint, and how they are loaded onto a device."""
 
 from __future__ import annotations
 
@@ -26,20 +26,18 @@ _EMBEDDING = "embed_tokens.weight"
 
 
 class QuantizedMode(StrEnum):
-    """How quantised weights are loaded.
-
-    ``kernels``: quantised, in the formats that the backend declares; another format is an error. ``reference``: also in the
-    others, with the torch reference of their products, which is slow. ``dequantize``: as plain weights in the model's
-    dtype; activations then stay as they are.
-    """
+    """How quantized weights are run."""
 
     KERNELS = "kernels"
+    """Keep them quantized. A format that the backend doesn't declare is an error."""
     REFERENCE = "reference"
+    """Keep them quantized, and use the slow torch reference for formats that the backend doesn't declare."""
     DEQUANTIZE = "dequantize"
+    """Convert them to the model's dtype at load time. Activations are then not quantized."""
 
     @classmethod
     def of(cls, value: str) -> QuantizedMode:
-        """The mode of that name; :class:`ConfigError` where there's none."""
+        """Return the mode called ``value``. Raises :class:`ConfigError` for an unknown name."""
         if value not in set(cls):
             raise ConfigError(f"quantized is {value!r}, expected one of {', '.join(cls)}")
         return cls(value)
@@ -47,33 +45,34 @@ class QuantizedMode(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantization:
-    """What a checkpoint's config says of quantised weights.
-
-    ``path``: the file that says so. ``method``: its name for the way. ``scheme``: that of a module by its name, None where
-    the module is plain. ``mode``: how they're loaded. ``cache``: what it says of keys and values, as it stands there.
-    ``weights``: whether some are said to be quantised, and not the cache alone.
-    """
+    """The parsed quantization config of a checkpoint."""
 
     path: Path
+    """The config file."""
     method: str
+    """Name of the quantization method."""
     scheme: Callable[[str], Scheme | None]
+    """Function from a module's name to its scheme, or to None for an unquantized module."""
     mode: QuantizedMode
+    """How quantized weights are run."""
     cache: object = None
+    """The unparsed KV cache scheme of the config, or None."""
     weights: bool = True
+    """True if the config declares quantized weights, not just a quantized cache."""
 
     @property
     def cache_scheme(self) -> CacheScheme | None:
-        """``cache`` as a record; :class:`CheckpointError` that names the key where it isn't supported."""
+        """The parsed KV cache scheme, or None. Raises :class:`CheckpointError` with the key of an unsupported value."""
         if self.cache is None:
             return None
         with reading(self.path, "a config of a quantised KV cache"):
             return CacheScheme.of(self.cache)
 
     def scheme_of(self, files: CheckpointFiles, piece: Piece) -> Scheme | None:
-        """The scheme of a piece; None where it's plain, or stored plain whatever the config says.
+        """Return the scheme of a piece, or None if the piece is unquantized.
 
-        Configs name kinds of modules, and their lists of exceptions are often incomplete: a weight that is there in a plain
-        dtype, without any tensor of a quantised one, is a plain weight.
+        Lists of exceptions in configs are often incomplete. A weight that is stored in a floating-point dtype, without any
+        tensor of a quantized weight, therefore counts as unquantized.
         """
         if not piece.key.endswith(_WEIGHT) or len(piece.shape) != 2 or piece.key.endswith(_EMBEDDING):
             return None
@@ -82,17 +81,18 @@ class Quantization:
         if scheme is None:
             return None
         stored = scheme.stored((piece.shape[0], piece.shape[1]))
-        marks = [each.key(module, files.tensors) for each in stored if each.suffix != "weight"]
-        if piece.key in files.tensors and files.dtype(piece.key) in FLOATS and not any(key in files.tensors for key in marks):
-            return None
-        return scheme
+        quantized_keys = [each.key(module, files.tensors) for each in stored if each.suffix != "weight"]
+        stored_as_float = piece.key in files.tensors and files.dtype(piece.key) in FLOATS
+        return scheme if not stored_as_float or any(key in files.tensors for key in quantized_keys) else None
 
     def holds(self, files: CheckpointFiles, target: Target) -> bool:
-        """Whether some of a target's pieces are quantised."""
+        """Return True if at least one of a target's pieces is quantized."""
         return any(self.scheme_of(files, piece) is not None for piece in target.pieces)
 
     def pieces(self, files: CheckpointFiles, target: Target) -> list[Piece]:
-        """The tensors that a target is stored in, with the shapes that they must have. A wrong dtype is an error here."""
+        """Return the stored tensors of a target with their required shapes. Raises :class:`CheckpointError` for a wrong
+        dtype.
+        """
         found: list[Piece] = []
         for piece in target.pieces:
             scheme = self.scheme_of(files, piece)
@@ -102,32 +102,33 @@ class Quantization:
             shape, module = (piece.shape[0], piece.shape[1]), piece.key.removesuffix(_WEIGHT)
             for each in scheme.stored(shape):
                 key = each.key(module, files.tensors)
-                there = key in files.tensors
-                if each.optional and not there:
+                is_present = key in files.tensors
+                if each.optional and not is_present:
                     continue
-                if there and files.dtype(key) not in each.dtypes:
+                if is_present and files.dtype(key) not in each.dtypes:
                     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in each.dtypes)
                     raise CheckpointError(
                         f"{files.tensors[key].path}: tensor {shown(key)} is {files.dtype_name(key)}, expected {names}, since "
                         f"{scheme.source} says {scheme.format}"
                     )
-                held = files.shape(key) if there else each.shapes[0]
-                found.append(Piece(key, held if held in each.shapes else each.shapes[0]))
+                found_shape = files.shape(key) if is_present else each.shapes[0]
+                found.append(Piece(key, found_shape if found_shape in each.shapes else each.shapes[0]))
         return found
 
     def unused(self, files: CheckpointFiles, targets: Sequence[Target]) -> set[str]:
-        """Tensors that quantised modules may have without need: biases of zeros, which a quantiser writes for each module."""
-        spare = set()
+        """Return tensors of quantized modules that have no effect: zero biases that some quantizers add to every module."""
+        unused = set()
         for target in targets:
             for piece in target.pieces:
                 key = f"{piece.key.removesuffix(_WEIGHT)}.bias"
                 if key in files.tensors and self.scheme_of(files, piece) is not None and not files.read(key).any():
-                    spare.add(key)
-        return spare
+                    unused.add(key)
+        return unused
 
     def check(self, files: CheckpointFiles, targets: Sequence[Target], backend: Backend) -> None:
-        """Raise :class:`CapabilityError` where the backend doesn't declare a format, unless another mode was asked for; and
-        :class:`CheckpointError` where nothing is quantised.
+        """Raise :class:`CapabilityError` if the backend lacks kernels for a format in mode ``kernels``.
+
+        Raises :class:`CheckpointError` if the config declares quantized weights and no weight is quantized.
         """
         schemes = [self.scheme_of(files, piece) for target in targets for piece in target.pieces]
         formats = {scheme.format for scheme in schemes if scheme is not None}
@@ -154,7 +155,7 @@ class Quantization:
             )
 
     def _names_any(self, targets: Sequence[Target]) -> bool:
-        """Whether the config says of some product that it's quantised, however it's stored."""
+        """Return True if the config declares at least one product of the model as quantized."""
         keys = (piece.key for target in targets for piece in target.pieces if len(piece.shape) == 2)
         modules = (key.removesuffix(_WEIGHT) for key in keys if key.endswith(_WEIGHT) and not key.endswith(_EMBEDDING))
         return any(self.scheme(module) is not None for module in modules)
@@ -162,8 +163,10 @@ class Quantization:
     def load(
         self, files: CheckpointFiles, target: Target, *, dtype: torch.dtype, device: torch.device, done: Callable[[str], None]
     ) -> Weight:
-        """A target's weight on ``device`` once the current stream has run. ``done(key)``: a piece was read."""
-        made: list[Tensor | QuantizedWeight] = []
+        """Return a target's weight on ``device``, valid after the current stream's work. ``done(key)`` is called after each
+        piece is read.
+        """
+        joined: list[Tensor | QuantizedWeight] = []
         for piece in target.pieces:
             scheme = self.scheme_of(files, piece)
             if scheme is None:
@@ -171,24 +174,24 @@ class Quantization:
             else:
                 part = narrowed(self._read(files, piece, scheme), piece.cut)
                 if self.mode is QuantizedMode.DEQUANTIZE:
-                    part = _plain(part, dtype)
-            made.append(part)
+                    part = _dequantized(part, dtype)
+            joined.append(part)
             done(piece.key)
         if target.padding:
-            last = made[-1]
+            last = joined[-1]
             if isinstance(last, Tensor):
-                made[-1] = torch.nn.functional.pad(last, (0, 0, 0, target.padding))
+                joined[-1] = torch.nn.functional.pad(last, (0, 0, 0, target.padding))
             else:
-                made[-1] = padded(last, target.padding)
-        parts = [_moved(part, device) for part in _joined(made)]
-        return parts[0] if len(parts) == 1 else SplitWeight(tuple(parts))
+                joined[-1] = padded(last, target.padding)
+        weights = [_part_to_device(part, device) for part in _concatenate(joined)]
+        return weights[0] if len(weights) == 1 else SplitWeight(tuple(weights))
 
     def _read(self, files: CheckpointFiles, piece: Piece, scheme: Scheme) -> QuantizedWeight:
         module, shape = piece.key.removesuffix(_WEIGHT), (piece.shape[0], piece.shape[1])
         keys = {each.suffix: each.key(module, files.tensors) for each in scheme.stored(shape)}
-        held = {suffix: files.read_stored(key) for suffix, key in keys.items() if key in files.tensors}
+        tensors = {suffix: files.read_stored(key) for suffix, key in keys.items() if key in files.tensors}
         try:
-            return weight_of(scheme, shape, held, ordered=self.mode is not QuantizedMode.DEQUANTIZE)
+            return weight_of(scheme, shape, tensors, grouped=self.mode is not QuantizedMode.DEQUANTIZE)
         except ActOrderError as error:
             raise CheckpointError(
                 f"{files.origin}: tensor {module}.{error}; products with such a weight aren't supported; load it as a plain "
@@ -198,32 +201,32 @@ class Quantization:
             raise CheckpointError(f"{files.origin}: tensors of {module}: {error}") from error
 
 
-def _plain(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+def _dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     return dequantize(weight.data, weight.scales, weight.zero_points, weight.format, weight.block, weight.shape, dtype)
 
 
-def _joined(parts: Sequence[Tensor | QuantizedWeight]) -> list[Tensor | QuantizedWeight]:
-    """Parts under one another, those that can be one record or tensor as one."""
+def _concatenate(parts: Sequence[Tensor | QuantizedWeight]) -> list[Tensor | QuantizedWeight]:
+    """Concatenate the rows of adjacent parts with compatible formats."""
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(parts) > 1 and len(quantized) == len(parts):
-        whole = stack(quantized)  # in one go: a layer may have hundreds of experts
-        if whole is not None:
-            return [whole]
+        stacked_all = stack(quantized)  # one concatenation, because a layer may have hundreds of experts
+        if stacked_all is not None:
+            return [stacked_all]
     joined: list[Tensor | QuantizedWeight] = []
     for part in parts:
         last = joined[-1] if joined else None
         if isinstance(part, Tensor) and isinstance(last, Tensor):
             joined[-1] = torch.cat((last, part))
         elif isinstance(part, QuantizedWeight) and isinstance(last, QuantizedWeight):
-            both = stack((last, part))
-            joined[-1:] = [last, part] if both is None else [both]
+            stacked = stack((last, part))
+            joined[-1:] = [last, part] if stacked is None else [stacked]
         else:
             joined.append(part)
     return joined
 
 
-def _moved(part: Tensor | QuantizedWeight, device: torch.device) -> Tensor | QuantizedWeight:
+def _part_to_device(part: Tensor | QuantizedWeight, device: torch.device) -> Tensor | QuantizedWeight:
     if isinstance(part, QuantizedWeight):
         return moved(part, device)
-    made = torch.empty(part.shape, dtype=part.dtype, device=device)
-    return made.copy_(part)
+    result = torch.empty(part.shape, dtype=part.dtype, device=device)
+    return result.copy_(part)

@@ -1,4 +1,4 @@
-"""Expressions in configs: somebody else's, so only those that are matched in reasonable time."""
+"""Validation of regular expressions in configs: untrusted expressions must be matched in bounded time."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from typing import Any
 from outrider.device import ConfigError
 from outrider.errors import shown
 
-_MARK = "re:"
-_LONGEST = 512
-_REPEATS = 4
-"""Open repeats in an expression at most. The time of a match may grow with the length of a name to this power."""
+_EXPRESSION_PREFIX = "re:"
+_MAX_CHARACTERS = 512
+_MAX_OPEN_REPEATS = 4
+"""Maximum number of open repeats in an expression. The matching time can grow with the name's length to this power."""
 
 
-def pattern(target: str) -> str:
-    """``target`` as it is: a name, or ``re:`` and an expression. :class:`ConfigError` for one that may take for ever.
+def checked_pattern(target: str) -> str:
+    """Return ``target`` unchanged: a name, or ``re:`` and an expression.
 
-    That is one with a repeat in a repeat, with a reference to a group, or with more than four open repeats.
+    Raises :class:`ConfigError` for an expression whose matching time may explode: one with nested repeats, with a group
+    reference, or with more than four open repeats.
     """
-    if not target.startswith(_MARK):
+    if not target.startswith(_EXPRESSION_PREFIX):
         return target
-    text = target.removeprefix(_MARK)
+    text = target.removeprefix(_EXPRESSION_PREFIX)
     try:
-        if len(text) > _LONGEST:
-            raise ValueError(f"more than {_LONGEST} characters")
+        if len(text) > _MAX_CHARACTERS:
+            raise ValueError(f"more than {_MAX_CHARACTERS} characters")
         parsed: Any = re.compile(text) and _parser().parse(text)
-        if _repeats(parsed, inside=False) > _REPEATS:
-            raise ValueError(f"more than {_REPEATS} open repeats")
+        if _repeats(parsed, inside=False) > _MAX_OPEN_REPEATS:
+            raise ValueError(f"more than {_MAX_OPEN_REPEATS} open repeats")
     except (re.error, ValueError, RecursionError, OverflowError) as error:
         raise ConfigError(f"the expression {shown(text)} of a config can't be used: {error}") from error
     return target
@@ -40,7 +41,7 @@ def _parser() -> Any:
 
 
 def _repeats(parsed: Any, *, inside: bool) -> int:
-    """Open repeats in a parsed expression."""
+    """Return the number of open repeats in a parsed expression."""
     found = 0
     for operator, argument in parsed:
         name = str(operator)

@@ -1,7 +1,7 @@
-"""Plain weights made quantised ones, each number rounded to the nearest: as checkpoints store them, as products take them.
+"""Quantization of weights by rounding to the nearest value, in the tensors that checkpoints store and products read.
 
-``fp8``: a scale for each row, activations by the token. ``int8``: the same in int8. ``int4``: a scale for each group of
-columns, activations plain.
+``fp8`` and ``int8``: one scale per row, activations quantized per token. ``int4``: one scale per group of columns,
+activations not quantized.
 """
 
 from __future__ import annotations
@@ -13,66 +13,70 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError, QuantizedWeight
-from outrider.model.quantization.layouts import packed_halves, wide_scales
+from outrider.model.quantization.layouts import pack_nibbles, wide_scales
 
 GROUP = 128
-"""Columns that share a scale in int4, by default."""
+"""Default number of columns that share a scale in int4."""
 _E4M3_MAX = 448.0
 
 
-def _scale(largest: Tensor, most: float, dtype: torch.dtype) -> Tensor:
-    """Scales as they're stored, in the weight's dtype; 1 for zeros."""
-    scale = (largest / most).to(dtype)
+def _stored_scale(max_magnitude: Tensor, max_value: float, dtype: torch.dtype) -> Tensor:
+    """Return scales in the weight's dtype; 1 for all-zero rows."""
+    scale = (max_magnitude / max_value).to(dtype)
     return torch.where(scale > 0, scale, 1.0).to(dtype)
+
+
+def _scaled_rows(weight: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
+    """Return the weight divided by one scale per row, in float32, and the scales."""
+    wide = weight.to(torch.float32)
+    scale = _stored_scale(wide.abs().amax(1, keepdim=True), max_value, weight.dtype)
+    return wide / scale.to(torch.float32), scale
 
 
 def _fp8(weight: Tensor, group: int) -> dict[str, Tensor]:
     del group
-    wide = weight.to(torch.float32)
-    scale = _scale(wide.abs().amax(1, keepdim=True), _E4M3_MAX, weight.dtype)
-    values = (wide / scale.to(torch.float32)).clamp(-_E4M3_MAX, _E4M3_MAX)
-    return {"weight": values.to(torch.float8_e4m3fn), "weight_scale": scale}
+    values, scale = _scaled_rows(weight, _E4M3_MAX)
+    return {"weight": values.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn), "weight_scale": scale}
 
 
 def _int8(weight: Tensor, group: int) -> dict[str, Tensor]:
     del group
-    wide = weight.to(torch.float32)
-    scale = _scale(wide.abs().amax(1, keepdim=True), 127.5, weight.dtype)
-    values = (wide / scale.to(torch.float32)).round().clamp(-128, 127)
-    return {"weight": values.to(torch.int8), "weight_scale": scale}
+    values, scale = _scaled_rows(weight, 127.5)
+    return {"weight": values.round().clamp(-128, 127).to(torch.int8), "weight_scale": scale}
 
 
 def _int4(weight: Tensor, group: int) -> dict[str, Tensor]:
     grouped = weight.to(torch.float32).unflatten(1, (-1, group))
-    scale = _scale(grouped.abs().amax(-1), 7.5, weight.dtype)
+    scale = _stored_scale(grouped.abs().amax(-1), 7.5, weight.dtype)
     values = (grouped / scale.to(torch.float32).unsqueeze(-1)).round().clamp(-8, 7).flatten(1)
     return {
-        "weight_packed": packed_halves((values + 8).to(torch.uint8)).view(torch.int32),
+        "weight_packed": pack_nibbles((values + 8).to(torch.uint8)).view(torch.int32),
         "weight_scale": scale,
         "weight_shape": torch.tensor(weight.shape),
     }
 
 
 ROUND: Mapping[str, Callable[..., dict[str, Tensor]]] = MappingProxyType({"fp8": _fp8, "int8": _int8, "int4": _int4})
-"""By format: tensors that a checkpoint of compressed-tensors has for a plain weight [out, in], by the ends of their names.
+"""Function by format that rounds a weight [out, in] and returns the tensors of a compressed-tensors checkpoint by name
+suffix.
 
-Called with the weight and ``group``, columns that share a scale in int4, of which ``in`` is a multiple.
+Its arguments are the weight and ``group``, the columns that share a scale in int4, which must divide ``in``.
 """
 
 
-_GROUPS = (GROUP, 64, 32, 16, 8)
+_GROUP_SIZES = (GROUP, 64, 32, 16, 8)
 _ACTIVATIONS = MappingProxyType({"fp8": "fp8", "int8": "int8", "int4": None})
 _ROWS_AT_ONCE = 8192
 
 
 def rounded(weight: Tensor, format: str) -> QuantizedWeight:
-    """A plain weight [out, in] as a quantised one on its device, some rows at a time: in float32 it takes twice its bytes.
+    """Quantize a weight [out, in] on its device, in blocks of rows, because the float32 copy takes twice the weight's bytes.
 
-    In int4 as many columns share a scale as divide ``in``, :data:`GROUP` at most. Raises :class:`ConfigError` where ``in`` is
-    no multiple of 8 in int4.
+    In int4 the group size is the largest one up to :data:`GROUP` that divides ``in``. Raises
+    :class:`ConfigError` if ``in`` is not a multiple of 8 in int4.
     """
     rows, columns = shape = (weight.shape[0], weight.shape[1])
-    group = next((each for each in _GROUPS if columns % each == 0), 0)
+    group = next((each for each in _GROUP_SIZES if columns % each == 0), 0)
     if format == "int4" and not group:
         raise ConfigError(f"a weight of {rows} x {columns} has no groups in int4: expected columns in multiples of 8")
     block = (1, group if format == "int4" else columns)

@@ -1,4 +1,4 @@
-"""Scheme: how one module's weight is quantised and stored. Which tensors that takes, in which shapes and dtypes."""
+"""Scheme: the quantization format of one module's weight, and the names, shapes and dtypes of its stored tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import MappingProxyType
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_SCALES = (*FLOATS, torch.float8_e8m0fnu)
-_WHOLE = (torch.int32, torch.int64)
+_SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
+_INTEGERS = (torch.int32, torch.int64)
 SUFFIXES = frozenset(
     {
         "activation_scale",
@@ -27,111 +27,115 @@ SUFFIXES = frozenset(
         "weight_zero_point",
     }
 )
-"""Ends of names that tensors of plain weights don't have."""
-_NAMES: Mapping[torch.dtype, str] = MappingProxyType({torch.float8_e4m3fn: "fp8", torch.int8: "int8"})
-# What stands for the same number: vLLM's writers name a scale the one way, transformers the other.
-_OTHERS: Mapping[str, str] = MappingProxyType(
+"""Suffixes of tensor names that only quantized weights have."""
+_FORMAT_OF_DTYPE: Mapping[torch.dtype, str] = MappingProxyType({torch.float8_e4m3fn: "fp8", torch.int8: "int8"})
+# vLLM's writers and transformers use different suffixes for the same scale.
+_ALTERNATIVE_SUFFIXES: Mapping[str, str] = MappingProxyType(
     {"weight_scale": "weight_scale_inv", "weight_scale_inv": "weight_scale", "input_scale": "activation_scale"}
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that a module's weight is stored in: the end of its name, the shapes and the dtypes that it may have.
-
-    ``optional``: a module may lack it. ``other``: how other writers end its name; empty: all end it alike.
-    """
+    """One tensor that stores part of a module's weight."""
 
     suffix: str
+    """Suffix of its name."""
     shapes: tuple[tuple[int, ...], ...]
+    """Shapes that it may have."""
     dtypes: tuple[torch.dtype, ...]
+    """Dtypes that it may have."""
     optional: bool = False
+    """True if a module may lack it."""
     other: str = ""
+    """Suffix that other writers use, or empty."""
 
     def key(self, module: str, present: Container[str]) -> str:
-        """Its name in a checkpoint with the tensors ``present``, whether it's among them or not."""
+        """Return the tensor's name among the names ``present``, or its default name if it is missing."""
         key, other = f"{module}.{self.suffix}", f"{module}.{self.other}"
         return other if self.other and key not in present and other in present else key
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What a module's input is quantised to, ``fp8`` or ``int8``. ``static``: by a stored scale; else by one for each
-    ``group`` columns of a row, 0: for each row.
-    """
+    """Quantization of a module's input."""
 
     format: str
+    """``fp8`` or ``int8``."""
     static: bool = False
+    """True for one stored scale. Otherwise scales are computed for each row or column group."""
     group: int = 0
+    """Columns of a row that share a dynamic scale. 0 means the whole row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """How a weight [out, in] is stored.
-
-    ``storage``: ``values`` (a tensor of the quantised dtype ``dtype``), ``packed`` (compressed-tensors), ``awq`` or
-    ``gptq``. ``bits``: of a value in the last three, 4 or 8. ``block``: rows and columns that share a scale; 0: all of them.
-    ``symmetric``: without stored zero points. ``scale``: the end of the scale's name. ``packed_zeros``: zero points of
-    packed values are packed as well. ``zero_offset``: what is added to stored zero points. ``source``: where the config says
-    so, for messages.
-    """
+    """Storage of a quantized weight [out, in]."""
 
     storage: str
+    """``values`` (a tensor of the quantized ``dtype``), ``packed`` (compressed-tensors), ``awq`` or ``gptq``."""
     block: tuple[int, int]
+    """Rows and columns that share a scale. 0 means all of them."""
     source: str
+    """Location of the scheme in the config, for error messages."""
     bits: int = 8
+    """Bits of a packed value, 4 or 8."""
     dtype: torch.dtype = torch.int8
     symmetric: bool = True
+    """True if no zero points are stored."""
     scale: str = "weight_scale"
+    """Suffix of the scale's name."""
     packed_zeros: bool = True
+    """True if the zero points of packed values are packed too."""
     zero_offset: int = 0
+    """Number that is added to stored zero points."""
     activations: Activations | None = None
 
     @property
     def format(self) -> str:
-        """The format of the weight that is made of it, see ``QuantizedWeight.format``."""
-        return _NAMES[self.dtype] if self.storage == "values" else f"int{self.bits}"
+        """The weight's format, see ``QuantizedWeight.format``."""
+        return _FORMAT_OF_DTYPE[self.dtype] if self.storage == "values" else f"int{self.bits}"
 
     def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns that share a scale in a weight of this shape."""
+        """Return the rows and columns that share a scale in a weight of this shape."""
         return (self.block[0] or shape[0], self.block[1] or shape[1])
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """How many scales there are, down and across."""
+        """Return the number of scales along rows and columns."""
         rows, columns = self.block_of(shape)
         return (-(-shape[0] // rows), -(-shape[1] // columns))
 
     def stored(self, shape: tuple[int, int]) -> tuple[Stored, ...]:
-        """The tensors of a weight of this shape."""
-        out, into = shape
-        grid, words = self.grid(shape), 32 // self.bits
+        """Return the tensors that store a weight of this shape."""
+        rows, columns = shape
+        grid, packed = self.grid(shape), 32 // self.bits
         if self.storage == "awq":
             return (
-                Stored("qweight", ((into, -(-out // words)),), _WHOLE[:1]),
-                Stored("qzeros", ((grid[1], -(-out // words)),), _WHOLE[:1], self.symmetric),
-                Stored("scales", ((grid[1], out),), FLOATS),
+                Stored("qweight", ((columns, -(-rows // packed)),), _INTEGERS[:1]),
+                Stored("qzeros", ((grid[1], -(-rows // packed)),), _INTEGERS[:1], self.symmetric),
+                Stored("scales", ((grid[1], rows),), FLOATS),
             )
         if self.storage == "gptq":
             return (
-                Stored("qweight", ((-(-into // words), out),), _WHOLE[:1]),
-                Stored("qzeros", ((grid[1], -(-out // words)),), _WHOLE[:1], self.symmetric),
-                Stored("scales", ((grid[1], out),), FLOATS),
-                Stored("g_idx", ((into,),), _WHOLE, True),
+                Stored("qweight", ((-(-columns // packed), rows),), _INTEGERS[:1]),
+                Stored("qzeros", ((grid[1], -(-rows // packed)),), _INTEGERS[:1], self.symmetric),
+                Stored("scales", ((grid[1], rows),), FLOATS),
+                Stored("g_idx", ((columns,),), _INTEGERS, True),
             )
-        found = []
+        tensors = []
         if self.storage == "packed":
-            found.append(Stored("weight_packed", ((out, -(-into // words)),), _WHOLE[:1]))
-            found.append(Stored("weight_shape", ((2,),), _WHOLE))
+            tensors.append(Stored("weight_packed", ((rows, -(-columns // packed)),), _INTEGERS[:1]))
+            tensors.append(Stored("weight_shape", ((2,),), _INTEGERS))
         else:
-            found.append(Stored("weight", (shape,), (self.dtype,)))
-        found.append(Stored(self.scale, _scale_shapes(grid), _SCALES, other=_OTHERS[self.scale]))
+            tensors.append(Stored("weight", (shape,), (self.dtype,)))
+        tensors.append(Stored(self.scale, _scale_shapes(grid), _SCALE_DTYPES, other=_ALTERNATIVE_SUFFIXES[self.scale]))
         if not self.symmetric and self.storage == "packed" and self.packed_zeros:
-            found.append(Stored("weight_zero_point", ((-(-grid[0] // words), grid[1]),), _WHOLE[:1]))
+            tensors.append(Stored("weight_zero_point", ((-(-grid[0] // packed), grid[1]),), _INTEGERS[:1]))
         elif not self.symmetric:
-            found.append(Stored("weight_zero_point", _scale_shapes(grid), (torch.int8,)))
+            tensors.append(Stored("weight_zero_point", _scale_shapes(grid), (torch.int8,)))
         if self.activations is not None and self.activations.static:
-            found.append(Stored("input_scale", ((1,), (), (1, 1)), FLOATS, other=_OTHERS["input_scale"]))
-        return tuple(found)
+            tensors.append(Stored("input_scale", ((1,), (), (1, 1)), FLOATS, other=_ALTERNATIVE_SUFFIXES["input_scale"]))
+        return tuple(tensors)
 
 
 def _scale_shapes(grid: tuple[int, int]) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,6 @@
-"""Writing a quantised checkpoint of a plain one, as compressed-tensors stores them. Rounded to the nearest, without data."""
+"""Writing of a quantized copy of a checkpoint in the compressed-tensors format, rounded to the nearest without calibration
+data.
+"""
 
 from __future__ import annotations
 
@@ -27,37 +29,42 @@ from outrider.model.quantization.rounding import GROUP, ROUND
 from outrider.model.reading import read_json
 from outrider.model.tensors import Progress
 
-_PRODUCTS = frozenset(
+_PRODUCT_MODULES = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"}
     | {"w1", "w2", "w3", "fc", "input_proj"}
 )
-"""Last names of the modules that multiply: those of layers, of experts, and what fuses the inputs of a draft head."""
+"""Last name components of modules with a product: in layers, in experts, and in the fusion of a draft head."""
+_Rounding = Callable[[Tensor], dict[str, Tensor]]
 _HEAD = "lm_head"
-_SUFFIX = ".weight"
-_INDEX = "model.safetensors.index.json"
-_TENSORS = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth")
+_WEIGHT = ".weight"
+_INDEX_FILE = "model.safetensors.index.json"
+_TENSOR_FILES = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenCheckpoint:
-    """What was written: how many weights are quantised and how many tensors are plain, and the tensors' bytes."""
+    """Counts of a written checkpoint."""
 
     quantized: int
+    """Number of quantized weights."""
     plain: int
+    """Number of unquantized tensors."""
     bytes_before: int
+    """Bytes of all tensors of the source."""
     bytes_after: int
+    """Bytes of all written tensors."""
 
 
 def quantize_checkpoint(
     source: Path, out: Path, *, format: str, group: int = GROUP, head: bool = False, progress: Progress | None = None
 ) -> WrittenCheckpoint:
-    """Write ``out``, a new directory, with the products of ``source`` quantised to ``format``; the rest as it is.
+    """Write the new directory ``out`` with the product weights of ``source`` quantized to ``format``, and all else copied.
 
-    ``fp8``: a scale for each row, activations by the token. ``int8``: the same in int8. ``int4``: a scale for each ``group``
-    columns, activations plain. ``head``: the output head too. A draft head is a checkpoint like another.
+    ``fp8`` and ``int8``: one scale per row, activations quantized per token. ``int4``: one scale per ``group`` columns,
+    activations not quantized. ``head`` also quantizes the output head. The source may be a draft head.
 
-    ``out`` appears when it's whole. Raises :class:`ConfigError` for options that can't be, :class:`CheckpointError` for a
-    checkpoint that is quantised already or can't be, and OSError where it can't be written.
+    ``out`` appears only when it is complete. Raises :class:`ConfigError` for impossible options, :class:`CheckpointError` for
+    a checkpoint that is already quantized or cannot be, and OSError if the disk cannot hold the result.
     """
     if format not in ROUND:
         raise ConfigError(f"the format is {format!r}, expected one of {', '.join(ROUND)}")
@@ -70,24 +77,24 @@ def quantize_checkpoint(
     if read_quantization(source) is not None:
         raise CheckpointError(f"{source}: is quantised already; expected a plain checkpoint")
     files = open_checkpoint(source)
-    if head and _ties(config, files):
-        raise _no_head(files)
-    keys = _products(files, head=head)
+    if head and _has_tied_head(config, files):
+        raise _no_head_error(files)
+    keys = _keys_to_quantize(files, head=head)
     for key in keys if format == "int4" else ():
         if files.shape(key)[1] % group:
             raise CheckpointError(
                 f"{files.tensors[key].path}: tensor {key!r} has {files.shape(key)[1]} columns, no multiple of the group "
                 f"{group}; name another with --group"
             )
-    _check_room(files, keys, out, format)
+    _check_disk_space(files, keys, out, format)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True)
         written = _write_tensors(files, keys, partial, lambda weight: ROUND[format](weight, group=group), progress)
-        described = {**config, "quantization_config": _config(format, group, _ignored(files, keys))}
+        described = {**config, "quantization_config": _quantization_config(format, group, _unquantized_modules(files, keys))}
         (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         for other in sorted(source.iterdir()):
-            if other.is_file() and other.name != "config.json" and not any(other.match(each) for each in _TENSORS):
+            if other.is_file() and other.name != "config.json" and not any(other.match(each) for each in _TENSOR_FILES):
                 shutil.copyfile(other, partial / other.name)
         if (source / MORE_TEMPLATES).is_dir():
             shutil.copytree(source / MORE_TEMPLATES, partial / MORE_TEMPLATES)
@@ -98,8 +105,8 @@ def quantize_checkpoint(
     return written
 
 
-def _products(files: CheckpointFiles, *, head: bool) -> list[str]:
-    """The weights that are quantised."""
+def _keys_to_quantize(files: CheckpointFiles, *, head: bool) -> list[str]:
+    """Return the names of the weights to quantize."""
     found = []
     for key in files.tensors:
         if ".experts." in f".{key}." and len(files.shape(key)) == 3:
@@ -107,39 +114,42 @@ def _products(files: CheckpointFiles, *, head: bool) -> list[str]:
                 f"{files.tensors[key].path}: tensor {shown(key)} holds all experts of a layer; such a checkpoint can't be "
                 "quantised yet; take one with a tensor for each expert"
             )
-        module, last = key.removesuffix(_SUFFIX), key.removesuffix(_SUFFIX).rpartition(".")[2]
-        wanted = last in _PRODUCTS or (head and last == _HEAD)
-        if key.endswith(_SUFFIX) and wanted and len(files.shape(key)) == 2 and vision_name(module) is None:
+        module, last = key.removesuffix(_WEIGHT), key.removesuffix(_WEIGHT).rpartition(".")[2]
+        is_product = last in _PRODUCT_MODULES or (head and last == _HEAD)
+        if key.endswith(_WEIGHT) and is_product and len(files.shape(key)) == 2 and vision_name(module) is None:
             found.append(key)
-    if head and not any(key.endswith(f"{_HEAD}{_SUFFIX}") for key in found):
-        raise _no_head(files)
+    if head and not any(key.endswith(f"{_HEAD}{_WEIGHT}") for key in found):
+        raise _no_head_error(files)
     if not found:
         raise CheckpointError(f"{files.origin}: holds no weight of a product by a name that is known, such as q_proj.weight")
     return found
 
 
-def _ties(config: Mapping[str, Any], files: CheckpointFiles) -> bool:
-    """Whether the head is the embedding, whatever copy of it the files hold. (A draft's head may be its own all the same.)"""
+def _has_tied_head(config: Mapping[str, Any], files: CheckpointFiles) -> bool:
+    """Return True if the output head is the embedding, even if the files hold a copy of it.
+
+    A draft head may have its own output head in any case.
+    """
     text = config.get("text_config")
-    said = any(part.get("tie_word_embeddings") is True for part in (config, text if isinstance(text, dict) else {}))
-    return said and f"{decoder_stem(files.tensors)}.embed_tokens.weight" in files.tensors
+    is_tied = any(part.get("tie_word_embeddings") is True for part in (config, text if isinstance(text, dict) else {}))
+    return is_tied and f"{decoder_stem(files.tensors)}.embed_tokens.weight" in files.tensors
 
 
-def _no_head(files: CheckpointFiles) -> ConfigError:
+def _no_head_error(files: CheckpointFiles) -> ConfigError:
     return ConfigError(
         f"{files.origin}: the output head is to be quantised, and the checkpoint has none of its own: it's the embedding, "
         "which stays plain; leave --lm-head out"
     )
 
 
-def _ignored(files: CheckpointFiles, keys: list[str]) -> list[str]:
-    """Modules that stay plain, by name: readers take each matrix for quantised otherwise."""
-    done = set(keys)
-    plain = [key for key in files.tensors if key.endswith(_SUFFIX) and key not in done and len(files.shape(key)) == 2]
-    return sorted({key.removesuffix(_SUFFIX) for key in plain} | ({_HEAD} - {key.removesuffix(_SUFFIX) for key in done}))
+def _unquantized_modules(files: CheckpointFiles, keys: list[str]) -> list[str]:
+    """Return the modules that stay unquantized. Readers assume that every other matrix is quantized."""
+    matrices = [key for key in files.tensors if key.endswith(_WEIGHT) and len(files.shape(key)) == 2]
+    modules = {key.removesuffix(_WEIGHT) for key in matrices} | {_HEAD}
+    return sorted(modules - {key.removesuffix(_WEIGHT) for key in keys})
 
 
-def _config(format: str, group: int, ignore: list[str]) -> dict[str, Any]:
+def _quantization_config(format: str, group: int, ignore: list[str]) -> dict[str, Any]:
     eight = {"num_bits": 8, "type": "float" if format == "fp8" else "int", "symmetric": True}
     weights: dict[str, Any] = eight | {"strategy": "channel"}
     inputs: dict[str, Any] | None = eight | {"strategy": "token", "dynamic": True}
@@ -152,11 +162,13 @@ def _config(format: str, group: int, ignore: list[str]) -> dict[str, Any]:
 def compressed_config(
     format: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, ignore: Sequence[str]
 ) -> dict[str, Any]:
-    """``quantization_config`` as compressed-tensors writes it: of modules that aren't in ``ignore``, with arguments for their
-    weights and for what they take (None: plain). ``format``: one of this package's.
+    """Return a ``quantization_config`` in the form of compressed-tensors.
+
+    It covers the modules that are not in ``ignore``, with arguments for weights and inputs (None: not quantized). ``format``
+    is one of this package's formats.
     """
     storage = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}[format]
-    # Serving engines have a class of their own for the head, which the name of the class doesn't cover.
+    # Serving engines give the head its own class, which the target "Linear" doesn't match.
     targets = ["Linear"] if _HEAD in ignore else ["Linear", _HEAD]
     return {
         "quant_method": "compressed-tensors",
@@ -171,10 +183,10 @@ def compressed_config(
 
 
 def _write_tensors(
-    files: CheckpointFiles, keys: list[str], out: Path, way: Callable[[Tensor], dict[str, Tensor]], progress: Progress | None
+    files: CheckpointFiles, keys: list[str], out: Path, rounding: _Rounding, progress: Progress | None
 ) -> WrittenCheckpoint:
-    """A file for each file there is, and an index where there are several."""
-    wanted, total, done = set(keys), len(files.tensors), 0
+    """Write one file for each source file, and an index if there are several."""
+    wanted, total, num_done = set(keys), len(files.tensors), 0
     by_file: dict[Path, list[str]] = {}
     for key, file in files.tensors.items():
         by_file.setdefault(file.path, []).append(key)
@@ -182,30 +194,30 @@ def _write_tensors(
     before = after = 0
     for path, names in by_file.items():
         name = f"{path.stem.replace('pytorch_model', 'model')}.safetensors"
-        made: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for key in names:
             tensor = files.read_stored(key)
             before += tensor.nbytes
             if key in wanted:
-                made |= {f"{key.removesuffix(_SUFFIX)}.{end}": part for end, part in _checked(files, key, way).items()}
+                tensors |= {f"{key.removesuffix(_WEIGHT)}.{end}": part for end, part in _round(files, key, rounding).items()}
             else:
-                made[key] = tensor.contiguous()
-            done += 1
+                tensors[key] = tensor.contiguous()
+            num_done += 1
             if progress is not None:
-                progress(key, done, total)
-        after += sum(tensor.nbytes for tensor in made.values())
-        index |= dict.fromkeys(made, name)
-        _save(made, out / name)
+                progress(key, num_done, total)
+        after += sum(tensor.nbytes for tensor in tensors.values())
+        index |= dict.fromkeys(tensors, name)
+        _save(tensors, out / name)
     if len(by_file) > 1:
-        (out / _INDEX).write_text(json.dumps({"metadata": {"total_size": after}, "weight_map": index}, indent=2) + "\n")
+        (out / _INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": after}, "weight_map": index}, indent=2) + "\n")
     return WrittenCheckpoint(quantized=len(keys), plain=total - len(keys), bytes_before=before, bytes_after=after)
 
 
-def _checked(files: CheckpointFiles, key: str, way: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
+def _round(files: CheckpointFiles, key: str, rounding: _Rounding) -> dict[str, Tensor]:
     weight = files.read(key)
     if not bool(weight.isfinite().all()):
         raise CheckpointError(f"{files.tensors[key].path}: tensor {shown(key)} has values that aren't finite")
-    return {end: part.contiguous() for end, part in way(weight).items()}
+    return {end: part.contiguous() for end, part in rounding(weight).items()}
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -216,8 +228,8 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
         raise OSError(number, str(error), str(path)) from error
 
 
-def _check_room(files: CheckpointFiles, keys: list[str], out: Path, format: str) -> None:
-    """Raise before anything is written where the disk can't hold the result."""
+def _check_disk_space(files: CheckpointFiles, keys: list[str], out: Path, format: str) -> None:
+    """Raise OSError if the disk cannot hold the result."""
     wanted, needed = set(keys), 0
     for key in files.tensors:
         dtype = files.dtype(key)
@@ -228,9 +240,9 @@ def _check_room(files: CheckpointFiles, keys: list[str], out: Path, format: str)
             else size // (2 if format == "int4" else 1)
         )
     parent = next(each for each in (out.parent.absolute(), *out.parent.absolute().parents) if each.exists())
-    there = shutil.disk_usage(parent)
-    if not there.total:  # of the system's own, such as /proc
+    usage = shutil.disk_usage(parent)
+    if not usage.total:  # a virtual file system such as /proc
         raise OSError(errno.EROFS, f"{parent} holds no files of others", str(out))
-    free = there.free
+    free = usage.free
     if free < needed:
         raise OSError(errno.ENOSPC, f"needs {needed} bytes, and {free} are free", str(out))

@@ -1,4 +1,4 @@
-"""The device `toy`, as Outrider sees it: the backend interface's verbs, said with the driver's calls."""
+"""The backend `toy`: the methods of the backend interface, implemented with calls of the driver."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ CAPABILITIES = Capabilities(
 
 
 def check(status: int, doing: str) -> None:
-    """Every status is looked at: one that was dropped is an error that nobody hears of."""
+    """Raise DeviceFault for a failed status. Every call of the driver is checked, so that no error is lost."""
     if status != toy.SUCCESS:
         raise DeviceFault(f"toy: {doing} failed: {toy.toy_error_string(status)}")
 
 
 def ready(status: int, doing: str) -> bool:
-    """For calls that answer with SUCCESS or NOT_READY."""
+    """Return whether the work is done, for calls that return SUCCESS or NOT_READY."""
     if status == toy.NOT_READY:
         return False
     check(status, doing)
@@ -51,7 +51,7 @@ def ready(status: int, doing: str) -> bool:
 
 
 class ToyStream(Stream):
-    """A stream of the driver's, destroyed with the object."""
+    """A stream of the driver, destroyed with this object."""
 
     def __init__(self, backend: Backend, name: str) -> None:
         super().__init__(backend, name)
@@ -61,7 +61,7 @@ class ToyStream(Stream):
 
     @property
     def native(self) -> Any:
-        """The handle."""
+        """The stream handle of the driver."""
         return self.handle
 
     def _record(self, event: Event) -> None:
@@ -78,7 +78,7 @@ class ToyStream(Stream):
 
 
 class ToyEvent(Event):
-    """An event of the driver's. Its record is a snapshot, so it has generations by itself."""
+    """An event of the driver. Each record is a snapshot, so the driver itself keeps generations apart."""
 
     def __init__(self, backend: Backend, name: str, timing: bool) -> None:
         super().__init__(backend, name, timing)
@@ -99,7 +99,7 @@ class ToyEvent(Event):
 
 
 class ToyGraph(Graph):
-    """A graph of the driver's."""
+    """A graph of the driver, replayed by handle."""
 
     handle: int
 
@@ -108,19 +108,19 @@ class ToyGraph(Graph):
 
 
 class ToyBackend(Backend):
-    """The one device."""
+    """The single device of the driver."""
 
     def __init__(self) -> None:
         super().__init__(
             "toy",
-            torch.device("cpu"),  # it computes in the host's memory
+            torch.device("cpu"),  # the device computes in host memory
             capabilities=CAPABILITIES,
             kernels=KernelSet(),  # the torch references
             speculative_sync=SpeculativeSync,  # the default policy
         )
 
     def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
-        """Failures beneath torch, typed."""
+        """Convert an error of the torch layer to a DeviceError."""
         return DeviceFault(f"toy: {doing}: {error}") if isinstance(error, toy.ToyError) else None
 
     def _on(self, stream: Stream) -> AbstractContextManager[None]:
@@ -134,7 +134,7 @@ class ToyBackend(Backend):
 
     def _synchronize(self) -> None:
         ended = [toy.toy_stream_synchronize(stream.native) for stream in self.streams]
-        for status in ended:  # an error isn't to keep the others from being waited for
+        for status in ended:  # wait for all streams before raising an error
             check(status, "work on the device")
 
     def _delay(self, stream: Stream, cycles: int) -> None:
@@ -147,10 +147,10 @@ class ToyBackend(Backend):
         return torch.empty(shape, dtype=dtype)
 
     def _is_pinned(self, tensor: Tensor) -> bool:
-        return True  # the device reaches all memory of the host alike
+        return True  # the device can access all host memory
 
     def memory_info(self) -> MemoryInfo:
-        """The driver knows no limit."""
+        """Return zeros, because the driver declares no limit."""
         return MemoryInfo(total=0, free=0, allocated=0)
 
     def _capture(
@@ -161,7 +161,7 @@ class ToyBackend(Backend):
         try:
             with self._on(stream), self.capturing(graph, stream):
                 fn(context)
-        finally:  # also after an error: the thread must not stay in the capture
+        finally:  # end the capture also after an error
             status, graph.handle = toy.toy_capture_end(stream.native)
             weakref.finalize(graph, toy.toy_graph_destroy, graph.handle)
         check(status, "ending a capture")

@@ -1,0 +1,282 @@
+"""A multi-stage TMA pipeline of tiles for skinny matrix products: the copy engine fills shared memory, and the matrix unit
+reads it (Hopper).
+
+One warp only requests tiles of the weight from the copy engine, also before the wait for the preceding kernel. Another warp
+requests tokens, after the wait. Four warps multiply arrived tiles. So a program that waits has a full pipeline when it may
+begin, and no thread that multiplies spends time on loads. Before the wait, the first warp limits the tiles in flight, since
+reads of the preceding kernels would queue after them.
+
+A program has ``each`` *pairs* of weight rows, which are ``half`` rows apart. A tile is 32 pairs, all low rows and then all
+high ones, which is the matrix unit's height. A pair is a gate row and an up row, or two rows that rotate together, or a row
+in each half of 64 rows. FOLD: a pair is the first and the second half of the columns of one row, and both halves of the
+tokens' columns are next to each other as well. Low rows of the result count with the first half of the tokens, high rows
+with the second, so 32 weight rows fill a tile. Rows are loaded in boxes, the block of the weight's descriptor, so that a
+program's share needn't be whole tiles. Rows that aren't loaded are multiplied uninitialised, and not stored.
+
+The code is Gluon, Triton's language for explicit layouts, copies and synchronisation.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from outrider_triton.jit.dependent import allow_next_kernel, wait_for_previous_kernel
+
+PAIRS = gl.constexpr(32)
+"""Pairs of rows per tile."""
+PIECE = gl.constexpr(128)
+"""Columns of 8 bits per hardware accumulation, which has few bits."""
+AT_ONCE = gl.constexpr(48 << 10)
+"""Maximum bytes in flight per program while its pipeline fills, or two units: enough to load at memory's full rate."""
+
+
+# -- any pipeline ----------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def expect_boxes(barrier, remaining, BOX: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr):
+    """Tell barrier ``barrier`` the bytes to expect: BOXES boxes of BOX rows and BYTES each, of which those with one of the
+    ``remaining`` rows (1 or more) are loaded.
+    """
+    for boxes in gl.static_range(1, BOXES):
+        mbarrier.expect(barrier, boxes * BYTES, pred=(remaining > (boxes - 1) * BOX) & (remaining <= boxes * BOX))
+    mbarrier.expect(barrier, BOXES * BYTES, pred=remaining > (BOXES - 1) * BOX)
+
+
+@gluon.jit
+def limit_in_flight(full, unit, BYTES: gl.constexpr):
+    """Before ``unit`` of BYTES is requested in the first filling, wait until at most AT_ONCE bytes, or two units, are in
+    flight.
+    """
+    UNITS: gl.constexpr = AT_ONCE // BYTES if AT_ONCE // BYTES > 2 else 2
+    mbarrier.wait(full.index(gl.maximum(unit - UNITS, 0)), 0, pred=unit >= UNITS)
+
+
+# -- the product pipeline --------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def make_pipeline(x, w, FOLD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+    """Allocate stages of weight and token tiles, and three barriers per stage: weights arrived, stage free, tokens arrived.
+
+    A stage has BLOCK_K columns, in the one or two pieces that descriptors load.
+    """
+    WIDTH: gl.constexpr = 2 * BLOCK_M if FOLD else BLOCK_M
+    COLUMNS: gl.constexpr = w.block_type.shape[1]
+    PIECES: gl.constexpr = BLOCK_K // COLUMNS
+    weights = gl.allocate_shared_memory(w.dtype, [STAGES * PIECES, 2 * PAIRS, COLUMNS], w.layout)
+    tokens = gl.allocate_shared_memory(x.dtype, [STAGES * PIECES, WIDTH, COLUMNS], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tokens_arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(STAGES):
+        mbarrier.init(full.index(place), count=1)
+        mbarrier.init(empty.index(place), count=1)
+        mbarrier.init(tokens_arrived.index(place), count=1)
+    return weights, tokens, full, empty, tokens_arrived
+
+
+@gluon.jit
+def _load_weight_unit(w, weights, full, unit, pairs_per_program, half, FOLD: gl.constexpr, STEPS: gl.constexpr):
+    """Load weights of unit u: columns u % STEPS of tile u // STEPS."""
+    STAGES: gl.constexpr = full.shape[0]
+    COLUMNS: gl.constexpr = weights.shape[2]
+    PIECES: gl.constexpr = weights.shape[0] // STAGES
+    BOX: gl.constexpr = w.block_type.shape[0]
+    BOXES: gl.constexpr = PAIRS // BOX
+    BYTES: gl.constexpr = PIECES * COLUMNS * w.dtype.primitive_bitwidth // 8  # of a row
+    barrier = full.index(unit % STAGES)
+    first_pair = unit // STEPS * PAIRS
+    column = (gl.program_id(1) * STEPS + unit % STEPS) * (PIECES * COLUMNS)
+    remaining = pairs_per_program - first_pair
+    expect_boxes(barrier, remaining, BOX, BOXES, 2 * BOX * BYTES)
+    for box in gl.static_range(BOXES):
+        pair = gl.program_id(0) * pairs_per_program + first_pair + box * BOX
+        if FOLD:
+            low = pair
+            high = pair
+            high_column = column + STEPS * (PIECES * COLUMNS)
+        else:
+            low = pair // half * (2 * half) + pair % half
+            high = low + half
+            high_column = column
+        is_needed = remaining > box * BOX
+        for piece in gl.static_range(PIECES):
+            tile = weights.index(unit % STAGES * PIECES + piece)
+            offset = piece * COLUMNS
+            tma.async_copy_global_to_shared(w, [low, column + offset], barrier, tile.slice(box * BOX, BOX, 0), pred=is_needed)
+            high_rows = tile.slice(PAIRS + box * BOX, BOX, 0)
+            tma.async_copy_global_to_shared(w, [high, high_column + offset], barrier, high_rows, pred=is_needed)
+
+
+@gluon.jit
+def _load_token_unit(x, tokens, tokens_arrived, unit, FOLD: gl.constexpr, STEPS: gl.constexpr):
+    STAGES: gl.constexpr = tokens_arrived.shape[0]
+    WIDTH: gl.constexpr = tokens.shape[1]
+    COLUMNS: gl.constexpr = tokens.shape[2]
+    PIECES: gl.constexpr = tokens.shape[0] // STAGES
+    BLOCK_K: gl.constexpr = PIECES * COLUMNS
+    BLOCK_M: gl.constexpr = x.block_type.shape[0]
+    barrier = tokens_arrived.index(unit % STAGES)
+    mbarrier.expect(barrier, WIDTH * BLOCK_K * x.dtype.primitive_bitwidth // 8)
+    token = gl.program_id(2) * BLOCK_M
+    first = (gl.program_id(1) * STEPS + unit % STEPS) * BLOCK_K
+    for piece in gl.static_range(PIECES):
+        tile = tokens.index(unit % STAGES * PIECES + piece)
+        column = first + piece * COLUMNS
+        if FOLD:
+            tma.async_copy_global_to_shared(x, [token, column], barrier, tile.slice(0, BLOCK_M, 0))
+            tma.async_copy_global_to_shared(x, [token, column + STEPS * BLOCK_K], barrier, tile.slice(BLOCK_M, BLOCK_M, 0))
+        else:
+            tma.async_copy_global_to_shared(x, [token, column], barrier, tile)
+
+
+@gluon.jit
+def load_weights(w, pipeline, pairs_per_program, half, FOLD: gl.constexpr, STEPS: gl.constexpr):
+    """Run the warp that loads the weight, which no kernel writes."""
+    weights, _, full, empty, _ = pipeline
+    STAGES: gl.constexpr = full.shape[0]
+    BYTES: gl.constexpr = 2 * PAIRS * (weights.shape[0] // STAGES * weights.shape[2]) * w.dtype.primitive_bitwidth // 8
+    units = gl.cdiv(pairs_per_program, PAIRS) * STEPS
+    for unit in range(gl.minimum(units, STAGES)):
+        limit_in_flight(full, unit, BYTES)
+        _load_weight_unit(w, weights, full, unit, pairs_per_program, half, FOLD, STEPS)
+    for unit in range(STAGES, units):
+        mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES - 1) & 1)
+        _load_weight_unit(w, weights, full, unit, pairs_per_program, half, FOLD, STEPS)
+
+
+@gluon.jit
+def load_tokens(
+    x, pipeline, pairs_per_program, FOLD: gl.constexpr, STEPS: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr
+):
+    """Run the warp that loads tokens. LATE: see :func:`outrider_triton.jit.dependent.begin_late`."""
+    _, tokens, _, empty, tokens_arrived = pipeline
+    STAGES: gl.constexpr = tokens_arrived.shape[0]
+    units = gl.cdiv(pairs_per_program, PAIRS) * STEPS
+    if not LATE:
+        allow_next_kernel(PDL)
+    wait_for_previous_kernel(PDL)
+    if LATE:
+        allow_next_kernel(PDL)
+    for unit in range(units):
+        mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES + 1) & 1, pred=unit >= STAGES)
+        _load_token_unit(x, tokens, tokens_arrived, unit, FOLD, STEPS)
+
+
+@gluon.jit
+def _begin_unit(pipeline, unit, zeros):
+    """Wait for a unit and start the products of its one or two pieces; return a sum for each."""
+    weights, tokens, full, _, tokens_arrived = pipeline
+    STAGES: gl.constexpr = full.shape[0]
+    PIECES: gl.constexpr = weights.shape[0] // STAGES
+    stage = unit % STAGES
+    mbarrier.wait(tokens_arrived.index(stage), unit // STAGES & 1)
+    mbarrier.wait(full.index(stage), unit // STAGES & 1)
+    piece = stage * PIECES
+    first = warpgroup_mma(weights.index(piece), tokens.index(piece).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if PIECES == 1:
+        return (first,)
+    else:
+        piece += 1
+        second = warpgroup_mma(weights.index(piece), tokens.index(piece).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        return first, second
+
+
+@gluon.jit
+def _end_unit(pipeline, unit, sums, LATER: gl.constexpr):
+    """Wait for the ``sums`` of a unit's pieces and add them up; LATER other products may still run."""
+    STAGES: gl.constexpr = pipeline[2].shape[0]
+    sums = warpgroup_mma_wait(LATER, deps=sums)
+    mbarrier.arrive(pipeline[3].index(unit % STAGES), count=1)
+    if pipeline[0].shape[0] == STAGES:
+        return sums
+    else:
+        return sums[0] + sums[1]
+
+
+@gluon.jit
+def _sum_of_parts(pipeline, tile, total, STEPS: gl.constexpr):
+    """Compute :func:`_product` with few-bit accumulation: each piece's columns separately, two units at a time.
+
+    No product crosses iterations of the loop: the compiler would serialise the products.
+    """
+    PIECES: gl.constexpr = pipeline[0].shape[0] // pipeline[2].shape[0]
+    for pair in range(STEPS // 2):
+        unit = tile * STEPS + 2 * pair
+        one = _begin_unit(pipeline, unit, total)
+        two = _begin_unit(pipeline, unit + 1, total)
+        first = _end_unit(pipeline, unit, one, PIECES)
+        total += first + _end_unit(pipeline, unit + 1, two, 0)
+    if STEPS % 2:
+        last = tile * STEPS + STEPS - 1
+        total += _end_unit(pipeline, last, _begin_unit(pipeline, last, total), 0)
+    return total
+
+
+@gluon.jit
+def _product(pipeline, tile, STEPS: gl.constexpr):
+    """Multiply the program's ``tile``; return [2 PAIRS, tokens] in float32, low rows first.
+
+    One product runs while the next begins, so the pipeline needs two stages or more.
+    """
+    weights, tokens, full, empty, tokens_arrived = pipeline
+    STAGES: gl.constexpr = full.shape[0]
+    WIDTH: gl.constexpr = tokens.shape[1]
+    BITS: gl.constexpr = weights.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // BITS])
+    total = gl.zeros([2 * PAIRS, WIDTH], gl.float32, layout)
+    if BITS == 8:
+        total = _sum_of_parts(pipeline, tile, total, STEPS)
+    else:
+        for unit in range(tile * STEPS, (tile + 1) * STEPS):
+            stage = unit % STAGES
+            mbarrier.wait(tokens_arrived.index(stage), unit // STAGES & 1)
+            mbarrier.wait(full.index(stage), unit // STAGES & 1)
+            total = warpgroup_mma(weights.index(stage), tokens.index(stage).permute((1, 0)), total, is_async=True)
+            total = warpgroup_mma_wait(1, deps=[total])
+            mbarrier.arrive(empty.index((unit + STAGES - 1) % STAGES), count=1, pred=unit > tile * STEPS)
+        total = warpgroup_mma_wait(0, deps=[total])
+        mbarrier.arrive(empty.index(((tile + 1) * STEPS - 1) % STAGES), count=1)
+    return total
+
+
+# -- rows of every product ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def multiply_halves(pipeline, tile, buffer, FOLD: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr):
+    """Multiply the program's ``tile``; return low and high rows, [PAIRS, BLOCK_M] each. FOLD: only the valid half of each."""
+    buffer.store(_product(pipeline, tile, STEPS))
+    low = buffer.slice(0, PAIRS, 0)
+    high = buffer.slice(PAIRS, PAIRS, 0)
+    if FOLD:
+        BLOCK_M: gl.constexpr = buffer.shape[1] // 2
+        return low.slice(0, BLOCK_M, 1).load(layout), high.slice(BLOCK_M, BLOCK_M, 1).load(layout)
+    else:
+        return low.load(layout), high.load(layout)
+
+
+@gluon.jit
+def make_buffer(pipeline):
+    """Allocate shared memory to convert a tile from the matrix unit's layout to the layout of global memory."""
+    return gl.allocate_shared_memory(gl.float32, [2 * PAIRS, pipeline[1].shape[1]], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
+
+
+@gluon.jit
+def squares_of(squares, shares, m, SHARES: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Load partial sums of squares of each token, [SHARES, BLOCK_M]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [0, 1])
+    share = gl.arange(0, SHARES, gl.SliceLayout(1, layout))
+    token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    mask = (share < shares)[:, None] & (token < m)[None, :]
+    return gl.load(squares + share[:, None] * m + token[None, :], mask=mask, other=0.0)
+
+
+@gluon.jit
+def scale_of(parts, width, eps, layout: gl.constexpr):
+    """Return one over the root mean square of each token's row of ``width`` elements, as a row of a tile with ``layout``."""
+    scale = gl.rsqrt(gl.sum(parts, axis=0) / width + eps)
+    return gl.convert_layout(scale, gl.SliceLayout(0, layout))[None, :]
