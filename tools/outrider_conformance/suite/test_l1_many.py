@@ -21,7 +21,7 @@ _SECONDS = 1.0
 _ROUNDS, _WRITES = 4, 12
 
 
-@promise("Stream.query", "Whether everything enqueued on this stream so far has run.")
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run.")
 @in_every_order(schedules=2)
 def test_queries_are_right_behind_any_number_of_operations(lab: Lab) -> None:
     """Queries after each of 520 operations that follow slow work are right and consistent."""

@@ -191,7 +191,7 @@ def test_a_graph_keeps_its_buffers(lab: Lab) -> None:
     expect([lab.peek(tensor) for tensor in others + more], [9.0] * 8 + [8.0] * 8, "tensors made meanwhile")
 
 
-@promise("Backend.create_graph_pool", "Memory for graphs that never run at the same time.")
+@promise("Backend.create_graph_pool", "Create a memory pool for graphs that never run at the same time.")
 @in_every_order()
 def test_graphs_of_one_pool_take_turns(lab: Lab) -> None:
     """Two graphs of one pool, replayed in turn, give their own results."""
