@@ -1,4 +1,4 @@
-"""Outrider: overlapped speculative decoding of LLMs behind a small hardware-backend interface.
+"""Outrider: overlapped speculative decoding of LLMs over a small hardware-backend interface.
 
 Importing this package touches no accelerator, imports no vendor package and not even torch: the public names load
 on first use (PEP 562), so that ``outrider doctor`` still runs where ``import torch`` itself fails.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outrider.engine.requests.sampling import SamplingParams
     from outrider.registry import get_backend
 
-_HOMES = {
+_MODULE_OF_NAME = {
     "AsyncEngine": "outrider.engine.async_engine",
     "DecodeClient": "outrider.apart.client",
     "Engine": "outrider.engine.engine",
@@ -42,8 +42,8 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker must see a misspelt name as an error
 
     def __getattr__(name: str) -> Any:
-        if name in _HOMES:
-            return getattr(import_module(_HOMES[name]), name)
+        if name in _MODULE_OF_NAME:
+            return getattr(import_module(_MODULE_OF_NAME[name]), name)
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
-"""Errors about what Outrider is asked to run, a checkpoint or a request, and how messages quote what was given.
+"""Errors about checkpoints and requests, and the quoting of their values in messages.
 
-The tree of errors is in :mod:`outrider.device.errors`, whose other errors are about devices and those who drive them.
+The tree of all errors is in :mod:`outrider.device.errors`, which defines the errors about devices and plugins.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ class RequestError(OutriderError):
     """A request that can't be served: empty, too long for the context, or of an unknown id."""
 
 
-_TEXT = 300
-"""Characters of somebody else's words, or of a value."""
+_MAX_QUOTED_CHARACTERS = 300
+"""Maximum length of a quoted value or of a quoted foreign message."""
 
 
 def shown(value: object) -> str:
-    """A value for a message: one line, of bounded length."""
+    """Return the representation of ``value`` for a message: one line, of bounded length."""
     try:
-        return one_line(repr(value[: 2 * _TEXT] if isinstance(value, str | list) else value))
+        return one_line(repr(value[: 2 * _MAX_QUOTED_CHARACTERS] if isinstance(value, str | list) else value))
     except ValueError:  # Python doesn't write whole numbers of more than some thousand digits
         return "a number of thousands of digits"
 
 
 def one_line(text: str) -> str:
-    """A text for a message, on one line, cut where it's long."""
-    text = " ".join(text[: 4 * _TEXT].split())
-    return text if len(text) <= _TEXT else f"{text[:_TEXT]}…"
+    """Return ``text`` for a message: one line, truncated to a bounded length."""
+    text = " ".join(text[: 4 * _MAX_QUOTED_CHARACTERS].split())
+    return text if len(text) <= _MAX_QUOTED_CHARACTERS else f"{text[:_MAX_QUOTED_CHARACTERS]}…"

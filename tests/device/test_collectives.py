@@ -316,11 +316,11 @@ def of_a_library(monkeypatch):
     """A group of one rank whose calls a library carries out beside the host."""
     backend, library = CpuBackend(), Library()
     group = backend.create_group("alone", ranks=(0,), rank=0, store=HashStore())
-    backend._given["capabilities"] = replace(
+    backend._declarations["capabilities"] = replace(
         backend.capabilities, asynchronous=True, captures_graphs=True, captures_collectives=True
     )
     group._native = library
-    monkeypatch.setattr("outrider.device.torch_collectives._END_S", 5.0)
+    monkeypatch.setattr("outrider.device.torch_collectives._SHUTDOWN_TIMEOUT_S", 5.0)
     return group, library
 
 
@@ -339,7 +339,7 @@ def test_graphs_are_released_before_the_library_ends(monkeypatch):
 
 def test_a_library_that_does_not_end_is_left_alone(monkeypatch):
     group, library = of_a_library(monkeypatch)
-    monkeypatch.setattr("outrider.device.torch_collectives._END_S", 0.05)
+    monkeypatch.setattr("outrider.device.torch_collectives._SHUTDOWN_TIMEOUT_S", 0.05)
     with pytest.warns(RuntimeWarning, match="'alone': the library .* hasn't ended its side on rank 0 within 0.05 s"):
         group.close()
     library.graphs_are_gone.set()

@@ -1,7 +1,8 @@
-"""numpy arrays over pinned host memory, whose reads and writes are seen.
+"""numpy arrays over pinned host memory that report each read and write by the host.
 
-Programs fill pinned buffers through `.numpy()` and read results the same way. Indexing, assignment, `tolist`, `item`,
-arithmetic and `torch.from_numpy` are noted; what reaches the bytes below Python (a C extension given the array) isn't.
+Programs fill pinned buffers through `.numpy()` and read results the same way. The arrays report indexing, assignment,
+`tolist`, `item`, arithmetic and `torch.from_numpy`. They do not report accesses of a C extension that reads the bytes
+through the address.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ import numpy as np
 
 
 class HostMemory(Protocol):
-    """Pinned memory that wants to know what the host does with its bytes."""
+    """Pinned memory that is notified of each access by the host."""
 
     address: int
     nbytes: int
 
     def range_accessed(self, low: int, high: int, write: bool) -> None:
-        """The host reads or writes the bytes ``low`` to ``high``, counted from ``address``, now."""
+        """Handle an access by the host to the bytes ``low`` to ``high``, counted from ``address``."""
 
 
 class PinnedArray(np.ndarray):
-    """A view of pinned memory. What is computed from it is an ordinary array."""
+    """A view of pinned memory. Arithmetic on the view returns ordinary arrays."""
 
     _alloc: HostMemory | None = None
 
     def __array_finalize__(self, base: Any) -> None:
-        """Views belong to the same memory; copies, whose bytes lie elsewhere, to none."""
+        """Assign a view to the memory of its base. A copy, whose bytes lie elsewhere, belongs to no memory."""
         alloc = getattr(base, "_alloc", None)
         if alloc is not None and _within(self, alloc):
             self._alloc = alloc
@@ -39,7 +40,7 @@ class PinnedArray(np.ndarray):
             alloc.range_accessed(low - alloc.address, high - alloc.address, write)
 
     def _part(self, index: Any) -> Any:
-        """The elements that an index picks where it is a view of them, else all."""
+        """Return the elements that ``index`` selects if numpy returns a view of them, else all elements."""
         plain = self.view(np.ndarray)
         part = plain[index]
         return part if isinstance(part, np.ndarray) and np.may_share_memory(part, plain) else _one(plain, index)
@@ -56,7 +57,7 @@ class PinnedArray(np.ndarray):
         self.view(np.ndarray)[index] = _read(value)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **kwargs: Any) -> Any:
-        """Arithmetic: its inputs are read, its outputs written."""
+        """Report the inputs of an arithmetic operation as read and its outputs as written."""
         if out is not None:
             for target in out:
                 if isinstance(target, PinnedArray):
@@ -66,7 +67,7 @@ class PinnedArray(np.ndarray):
         return out[0] if out is not None and len(out) == 1 else result
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Numpy's functions read what they are given; `copyto` writes its first."""
+        """Report the arguments of a numpy function as read; the first argument of `copyto` is written."""
         del types
         if func is np.copyto:
             args[0]._note(args[0], write=True)
@@ -74,19 +75,19 @@ class PinnedArray(np.ndarray):
         return func(*[_read_deep(a) for a in args], **{k: _read_deep(v) for k, v in kwargs.items()})
 
     def tolist(self) -> Any:
-        """Values as Python numbers; a read."""
+        """Return the values as Python numbers, and report a read."""
         return _read(self).tolist()
 
     def item(self, *args: Any) -> Any:
-        """One value; a read."""
+        """Return one value, and report a read."""
         return _read(self).item(*args)
 
     def copy(self, order: Any = "C") -> Any:
-        """An ordinary array; a read."""
+        """Return an ordinary array, and report a read."""
         return _read(self).copy(order)
 
     def fill(self, value: Any) -> None:
-        """Set all elements; a write."""
+        """Set all elements, and report a write."""
         self[...] = value
 
     def __iter__(self) -> Any:
@@ -94,10 +95,10 @@ class PinnedArray(np.ndarray):
 
 
 def watched(array: Any, alloc: HostMemory) -> PinnedArray:
-    """`array`, which lies in the memory of `alloc`, with its reads and writes seen."""
-    made: PinnedArray = array.view(PinnedArray)
-    made._alloc = alloc
-    return made
+    """Return a view of `array`, which lies in the memory of `alloc`, that reports its reads and writes."""
+    view: PinnedArray = array.view(PinnedArray)
+    view._alloc = alloc
+    return view
 
 
 def _within(array: Any, alloc: HostMemory) -> bool:
@@ -105,7 +106,7 @@ def _within(array: Any, alloc: HostMemory) -> bool:
 
 
 def _one(plain: Any, index: Any) -> Any:
-    """A single element as a view of one; anything else that an index picks by data counts as all."""
+    """Return a single element as a view; any other index that selects by data counts as all elements."""
     try:
         keys = index if isinstance(index, tuple) else (index,)
         if len(keys) == plain.ndim and all(isinstance(k, int | np.integer) for k in keys):

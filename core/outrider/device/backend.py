@@ -49,7 +49,7 @@ class Backend(Declared, Communicating, ABC):
     The public methods check the rules and report to an attached observer, then call the vendor's verb. Two backend
     objects for one device share nothing: streams, events and graphs belong to the object that made them.
 
-    What it can do, its kernels and its policy are said once, to the constructor or by overriding: :class:`Declared`.
+    A subclass passes capabilities, kernels and policy to the constructor, or overrides the properties: :class:`Declared`.
 
     *Threads.* Every method may be called from any thread. ``on`` scopes and captures belong to the thread that opened
     them.
@@ -74,31 +74,31 @@ class Backend(Declared, Communicating, ABC):
         self._streams: list[Stream] = []
         self._chosen_kernels: KernelSet | None = None
 
-    # -- what it is ------------------------------------------------------------------------------------------------
+    # -- identity and kernels ------------------------------------------------------------------------------------------------
 
     @property
     def label(self) -> str:
-        """Name and device for messages: ``backend 'sim' (sim:0)``."""
+        """Return name and device for messages: ``backend 'sim' (sim:0)``."""
         return f"backend {self.name!r} ({self.device})"
 
     @property
     def kernels_in_use(self) -> KernelSet:
-        """The kernels that everything computes with: those of :meth:`use_kernels`, else :attr:`kernels`."""
+        """Return the kernels that the engine computes with: those of :meth:`use_kernels`, else :attr:`kernels`."""
         return self._chosen_kernels if self._chosen_kernels is not None else self.kernels
 
     def use_kernels(self, kernels: KernelSet) -> None:
-        """Compute with ``kernels`` instead of the device's own; before anything is loaded or captured, and once."""
+        """Compute with ``kernels`` instead of the device's own. Call it once, before a model is loaded."""
         if self._chosen_kernels is not None:
             raise InterfaceError(f"{self.label} computes with {self._chosen_kernels.name!r} already; make another backend")
         self._chosen_kernels = kernels
 
     @property
     def control(self) -> ControllableDevice | None:
-        """The handle by which a tool decides the schedule; None where the device decides itself."""
+        """Return the handle by which a tool decides the schedule; None if the device decides itself."""
         return None
 
     def versions(self) -> Mapping[str, str]:
-        """Versions that a report of a run should carry: driver, runtime, device name."""
+        """Return the versions that a report of a run should carry: driver, runtime, device name."""
         return {"torch": torch.__version__}
 
     # -- placement -------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Backend(Declared, Communicating, ABC):
         return Scope(self, stream)
 
     def create_stream(self, name: str, *, priority: int = 0) -> Stream:
-        """A new stream. ``name`` is for reports and schedules, unique among the backend's streams.
+        """Create a stream. ``name`` is for reports and schedules, unique among the backend's streams.
 
         A lower ``priority`` is more urgent; other values than 0 need ``stream_priorities``.
         """
@@ -133,17 +133,17 @@ class Backend(Declared, Communicating, ABC):
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """Every stream made so far, in order."""
+        """Return every stream created so far, in order of creation."""
         return tuple(self._streams)
 
     def create_event(self, name: str, *, timing: bool = False) -> Event:
-        """A new event, at generation 0. ``timing=True`` needs ``event_timing``."""
+        """Create an event, at generation 0. ``timing=True`` needs ``event_timing``."""
         if timing and not self.capabilities.event_timing:
             raise CapabilityError(f"{self.label} doesn't declare event_timing; create {name!r} without timing")
         return self._create_event(name, timing)
 
     def create_flag(self, name: str) -> Flag:
-        """A new flag, down. Needs ``flags``."""
+        """Create a flag, in the lowered state. Needs ``flags``."""
         if not self.capabilities.flags:
             raise CapabilityError(f"{self.label} doesn't declare flags; {name!r} can't be made: use an event")
         return self._create_flag(name)
@@ -166,23 +166,23 @@ class Backend(Declared, Communicating, ABC):
         self._delay(stream, cycles)
 
     def provoke_fault(self, stream: Stream) -> None:
-        """Enqueue on ``stream`` an operation that fails when it runs, as a kernel does that meets data it can't use.
+        """Enqueue on ``stream`` an operation that fails when it runs, like a kernel that receives invalid data.
 
-        Optional: for tests, by plugins whose device survives it.
+        Optional: for tests, implemented by plugins whose device survives the failure.
 
-        The failure is a :class:`DeviceFault`, and raised once: by the first wait of the host that covers the operation,
-        also by way of other streams that waited for it. Such waits are ``synchronize`` of a stream, of an event and of the
-        backend, ``synchronize_within``, a query whose answer would be yes, and a value that is read back. After that
-        everything works. *Capture.* Captured, it fails at each replay of the graph.
+        The failure is a :class:`DeviceFault`. The first wait of the host that covers the operation raises it once, also if
+        the wait covers the operation through other streams. Waits are ``synchronize`` of a stream, an event or the backend,
+        ``synchronize_within``, a query that would return True, and a value that is read back. Afterwards the device works
+        normally. *Capture.* A captured operation fails at each replay of the graph.
 
-        Raises :class:`CapabilityError` where the plugin doesn't implement it.
+        Raises :class:`CapabilityError` if the plugin doesn't implement the method.
         """
         self._provoke_fault(stream)
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def empty_pinned(self, owner: str, shape: Sequence[int], dtype: torch.dtype) -> PinnedBuffer:
-        """Page-locked host memory with undefined contents. ``owner`` names it in reports."""
+        """Allocate page-locked host memory with undefined contents. ``owner`` names the memory in reports."""
         return PinnedBuffer(self, owner, self._empty_pinned(tuple(shape), dtype))
 
     def copy_async(self, destination: Tensor, source: Tensor, *, stream: Stream) -> None:
@@ -218,34 +218,34 @@ class Backend(Declared, Communicating, ABC):
             self._copy_async(destination, source)
 
     def is_host(self, tensor: Tensor) -> bool:
-        """Whether the tensor is host memory as this device sees it."""
+        """Return True if the tensor is host memory from the view of this device."""
         return tensor.device.type == "cpu" and self.device.type != "cpu"
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a host tensor (or a slice of one) is page-locked for this device."""
+        """Return True if a host tensor (or a slice of one) is page-locked for this device."""
         return self._is_pinned(tensor)
 
     def keep_alive(self, objects: Sequence[object], *, until: Event) -> None:
         """Hold references until the generation of ``until`` that is visible now has completed.
 
-        The way to hand memory to another stream: the allocator can't reuse it while it's held. ``until`` must have been
-        recorded, and always on the same stream. Holds are dropped by :meth:`release_finished`.
+        Use it to pass memory to another stream: the allocator can't reuse memory that is held. ``until`` must have been
+        recorded, and always on the same stream. :meth:`release_finished` drops the holds.
         """
         until._check_recorded("nothing can be kept alive until then")
         self._keep_alive.hold(objects, until)
 
     def release_finished(self) -> int:
-        """Drop every hold whose event has completed; returns how many remain. Never blocks; call it once an iteration."""
+        """Drop every hold whose event has completed; return how many remain. Never blocks; call it once an iteration."""
         return self._keep_alive.release_finished()
 
     @abstractmethod
     def memory_info(self) -> MemoryInfo:
-        """Bytes of device memory now."""
+        """Return the bytes of device memory now."""
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
     def create_graph_pool(self, name: str) -> GraphPool:
-        """Memory for graphs that never run at the same time."""
+        """Create a memory pool for graphs that never run at the same time."""
         return GraphPool(self, name)
 
     def capture(
@@ -264,15 +264,15 @@ class Backend(Declared, Communicating, ABC):
 
         ``inputs`` and ``outputs`` are static device tensors, allocated by the caller before the capture and written in
         place; ``scalars`` are frozen; ``params`` name host integers that ``Graph.update_params`` can rebind. A device
-        may run ``fn`` before capturing it, to warm up, so it must do no harm with the contents that the inputs have
-        now; and capture it again, on ``stream``, when ``params`` are rebound. It must not synchronise, allocate pinned
-        memory or replay another graph. Where the backend doesn't declare
-        ``captures_graphs`` the result runs ``fn`` eagerly at each replay, in a scope of the replay's stream: work that
-        ``fn`` places on a stream by name goes to that stream.
+        may run ``fn`` before the capture, to warm up, so ``fn`` must be harmless with the present contents of the inputs. A
+        device may also capture ``fn`` again, on ``stream``, when ``params`` are rebound. ``fn`` must not synchronise,
+        allocate pinned memory or replay another graph. If the backend doesn't declare ``captures_graphs``, the result runs
+        ``fn`` eagerly at each replay, in a scope of the replay's stream: work that ``fn`` places on a stream by name goes to
+        that stream.
 
         *Ordering.* The caller has ordered ``stream`` after the allocation of inputs and outputs. Other streams of the
-        device may be busy: capture is thread-local, and a query by another thread doesn't break it. What is unreachable
-        isn't collected until the capture is over.
+        device may be busy: capture is thread-local, and a query by another thread doesn't break it. Garbage
+        collection is off until the capture is over.
 
         Raises :class:`CaptureError`, with the cause, when ``fn`` or the device fails; streams, pools and the ambient
         stream are then as they were. A :class:`DeviceError` passes through unchanged.
@@ -307,7 +307,7 @@ class Backend(Declared, Communicating, ABC):
 
     @property
     def active_capture(self) -> ActiveCapture | None:
-        """The capture that the calling thread has open."""
+        """Return the open capture of the calling thread, or None."""
         return getattr(self._local, "capture", None)
 
     def _check_fork(self, stream: Stream) -> None:
@@ -337,10 +337,10 @@ class Backend(Declared, Communicating, ABC):
 
     @contextmanager
     def rehearsing(self, context: CaptureContext, stream: Stream) -> Generator[None]:
-        """Run a callable before its capture, under the rules of a capture; a plugin's ``_capture`` warms up in here.
+        """Run a callable before its capture, under the rules of a capture; a plugin's ``_capture`` warms up in this scope.
 
-        The work really runs. Events that it records are edges here as they will be in the capture: they get no generation,
-        and are free for the capture afterwards.
+        The device runs the work. Recorded events are edges, as in the capture: they get no generation, and the capture can
+        use them afterwards.
         """
         rehearsal = ActiveCapture(self, context, rehearsal=True)
         self._local.capture = rehearsal
@@ -375,11 +375,11 @@ class Backend(Declared, Communicating, ABC):
     # -- errors and tools ------------------------------------------------------------------------------------------
 
     def guard(self, doing: str) -> AbstractContextManager[None]:
-        """Turn the device's own exceptions into typed ones that say what was running."""
+        """Return a scope that turns the device's own exceptions into typed errors that name the action ``doing``."""
         return Guard(self, doing)
 
     def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
-        """The typed error for a device exception, or None for one that isn't the device's."""
+        """Return the typed error for a device exception, or None if the exception isn't the device's."""
         del error, doing
         return None
 
@@ -396,16 +396,16 @@ class Backend(Declared, Communicating, ABC):
         self.observer = None
 
     def locate(self, tensor: Tensor) -> Access:
-        """Where a tensor lies, in the numbers that this backend reports accesses in.
+        """Return the storage number and byte range of a tensor, as this backend reports accesses.
 
-        For tools; a backend that declares ``reports_accesses`` implements it, for its pinned memory too.
+        For tools. A backend that declares ``reports_accesses`` implements it, for pinned memory too.
         """
         raise CapabilityError(f"{self.label} doesn't report accesses, so it has no number for {tuple(tensor.shape)}")
 
     def mark_stale(self, tensor: Tensor, reason: str) -> None:
-        """Tell an attached tool that what ``tensor`` holds is stale, say a padded input before it's filled for a new batch.
+        """Tell an attached tool that the contents of ``tensor`` are stale, such as a padded input before the next batch.
 
-        Whoever reads bytes of it that weren't written since reads stale data, ordered or not. Changes nothing itself.
+        A later read of bytes that weren't written since then is a stale read, ordered or not. Changes nothing itself.
         """
         if self.observer is not None:
             self.observer.marked_stale(tensor, reason)
@@ -419,7 +419,7 @@ class Backend(Declared, Communicating, ABC):
         if self.observer is not None:
             self.observer.marked_mirror(mirror, source)
 
-    # -- what a vendor implements ----------------------------------------------------------------------------------
+    # -- verbs that a vendor implements ----------------------------------------------------------------------------------
 
     @abstractmethod
     def _on(self, stream: Stream) -> AbstractContextManager[None]:
@@ -444,7 +444,7 @@ class Backend(Declared, Communicating, ABC):
         raise CapabilityError(f"{self.label} declares perturbs_timing but can't delay {stream.name!r} by {cycles}")
 
     def _provoke_fault(self, stream: Stream) -> None:
-        """Vendor's verb for :meth:`provoke_fault`, where there is one."""
+        """Vendor's verb for :meth:`provoke_fault`; optional."""
         raise CapabilityError(f"{self.label} offers no provoke_fault, so nothing can fail on purpose on {stream.name!r}")
 
     @abstractmethod
@@ -460,7 +460,7 @@ class Backend(Declared, Communicating, ABC):
         destination.copy_(source, non_blocking=True)
 
     def _reissue(self, context: CaptureContext, param: HostParam, issue: Callable[[tuple[int, ...]], None]) -> None:
-        """Vendor's verb for :meth:`reissue` in a capture; for a device that captures all of a callable again, nothing."""
+        """Vendor's verb for :meth:`reissue` in a capture. A device that captures the whole callable again needs none."""
         del context
         issue(param.value)
 

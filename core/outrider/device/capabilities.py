@@ -1,4 +1,4 @@
-"""What a backend can do, as frozen data with conservative defaults."""
+"""Capabilities of a backend, as frozen data with conservative defaults."""
 
 from dataclasses import dataclass, fields
 
@@ -7,11 +7,11 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """Behaviours of a device, and what it does best. Each default is safe for a device of which nothing is known.
+    """Behaviours and preferences of a device. Each default is safe for an unknown device.
 
-    Fields describe behaviour, never libraries or vendors. Core may read one to choose a shape, a bucket or a step
-    mode; it never forks the step on one. Declaring an ability that doesn't work, and working without declaring it,
-    are both failures of conformance.
+    Fields describe behaviour, never libraries or vendors. Core may read a field to choose a shape, a bucket or a step
+    mode; core never forks the step on a field. A declared ability that doesn't work fails conformance, and so does a
+    working ability that isn't declared.
     """
 
     asynchronous: bool = False
@@ -46,8 +46,8 @@ class Capabilities:
     """``create_group`` works: several devices, each a rank, move and reduce tensors between them."""
 
     captures_collectives: bool = False
-    """A group's verbs may be captured in a graph, and each replay makes the calls anew. Without graphs it says nothing: an
-    eager replay makes them anyway."""
+    """A group's verbs may be captured in a graph, and each replay makes the calls anew. Without graphs the field has no
+    meaning: an eager replay makes the calls anyway."""
 
     peer_memory: bool = False
     """Ranks may reach each other's memory (``Group.peer_buffers``), where the machine connects their devices."""
@@ -56,38 +56,38 @@ class Capabilities:
     """``delay(stream, cycles)`` keeps a stream busy, so that tests can provoke other interleavings."""
 
     reports_accesses: bool = False
-    """The backend tells an attached observer each operation's memory accesses itself."""
+    """The backend itself reports each operation's memory accesses to an attached observer."""
 
     row_exact_accesses: bool = False
-    """Reported accesses of operations that index by data name the rows really touched."""
+    """Reported accesses of operations that index by data name exactly the touched rows."""
 
     memory_limit: bool = False
     """``memory_info`` reports a real limit of device memory."""
 
     host_writes_memory: bool = False
-    """The host writes device memory itself: outside of every scope, what torch does to a device tensor happens at once, in
-    memory that host and device share. Weights are then read into their place, without a buffer between. Not for devices
-    that are ``asynchronous``."""
+    """Host and device share memory: outside of every scope, torch changes a device tensor at once. The loader then reads
+    weights directly into the device tensor, without a staging buffer. Not for devices that are ``asynchronous``."""
 
     dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
     """Floating dtypes in which every kernel of the backend's KernelSet works."""
 
     preferred_dtypes: tuple[torch.dtype, ...] = ()
-    """The dtypes of ``dtypes`` in which the backend's own kernels run, best first. Where nobody names a dtype, a checkpoint
-    in one of these keeps its own. Any other is loaded in one that holds all its values where there is such, else in the
-    first. Empty: each of ``dtypes`` is as good."""
+    """The dtypes of ``dtypes`` in which the backend's own kernels run, best first. If the user names no dtype, a checkpoint
+    in a preferred dtype keeps its dtype. Any other checkpoint is loaded in a preferred dtype that holds all its values, or
+    in the first one if there is no such dtype. Empty: all ``dtypes`` are equally good."""
 
     quantized_formats: frozenset[str] = frozenset()
-    """Formats of quantised weights that models are loaded in without anybody asking: products with them
-    (``KernelSet.linear_quantized``) are as good as this device has them. Of a format that isn't here there's the torch
-    reference alone, which a caller must ask for by name. See :data:`~outrider.device.QUANTIZED_FORMATS`."""
+    """Formats of quantised weights for which the backend has its own kernels (``KernelSet.linear_quantized``). Models in
+    these formats are loaded by default. Any other format has only the torch reference, which the user must request by
+    name. See :data:`~outrider.device.QUANTIZED_FORMATS`."""
 
     page_size: int = 16
-    """Tokens of a KV page with which the backend's own kernels run. It's taken where nobody names another."""
+    """Tokens of a KV page with which the backend's own kernels run: the default if the user names no page size."""
 
     def as_dict(self) -> dict[str, object]:
-        """Fields by name: what ``outrider backends --open --json`` prints. ``dtypes`` and ``quantized_formats`` as
-        sorted strings, ``preferred_dtypes`` as strings in their order.
+        """Return the fields by name, as ``outrider backends --open --json`` prints them.
+
+        ``dtypes`` and ``quantized_formats`` are sorted strings; ``preferred_dtypes`` are strings in their order.
         """
         values: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
         values["dtypes"] = sorted(str(d).removeprefix("torch.") for d in self.dtypes)

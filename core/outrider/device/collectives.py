@@ -1,4 +1,4 @@
-"""Collectives: what the ranks of a group move and add up between their devices.
+"""Collectives: operations by which the ranks of a group move and reduce tensors between their devices.
 
 A rank is one device with one host thread (or process). Ranks that communicate form a :class:`Group`; each holds its own
 side of it, made by ``Backend.create_group``. The verbs are optional: a backend that doesn't declare ``collectives`` runs on
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from outrider.device.stream import Stream
 
 Decision: TypeAlias = int | str | tuple[int, ...] | None
-"""A value that ranks decide alike: small, and comparable between processes."""
+"""A value of a decision that all ranks share: small, and comparable between processes."""
 
 _INTEGERS = (torch.int32, torch.int64)
 
 
 class Reduction(StrEnum):
-    """How the ranks' elements become one."""
+    """The operation that combines the elements of all ranks."""
 
     SUM = "sum"
     MAX = "max"
@@ -42,22 +42,27 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One rank's call of a verb, as it's handed to an observer and named in errors.
+    """One rank's call of a verb, as reported to an observer and named in errors.
 
-    ``sequence`` counts the calls that all ranks of the group make, from 1; of ``send`` and ``receive`` it counts those
-    between the same two ranks in the same direction. Calls of different ranks belong together where group and sequence
-    are the same; then everything else here must be the same too, but for ``peer`` and ``captured``. ``count``: elements of
-    what one rank contributes. ``root`` and ``peer`` are indexes in the group. ``captured``: recorded into a graph, not run.
+    Calls of different ranks match if their group and ``sequence`` are equal. All other fields of matching calls must be
+    equal too, except ``peer`` and ``captured``.
     """
 
     kind: str
+    """Name of the verb."""
     sequence: int
+    """Number of the call, from 1, among the calls that all ranks of the group make. ``send`` and ``receive`` are counted
+    for each pair of ranks and direction."""
     dtype: torch.dtype
     count: int
+    """Number of elements that one rank contributes."""
     reduction: Reduction | None = None
     root: int | None = None
+    """Index in the group of the rank that broadcasts."""
     peer: int | None = None
+    """Index in the group of the rank that receives or sends."""
     captured: bool = False
+    """The call was recorded into a graph and did not run."""
 
     def __str__(self) -> str:
         about = [f"{self.count} of {str(self.dtype).removeprefix('torch.')}"]
@@ -70,26 +75,27 @@ class Collective:
 class Group(ABC):
     """Ranks that communicate, as one of them sees it. A vendor subclasses it and implements the underscored verbs.
 
-    ``ranks`` are the world's ranks in the group's order; ``rank`` is this one's index in it, and ``size`` their number.
+    ``ranks`` are ranks of the world, in the group's order. ``rank`` is this rank's index in the group; ``size`` is the
+    number of ranks.
     Every ``root``, ``to`` and ``source`` is an index in the group too.
 
     *Matching.* Every rank of the group makes the same calls in the same order, with the same shapes, dtype, reduction and
-    root, all of them captured or none; but for ``send``, which ``receive`` of the other rank answers. A rank that leaves
-    one out, or makes one more, stops the others: nothing but a tool or a time limit will tell.
+    root, all of them captured or none. The exception is ``send``, which the other rank matches with ``receive``. A rank
+    that omits a call, or makes one more, stops the others: only a tool or a time limit reports that.
 
     *Ordering.* A verb is work of ``stream``: it reads and writes in the order of that stream, as a kernel does, and returns
-    before it has run where the backend declares ``asynchronous``. Elsewhere it has run when the call returns. A call orders
-    this rank's stream after what the others contributed, and nothing else of theirs. Two calls of one group on different
-    streams need an event between them, in the same order on every rank; so do calls of two groups that share two ranks or
-    more.
+    before it has run if the backend declares ``asynchronous``. Otherwise it has run when the call returns. A call orders
+    this rank's stream after the contributions of the other ranks, and after no other work of theirs. Two calls of one group
+    on different streams need an event between them, in the same order on every rank. So do calls of two groups that share
+    two ranks or more.
 
     *Lifetime.* Operands must live, unchanged, until the stream has passed the call; the group keeps nothing alive. An output
-    doesn't overlap another operand.
+    must not overlap another operand.
 
     *Results.* A reduction gives each rank the same bits. Its order of summation may depend on the shape.
 
-    *Operands.* Contiguous tensors of the backend's device. What is reduced has one of the capability's ``dtypes``, int32 or
-    int64; what is only moved may have any dtype. A tensor of no elements is a call as any other.
+    *Operands.* Contiguous tensors of the backend's device. A reduced tensor has one of the capability's ``dtypes``, int32
+    or int64; a tensor that is only moved may have any dtype. A call with an empty tensor counts like any other call.
 
     *Capture.* In a capture a call becomes part of the graph where the backend declares ``captures_collectives``; each
     replay then makes it anew, on every rank. Elsewhere it raises :class:`CapabilityError`.
@@ -98,8 +104,8 @@ class Group(ABC):
 
     *Errors.* Wrong operands, another backend's stream and a closed group raise :class:`InterfaceError` before anything is
     enqueued. A peer that died, or that didn't come within the group's ``timeout_s``, is a :class:`CollectiveError` that
-    names group, rank, sequence and kind: raised by the call where the backend isn't ``asynchronous``, else at the latest by
-    the limit of the host's next wait for the stream. The group is of no use after that; close it.
+    names group, rank, sequence and kind. The call raises it if the backend isn't ``asynchronous``; otherwise the host's next
+    wait for the stream raises it, within its time limit. The group can't be used after that; close it.
     """
 
     def __init__(self, backend: Backend, name: str, ranks: Sequence[int], rank: int, *, timeout_s: float) -> None:
@@ -113,10 +119,10 @@ class Group(ABC):
         self.last_call: Collective | None = None
         self.last_decision: tuple[str, Decision] | None = None
         self.closed = False
-        self._taken: frozenset[str] | None = None
-        self._captured: WeakSet[Graph] = WeakSet()
+        self._allowed_implementations: frozenset[str] | None = None
+        self._capturing_graphs: WeakSet[Graph] = WeakSet()
         self._sequence = 0
-        self._between: dict[tuple[int, int], int] = {}
+        self._point_to_point_calls: dict[tuple[int, int], int] = {}
 
     # -- the verbs -------------------------------------------------------------------------------------------------
 
@@ -128,7 +134,7 @@ class Group(ABC):
                 self._all_reduce(tensor, reduction)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, stream: Stream) -> None:
-        """``output[i]`` is the ``tensor`` of rank i: [size, …] with the shape of ``tensor`` behind the first dimension."""
+        """Copy the ``tensor`` of each rank i to ``output[i]``; ``output`` is [size, …], ``tensor`` is […]."""
         self._check_stacked(output, tensor, "all_gather", "output", "tensor")
         call = self._call("all_gather", stream, output, tensor, reads=(tensor,), writes=(output,))
         if tensor.numel():
@@ -136,10 +142,9 @@ class Group(ABC):
                 self._all_gather(output, tensor)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, *, stream: Stream, reduction: Reduction = Reduction.SUM) -> None:
-        """``output``: this rank's part of the reduction of all ranks' ``tensor``, which is [size, …] with the
-        shape of ``output`` behind the first dimension.
+        """Write this rank's part of the reduction of all ranks' ``tensor`` to ``output``.
 
-        What ``tensor`` holds afterwards is undefined.
+        ``tensor`` is [size, …] and ``output`` […]. The contents of ``tensor`` are undefined afterwards.
         """
         self._check_reduced(tensor, "reduce_scatter")
         self._check_stacked(tensor, output, "reduce_scatter", "tensor", "output")
@@ -151,7 +156,7 @@ class Group(ABC):
                 self._reduce_scatter(output, tensor, reduction)
 
     def broadcast(self, tensor: Tensor, *, root: int, stream: Stream) -> None:
-        """Replace ``tensor`` by that of rank ``root``, in place."""
+        """Replace ``tensor`` by the tensor of rank ``root``, in place."""
         self._check_member("broadcast", "root", root)
         reads, writes = ((tensor,), ()) if self.rank == root else ((), (tensor,))
         call = self._call("broadcast", stream, tensor, tensor, reads=reads, writes=writes, root=root)
@@ -160,7 +165,7 @@ class Group(ABC):
                 self._broadcast(tensor, root)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, stream: Stream) -> None:
-        """``output[i]`` is what rank i holds as ``tensor[rank]``: both [size, …], of equal parts."""
+        """Copy ``tensor[rank]`` of each rank i to ``output[i]``, where ``rank`` is this rank. Both tensors are [size, …]."""
         if output.shape != tensor.shape or not tensor.dim() or tensor.shape[0] != self.size:
             raise self._misused(
                 "all_to_all", f"output {list(output.shape)} and tensor {list(tensor.shape)}, expected both [{self.size}, …]"
@@ -171,8 +176,9 @@ class Group(ABC):
                 self._all_to_all(output, tensor)
 
     def send(self, tensor: Tensor, *, to: int, stream: Stream) -> None:
-        """Send ``tensor`` to rank ``to``, which calls ``receive``. Where the backend isn't ``asynchronous`` the call may wait
-        for that.
+        """Send ``tensor`` to rank ``to``, which calls ``receive``.
+
+        If the backend isn't ``asynchronous``, the call may wait for the receiver.
         """
         self._check_member("send", "to", to, other=True)
         call = self._call("send", stream, tensor, tensor, reads=(tensor,), writes=(), peer=to)
@@ -181,7 +187,7 @@ class Group(ABC):
                 self._send(tensor, to)
 
     def receive(self, tensor: Tensor, *, source: int, stream: Stream) -> None:
-        """Fill ``tensor`` with what rank ``source`` sends next to this one: the same shape and dtype."""
+        """Fill ``tensor`` with the next tensor that rank ``source`` sends to this rank, of the same shape and dtype."""
         self._check_member("receive", "source", source, other=True)
         call = self._call("receive", stream, tensor, tensor, reads=(), writes=(tensor,), peer=source)
         if tensor.numel():
@@ -192,17 +198,17 @@ class Group(ABC):
 
     @property
     def has_peer_memory(self) -> bool:
-        """Whether :meth:`peer_buffers` works between these ranks; the same on each of them."""
+        """Return True if :meth:`peer_buffers` works between these ranks. All ranks return the same value."""
         return False
 
     def peer_buffers(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Memory of each rank's device, reached by every rank: element i lies with rank i. Filled with zeros everywhere.
+        """Return one zero-filled buffer per rank, which every rank can access: element i is memory of rank i's device.
 
-        Every rank calls this with the same arguments in the same order, and blocks until all have. Nothing orders what
-        the ranks write to it but the kernels that do. It lives as long as the group is open.
+        Every rank calls this with the same arguments in the same order, and blocks until all have. Only the
+        kernels that write to the buffers order their writes. The buffers live as long as the group is open.
 
-        Raises :class:`CapabilityError` where the ranks don't reach each other's memory, :class:`InterfaceError` in a capture,
-        and :class:`CollectiveError` where a rank doesn't come.
+        Raises :class:`CapabilityError` if the ranks can't access each other's memory, :class:`InterfaceError` in a capture,
+        and :class:`CollectiveError` if a rank doesn't make the call.
         """
         if not self.has_peer_memory:
             raise CapabilityError(
@@ -217,34 +223,34 @@ class Group(ABC):
         with self.backend.guard(f"making {name!r} for the ranks of group {self.name!r}"):
             return self._peer_buffers(name, tuple(shape), dtype)
 
-    # -- how a call is carried out ---------------------------------------------------------------------------------
+    # -- implementations of a call ---------------------------------------------------------------------------------
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The ways that this group has to carry a call out, by name; which is taken depends on the verb and the size.
+        """Return the names of this group's implementations of a call. Verb and size decide which one a call uses.
 
-        The first takes every call. The same on each rank.
+        The first implementation supports every call. All ranks return the same names.
         """
         return ("library",)
 
     def take(self, *ways: str) -> None:
-        """Take no other ways than these and the first, on every rank alike: to measure them apart. Never in a capture."""
+        """Restrict calls to these implementations and the first, to measure each. Call on every rank, not in a capture."""
         unknown = set(ways) - set(self.ways)
         if unknown:
             raise self._misused("take", f"there is no way {', '.join(sorted(unknown))}, expected some of {list(self.ways)}")
-        self._taken = frozenset(ways)
+        self._allowed_implementations = frozenset(ways)
 
     def takes(self, way: str) -> bool:
-        """Whether a call may be carried out so."""
-        return self._taken is None or way in self._taken
+        """Return True if a call may use the implementation ``way``."""
+        return self._allowed_implementations is None or way in self._allowed_implementations
 
-    # -- what belongs to the group beside them ---------------------------------------------------------------------
+    # -- decisions, reports and the end of a group -----------------------------------------------------------------
 
     def decide(self, name: str, value: Decision) -> None:
-        """Tell an attached tool of a decision of the host that every rank must take alike, in the same order.
+        """Report to an attached tool a decision of the host that every rank must make equally, in the same order.
 
-        Nothing is sent. It belongs to each branch of the host on which the calls that follow depend; where ranks differ, a
-        tool names the first decision rather than the call that hung.
+        Nothing is sent. Report each branch of the host on which later calls depend. If ranks differ, a tool then names the
+        first differing decision and not the call that hung.
         """
         self.last_decision = (name, value)
         if self.backend.observer is not None:
@@ -259,30 +265,30 @@ class Group(ABC):
         reads: tuple[Tensor, ...] = (),
         writes: tuple[Tensor, ...] = (),
     ) -> Collective:
-        """Check, count and report an ``all_reduce`` of ``tensor`` that the caller carries out itself, as fused kernels do.
+        """Check, count and report an ``all_reduce`` of ``tensor`` that the caller executes itself, as fused kernels do.
 
-        ``reads`` and ``writes`` are the caller's operands beside ``tensor``, which counts as read and written.
+        ``reads`` and ``writes`` are the caller's further operands; ``tensor`` itself counts as read and written.
         """
         self._check_reduced(tensor, "all_reduce")
         return self._call("all_reduce", stream, tensor, reads=(tensor, *reads), writes=(tensor, *writes), reduction=reduction)
 
     @property
     def progress(self) -> str:
-        """How far this rank is, for errors: its place in the group, its last decision and its last call."""
+        """Return the progress of this rank, for errors: its index in the group, last decision and last call."""
         decision = "no decision" if self.last_decision is None else "{} = {!r}".format(*self.last_decision)
         return (
             f"rank {self.rank} of {self.size} in group {self.name!r}: last decided {decision}, last called {self.last_call}"
         )
 
     def close(self) -> None:
-        """Give up what the group holds: connections, buffers. Allowed twice; nothing of the group may be under way.
+        """Release the connections and buffers of the group. Allowed twice; no call of the group may be in flight.
 
-        Graphs that hold calls of the group are released with it: a replay of them raises :class:`InterfaceError` afterwards.
+        Graphs that hold calls of the group are released too: a later replay raises :class:`InterfaceError`.
         """
         if not self.closed:
             self.closed = True
             try:
-                for graph in tuple(self._captured):
+                for graph in tuple(self._capturing_graphs):
                     graph.release(f"group {self.name!r}, whose calls it holds, is closed")
             finally:
                 self._close()
@@ -300,7 +306,7 @@ class Group(ABC):
         root: int | None = None,
         peer: int | None = None,
     ) -> Collective:
-        """Check what all verbs have in common, count the call and report it."""
+        """Check the rules that all verbs share, count the call and report it."""
         if self.closed:
             raise self._misused(kind, "the group is closed; create another")
         for tensor in operands:
@@ -320,7 +326,7 @@ class Group(ABC):
             self._sequence = sequence = self._sequence + 1
         else:
             pair = (self.rank, peer) if kind == "send" else (peer, self.rank)
-            self._between[pair] = sequence = self._between.get(pair, 0) + 1
+            self._point_to_point_calls[pair] = sequence = self._point_to_point_calls.get(pair, 0) + 1
         call = Collective(
             kind=kind,
             sequence=sequence,
@@ -333,7 +339,7 @@ class Group(ABC):
         )
         self.last_call = call
         if call.captured and capture is not None and capture.graph is not None:
-            self._captured.add(capture.graph)
+            self._capturing_graphs.add(capture.graph)
         if self.backend.observer is not None:
             self.backend.observer.collective(self, call, stream, reads, writes)
         return call
@@ -365,7 +371,7 @@ class Group(ABC):
         return f"calling {call} as rank {self.rank} of group {self.name!r}"
 
     def failed(self, reason: object, call: Collective | None = None) -> CollectiveError:
-        """The error of a call that failed, by default of the last; for vendors to raise."""
+        """Return the error of a failed call, by default of the last call; for vendors to raise."""
         call = call or self.last_call
         kind, sequence = ("create_group", 0) if call is None else (call.kind, call.sequence)
         where = f"rank {self.rank} of group {self.name!r} (ranks {list(self.ranks)}, {self.backend.label})"
@@ -378,7 +384,7 @@ class Group(ABC):
             kind,
         )
 
-    # -- what a vendor implements; each runs in the scope of the stream, and gets operands that were checked ------------
+    # -- verbs that a vendor implements; each runs in the scope of the stream, with checked operands --------------------
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
@@ -409,7 +415,7 @@ class Group(ABC):
         """Vendor's verb for :meth:`receive`."""
 
     def _peer_buffers(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Vendor's verb for :meth:`peer_buffers`, where ``has_peer_memory``."""
+        """Vendor's verb for :meth:`peer_buffers`, if ``has_peer_memory``."""
         del shape, dtype
         raise CapabilityError(f"{self.backend.label} says that ranks reach each other's memory but gives none ({name!r})")
 
@@ -421,18 +427,19 @@ class Group(ABC):
 
 
 class Communicating:
-    """The part of a backend that makes groups."""
+    """The part of a backend that creates groups."""
 
     def create_group(self, name: str, *, ranks: Sequence[int], rank: int, store: Store, timeout_s: float = 30.0) -> Group:
         """Join the ranks of a new group. Needs ``collectives``.
 
-        ``ranks`` are ranks of the world, in the group's order, and ``rank`` is this one's. Each of them calls this with the
-        same ``name``, ``ranks`` and ``timeout_s``, and blocks until all have, or until ``timeout_s`` seconds are over.
-        ``store`` is where they meet: a ``TCPStore`` between processes, a ``HashStore`` between threads of one. A rank that is
-        in several groups makes them in the same order as the others. A name may be used again after its group was closed.
+        ``ranks`` are ranks of the world, in the group's order; ``rank`` is the calling rank. Each rank makes the call with
+        the same ``name``, ``ranks`` and ``timeout_s``, and blocks until all ranks have made the call, for at most
+        ``timeout_s`` seconds. The ranks find each other through ``store``: a ``TCPStore`` between processes, a ``HashStore``
+        between threads of one process. Ranks that share several groups create them in the same order. A name may be used
+        again after its group was closed.
 
-        Raises :class:`CapabilityError` where the backend has no collectives, :class:`ConfigError` for ranks that aren't
-        distinct or don't hold ``rank``, and :class:`CollectiveError` where a rank doesn't come.
+        Raises :class:`CapabilityError` if the backend has no collectives, :class:`ConfigError` if the ranks aren't
+        distinct or don't include ``rank``, and :class:`CollectiveError` if a rank doesn't make the call.
         """
         backend: Backend = self  # type: ignore[assignment]  # only Backend inherits this
         if not backend.capabilities.collectives:

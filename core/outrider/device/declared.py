@@ -1,4 +1,4 @@
-"""What a backend declares once: its capabilities, its kernels, and how an iteration is ordered on it."""
+"""The one-time declarations of a backend: capabilities, kernels, and the order of an iteration on the device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 class Declared:
-    """``capabilities``, ``kernels`` and ``speculative_sync`` of a backend, each given to its constructor or overridden.
+    """``capabilities``, ``kernels`` and ``speculative_sync`` of a backend, each passed to the constructor or overridden.
 
-    To the constructor: ``kernels`` is a kernel set, or what makes one of the backend; ``speculative_sync`` makes a policy of
-    the backend, as the class ``SpeculativeSync`` and its subclasses do. Both are made when they're first asked for, and once.
+    As constructor arguments, ``kernels`` is a kernel set or a factory that takes the backend. ``speculative_sync`` is a
+    factory that takes the backend, such as the class ``SpeculativeSync`` or a subclass. Each factory is called once, on
+    first access.
 
-    Raises :class:`TypeError` when one of the three is neither given nor overridden.
+    Raises :class:`TypeError` if one of the three is neither passed nor overridden.
     """
 
     def __init__(
@@ -29,50 +30,50 @@ class Declared:
         kernels: KernelSet | Callable[[Any], KernelSet] | None,
         speculative_sync: Callable[[Any], SpeculativeSync] | None,
     ) -> None:
-        self._given: dict[str, Any] = {
+        self._declarations: dict[str, Any] = {
             "capabilities": capabilities,
             "kernels": kernels,
             "speculative_sync": speculative_sync,
         }
-        self._making = threading.RLock()
-        for what, given in self._given.items():
-            if given is None and getattr(type(self), what) is getattr(Declared, what):
+        self._creation_lock = threading.RLock()
+        for name, value in self._declarations.items():
+            if value is None and getattr(type(self), name) is getattr(Declared, name):
                 raise TypeError(
-                    f"{type(self).__name__} declares no {what}: pass {what}=… to Backend.__init__, or override the property"
+                    f"{type(self).__name__} declares no {name}: pass {name}=… to Backend.__init__, or override the property"
                 )
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the device can do. Constant over the backend's life."""
-        declared: Capabilities = self._given["capabilities"]
+        """Return the capabilities of the device. Constant over the backend's life."""
+        declared: Capabilities = self._declarations["capabilities"]
         return declared
 
     @property
     def kernels(self) -> KernelSet:
-        """The kernels of this device; constant over the backend's life."""
-        made: KernelSet = self._once("kernels")
-        return made
+        """Return the kernels of this device. Constant over the backend's life."""
+        kernels: KernelSet = self._created_once("kernels")
+        return kernels
 
     @property
     def speculative_sync(self) -> SpeculativeSync:
-        """The policy of this device; constant over the backend's life."""
-        made: SpeculativeSync = self._once("speculative_sync")
-        return made
+        """Return the policy of this device. Constant over the backend's life."""
+        policy: SpeculativeSync = self._created_once("speculative_sync")
+        return policy
 
-    def _once(self, what: str) -> Any:
-        """What was given, made of this backend by whoever asks first."""
-        if callable(self._given[what]):
-            with self._making:
-                make = self._given[what]
-                if callable(make):
-                    self._given[what] = make(self)
-        return self._given[what]
+    def _created_once(self, name: str) -> Any:
+        """Return the declaration ``name``. The first access calls its factory."""
+        if callable(self._declarations[name]):
+            with self._creation_lock:
+                factory = self._declarations[name]
+                if callable(factory):
+                    self._declarations[name] = factory(self)
+        return self._declarations[name]
 
     def declaring(self, **abilities: Any) -> Self:
-        """A view of this backend that declares ``abilities`` beside its own, for tools that ask whether they'd work.
+        """Return a view of this backend that also declares ``abilities``, for tools that test undeclared abilities.
 
-        Another object of the same device and state: what one of the two changes, both have. Streams, events and graphs
-        belong to the one whose method made them. This backend goes on declaring what it did.
+        The view is another object that shares the device and all state with this backend. Streams, events and graphs
+        belong to the object whose method created them. The declarations of this backend do not change.
         """
         declared = replace(self.capabilities, **abilities)
         kind = type(type(self).__name__, (type(self),), {"capabilities": property(lambda _: declared)})

@@ -3,29 +3,29 @@
 Every error that Outrider raises on purpose is an :class:`OutriderError`; its text says what happened, where, what was
 expected and what to do. The command line prints that text without a traceback.
 
-    OutriderError
-    ├── ConfigError               a value that can't be used, or an option that doesn't exist (also a ValueError)
-    ├── BackendError              finding, loading or choosing a plugin
-    │   ├── BackendNotFound       no plugin of that name
-    │   ├── BackendLoadError      installed, but can't be loaded or can't run here
-    │   ├── AmbiguousBackend      two equal candidates
-    │   └── PluginContractError   hooks missing, wrong signature, interface version out of range
-    ├── InterfaceError                 the backend interface was used against its rules
-    │   ├── CapabilityError       asked for an ability that the backend doesn't declare
-    │   ├── StreamOrderError      an invalid wait: never recorded, foreign, captured elsewhere
-    │   ├── SynchronousCopyError  an asynchronous copy that the device would make synchronous
-    │   ├── StaleBufferError      a pinned buffer was read after it had been renewed
-    │   └── CaptureError          a capture failed; streams and pools are as they were before
-    ├── DeviceError               the device reported a failure; ``device_lost`` tells the two kinds apart
-    │   ├── OutOfDeviceMemory     recoverable: the device still works
-    │   ├── DeviceFault           recoverable: this operation failed, the device still works
-    │   ├── DeviceLost            sticky: nothing that is queued will finish, and no further call will work
-    │   ├── CollectiveError       recoverable: a rank of a group died, came too late or made another call
-    │   └── DeviceStuck           the host waited for a fence longer than it may; it counts as lost
-    ├── EngineStopped             an engine was used after its device was lost or stuck; lists the requests left open
-    ├── DeadlockError             nothing that is queued can ever run
-    ├── CheckpointError           a checkpoint that is truncated, incomplete, of the wrong shape or unknown
-    └── RequestError              a request that can't be served: empty, too long, unknown id
+    OutriderError:
+    ├── ConfigError               a value that can't be used, or an option that doesn't exist (also a ValueError).
+    ├── BackendError              finding, loading or choosing a plugin.
+    │   ├── BackendNotFound       no plugin of that name.
+    │   ├── BackendLoadError      installed, but can't be loaded or can't run here.
+    │   ├── AmbiguousBackend      two equal candidates.
+    │   └── PluginContractError   hooks missing, wrong signature, interface version out of range.
+    ├── InterfaceError            the backend interface was used against its rules.
+    │   ├── CapabilityError       asked for an ability that the backend doesn't declare.
+    │   ├── StreamOrderError      an invalid wait: never recorded, foreign, captured elsewhere.
+    │   ├── SynchronousCopyError  an asynchronous copy that the device would make synchronous.
+    │   ├── StaleBufferError      a pinned buffer was read after it had been renewed.
+    │   └── CaptureError          a capture failed; streams and pools are as they were before.
+    ├── DeviceError               the device reported a failure; ``device_lost`` tells the two kinds apart.
+    │   ├── OutOfDeviceMemory     recoverable: the device still works.
+    │   ├── DeviceFault           recoverable: this operation failed, the device still works.
+    │   ├── DeviceLost            sticky: nothing that is queued will finish, and no further call will work.
+    │   ├── CollectiveError       recoverable: a rank of a group died, came too late or made another call.
+    │   └── DeviceStuck           the host waited for a fence longer than it may; it counts as lost.
+    ├── EngineStopped             an engine was used after its device was lost or stuck; lists the requests left open.
+    ├── DeadlockError             nothing that is queued can ever run.
+    ├── CheckpointError           a checkpoint that is truncated, incomplete, of the wrong shape or unknown.
+    └── RequestError              a request that can't be served: empty, too long, unknown id.
 
 The last two are about models and requests, not about devices. They are in :mod:`outrider.errors`.
 """
@@ -44,7 +44,7 @@ class ConfigError(OutriderError, ValueError):
 
 
 class BackendError(OutriderError):
-    """Finding, loading or choosing a backend failed."""
+    """A plugin could not be found, loaded or chosen."""
 
 
 class BackendNotFound(BackendError):
@@ -111,19 +111,21 @@ class DeviceLost(DeviceError):
 
 
 class DeviceStuck(DeviceError):
-    """The host waited for a fence longer than it may. The text names the fence, its generation, what was enqueued last on
-    each stream and how far each has come. It counts as lost, since the device may never go on.
+    """The host waited for a fence longer than its time limit.
+
+    The text names the fence, its generation, and for each stream the last enqueued operation and the progress. The device
+    counts as lost, since it may never go on.
     """
 
     device_lost = True
 
 
 class CollectiveError(DeviceError):
-    """A collective failed: a rank of the group died, came too late, or made another call. The group is of no use any more;
-    the device still works.
+    """A collective failed: a rank of the group died, came too late, or made another call.
 
-    ``group`` is its name, ``rank`` this rank's index in it, ``sequence`` and ``kind`` say which call failed: 0 and
-    ``"create_group"`` where there was no group yet.
+    The group can't be used any more; the device still works. ``group`` is the name of the group and ``rank`` this rank's
+    index in the group. ``sequence`` and ``kind`` identify the failed call: 0 and ``"create_group"`` if the group was being
+    created.
     """
 
     def __init__(self, message: str, group: str = "", rank: int = -1, sequence: int = 0, kind: str = "") -> None:
@@ -138,8 +140,10 @@ class CollectiveError(DeviceError):
 
 
 class EngineStopped(OutriderError):
-    """An engine was used after its device was lost or got stuck. ``open_requests``: id → the tokens that the host knows of
-    each request that was waiting or running; another engine can go on with them.
+    """An engine was used after its device was lost or got stuck.
+
+    ``open_requests`` maps the id of each waiting or running request to the tokens that the host has received. Another
+    engine can continue from these tokens.
     """
 
     def __init__(self, message: str, open_requests: Mapping[int, tuple[int, ...]]) -> None:
@@ -148,4 +152,4 @@ class EngineStopped(OutriderError):
 
 
 class DeadlockError(OutriderError):
-    """Nothing that is queued can ever run; the text lists who waits for what."""
+    """The queued operations can never run. The text lists each waiting stream or thread and the fence it waits for."""

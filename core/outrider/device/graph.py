@@ -29,7 +29,7 @@ class HostParam:
 
     The value at capture is frozen into the graph; ``Graph.update_params`` rebinds it where the device can. A kernel reads
     it through ``Backend.reissue``, which registers the operation with the capture under this name; a value that is read
-    in another way may stay as captured.
+    in another way may keep the captured value.
     """
 
     __slots__ = ("name", "value")
@@ -44,18 +44,18 @@ class HostParam:
 
 @dataclass(frozen=True, eq=False)
 class CaptureContext:
-    """What the captured callable works on, and what kernels see of the capture.
-
-    ``inputs`` and ``outputs`` are static device tensors by name; the callable writes every output in place.
-    ``scalars`` are frozen. ``params`` can be rebound. ``handles`` belongs to the plugin: a kernel that must be re-issued
-    when a parameter is rebound appends what it needs under the parameter's name.
-    """
+    """The operands of a captured callable, by name."""
 
     inputs: Mapping[str, Tensor]
+    """Static device tensors that the callable reads."""
     outputs: Mapping[str, Tensor]
+    """Static device tensors; the callable writes every output in place."""
     scalars: Mapping[str, Scalar]
+    """Host values that the capture freezes."""
     params: Mapping[str, HostParam]
+    """Host integers that ``Graph.update_params`` can rebind."""
     handles: dict[str, list[Any]] = field(default_factory=dict)
+    """Data of the plugin, by parameter: a kernel that must be re-issued after a rebind appends its handles here."""
 
 
 GraphCallable = Callable[[CaptureContext], None]
@@ -64,7 +64,7 @@ GraphCallable = Callable[[CaptureContext], None]
 class ActiveCapture:
     """The rules for events while one thread captures; made and dropped by ``Backend.capture``.
 
-    ``rehearsal``: the callable is run to warm up, and its work is real. ``graph``: what the capture becomes.
+    ``rehearsal`` is True during a warm-up, whose work the device runs. ``graph`` is the graph that the capture produces.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ActiveCapture:
         self.edges: list[Event] = []
 
     def check_edge_record(self, event: Event) -> None:
-        """An event recorded in a capture must not carry generations of its own, nor edges of another graph."""
+        """Raise if a recorded event already has generations of its own, or is an edge of another graph."""
         self.edges.append(event)
         outside = event._generation > 0 or event._captured_by not in (None, self)
         if outside and not self.backend.capabilities.waits_inside_graphs:
@@ -87,7 +87,7 @@ class ActiveCapture:
             )
 
     def check_edge_wait(self, event: Event) -> None:
-        """A wait in a capture joins a branch of the same capture, unless the device takes events from outside."""
+        """Raise if a wait joins no branch of this capture, unless the device accepts events from outside."""
         if event._captured_by is self:
             return
         if not self.backend.capabilities.waits_inside_graphs:
@@ -115,9 +115,9 @@ class Graph(ABC):
     *Ordering.* ``replay`` enqueues the whole graph on a stream like one operation. Two replays of one graph, or of two
     graphs that share a pool, must be ordered by the caller.
 
-    *Lifetime.* The graph keeps its inputs and outputs alive. A replay that is enqueued runs also when the Python object is
-    dropped meanwhile. An output holds a replay's result until the next replay of
-    any graph of the same pool starts; copy it, or fence it.
+    *Lifetime.* The graph keeps its inputs and outputs alive. An enqueued replay runs even if the Python object is dropped
+    meanwhile. An output holds a replay's result until the next replay of any graph of the same pool starts; copy or fence
+    the output.
 
     *Threads.* One thread at a time. *Capture.* A replay can't be captured.
     """
@@ -127,26 +127,26 @@ class Graph(ABC):
         self.name = name
         self.context = context
         self.released = ""
-        """Why the captured work was given up; empty: it can be replayed."""
+        """The reason why the captured work was released; empty: the graph can be replayed."""
         self._generation = 0
 
     @property
     def inputs(self) -> Mapping[str, Tensor]:
-        """Static inputs; write them on a stream that the replay is ordered after."""
+        """Return the static inputs. Write them on a stream that the replay is ordered after."""
         return self.context.inputs
 
     @property
     def outputs(self) -> Mapping[str, Tensor]:
-        """Static outputs; undefined until the first replay has run."""
+        """Return the static outputs. Undefined until the first replay has run."""
         return self.context.outputs
 
     @property
     def generation(self) -> int:
-        """How often the graph was replayed."""
+        """Return how often the graph was replayed."""
         return self._generation
 
     def replay(self, stream: Stream) -> int:
-        """Enqueue the captured work on ``stream``; returns the replay's generation, counted from 1. Never a no-op."""
+        """Enqueue the captured work on ``stream``; return the replay's generation, counted from 1. Never a no-op."""
         self.backend.check_not_capturing(f"replay graph {self.name!r}")
         if self.released:
             raise InterfaceError(f"graph {self.name!r} of {self.backend.label} can't be replayed any more: {self.released}")
@@ -160,10 +160,10 @@ class Graph(ABC):
         return self._generation
 
     def release(self, why: str) -> None:
-        """Give up the captured work; a replay raises :class:`InterfaceError` with ``why`` afterwards. Allowed twice.
+        """Release the captured work; a later replay raises :class:`InterfaceError` with ``why``. Allowed twice.
 
-        Every replay has run. What a graph uses may end only behind it: a library of collectives waits for the end of each
-        graph that holds its calls.
+        Every replay must have run. Release a graph before the resources that it uses: a library of collectives waits for
+        the release of each graph that holds its calls.
         """
         if not self.released:
             self.released = why

@@ -29,7 +29,7 @@ class PinnedBuffer:
 
     ``tensor`` is the host tensor; slices of it stay pinned. The device reads and writes it in stream order while the
     host does so at once, so each reuse must be fenced. :meth:`renew` starts the next generation before the buffer is
-    used for something new; :meth:`read` under an older generation raises instead of returning somebody else's data.
+    used for something new; :meth:`read` under an older generation raises instead of returning the data of a later use.
 
     *Lifetime.* The memory must live until every copy that touches it has run (``Backend.keep_alive``, or a fence).
     *Threads.* One owner at a time.
@@ -45,7 +45,7 @@ class PinnedBuffer:
 
     @property
     def generation(self) -> int:
-        """How often the buffer was renewed."""
+        """Return how often the buffer was renewed."""
         return self._generation
 
     def renew(self) -> int:
@@ -57,7 +57,7 @@ class PinnedBuffer:
         return self._generation
 
     def read(self, generation: int) -> Tensor:
-        """The host tensor, for the owner of ``generation``. The caller has waited for the copy that fills it."""
+        """Return the host tensor to the owner of ``generation``. The caller has waited for the copy that fills the tensor."""
         if generation != self._generation:
             raise StaleBufferError(
                 f"pinned buffer {self.owner!r} is at generation {self._generation} and was read under {generation}: its "
@@ -69,8 +69,8 @@ class PinnedBuffer:
 class KeepAlive:
     """References that must not be dropped before an event has completed.
 
-    Give each hold an event that is always recorded on one stream: a later generation then covers an earlier one, and a
-    hold whose event was recorded again meanwhile errs on the side of keeping.
+    Give each hold an event that is always recorded on one stream: a later generation then covers an earlier one. If the
+    event was recorded again meanwhile, the hold lasts longer than necessary, never shorter.
     """
 
     def __init__(self) -> None:

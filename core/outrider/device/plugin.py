@@ -1,8 +1,8 @@
-"""What a plugin package offers: two hooks, and a record that describes it without importing anything heavy.
+"""Hooks of a plugin package: one describes the plugin without heavy imports, one creates the backend or kernels.
 
 A plugin is a module named by an entry point of the group ``outrider.backends`` (or ``outrider.kernels``, for kernels
-alone). Its name there is the name that people type. The module's top level must not import the vendor's package: it is
-loaded just to be described.
+alone). The name of the entry point is the name that users type. The module's top level must not import the vendor's package:
+the module is loaded only to be described.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "outrider.backends"
 KERNELS_GROUP = "outrider.kernels"
 INTERFACE_VERSION = 1
-"""Version of this interface. It rises when a plugin that was right could become wrong."""
+"""Version of this interface. It rises when a correct plugin could become incorrect."""
 
 hookspec = pluggy.HookspecMarker("outrider")
 hookimpl = pluggy.HookimplMarker("outrider")
@@ -30,8 +30,8 @@ hookimpl = pluggy.HookimplMarker("outrider")
 class CiDeclaration:
     """How a CI runs this backend; ``outrider ci-matrix`` turns it into a matrix row.
 
-    Each default is right for a backend that needs no hardware. Nothing here is asked of the machine that reads it: a
-    backend that can't run there still declares where it can.
+    Each default is right for a backend that needs no hardware. No field depends on the machine that reads it: a backend
+    that can't run on this machine still declares the runners that it needs.
     """
 
     runner_labels: tuple[str, ...] = ("ubuntu-latest",)
@@ -41,11 +41,11 @@ class CiDeclaration:
     """Image that the job runs in; None: on the runner itself."""
 
     torch: str | None = None
-    """Where torch comes from: the address of a package index (``https://…``), else a requirement (``torch==2.10.0``).
+    """Source of torch: the address of a package index (``https://…``), else a requirement (``torch==2.10.0``).
     None: the workflow's own choice, the build without an accelerator."""
 
     markers: tuple[str, ...] = ()
-    """Words that say what's special here, such as ``graphs``; ``outrider ci-matrix --select graphs`` finds them."""
+    """Words for special properties, such as ``graphs``; ``outrider ci-matrix --select graphs`` selects rows by them."""
 
     level: str = "L4"
     """Conformance is run up to this level."""
@@ -60,50 +60,49 @@ class CiDeclaration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginInfo:
-    """What every plugin says about itself before anything is created.
-
-    ``interface_min`` and ``interface_max`` are the interface versions that it supports. ``usable`` is False, with ``reason``
-    and ``advice``, where the plugin knows that it can't run on this machine; finding that out must be cheap, start no
-    device and import no vendor package.
-    """
+    """The description of a plugin, returned before a backend or kernel set is created."""
 
     name: str
     description: str
     interface_min: int = INTERFACE_VERSION
+    """Oldest interface version that the plugin supports."""
     interface_max: int = INTERFACE_VERSION
+    """Newest interface version that the plugin supports."""
     usable: bool = True
+    """False if the plugin knows that it can't run on this machine. The check must be cheap, start no device and import no
+    vendor package."""
     reason: str = ""
+    """The reason why the plugin isn't usable."""
     advice: str = ""
+    """The action that makes the plugin usable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendInfo(PluginInfo):
-    """What a plugin says about its backend before anything is created.
-
-    ``priority`` decides probing: the highest usable one wins ``auto``, and a negative one is never chosen unless named.
-    ``options`` are those that its name takes, each with what it means; ``kernels`` is Outrider's own.
-
-    ``cache_variables``: environment variables that each name a directory in which its kernels are kept once compiled.
-    ``sanitizer_variables``: the environment under which torch's own sanitizer watches such a device; empty: it has none.
-    """
+    """The description of a plugin's backend, returned before the backend is created."""
 
     priority: int = 0
+    """Rank among the usable plugins: ``auto`` selects the highest. A plugin with a negative priority must be named."""
     device_count: int | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    """Options of the backend's name, each with its meaning. Outrider itself defines ``kernels``."""
     cache_variables: tuple[str, ...] = ()
+    """Environment variables that each name a directory of compiled kernels."""
     sanitizer_variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment under which torch's own sanitizer watches the device; empty if torch has none for the device."""
     ci: CiDeclaration = field(default_factory=CiDeclaration)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelInfo(PluginInfo):
-    """What a plugin says about its kernels. ``backends``: the names that they're for; empty: any."""
+    """The description of a plugin's kernels."""
 
     backends: tuple[str, ...] = ()
+    """Names of the backends that the kernels support; empty: all backends."""
 
 
 class BackendHooks:
-    """The hooks. pluggy is the cold path alone: after ``create_backend`` everything is a plain method call."""
+    """The hooks of a backend plugin. pluggy calls only these: all later calls are direct method calls."""
 
     @hookspec
     def backend_info(self) -> BackendInfo:  # type: ignore[empty-body]
@@ -111,19 +110,19 @@ class BackendHooks:
 
     @hookspec
     def create_backend(self, ordinal: int, options: Mapping[str, str]) -> Backend:  # type: ignore[empty-body]
-        """Make the backend for device ``ordinal``.
+        """Create the backend for device ``ordinal``.
 
-        ``options`` are the ``key=value`` pairs of the name that was asked for (``sim:seed=7``), as strings. Raise
-        :class:`~outrider.device.errors.ConfigError` for one that doesn't exist or can't be used, and
-        :class:`~outrider.device.errors.BackendLoadError` with the reason where the device can't be had.
+        ``options`` are the ``key=value`` pairs of the requested name (``sim:seed=7``), as strings. Raise
+        :class:`~outrider.device.errors.ConfigError` for an unknown or invalid option, and
+        :class:`~outrider.device.errors.BackendLoadError` with the reason if the device isn't available.
         """
 
 
 class KernelHooks:
-    """The hooks of a plugin that brings kernels for somebody's backend, in the group ``outrider.kernels``.
+    """The hooks of a plugin with kernels for the backend of another plugin, in the group ``outrider.kernels``.
 
-    They're used where a person asks for them by name (``cpu:kernels=NAME``), never otherwise, and take the place of all
-    of the backend's own. The conformance kit checks them as it checks those: ``outrider conform --backend cpu:kernels=NAME``.
+    The kernels are used only if the user names them (``cpu:kernels=NAME``), and replace all of the backend's own kernels.
+    The conformance kit checks both in the same way: ``outrider conform --backend cpu:kernels=NAME``.
     """
 
     @hookspec
@@ -132,7 +131,7 @@ class KernelHooks:
 
     @hookspec
     def create_kernels(self, backend: Backend) -> KernelSet:  # type: ignore[empty-body]
-        """Make the kernels for ``backend``, which has just been created; what isn't better can be left to its own.
+        """Create the kernels for ``backend``, which has just been created. They may delegate to the backend's own kernels.
 
-        Raise :class:`~outrider.device.errors.BackendLoadError` with the reason where they can't be had.
+        Raise :class:`~outrider.device.errors.BackendLoadError` with the reason if the kernels aren't available.
         """

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_EAGER_S = 0.02
-"""An iteration is over within this, mostly: ask as often as possible, and give way to other threads in between."""
-_LONGEST_S = 0.01
-_SHARE = 1 / 500
-"""Of the time waited so far: a pause, and so the most that a wait takes longer than what it waits for."""
+_BUSY_POLL_S = 0.02
+"""Seconds of polling without a pause, except to yield to other threads: most iterations end within this time."""
+_MAX_PAUSE_S = 0.01
+_PAUSE_FRACTION = 1 / 500
+"""Length of a pause as a fraction of the time waited so far: this bounds the relative delay of a wait."""
 
 
 def poll(done: Callable[[], bool], seconds: float) -> bool:
-    """Poll ``done`` until it is true, or ``seconds`` have passed. Sleeps between polls, the longer the longer it has
-    waited, so that an answer is found soon after it's there.
+    """Poll ``done`` until it returns True or ``seconds`` have passed; return its last result.
+
+    The pause between two polls grows with the time waited, so that the caller learns of the end soon after it.
     """
     start = time.monotonic()
     pause = 0.0
@@ -22,7 +23,7 @@ def poll(done: Callable[[], bool], seconds: float) -> bool:
         spent = time.monotonic() - start
         if spent >= seconds:
             return done()  # the caller's thread may have slept through the end
-        if spent > _EAGER_S:
-            pause = min(spent * _SHARE, _LONGEST_S, seconds - spent)
+        if spent > _BUSY_POLL_S:
+            pause = min(spent * _PAUSE_FRACTION, _MAX_PAUSE_S, seconds - spent)
         time.sleep(pause)
     return True

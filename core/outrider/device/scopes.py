@@ -1,6 +1,6 @@
-"""What a backend opens around work: a place on a stream, and the translation of errors.
+"""Scopes that a backend opens around work: placement on a stream, and translation of errors.
 
-Classes of their own rather than generators, which cost twice as much: a step opens dozens.
+The scopes are classes and not generators, which take twice as long: a step opens dozens of scopes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """What :meth:`Backend.on` opens."""
+    """The scope that :meth:`Backend.on` returns: it places torch work on one stream."""
 
     __slots__ = ("_backend", "_observer", "_placed", "_stream")
 
@@ -55,7 +55,7 @@ class Scope:
 
 
 class Guard:
-    """What :meth:`Backend.guard` opens."""
+    """The scope that :meth:`Backend.guard` returns: it translates exceptions of the device."""
 
     __slots__ = ("_backend", "_doing")
 
@@ -82,10 +82,10 @@ class Guard:
 
 @contextmanager
 def uncollected() -> Generator[None]:
-    """Turn garbage collection off until it's left.
+    """Turn garbage collection off inside the scope.
 
-    During a capture a driver may take the end of an unreachable graph for a fault of it. At a start nothing ends, and each
-    full collection walks through all that torch has imported.
+    During a capture, a driver may report the destruction of an unreachable graph as a fault of the capture. During start-up
+    no object is garbage, and each full collection visits every object that torch has imported.
     """
     collects = gc.isenabled()
     gc.disable()

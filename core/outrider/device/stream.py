@@ -22,8 +22,8 @@ class Stream(ABC):
     *Ordering.* Work on one stream runs in order. Nothing orders two streams but a record on one and a wait on the
     other. A new stream is not ordered after work that other streams hold.
 
-    *Lifetime.* A stream lives as long as its backend; dropping the object neither cancels nor waits for its work. Where a
-    device has only so many, one that nobody refers to and that is empty makes room for another.
+    *Lifetime.* A stream lives as long as its backend; dropping the object neither cancels nor waits for its work. If a
+    device has a limited number of streams, an empty stream without references is reused.
 
     *Threads.* Any thread may use any stream; enqueueing on one stream from two threads at a time needs a lock of the
     caller's, or the order of the two is undefined.
@@ -100,9 +100,9 @@ class Stream(ABC):
             observer.stream_synchronized(self)
 
     def query(self) -> bool:
-        """Whether everything enqueued on this stream so far has run. Never blocks.
+        """Return True if everything enqueued on this stream so far has run. Never blocks.
 
-        Errors of queued work surface here, typed, at the latest where the answer would be yes.
+        Errors of queued work surface here, typed, at the latest when the query would return True.
         """
         self.backend.check_not_capturing(f"query stream {self.name!r}")
         with self.backend.guard(f"asking stream {self.name!r}"):
@@ -122,7 +122,7 @@ class Stream(ABC):
     @property
     @abstractmethod
     def native(self) -> Any:
-        """The vendor's stream object, for kernels that are launched by handle. Core never touches it."""
+        """Return the vendor's stream object, for kernels that are launched by handle. Core never uses it."""
 
     @abstractmethod
     def _record(self, event: Event) -> None:
@@ -168,13 +168,13 @@ class Event(ABC):
 
     @property
     def generation(self) -> int:
-        """How often the event was recorded outside captures."""
+        """Return how often the event was recorded outside captures."""
         return self._generation
 
     def query(self) -> bool:
-        """Whether the latest generation has completed. Never blocks.
+        """Return True if the latest generation has completed. Never blocks.
 
-        Errors of queued work surface here, typed, at the latest where the answer would be yes. Raises
+        Errors of queued work surface here, typed, at the latest when the query would return True. Raises
         :class:`StreamOrderError` when the event was never recorded, or in a capture.
         """
         self.backend.check_not_capturing(f"query event {self.name!r}")
@@ -204,12 +204,13 @@ class Event(ABC):
             observer.event_synchronized(self, generation)
 
     def synchronize_within(self, seconds: float) -> bool:
-        """The same as :meth:`synchronize` for at most ``seconds``: True once the generation has completed, False when it
-        hasn't by then; nothing is ordered then. Errors of queued work surface here, typed.
+        """Wait like :meth:`synchronize` for at most ``seconds``; return True if the generation has completed.
 
-        The default asks again and again, often at first: no thread but the caller touches the device, so it's legal while
-        other threads capture. A device without a clock of its own, whose schedule a tool decides, never returns False: it
-        waits, and raises :class:`DeadlockError` at once when the generation can't complete any more.
+        After False, the calling thread is ordered after nothing. Errors of queued work surface here, typed.
+
+        The default polls the event, often at first. Only the calling thread uses the device, so the wait is legal while
+        other threads capture. A device whose schedule a tool decides has no clock and never returns False: it waits, and
+        raises :class:`DeadlockError` at once if the generation can't complete any more.
         """
         self.backend.check_not_capturing(f"synchronize event {self.name!r}")
         self._check_not_captured()
@@ -263,8 +264,8 @@ class Event(ABC):
     def _synchronize_within(self, seconds: float) -> bool:
         """Vendor's verb for :meth:`synchronize_within`.
 
-        The default polls :meth:`_query`, and calls :meth:`_synchronize` once the answer is yes: it returns at once then, and
-        raises what failed also where a driver's query has no word for it.
+        The default polls :meth:`_query`, and then calls :meth:`_synchronize`, which returns at once. That call also raises
+        failures that a driver's query can't report.
         """
         if not poll(self._query, seconds):
             return False
@@ -295,7 +296,7 @@ class Flag(ABC):
         self.name = name
 
     def set(self, stream: Stream) -> None:
-        """Raise the flag after everything enqueued on ``stream`` so far; lost if it's up by then."""
+        """Raise the flag after everything enqueued on ``stream`` so far. The set is lost if the flag is up by then."""
         if self._rehearsing():
             return
         self._set(stream)
@@ -304,7 +305,7 @@ class Flag(ABC):
             observer.flag_set(stream, self)
 
     def wait(self, stream: Stream) -> None:
-        """Hold ``stream`` until the flag is up. Never blocks the host; may hang the stream if nobody sets it."""
+        """Hold ``stream`` until the flag is up. Never blocks the host. The stream hangs if the flag is never set."""
         if self._rehearsing():
             return
         self._wait(stream)

@@ -28,23 +28,23 @@ class StepMode(StrEnum):
 
 
 class Waiter(StrEnum):
-    """Who waits at a fence that the consumer could wait for on its stream or on the host."""
+    """The side that waits at a fence: the consumer's stream or the host."""
 
     STREAM = "stream"
     HOST = "host"
 
 
 class Recompute(StrEnum):
-    """What may have to be computed again, from source, after the plan stream has joined."""
+    """Values that may have to be computed again, from source, after the plan stream has joined."""
 
     MROPE_POSITIONS = "mrope_positions"
 
 
 class Fence(ABC):
-    """The mechanism behind one named edge.
+    """The mechanism of one named edge between streams, or from a stream to the host.
 
-    ``signal`` comes first; a ``wait`` takes the generation that is visible when it is enqueued. A fence that frees
-    something which is free at the start is signalled once when the engine is built, so that no wait is conditional.
+    ``signal`` comes first; a ``wait`` takes the generation that is visible when the wait is enqueued. The engine signals
+    each fence of an initially free resource once when it is built, so that no wait is conditional.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,7 +53,7 @@ class Fence(ABC):
     @property
     @abstractmethod
     def mechanism(self) -> str:
-        """What ``outrider fences`` prints: ``event``, ``flag``, …"""
+        """Return the word that ``outrider fences`` prints: ``event``, ``flag``, …"""
 
     @abstractmethod
     def signal(self, stream: Stream) -> None:
@@ -68,10 +68,10 @@ class Fence(ABC):
         """Block the calling thread until the visible generation."""
 
     def wait_host_within(self, seconds: float) -> bool:
-        """Block the calling thread until the visible generation, for at most ``seconds``; whether it came.
+        """Block the calling thread for at most ``seconds``; return True if the visible generation completed.
 
-        See :meth:`Event.synchronize_within`. The default asks :meth:`done`, and then calls :meth:`wait_host`, which
-        raises what failed; a fence around another one passes it on.
+        See :meth:`Event.synchronize_within`. The default polls :meth:`done`, and then calls :meth:`wait_host`, which
+        raises the error of a failed operation. A fence that wraps another fence passes the call on.
         """
         if not poll(self.done, seconds):
             return False
@@ -80,7 +80,7 @@ class Fence(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the visible generation has completed. Never blocks."""
+        """Return True if the visible generation has completed. Never blocks."""
 
 
 class EventFence(Fence):
@@ -92,11 +92,11 @@ class EventFence(Fence):
 
     @property
     def mechanism(self) -> str:
-        """Always ``event``."""
+        """Return the word for an event fence: ``event``."""
         return "event"
 
     def signal(self, stream: Stream) -> None:
-        """Record the event."""
+        """Record the event on ``stream``."""
         stream.record(self.event)
 
     def wait(self, stream: Stream) -> None:
@@ -112,24 +112,25 @@ class EventFence(Fence):
         return self.event.synchronize_within(seconds)
 
     def done(self) -> bool:
-        """Query the event."""
+        """Query the event's latest record."""
         return self.event.query()
 
 
 class JoinedPlan(Protocol):
-    """What core offers after the plan stream has joined; each action may be done twice without changing anything."""
+    """The actions that core offers after the plan stream has joined. Repeating an action changes nothing."""
 
     @property
     def idle(self) -> bool:
-        """The batch has no request: there is nothing to recompute."""
+        """Return True if the batch has no request, so that nothing must be recomputed."""
 
     def recompute(self, what: Recompute) -> None:
-        """Compute ``what`` again, from source, on the stream that joined. Nothing happens where the model has no such
-        thing (text positions in one dimension, say).
+        """Compute ``what`` again, from source, on the stream that joined.
+
+        Do nothing if the model has no such value (for example, text positions in one dimension).
         """
 
     def refresh(self, buffer: str) -> None:
-        """Copy ``buffer`` into the graph's static input again. Nothing happens where no graph is used."""
+        """Copy ``buffer`` into the graph's static input again. Do nothing if no graph is used."""
 
 
 class SpeculativeSync:
@@ -147,16 +148,16 @@ class SpeculativeSync:
     than a host wait."""
 
     exact_host_lengths: bool = False
-    """Planning reads exact lengths on the host (attention that takes host integers), behind *lengths on host*."""
+    """Planning reads exact lengths on the host (attention that takes host integers), after *lengths on host*."""
 
     results_on_forward: bool = False
-    """Results are copied out on the forward stream, where a copy stream isn't safe or not faster."""
+    """Results are copied to the host on the forward stream, because a copy stream is unsafe or not faster."""
 
     fused_host_wait: bool = False
-    """Fused mode is right only if the host waits for the iteration before."""
+    """Fused mode is correct only if the host waits for the previous iteration."""
 
     recompute_after_join: frozenset[Recompute] = frozenset()
-    """What is computed again after the plan stream has joined and before the replay."""
+    """Values that are computed again after the plan stream has joined and before the replay."""
 
     refresh_before_replay: frozenset[str] = frozenset()
     """Static graph inputs that are copied again before the replay, by name."""
@@ -168,7 +169,7 @@ class SpeculativeSync:
         self.backend = backend
 
     def create_fence(self, name: str) -> Fence:
-        """The mechanism of the fence ``name``; called once per fence and engine."""
+        """Create the mechanism of the fence ``name``; called once per fence and engine."""
         return EventFence(name, self.backend.create_event(name))
 
     def after_join(self, plan: JoinedPlan) -> None:

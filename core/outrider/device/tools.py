@@ -1,4 +1,4 @@
-"""What tools see of a device: the observer, and the records that it is handed.
+"""The tools' view of a device: the observer, and the records that it receives.
 
 A tool (the sanitizer, a tracer) subclasses :class:`Observer` and attaches it with ``Backend.attach``. The interface's own
 classes report streams, events, flags, scopes, captures and host synchronisation on every backend. Memory accesses are
@@ -86,7 +86,7 @@ class Observer:
         """An operation was enqueued. Its data-dependent rows aren't known yet (see :meth:`rows_touched`)."""
 
     def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
-        """The rows that an operation, launched before with an access to the whole operand, really touched."""
+        """Report the rows that an operation touched. It was launched before, with an access to the whole operand."""
 
     def recorded(self, stream: Stream, event: Event, generation: int) -> None:
         """``stream`` will complete ``generation`` of ``event`` after everything enqueued on it so far.
@@ -104,37 +104,37 @@ class Observer:
         """The calling thread was blocked until ``generation`` had completed."""
 
     def event_queried(self, event: Event, generation: int, done: bool) -> None:
-        """The calling thread asked; when ``done``, it's ordered after the record like a synchronise."""
+        """The calling thread queried the event; if ``done``, the thread is ordered after the record."""
 
     def stream_synchronized(self, stream: Stream) -> None:
         """The calling thread was blocked until everything enqueued on ``stream`` had run."""
 
     def stream_queried(self, stream: Stream, done: bool) -> None:
-        """The calling thread asked whether ``stream`` is empty; when ``done``, it's ordered after it."""
+        """The calling thread queried the stream; if ``done``, the thread is ordered after the stream's work."""
 
     def device_synchronized(self) -> None:
         """The calling thread was blocked until every stream was empty."""
 
     def flag_set(self, stream: Stream, flag: Flag) -> None:
-        """A set was enqueued."""
+        """A set of ``flag`` was enqueued on ``stream``."""
 
     def flag_waited(self, stream: Stream, flag: Flag) -> None:
-        """A wait was enqueued; it may precede the set that it consumes."""
+        """A wait for ``flag`` was enqueued on ``stream``; it may precede the set that it consumes."""
 
     def flag_reset(self, stream: Stream, flag: Flag) -> None:
-        """A reset was enqueued."""
+        """A reset of ``flag`` was enqueued on ``stream``."""
 
     def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
-        """Memory was handed out, in the order of ``stream``; host memory has the stream ``"host"``."""
+        """Memory was allocated, in the order of ``stream``; host memory has the stream ``"host"``."""
 
     def memory_shared(self, storage: int, stream: str) -> None:
-        """``record_stream``: once freed, the memory isn't handed out before ``stream`` is past what it holds by then."""
+        """``record_stream`` was called: freed memory is reused only after the work that ``stream`` then holds has run."""
 
     def freed(self, storage: int, stream: str) -> None:
-        """The last reference went; the memory may be handed out again in the order of ``stream``."""
+        """The last reference was dropped; the memory may be allocated again in the order of ``stream``."""
 
     def address_reused(self, storage: int, previous: int) -> None:
-        """``storage`` lies where ``previous`` lay: their accesses conflict unless something orders them."""
+        """``storage`` has the address of the freed ``previous``: their accesses conflict unless they are ordered."""
 
     def host_accessed(self, access: Access, location: str) -> None:
         """The calling thread read or wrote pinned memory directly."""
@@ -142,12 +142,13 @@ class Observer:
     def collective(
         self, group: Group, call: Collective, stream: Stream, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]
     ) -> None:
-        """A rank makes a call of its group, which reads and writes these operands of it in the order of ``stream``. Reported
-        before the call is enqueued: where the device isn't asynchronous, before the rank waits for the others.
+        """A rank makes a call of its group, which reads and writes these operands in the order of ``stream``.
+
+        Reported before the call is enqueued. If the device isn't asynchronous, the rank hasn't waited for the others yet.
         """
 
     def decided(self, group: Group, name: str, value: Decision) -> None:
-        """The host of a rank took a decision that every rank of ``group`` must take alike, in the same order."""
+        """The host of a rank made a decision that every rank of ``group`` must make equally, in the same order."""
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
         """Operations from here to :meth:`capture_ended` on this thread belong to ``graph``; none of them runs."""
@@ -162,7 +163,7 @@ class Observer:
         """Host parameters were rebound, in the order of ``stream``."""
 
     def renewed(self, owner: str, tensor: Tensor, generation: int) -> None:
-        """A pinned buffer starts a new generation: what was read under the old one is invalid."""
+        """A pinned buffer starts a new generation: tensors that were read under the old generation are invalid."""
 
     def marked_stale(self, tensor: Tensor, reason: str) -> None:
         """The contents of ``tensor`` are stale: bytes of it that are read before they are written again are stale reads."""
@@ -171,112 +172,116 @@ class Observer:
         """``mirror`` (memory, or a host parameter of a graph) is read as the present value of ``source``."""
 
     def host_released(self, token: object) -> None:
-        """What the calling thread did so far comes before whatever a thread does after acquiring ``token``."""
+        """Earlier actions of the calling thread precede the actions of any thread after it acquires ``token``."""
 
     def host_acquired(self, token: object) -> None:
-        """What the calling thread does from here comes after what was done before ``token`` was released."""
+        """Later actions of the calling thread follow the actions that preceded the release of ``token``."""
 
 
 class TimedObserver(Observer):
     """An observer that also learns when operations ran, from backends that can tell."""
 
     def ran(self, operation: Operation | None, name: str, stream: str, index: int, start_us: float, end_us: float) -> None:
-        """An operation has run, between these (virtual) microseconds. ``operation`` is what was launched, None for work
-        that has no report of its own (waits, records, the launch of a graph).
+        """An operation has run, between these (virtual) microseconds.
+
+        ``operation`` is the launched operation, or None for work without a launch report (waits, records, the launch of a
+        graph).
         """
 
 
 class ProcessView(Protocol):
-    """Something that a process has one of (arguments, environment), of which each rank shall see its own."""
+    """State that exists once per process (arguments, environment), and of which each simulated rank needs its own."""
 
     def save(self) -> Any:
-        """What the running rank sees."""
+        """Return the state of the running rank."""
 
     def restore(self, saved: Any) -> None:
-        """The rank that saved this runs again."""
+        """Restore the state ``saved``: the rank that saved it runs again."""
 
 
 @runtime_checkable
 class ControllableDevice(Protocol):
-    """A device whose schedule a tool decides. A backend that has it offers it as ``Backend.control``."""
+    """A device whose schedule a tool decides, offered as ``Backend.control``."""
 
     def set_schedule(self, schedule: str) -> None:
         """Replay the decisions in ``schedule`` (the string that :meth:`schedule` printed)."""
 
     def schedule(self) -> str:
-        """The decisions taken since the last reset, as a short string that replays them exactly."""
+        """Return the decisions since the last reset, as a short string that replays them exactly."""
 
     def reset(self) -> None:
-        """Drain the device, then forget decisions, streams' indices and virtual time; memory stays."""
+        """Drain the device, then reset decisions, stream indices and virtual time; memory is unchanged."""
 
     def virtual_time(self) -> float:
-        """Seconds of simulated device time since the last reset."""
+        """Return the seconds of simulated device time since the last reset."""
 
     def steps(self, stream: Stream | None) -> tuple[str, int]:
-        """How schedules name ``stream`` (None: the calling thread), and how many steps it has enqueued (taken) so far."""
+        """Return the name of ``stream`` in schedules (None: the calling thread), and its number of steps so far."""
 
     def delaying(self, step: tuple[str, int], after: tuple[str, int]) -> str:
-        """The schedule in which ``step`` isn't taken before ``after`` has been."""
+        """Return the schedule that delays ``step`` until ``after`` was taken."""
 
     def explore(self, program: Callable[[Backend], None], *, strategy: str, iterations: int, seed: int) -> ExplorationResult:
-        """Run ``program``, which makes what it needs and raises when something is wrong, under up to ``iterations``
-        schedules that ``strategy`` picks; stop at the first failure and shrink it.
+        """Run ``program`` under up to ``iterations`` schedules of ``strategy``; stop at the first failure and shrink it.
+
+        ``program`` creates its streams and tensors, and raises an exception if a result is wrong.
         """
 
     def diverge(self, kind: str) -> None:
-        """Let this device, or the calling host thread, depart from those of other ranks until the next reset: ``tie``,
-        ``ulp`` or ``slow``.
-        """
+        """Let this device or host thread differ from other ranks until the next reset: ``tie``, ``ulp`` or ``slow``."""
 
     def create_store(self) -> Store:
-        """A store for ranks that are threads of :meth:`run_threads`: a wait there lets the others run."""
+        """Create a store for ranks that are threads of :meth:`run_threads`: a wait at the store lets the others run."""
 
     def run_ranks(self, bodies: Sequence[Callable[[], None]], views: Sequence[ProcessView] = ()) -> None:
-        """Run the callables as the ranks of one program, as if each had its process: its device is the current one there, and
-        torch.distributed, whatever backend is asked for, joins the ranks' devices. ``views``: what else each has of its own.
+        """Run the callables as the ranks of one program, as if each rank had its own process.
+
+        In each rank, its device is the current device, and torch.distributed joins the ranks' devices with any backend.
+        ``views`` are further states that each rank has for itself.
         """
 
     def run_threads(self, *bodies: Callable[[], None]) -> None:
-        """Run the callables as host threads that the schedule picks in turn, and join them. Between themselves they may
-        meet at device calls alone: a lock or queue would block the whole device.
+        """Run the callables as host threads that the schedule selects in turn, and join them.
+
+        The threads may synchronise only through device calls: a lock or queue would block the whole device.
         """
 
 
 class ScheduleFailure(Protocol):
-    """A schedule under which a program failed. ``shrunk`` is what of it matters, ``orderings`` says so in words."""
+    """A schedule under which a program failed, its minimal form, and the form in words."""
 
     @property
     def run(self) -> int:
-        """Which run it was, from 0."""
+        """Return the index of the failed run, from 0."""
 
     @property
     def error(self) -> BaseException:
-        """What the program raised."""
+        """Return the exception that the program raised."""
 
     @property
     def schedule(self) -> object:
-        """As found; ``str`` replays it."""
+        """Return the schedule of the failed run; its ``str`` replays the run."""
 
     @property
     def shrunk(self) -> object:
-        """What of it is needed; ``str`` replays it."""
+        """Return the decisions that the failure needs; their ``str`` replays the failure."""
 
     @property
     def orderings(self) -> tuple[str, ...]:
-        """One sentence for each ordering that is needed."""
+        """Return one sentence for each ordering that the failure needs."""
 
 
 class ExplorationResult(Protocol):
-    """What an exploration came to."""
+    """The result of an exploration."""
 
     @property
     def runs(self) -> int:
-        """Complete runs."""
+        """Return the number of complete runs."""
 
     @property
     def exhausted(self) -> bool:
-        """No schedule is left."""
+        """Return True if every schedule was explored."""
 
     @property
     def failure(self) -> ScheduleFailure | None:
-        """The first run that failed."""
+        """Return the first failed run, or None."""

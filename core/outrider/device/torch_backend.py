@@ -1,7 +1,7 @@
 """TorchDeviceBackend: the base for devices that torch already drives.
 
 A device with a torch module (``torch.get_device_module``) that has streams, events and graphs in torch's usual form needs
-little more than its capabilities: the device type arrives as data. Plugins override what differs.
+little more than its capabilities: the device type is a constructor argument. Plugins override the differences.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from outrider.device.collectives import Group
     from outrider.device.kernels import KernelSet
 
-_POOL_DRAWS = 64
-_SCARCE = 4
-"""Less than this part of the memory being free, a capture has torch give back what it keeps."""
+_MAX_STREAM_CREATIONS = 64
+"""Number of streams that torch creates in the search for one that is not in use."""
+_LOW_MEMORY_DIVISOR = 4
+"""A capture empties torch's memory cache if less than 1 / divisor of the memory is free."""
 
 
 class TorchStream(Stream):
@@ -50,7 +51,7 @@ class TorchStream(Stream):
 
     @property
     def native(self) -> Any:
-        """The torch stream."""
+        """Return the stream object of torch."""
         return self._native
 
     def _record(self, event: Event) -> None:
@@ -101,8 +102,8 @@ class TorchGraph(Graph):
 class _StreamScope:
     """Makes a stream and its device current, and restores the previous ones.
 
-    The device module's own context manager takes several times as long: it looks up devices by name and reads twice what
-    it sets.
+    The device module's own context manager takes several times as long: it looks up devices by name and reads each value
+    twice.
     """
 
     __slots__ = ("_before", "_device", "_native")
@@ -127,18 +128,21 @@ class _StreamScope:
 
 
 class TorchDeviceBackend(Backend):
-    """A backend on a torch device module. Subclasses give capabilities, kernels and policy.
+    """A backend on a torch device module. Subclasses pass capabilities, kernels and policy.
 
-    ``warmup_runs``: how often a callable is run before its capture, so that lazy initialisation (library handles, kernel
-    compilation) stays out of the graph. ``graph_type``: the class of captured graphs. ``sticky_faults``: texts in a plain
-    RuntimeError by which a driver names a fault after which every later call fails. ``is_accelerator``: ``torch.accelerator``
-    means this device, so that scopes may go through it, which costs the host less than the module's own.
+    Subclasses override the class attributes.
     """
 
     warmup_runs = 1
+    """Number of runs of a callable before its capture. They keep lazy initialisation (library handles, kernel compilation)
+    out of the graph."""
     graph_type: type[TorchGraph] = TorchGraph
+    """Class of captured graphs."""
     sticky_faults: tuple[str, ...] = ()
+    """Texts in a RuntimeError by which a driver names a fault after which every later call fails."""
     is_accelerator = False
+    """``torch.accelerator`` refers to this device. Scopes then use it, which costs less host time than the device module's
+    own scopes."""
 
     def __init__(
         self,
@@ -180,30 +184,30 @@ class TorchDeviceBackend(Backend):
     def _create_stream(self, name: str, priority: int) -> Stream:
         native = self._distinct_stream(priority)
         if native is None:
-            self._forget_finished_streams()
+            self._drop_unused_streams()
             native = self._distinct_stream(priority)
         if native is None:
             raise CapabilityError(f"{self.label} has no stream left that is distinct from the {len(self._streams)} in use")
         return TorchStream(self, name, priority, native)
 
     def _distinct_stream(self, priority: int) -> Any:
-        """A stream that aliases none of ours, or None: torch reuses the streams of a small pool."""
+        """Return a stream that aliases none of this backend's streams, or None: torch reuses the streams of a small pool."""
         taken = {stream.native for stream in self._streams}
-        drawn = []  # kept until the end, so that none of them is handed out twice
-        for _ in range(_POOL_DRAWS):
-            drawn.append(self.module.Stream(device=self.device, priority=priority))
-            if drawn[-1] not in taken:
-                return drawn[-1]
+        candidates = []  # referenced until the end, so that torch returns none of them twice
+        for _ in range(_MAX_STREAM_CREATIONS):
+            candidates.append(self.module.Stream(device=self.device, priority=priority))
+            if candidates[-1] not in taken:
+                return candidates[-1]
         return None
 
-    def _forget_finished_streams(self) -> None:
-        """Forget streams that are empty and have no other reference, such as those of a deleted engine."""
+    def _drop_unused_streams(self) -> None:
+        """Drop streams that are empty and have no other reference, such as the streams of a deleted engine."""
         gc.collect()
         busy = [stream for stream in self._streams if not stream.query()]
         listed = [weakref.ref(stream) for stream in self._streams]
         self._streams.clear()
         self._streams.extend(stream for stream in (each() for each in listed) if stream is not None)
-        del busy  # until here, these were referred to
+        del busy  # the list kept busy streams alive until here
 
     def _create_event(self, name: str, timing: bool) -> Event:
         return TorchEvent(self, name, timing, self.module.Event(enable_timing=timing))
@@ -224,21 +228,21 @@ class TorchDeviceBackend(Backend):
         return tensor.is_pinned()
 
     def memory_info(self) -> MemoryInfo:
-        """Bytes as the device module reports them."""
+        """Return the bytes that the device module reports."""
         free, total = self.module.mem_get_info(self.device)
         return MemoryInfo(total=int(total), free=int(free), allocated=int(self.module.memory_allocated(self.device)))
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
-        """Give back what torch keeps for later, where little is free: a graph takes memory of its own and can't have that."""
+    def _empty_cache_if_low(self) -> None:
+        """Empty torch's memory cache if little memory is free: a graph allocates its own memory and can't use the cache."""
         release = getattr(self.module, "empty_cache", None)
         info = self.memory_info() if self.capabilities.memory_limit else None
-        if release is not None and info is not None and info.free < info.total // _SCARCE:
+        if release is not None and info is not None and info.free < info.total // _LOW_MEMORY_DIVISOR:
             release()
 
     def _new_graph(self) -> Any:
-        """A fresh graph object of the device's torch module."""
+        """Create a graph object of the device's torch module."""
         factory = getattr(getattr(torch, "accelerator", None), "Graph", None)
         if factory is None:
             raise CapabilityError(
@@ -247,11 +251,11 @@ class TorchDeviceBackend(Backend):
         return factory()
 
     def _new_pool(self) -> Any:
-        """A fresh memory pool handle for graphs."""
+        """Create a memory pool handle for graphs."""
         return self.module.graph_pool_handle()
 
     def create_graph_pool(self, name: str) -> GraphPool:
-        """Memory for graphs that never run at the same time."""
+        """Create a memory pool for graphs that never run at the same time."""
         return GraphPool(self, name, self._new_pool())
 
     def _capture(
@@ -261,7 +265,7 @@ class TorchDeviceBackend(Backend):
             for _ in range(self.warmup_runs):
                 fn(context)
         stream.synchronize()
-        self._make_room()
+        self._empty_cache_if_low()
         native = self._new_graph()
         graph = self.graph_type(self, name, context, native)
         arguments: dict[str, Any] = {"capture_error_mode": "thread_local"}
@@ -292,7 +296,7 @@ class TorchDeviceBackend(Backend):
     # -- errors and versions ---------------------------------------------------------------------------------------
 
     def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
-        """Types torch's errors: the device survives out of memory; an accelerator error is sticky."""
+        """Return the typed error: the device survives out of memory; an accelerator error is sticky."""
         if isinstance(error, torch.OutOfMemoryError):
             return OutOfDeviceMemory(
                 f"out of memory on {self.device} while {doing}: {error}; use a smaller batch, cache or bucket"
@@ -304,5 +308,5 @@ class TorchDeviceBackend(Backend):
         return None
 
     def versions(self) -> Mapping[str, str]:
-        """Torch's version and the device's name."""
+        """Return torch's version and the device's name."""
         return {**super().versions(), "device": str(self.module.get_device_name(self.device))}

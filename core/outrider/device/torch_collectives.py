@@ -1,7 +1,7 @@
-"""Groups by torch.distributed: gloo, NCCL, RCCL, HCCL and what else registers itself there.
+"""Groups that use torch.distributed: gloo, NCCL, RCCL, HCCL and every other library that registers itself with torch.
 
-The process group is made directly of the store. torch's own default group, its registry of groups and its module-level
-functions stay untouched, so that several ranks may be threads of one process.
+The process group is created directly from the store. torch's own default group, its registry of groups and its
+module-level functions are not used, so that several ranks may be threads of one process.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 dist: Any = torch.distributed  # much of it isn't exported as type checkers want it
 
-_ROOM = "outrider/group"
-_END_S = 3.0
+_STORE_PREFIX = "outrider/group"
+_SHUTDOWN_TIMEOUT_S = 3.0
 
 
 def make_process_group(
     device: torch.device, name: str, ranks: tuple[int, ...], index: int, joined: Store, timeout_s: float
 ) -> Any:
-    """The process group that torch has for ``device``, of ``ranks``; this one is number ``index`` of them. They meet at
-    ``joined``, which nobody used before.
+    """Return a process group of torch for ``device`` and ``ranks``; this rank has the number ``index``.
 
-    Raises :class:`CapabilityError` where torch has none.
+    The ranks find each other through the unused store ``joined``. Raises :class:`CapabilityError` if torch has no library
+    for the device.
     """
     if not dist.is_available():
         raise CapabilityError(f"torch {torch.__version__} is built without torch.distributed, so {name!r} can't be made")
@@ -68,12 +68,14 @@ def make_process_group(
 
 
 def fresh_store(name: str, index: int, store: Store, timeout_s: float) -> Store:
-    """A part of ``store`` that no group had before, by a connection of its own: waiting there for ``timeout_s`` holds up
-    nobody who waits at ``store``. Each rank counts how often it made a group of this name.
+    """Return an unused part of ``store``, with its own connection.
+
+    A wait of up to ``timeout_s`` at this part doesn't delay waits at ``store``. Each rank counts the groups that it has
+    created under this name.
     """
     own = cast("Any", store).clone()
-    generation = dist.PrefixStore(f"{_ROOM}/{name}/made", own).add(str(index), 1)
-    joined: Store = dist.PrefixStore(f"{_ROOM}/{name}/{generation}", own)
+    generation = dist.PrefixStore(f"{_STORE_PREFIX}/{name}/made", own).add(str(index), 1)
+    joined: Store = dist.PrefixStore(f"{_STORE_PREFIX}/{name}/{generation}", own)
     joined.set_timeout(timedelta(seconds=timeout_s))
     return joined
 
@@ -81,8 +83,8 @@ def fresh_store(name: str, index: int, store: Store, timeout_s: float) -> Store:
 class TorchGroup(Group):
     """A group whose verbs are those of one of torch's process groups.
 
-    They run on the ambient stream, which the interface made ``stream``. Where torch runs them on the host (gloo), each has
-    finished when its call returns.
+    The verbs run on the ambient stream, which is ``stream`` of the call. If torch runs them on the host (gloo), each verb
+    has finished when its call returns.
     """
 
     def __init__(
@@ -96,15 +98,15 @@ class TorchGroup(Group):
         }
         self._broken: str | None = None
         self._meeting: Store = fresh_store(name, self.rank, store, timeout_s)
-        """A part of the store for this group alone."""
+        """The part of the store that belongs to this group."""
         device, index, meeting = backend.device, self.rank, self._meeting
-        if backend.capabilities.asynchronous:  # such a library connects later, and waits then without a limit
+        if backend.capabilities.asynchronous:  # the library connects at the first call, and waits without a limit
             self._meet("joined")
         self._native: Any = self._run(lambda: make_process_group(device, name, self.ranks, index, meeting, timeout_s))
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Torch's library alone."""
+        """Return the only implementation: torch's library."""
         return ("torch.distributed",)
 
     def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
@@ -141,13 +143,13 @@ class TorchGroup(Group):
     def _receive(self, tensor: Tensor, source: int) -> None:
         self._run(lambda: self._native.recv([as_bytes(tensor)], source, 0))
 
-    def _meet(self, what: str) -> None:
-        """Wait on the host until every rank has come here."""
-        self._meeting.set(f"met/{what}/{self.rank}", "1")
-        self._run(lambda: self._meeting.wait([f"met/{what}/{rank}" for rank in range(self.size)]))
+    def _meet(self, point: str) -> None:
+        """Wait on the host until every rank has called this method."""
+        self._meeting.set(f"met/{point}/{self.rank}", "1")
+        self._run(lambda: self._meeting.wait([f"met/{point}/{rank}" for rank in range(self.size)]))
 
     def _run(self, start: Callable[[], Any]) -> Any:
-        """Start something, and let the stream (on the host: the thread) wait for it."""
+        """Call ``start``, and let the stream (on the host: the thread) wait for the work that it returns."""
         if self._broken is not None:
             raise self.failed(f"the group failed before: {self._broken}")
         try:
@@ -164,25 +166,25 @@ class TorchGroup(Group):
     def _close(self) -> None:
         native, self._native = self._native, None
         if native is not None and self.backend.capabilities.asynchronous:
-            self._end("shutdown" if self._broken is None else "abort", native)
+            self._end_native("shutdown" if self._broken is None else "abort", native)
 
-    def _end(self, how: str, native: Any) -> None:
-        """End the library's side, beside this thread: it waits for the other ranks' sides, and one of them may be gone."""
+    def _end_native(self, how: str, native: Any) -> None:
+        """Shut the library down in another thread: the shutdown waits for all ranks, and a rank may be gone."""
         failed: list[Exception] = []
 
         def run() -> None:
             try:
                 getattr(native, how)()
-            except Exception as error:  # told below
+            except Exception as error:  # raised below
                 failed.append(error)
 
         thread = threading.Thread(target=run, name=f"outrider-{how}", daemon=True)
         thread.start()
-        thread.join(_END_S)
+        thread.join(_SHUTDOWN_TIMEOUT_S)
         if thread.is_alive():
             warnings.warn(
                 f"group {self.name!r}: the library of {self.backend.label} hasn't ended its side on rank {self.rank} within "
-                f"{_END_S:g} s; it's left alone, since another rank may be gone",
+                f"{_SHUTDOWN_TIMEOUT_S:g} s; it's left alone, since another rank may be gone",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -191,5 +193,5 @@ class TorchGroup(Group):
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as one row of bytes: what is only moved needs no dtype that a library knows."""
+    """Return the memory of a contiguous tensor as one row of bytes. A move then works for dtypes that a library lacks."""
     return tensor.view(-1).view(torch.uint8)

@@ -140,6 +140,6 @@ def check_options(params: SamplingParams, stops: set[int], *, config: DecidedCon
             f"logit_bias and the stop tokens that min_tokens bans make {entries} entries, a request may have "
             f"{MAX_LOGIT_BIAS}; list fewer tokens"
         )
-    most = min(MAX_LOGPROBS, vocabulary)
-    if params.logprobs is not None and params.logprobs > most:
-        raise RequestError(f"logprobs is {params.logprobs}, an engine reports {most} at most")
+    max_logprobs = min(MAX_LOGPROBS, vocabulary)
+    if params.logprobs is not None and params.logprobs > max_logprobs:
+        raise RequestError(f"logprobs is {params.logprobs}, an engine reports {max_logprobs} at most")

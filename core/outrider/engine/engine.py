@@ -375,16 +375,18 @@ class Engine(MovingRequests):
         self._owner.check()
         handed_over = self._course.ranks.handed_over
         calls: dict[type, Callable[[Any], object]] = {
-            AddRequest: lambda told: self.add_request(told.tokens, told.params, priority=told.priority, media=told.media),
-            Queue: lambda told: self._queue(told.prompts, told.params, told.media),
-            Abort: lambda told: self.abort(told.request),
-            Forget: lambda told: self._forget_ids(told.requests),
-            GiveOver: lambda told: self.hand_over(told.request),
-            Resume: lambda told: self.resume(told.state),
-            TakeOver: lambda told: self.take_over(handed_over[told.key]),
+            AddRequest: lambda command: self.add_request(
+                command.tokens, command.params, priority=command.priority, media=command.media
+            ),
+            Queue: lambda command: self._queue(command.prompts, command.params, command.media),
+            Abort: lambda command: self.abort(command.request),
+            Forget: lambda command: self._forget_ids(command.requests),
+            GiveOver: lambda command: self.hand_over(command.request),
+            Resume: lambda command: self.resume(command.state),
+            TakeOver: lambda command: self.take_over(handed_over[command.key]),
             Expect: self._follow_expect,
             Arrive: self._follow_arrive,
-            Forsake: lambda told: self.forsake(self.expected[told.request]),
+            Forsake: lambda command: self.forsake(self.expected[command.request]),
         }
         calls[Ask] = answering(self._course, answer)
         follow(self._course, calls, self._loop)

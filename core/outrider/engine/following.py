@@ -17,18 +17,18 @@ Calls = Mapping[type, Callable[[Any], object]]
 
 
 Answer = Callable[[str], str]
-"""Answers what the first rank asks those beside the engines of the others."""
+"""The function of a rank that answers a vote request of the first rank; it belongs to the engine's caller."""
 
 
 def answering(course: Course, answer: Answer | None) -> Callable[[Ask], None]:
     """Return the handler of vote requests; it publishes the answer of this rank."""
 
-    def asked(told: Ask) -> None:
+    def answer_request(request: Ask) -> None:
         if answer is None:
             raise ConfigError("the first rank asks what is beside this one's engine, and nothing is: use follow(answer=...)")
-        course.answer(told.number, answer(told.said))
+        course.answer(request.number, answer(request.said))
 
-    return asked
+    return answer_request
 
 
 def follow(course: Course, calls: Calls, loop: Loop) -> None:
@@ -42,7 +42,7 @@ def follow(course: Course, calls: Calls, loop: Loop) -> None:
                 try:
                     calls[type(command)](command)
                 except RequestError as error:
-                    # What is told before it's checked is refused on every rank, and the first one's caller hears of it.
+                    # Every rank rejects an invalid command; the first rank raises the error to its caller.
                     if not isinstance(command, GiveOver | Resume):
                         raise RanksDiffer(
                             f"rank {course.ranks.rank} refuses a {type(command).__name__} that rank 0 took: {error}; start "

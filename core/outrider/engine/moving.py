@@ -162,13 +162,13 @@ class MovingRequests(EngineBase):
             self._tell(Expect, state, expected.group)
         return expected
 
-    def _follow_expect(self, told: Expect) -> None:
-        if self._expect(told.state, told.group) is None:
-            raise RanksDiffer(f"group {told.group} has no pages here for a request that the first rank expects in it")
+    def _follow_expect(self, command: Expect) -> None:
+        if self._expect(command.state, command.group) is None:
+            raise RanksDiffer(f"group {command.group} has no pages here for a request that the first rank expects in it")
 
-    def _follow_arrive(self, told: Arrive) -> None:
+    def _follow_arrive(self, command: Arrive) -> None:
         with self._lifeline.working("taking a request over"):
-            self._lends().arrived(self.expected[told.request], told.relay)
+            self._lends().arrived(self.expected[command.request], command.relay)
 
     def _choose_group(self, requests: Sequence[Request]) -> None:
         """Put the samples of a prompt into the data-parallel group with the least work."""

@@ -196,8 +196,8 @@ class Prefill:
         first = kernels.sample(shaped, temperature, seeds, inputs.ends)
         if self._model.ranks is not None:
             found = self._results.found_in_prefill(logits.shape[0])
-            first, looked = agreed(self._model.ranks, first, found)
-            found.copy_(looked)
+            first, agreed_findings = agreed(self._model.ranks, first, found)
+            found.copy_(agreed_findings)
         if options is not None:
             options.commit(kernels, torch.where(inputs.final, first, -1).unsqueeze(1))
         if features.logprobs is not None:

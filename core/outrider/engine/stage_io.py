@@ -2,16 +2,16 @@
 
 | stage | stream | reads | writes |
 |---|---|---|---|
-| gather | forward | :class:`GatherInput`, the rows' shared state | :class:`DecodeInputs` |
-| draft | forward | :class:`DraftStageInput` | :class:`Draft` |
-| plan positions | plan | :class:`PlaceInput` | :class:`VerifyInputs` without drafted tokens |
-| plan tokens | plan | :class:`FillInput` | :class:`VerifyInputs`, tokens and tree mask |
-| verify attention | plan | :class:`AttentionInput` | metadata with its plan |
-| verify | forward | :class:`VerifyStageInput` | :class:`VerifyOutputs`; publishes lengths, writes the results |
-| extend plan | plan | :class:`ExtendPlanInput` | :class:`ExtendPlan` |
-| extend attention | plan | :class:`ExtendAttentionInput` | metadata with its plan |
-| extend | forward | :class:`ExtendStageInput` | the draft's cache; stashes the relay |
-| iteration | forward | :class:`IterationInput` | all outputs above (fused mode) |
+| gather | forward | :class:`GatherInput`, the rows' shared state | :class:`DecodeInputs`. |
+| draft | forward | :class:`DraftStageInput` | :class:`Draft`. |
+| plan positions | plan | :class:`PlaceInput` | :class:`VerifyInputs` without drafted tokens. |
+| plan tokens | plan | :class:`FillInput` | :class:`VerifyInputs`, tokens and tree mask. |
+| verify attention | plan | :class:`AttentionInput` | metadata with its plan. |
+| verify | forward | :class:`VerifyStageInput` | :class:`VerifyOutputs`; publishes lengths, writes the results. |
+| extend plan | plan | :class:`ExtendPlanInput` | :class:`ExtendPlan`. |
+| extend attention | plan | :class:`ExtendAttentionInput` | metadata with its plan. |
+| extend | forward | :class:`ExtendStageInput` | the draft's cache; stashes the relay. |
+| iteration | forward | :class:`IterationInput` | all outputs above (fused mode). |
 
 The tensors are static buffers (:mod:`outrider.engine.state.buffers`), so that a stage can be captured unchanged. The
 records hold the rows of the batch's own requests. Attention metadata alone is as long as the bucket.

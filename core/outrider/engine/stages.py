@@ -270,8 +270,8 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         ranks = self._model.ranks
         if ranks is None:
             return tokens, path, accepted
-        tokens, accepted, looked, *rest = agreed(ranks, tokens, accepted, found, *([] if path is None else [path]))
-        found.copy_(looked)
+        tokens, accepted, agreed_findings, *rest = agreed(ranks, tokens, accepted, found, *([] if path is None else [path]))
+        found.copy_(agreed_findings)
         return tokens, rest[0] if rest else None, accepted
 
     def _accept(self, given: VerifyStageInput, logits: Tensor, found: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -1,10 +1,10 @@
 """One iteration, top to bottom, with every wait and every record.
 
-    host      stage inputs ─┐
-    schedule  upload · unpack, resolve lengths ── inputs_ready ─┐
-    forward   prefill · gather ── shared_reads_done ─┬─ draft ── draft_outputs_ready ─┐ join · verify ─┐ extend · stash · keep
-    plan      first part (overlaps the draft) ───────┴─ second part ── plan_ready ────┘ extend plan ───┘
-    copy      results of the iteration to the host
+    host:     stage inputs ─┐
+    schedule: upload · unpack, resolve lengths ── inputs_ready ─┐
+    forward:  prefill · gather ── shared_reads_done ─┬─ draft ── draft_outputs_ready ─┐ join · verify ─┐ extend · stash · keep
+    plan:     first part (overlaps the draft) ───────┴─ second part ── plan_ready ────┘ extend plan ───┘
+    copy:     results of the iteration to the host
 
 This is *staged* mode: each stage is called, or replayed from a graph of its own. In *fused* mode one graph on forward holds
 all stages from gather to stash, and the plan stream has no work. Schedule only uploads, and forward unpacks. So no edge to
@@ -15,10 +15,10 @@ The host does not wait here, with three exceptions: the backend's policy makes t
 exact lengths on the host, or a request is guided. With a guided request, the stages are called in staged mode, whatever the
 mode of the engine, and these steps lie between draft and verify:
 
-    forward   draft ── draft_outputs_ready ─┐                                        ┌─ join · verify
-    copy                draft to the host ──┴─ draft_on_host ─┐                      │
-    host                                    walk the grammars ┴─ masks ─┐            │
-    schedule                                                     upload ┴ masks_ready ┘
+    forward:  draft ── draft_outputs_ready ─┐                                        ┌─ join · verify
+    copy:               draft to the host ──┴─ draft_on_host ─┐                      │
+    host:                                   walk the grammars ┴─ masks ─┐            │
+    schedule:                                                    upload ┴ masks_ready ┘
 
 In an iteration without decode, first tokens leave for the host before the draft reads the prompts, unless one graph holds
 both. The records in :mod:`outrider.engine.stage_io` list the inputs and outputs of each stage.
@@ -164,15 +164,15 @@ class Step:
         own.
         """
         streams, fences = self._streams, self._fences
-        asked, batch = batch, batch.launched
+        requested, batch = batch, batch.launched
         if self._ranks is not None:
             self._ranks.place(streams.forward)
-            self._ranks.expect(() if asked.together is None else asked.together.widths)
+            self._ranks.expect(() if requested.together is None else requested.together.widths)
         entry = self._launched % self._entries
         self._launched += 1
         bucket = None if self._prefill_graphs is None else self._prefill_graphs.bucket(batch)
         packer = self._intake.pack(batch, bucket)
-        fused = self._mode is StepMode.FUSED and not asked.features.guided
+        fused = self._mode is StepMode.FUSED and not requested.features.guided
         # A copy between two graphs costs time, so unchanged inputs are not copied again. Forward has already waited for the
         # upload that wrote them.
         inputs_unchanged = fused and self._intake.holds(packer)
@@ -200,29 +200,29 @@ class Step:
             self._publish(entry)  # before the results leave: once the host has read them, the ring entry is filled again
             # First tokens leave before the draft reads the prompts. Data-parallel groups share results at the end, because
             # another group may decode.
-            ticket = None if self._results.shared else self._copy_results_to_host(asked, entry)
+            ticket = None if self._results.shared else self._copy_results_to_host(requested, entry)
         if filled is not None:
             self._prefill.extend(filled)
         if not batch.decode:
             fences.shared_reads_done.signal(streams.forward)
         elif fused:
-            self._decode_fused(batch, asked.features)
+            self._decode_fused(batch, requested.features)
         else:
-            self._decode(batch, entry, asked.features)
-        return self._copy_results_to_host(asked, entry) if ticket is None else ticket
+            self._decode(batch, entry, requested.features)
+        return self._copy_results_to_host(requested, entry) if ticket is None else ticket
 
-    def _copy_results_to_host(self, asked: Batch, entry: int) -> Ticket:
+    def _copy_results_to_host(self, requested: Batch, entry: int) -> Ticket:
         """Copy the results into ring ``entry`` on forward, then to the host on copy, so that the next iteration can
         overlap.
         """
         streams, fences = self._streams, self._fences
-        self._results.share(asked, streams.forward)
+        self._results.share(requested, streams.forward)
         with self._backend.on(streams.forward):
-            self._results.keep(asked, entry)
+            self._results.keep(requested, entry)
         fences.results_ready.signal(streams.forward)
 
         fences.results_ready.wait(streams.copy)
-        ticket = self._results.copy_out(asked, entry, streams.copy)
+        ticket = self._results.copy_out(requested, entry, streams.copy)
         fences.results_copied[entry].signal(streams.copy)
         return ticket
 
@@ -310,13 +310,13 @@ class Step:
             fences.draft_outputs_ready.wait(streams.copy)
             masks.copy_out(draft, entry, streams.copy)
             fences.draft_on_host[entry].signal(streams.copy)
-        behind = masks.behind(batch.decode, decode.drafted, entry, fences.draft_on_host[entry], streams.schedule)
+        token_masks = masks.behind(batch.decode, decode.drafted, entry, fences.draft_on_host[entry], streams.schedule)
         if self._ranks is not None:  # no other rank has walked
             with self._backend.on(streams.forward):
                 self._results.say(GUIDE_LATE, dict.fromkeys(late(batch.decode), ""))
         fences.masks_ready.signal(streams.schedule)
         fences.masks_ready.wait(streams.forward)
-        return behind
+        return token_masks
 
     def _extend(
         self,

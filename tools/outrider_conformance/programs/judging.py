@@ -31,10 +31,10 @@ PROMISES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Stream.synchronize",
             "Block the calling thread until everything enqueued on this stream so far has run.",
         ),
-        "Stream.query": ("Stream.query", "Whether everything enqueued on this stream so far has run."),
+        "Stream.query": ("Stream.query", "Return True if everything enqueued on this stream so far has run."),
         "Event.synchronize": ("Event.synchronize", "Block the calling thread until the latest generation has completed."),
-        "Event.synchronize_within": ("Event.synchronize_within", "True once the generation has completed"),
-        "Event.query": ("Event.query", "Whether the latest generation has completed."),
+        "Event.synchronize_within": ("Event.synchronize_within", "return True if the generation has completed."),
+        "Event.query": ("Event.query", "Return True if the latest generation has completed."),
         "Backend.synchronize": ("Backend.synchronize", "Block the calling thread until every stream is empty."),
         "Backend.copy_async": (
             "Backend.copy_async",
@@ -44,17 +44,20 @@ PROMISES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "Backend.delay": ("Backend.delay", "Keep ``stream`` busy for about ``cycles`` device clocks."),
         "Backend.keep_alive": (
             "Backend.keep_alive",
-            "The way to hand memory to another stream: the allocator can't reuse it while it's held.",
+            "Use it to pass memory to another stream: the allocator can't reuse memory that is held.",
         ),
-        "Backend.empty_pinned": ("Backend.empty_pinned", "Page-locked host memory with undefined contents."),
+        "Backend.empty_pinned": ("Backend.empty_pinned", "Allocate page-locked host memory with undefined contents."),
         "Backend.capture": ("Backend.capture", "Capture the device work of ``fn(context)`` on ``stream`` as a graph."),
         "Graph.replay": ("Graph", "``replay`` enqueues the whole graph on a stream like one operation."),
         "Graph.update_params": ("Graph.update_params", "Rebind host parameters for the replays enqueued after this call."),
-        "Flag.set": ("Flag.set", "Raise the flag after everything enqueued on ``stream`` so far; lost if it's up by then."),
+        "Flag.set": (
+            "Flag.set",
+            "Raise the flag after everything enqueued on ``stream`` so far. The set is lost if the flag is up by then.",
+        ),
         "Flag.wait": ("Flag.wait", "Hold ``stream`` until the flag is up."),
         "Flag.reset": ("Flag.reset", "Lower the flag, in the order of ``stream``."),
         "event": ("Event", "A wait that is enqueued stays valid when the Python object is dropped."),
-        "graph": ("Graph", "A replay that is enqueued runs also when the Python object is dropped meanwhile."),
+        "graph": ("Graph", "An enqueued replay runs even if the Python object is dropped meanwhile."),
     }
 )
 """Member and words of the promise, by the verb of an edge or node. A test compares the words with the docstrings."""

@@ -32,7 +32,7 @@ from outrider_conformance.promises import promise
 from outrider_conformance.verdict import not_applicable
 
 
-@promise("Backend.capabilities", "What the device can do. Constant over the backend's life.")
+@promise("Backend.capabilities", "Return the capabilities of the device. Constant over the backend's life.")
 def test_capabilities_are_constant(backend: Backend) -> None:
     """Capabilities are the same record before and after work, and each field has its type."""
     before = backend.capabilities
@@ -61,7 +61,11 @@ def test_what_is_preferred_is_declared(backend: Backend) -> None:
     assert 1 <= size <= 65536, f"page_size is {size}"
 
 
-@promise("Capabilities.quantized_formats", "Formats of quantised weights that models are loaded in")
+@promise(
+    "Capabilities.quantized_formats",
+    "Formats of quantised weights for which the backend has its own kernels "
+    "(``KernelSet.linear_quantized``). Models in these formats are loaded by default.",
+)
 def test_formats_that_are_declared_exist(backend: Backend) -> None:
     """The declared formats of quantised weights are a set of names of the backend interface."""
     formats = backend.capabilities.quantized_formats
@@ -69,7 +73,11 @@ def test_formats_that_are_declared_exist(backend: Backend) -> None:
     assert formats <= set(QUANTIZED_FORMATS), f"no formats of the backend interface: {formats - set(QUANTIZED_FORMATS)}"
 
 
-@promise("KernelSet.cache_formats", "Formats of :data:`~outrider.device.CACHE_FORMATS` that the kernels take a cache in")
+@promise(
+    "KernelSet.cache_formats",
+    "Formats of :data:`~outrider.device.CACHE_FORMATS` in which the kernels support a cache, in addition "
+    "to the queries' dtype.",
+)
 def test_formats_of_a_cache_exist(backend: Backend) -> None:
     """The formats of a KV cache are a set of names of the backend interface."""
     formats = backend.kernels_in_use.cache_formats
@@ -77,7 +85,10 @@ def test_formats_of_a_cache_exist(backend: Backend) -> None:
     assert formats <= set(CACHE_FORMATS), f"no formats of the backend interface: {formats - set(CACHE_FORMATS)}"
 
 
-@promise("Capabilities", "Declaring an ability that doesn't work, and working without declaring it, are both failures")
+@promise(
+    "Capabilities",
+    "A declared ability that doesn't work fails conformance, and so does a working ability that isn't declared.",
+)
 def test_declared_abilities_fit_together(backend: Backend) -> None:
     """An ability is declared only together with the ability on which it builds."""
     has = backend.capabilities
@@ -92,7 +103,7 @@ def test_declared_abilities_fit_together(backend: Backend) -> None:
     assert not (has.asynchronous and has.host_writes_memory), "host_writes_memory is declared together with asynchronous"
 
 
-@promise("Backend.kernels", "The kernels of this device; constant over the backend's life.")
+@promise("Backend.kernels", "Return the kernels of this device. Constant over the backend's life.")
 def test_kernels_are_constant(backend: Backend) -> None:
     """The backend returns the same KernelSet each time, and the set has a name."""
     assert isinstance(backend.kernels, KernelSet)
@@ -100,7 +111,7 @@ def test_kernels_are_constant(backend: Backend) -> None:
     assert backend.kernels.name.strip()
 
 
-@promise("Backend.use_kernels", "before anything is loaded or captured, and once.")
+@promise("Backend.use_kernels", "Call it once, before a model is loaded.")
 def test_kernels_can_be_chosen_once(kit: Kit) -> None:
     """Chosen kernels are in use, the device's own kernels stay available, and a second choice is refused."""
     options = {key: value for key, value in kit.spec.options.items() if key != "kernels"}
@@ -114,7 +125,7 @@ def test_kernels_can_be_chosen_once(kit: Kit) -> None:
         backend.use_kernels(KernelSet())
 
 
-@promise("Backend.speculative_sync", "The policy of this device; constant over the backend's life.")
+@promise("Backend.speculative_sync", "Return the policy of this device. Constant over the backend's life.")
 def test_the_policy_is_well_formed(backend: Backend) -> None:
     """Each declaration of the policy has its type, and none contradicts the capabilities."""
     sync = backend.speculative_sync
@@ -174,7 +185,9 @@ def test_an_ability_is_there_or_refused(backend: Backend, ability: str, use: Cal
             use(backend)
 
 
-@promise("Backend.translate_error", "or None for one that isn't the device's.")
+@promise(
+    "Backend.translate_error", "Return the typed error for a device exception, or None if the exception isn't the device's."
+)
 def test_errors_that_are_not_the_devices_pass_unchanged(backend: Backend) -> None:
     """The backend passes an error of the caller and a typed error through unchanged."""
     with pytest.raises(ValueError, match="of the caller") as caught, backend.guard("testing"):
@@ -184,7 +197,7 @@ def test_errors_that_are_not_the_devices_pass_unchanged(backend: Backend) -> Non
         raise CapabilityError("typed already")
 
 
-@promise("Backend.is_host", "Whether the tensor is host memory as this device sees it.")
+@promise("Backend.is_host", "Return True if the tensor is host memory from the view of this device.")
 def test_host_and_device_memory_are_told_apart(backend: Backend) -> None:
     """The backend recognises device tensors, and host tensors unless the device computes in host memory."""
     stream = backend.create_stream("s")

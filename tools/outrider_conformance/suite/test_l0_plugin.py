@@ -42,7 +42,7 @@ def test_loading_it_leaves_the_process_as_it_was(kit: Kit) -> None:
     )
 
 
-@promise("PluginInfo", "``interface_min`` and ``interface_max`` are the interface versions that it supports.")
+@promise("PluginInfo.interface_min", "Oldest interface version that the plugin supports.")
 def test_it_supports_this_interface_version(info: BackendInfo) -> None:
     """The supported range of interface versions includes the installed version."""
     assert info.interface_min <= INTERFACE_VERSION <= info.interface_max, (
@@ -59,14 +59,22 @@ def test_its_ci_declaration_can_be_used(info: BackendInfo) -> None:
     assert all(isinstance(label, str) and label for label in (*info.ci.runner_labels, *info.ci.markers))
 
 
-@promise("BackendHooks.create_backend", "Raise :class:`~outrider.device.errors.ConfigError` for one that doesn't exist")
+@promise(
+    "BackendHooks.create_backend",
+    "Raise :class:`~outrider.device.errors.ConfigError` for an unknown or invalid option, and "
+    ":class:`~outrider.device.errors.BackendLoadError` with the reason if the device isn't available.",
+)
 def test_an_unknown_option_is_refused(kit: Kit) -> None:
     """An unknown option raises :class:`ConfigError` and is not ignored."""
     with pytest.raises(ConfigError):
         kit.registry.create(f"{kit.spec.name}:no_such_option_of_anybody=1")
 
 
-@promise("BackendHooks.create_backend", "with the reason where the device can't be had.")
+@promise(
+    "BackendHooks.create_backend",
+    "Raise :class:`~outrider.device.errors.ConfigError` for an unknown or invalid option, and "
+    ":class:`~outrider.device.errors.BackendLoadError` with the reason if the device isn't available.",
+)
 def test_a_device_that_is_not_there_is_refused(kit: Kit) -> None:
     """Device 4096 and the device after the last one raise an error that names the device."""
     beyond = {4096} | ({kit.info.device_count} if kit.info.device_count else set())
@@ -76,7 +84,7 @@ def test_a_device_that_is_not_there_is_refused(kit: Kit) -> None:
         assert str(ordinal) in str(caught.value), f"the error doesn't say which device was asked for: {caught.value}"
 
 
-@promise("Backend.label", "Name and device for messages")
+@promise("Backend.label", "Return name and device for messages:")
 def test_it_says_what_it_is(kit: Kit, backend: Backend) -> None:
     """Name, device and label of the backend agree with the requested specification."""
     expect(backend.name, kit.spec.name, "backend.name")
@@ -87,7 +95,7 @@ def test_it_says_what_it_is(kit: Kit, backend: Backend) -> None:
     assert str(backend.device) in backend.label
 
 
-@promise("Backend.versions", "Versions that a report of a run should carry: driver, runtime, device name.")
+@promise("Backend.versions", "Return the versions that a report of a run should carry: driver, runtime, device name.")
 def test_it_knows_its_versions(backend: Backend) -> None:
     """The versions are text by name, and include the version of torch."""
     versions = backend.versions()
@@ -112,7 +120,7 @@ def test_two_backends_share_nothing(kit: Kit, backend: Backend) -> None:
     other.synchronize()
 
 
-@promise("PluginInfo", "``usable`` is False, with ``reason`` and ``advice``, where the plugin knows that it can't run")
+@promise("PluginInfo.usable", "False if the plugin knows that it can't run on this machine.")
 def test_it_runs_where_it_says_so(info: BackendInfo) -> None:
     """An opened backend describes itself as usable, without a reason against it."""
     if not info.usable:

@@ -16,7 +16,9 @@ _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int3
 _LONG = 1 << 18  # numbers of a copy that is a MiB long
 
 
-@promise("Backend.empty_pinned", "Page-locked host memory with undefined contents. ``owner`` names it in reports.")
+@promise(
+    "Backend.empty_pinned", "Allocate page-locked host memory with undefined contents. ``owner`` names the memory in reports."
+)
 def test_pinned_memory_is_host_memory(backend: Backend) -> None:
     """Pinned buffers have the requested shape and dtype, are contiguous, and do not overlap."""
     buffers = [backend.empty_pinned(f"buffer {number}", (3, 5), torch.int64) for number in range(4)]
@@ -30,7 +32,7 @@ def test_pinned_memory_is_host_memory(backend: Backend) -> None:
     assert all(backend.is_pinned(buffer.tensor) for buffer in buffers), "is_pinned is False for memory from empty_pinned"
 
 
-@promise("Backend.is_pinned", "Whether a host tensor (or a slice of one) is page-locked for this device.")
+@promise("Backend.is_pinned", "Return True if a host tensor (or a slice of one) is page-locked for this device.")
 def test_pinned_and_pageable_are_told_apart(backend: Backend) -> None:
     """A slice of pinned memory counts as pinned, and ordinary host memory does not."""
     buffer = backend.empty_pinned("buffer", (8,), torch.float32)

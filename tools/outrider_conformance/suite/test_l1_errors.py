@@ -13,7 +13,11 @@ from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import promise
 
 
-@promise("Backend.provoke_fault", "by the first wait of the host that covers the operation")
+@promise(
+    "Backend.provoke_fault",
+    "The first wait of the host that covers the operation raises it once, also if the wait covers the "
+    "operation through other streams.",
+)
 @pytest.mark.parametrize("wait", WAITS)
 def test_every_way_to_wait_raises_what_failed(lab: Lab, wait: str) -> None:
     """Each kind of host wait raises the error once. A second wait raises nothing, and later work runs."""
@@ -38,7 +42,7 @@ def test_every_way_to_wait_raises_what_failed(lab: Lab, wait: str) -> None:
     lab.always(program, schedules=6)
 
 
-@promise("Backend.provoke_fault", "also by way of other streams that waited for it.")
+@promise("Backend.provoke_fault", "also if the wait covers the operation through other streams.")
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, wait: str) -> None:
     """A host wait for a stream raises the error of work on another stream for which that stream waited."""

@@ -160,7 +160,7 @@ def test_synchronize_waits_for_the_latest_generation(lab: Lab) -> None:
     assert event.query(), "query is False right after synchronize"
 
 
-@promise("Event.synchronize_within", "True once the generation has completed")
+@promise("Event.synchronize_within", "return True if the generation has completed.")
 @in_every_order()
 def test_synchronize_within_waits_like_synchronize(lab: Lab) -> None:
     """With a distant limit, the wait orders the host after several long operations."""
@@ -173,7 +173,7 @@ def test_synchronize_within_waits_like_synchronize(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Event.synchronize_within", "False when it hasn't by then")
+@promise("Event.synchronize_within", "After False, the calling thread is ordered after nothing.")
 def test_synchronize_within_gives_up(lab: Lab) -> None:
     """The wait returns False for work that takes longer than the limit. A device without a clock may complete the work
     instead.
@@ -189,7 +189,7 @@ def test_synchronize_within_gives_up(lab: Lab) -> None:
     assert event.synchronize_within(0.0), "False for a generation that is over"
 
 
-@promise("Event.query", "Whether the latest generation has completed. Never blocks.")
+@promise("Event.query", "Return True if the latest generation has completed. Never blocks.")
 @in_every_order()
 def test_query_speaks_of_the_latest_generation(lab: Lab) -> None:
     """A query that returns True after the second record means the second generation."""
@@ -231,7 +231,7 @@ def test_records_and_waits_do_not_block_the_host(lab: Lab) -> bool:
 
 
 @needs("asynchronous")
-@promise("Event.query", "Whether the latest generation has completed. Never blocks.")
+@promise("Event.query", "Return True if the latest generation has completed. Never blocks.")
 @in_some_order("query was never False while the stream was busy: it blocks, or speaks of an older generation")
 def test_query_is_false_while_the_work_runs(lab: Lab) -> bool:
     """The query of an event after slow work returns False, also if an older generation has completed."""
@@ -293,7 +293,7 @@ def test_longer_work_measures_longer(lab: Lab) -> bool:
     return nothing < once < thrice
 
 
-@promise("Fence", "a ``wait`` takes the generation that is visible when it is enqueued.")
+@promise("Fence", "a ``wait`` takes the generation that is visible when the wait is enqueued.")
 @in_every_order()
 def test_the_policys_fences_order_streams_and_the_host(lab: Lab) -> None:
     """Fences of the policy order two streams and the host over three rounds."""
@@ -316,7 +316,7 @@ def test_the_policys_fences_order_streams_and_the_host(lab: Lab) -> None:
         expect(lab.peek(y), turn, "what crossed the fence")
 
 
-@promise("Fence", "a ``wait`` takes the generation that is visible when it is enqueued.")
+@promise("Fence", "a ``wait`` takes the generation that is visible when the wait is enqueued.")
 def test_fences_serve_every_thread_behind_much_work(lab: Lab) -> None:
     """Fences order after thirty queued operations, with calls from this thread and, without a controlled schedule, other
     threads.
@@ -347,7 +347,7 @@ def test_fences_serve_every_thread_behind_much_work(lab: Lab) -> None:
     lab.always(program)
 
 
-@promise("SpeculativeSync.create_fence", "The mechanism of the fence ``name``; called once per fence and engine.")
+@promise("SpeculativeSync.create_fence", "Create the mechanism of the fence ``name``; called once per fence and engine.")
 @in_every_order()
 def test_two_fences_are_two(lab: Lab) -> None:
     """A wait for a fence with a late signal does not pass when another fence is signalled."""
@@ -362,7 +362,7 @@ def test_two_fences_are_two(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Fence.done", "Whether the visible generation has completed. Never blocks.")
+@promise("Fence.done", "Return True if the visible generation has completed. Never blocks.")
 @in_some_order("a fence was never pending while its stream was busy")
 def test_a_fence_is_pending_while_the_work_runs(lab: Lab) -> bool:
     """A fence after slow work is pending: neither its signal nor its query blocks."""

@@ -10,7 +10,7 @@ _ASKED = 4
 
 @promise(
     "Fence.wait_host_within",
-    "Block the calling thread until the visible generation, for at most ``seconds``; whether it came.",
+    "Block the calling thread for at most ``seconds``; return True if the visible generation completed.",
 )
 @in_every_order()
 def test_the_host_waits_for_a_fence_within_a_limit(lab: Lab) -> None:
@@ -26,7 +26,7 @@ def test_the_host_waits_for_a_fence_within_a_limit(lab: Lab) -> None:
         expect(lab.peek(x), turn, "what the host read after the fence")
 
 
-@promise("Fence.done", "Whether the visible generation has completed.")
+@promise("Fence.done", "Return True if the visible generation has completed.")
 @in_every_order()
 def test_a_fence_that_is_done_is_done(lab: Lab) -> None:
     """Repeated queries of a fence return True only after the work has run."""
@@ -42,7 +42,7 @@ def test_a_fence_that_is_done_is_done(lab: Lab) -> None:
         assert fence.done(), "done is False after wait_host"
 
 
-@promise("SpeculativeSync.create_fence", "The mechanism of the fence ``name``; called once per fence and engine.")
+@promise("SpeculativeSync.create_fence", "Create the mechanism of the fence ``name``; called once per fence and engine.")
 @in_every_order()
 def test_fences_of_two_engines_are_two(lab: Lab) -> None:
     """A wait for one engine's late fence does not pass when another engine signals a fence of the same name."""

@@ -21,7 +21,7 @@ _SECONDS = 1.0
 _ROUNDS, _WRITES = 4, 12
 
 
-@promise("Stream.query", "Whether everything enqueued on this stream so far has run.")
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run.")
 @in_every_order(schedules=2)
 def test_queries_are_right_behind_any_number_of_operations(lab: Lab) -> None:
     """Queries after each of 520 operations that follow slow work are right and consistent."""
@@ -71,7 +71,7 @@ def test_hundreds_of_events_are_all_their_own(lab: Lab) -> None:
     expect(wrong, [], "events whose waiter read too early")
 
 
-@promise("Event.query", "Whether the latest generation has completed.")
+@promise("Event.query", "Return True if the latest generation has completed.")
 def test_an_old_generation_stays_over(lab: Lab) -> None:
     """A completed generation stays completed after 33,000 further records, or as many as a slow device makes in one
     second.

@@ -44,7 +44,7 @@ def test_memory_figures_are_numbers_of_bytes(backend: Backend) -> None:
 
 
 @needs("host_writes_memory")
-@promise("Capabilities.host_writes_memory", "in memory that host and device share.")
+@promise("Capabilities.host_writes_memory", "Host and device share memory:")
 def test_the_host_writes_device_memory(lab: Lab) -> None:
     """The device reads bytes that the host wrote directly, and the host reads bytes that the device wrote."""
     backend = lab.backend
@@ -112,7 +112,7 @@ def test_what_is_kept_alive_lives_until_the_event(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Backend.release_finished", "Drop every hold whose event has completed; returns how many remain. Never blocks")
+@promise("Backend.release_finished", "Drop every hold whose event has completed; return how many remain. Never blocks;")
 @in_some_order("release_finished never left a pending hold: it blocks, or drops what is still needed")
 def test_releasing_does_not_block(lab: Lab) -> bool:
     """A release call leaves a pending hold and returns at once."""
@@ -123,7 +123,7 @@ def test_releasing_does_not_block(lab: Lab) -> bool:
     return backend.release_finished() == 1
 
 
-@promise("Backend.keep_alive", "The way to hand memory to another stream: the allocator can't reuse it while it's held.")
+@promise("Backend.keep_alive", "Use it to pass memory to another stream: the allocator can't reuse memory that is held.")
 @in_every_order()
 def test_memory_in_use_elsewhere_is_not_reused(lab: Lab) -> None:
     """Memory that another stream still reads is not reused after its tensor is dropped."""
@@ -144,7 +144,7 @@ def test_memory_in_use_elsewhere_is_not_reused(lab: Lab) -> None:
     del others
 
 
-@promise("Backend.release_finished", "Drop every hold whose event has completed; returns how many remain.")
+@promise("Backend.release_finished", "Drop every hold whose event has completed; return how many remain.")
 @in_every_order()
 def test_each_hold_has_its_own_event(lab: Lab) -> None:
     """Each of two holds is dropped with its own event: one event has completed while the other is pending."""

@@ -101,7 +101,7 @@ def test_a_copy_that_would_block_is_refused(backend: Backend, kind: str, directi
         backend.copy_async(*pair, stream=stream)
 
 
-@promise("PinnedBuffer", "under an older generation raises instead of returning somebody else's data.")
+@promise("PinnedBuffer", ":meth:`read` under an older generation raises instead of returning the data of a later use.")
 def test_a_renewed_buffer_refuses_its_old_readers(backend: Backend) -> None:
     """A read of a pinned buffer under an older generation raises an error."""
     buffer = backend.empty_pinned("ring", (2,), torch.int64)
@@ -158,7 +158,9 @@ def test_an_observer_sees_every_verb(backend: Backend) -> None:
 
 
 @needs("reports_accesses")
-@promise("Capabilities.reports_accesses", "The backend tells an attached observer each operation's memory accesses itself.")
+@promise(
+    "Capabilities.reports_accesses", "The backend itself reports each operation's memory accesses to an attached observer."
+)
 def test_accesses_are_reported(backend: Backend) -> None:
     """A copy between two tensors is reported on its stream, as a read of one tensor and a write of the other."""
     from outrider_conformance.watching import Diary
@@ -182,7 +184,10 @@ def test_accesses_are_reported(backend: Backend) -> None:
 
 
 @needs("reports_accesses", "row_exact_accesses")
-@promise("Observer.rows_touched", "The rows that an operation, launched before with an access to the whole operand, really")
+@promise(
+    "Observer.rows_touched",
+    "Report the rows that an operation touched. It was launched before, with an access to the whole operand.",
+)
 def test_rows_are_reported_exactly(backend: Backend) -> None:
     """A cache write is reported with the rows of its slots and no other rows."""
     from outrider_conformance.watching import Diary

@@ -60,7 +60,7 @@ def test_the_device_synchronizes_every_stream(lab: Lab) -> None:
     assert all(stream.query() for stream in streams), "a stream isn't empty after synchronize"
 
 
-@promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run. Never blocks.")
 @in_every_order()
 def test_query_is_true_only_when_the_work_is_done(lab: Lab) -> None:
     """A host that polls a stream until True may read its results."""
@@ -73,7 +73,7 @@ def test_query_is_true_only_when_the_work_is_done(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run. Never blocks.")
 @in_some_order("query was always True while a long operation ran: it asks whether the queue is empty")
 def test_query_is_false_while_the_last_operation_runs(lab: Lab) -> bool:
     """A query returns False while the last operation runs and the queue is empty."""
@@ -113,7 +113,7 @@ def test_streams_run_beside_each_other(lab: Lab) -> bool:
 
 
 @needs("asynchronous", "concurrent_streams")
-@promise("Backend.create_stream", "A new stream.")
+@promise("Backend.create_stream", "Create a stream.")
 @in_some_order("one of many streams always waited for the first: streams are handed out twice")
 def test_many_streams_are_all_their_own(lab: Lab) -> bool:
     """While one of 34 streams is busy, no other stream is busy. A backend may refuse further streams earlier."""
@@ -273,7 +273,7 @@ def test_four_scopes_are_restored(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run. Never blocks.")
 def test_any_thread_may_query(lab: Lab) -> None:
     """A thread that enqueued nothing sees a busy stream busy, and a finished stream finished."""
     if lab.backend.control is not None:

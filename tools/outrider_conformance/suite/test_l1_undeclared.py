@@ -13,7 +13,7 @@ from outrider_conformance.promises import promise
 from outrider_conformance.verdict import not_applicable
 from outrider_conformance.watching import Diary
 
-_WORDS = "working without declaring it, are both failures of conformance."
+_WORDS = "and so does a working ability that isn't declared."
 
 
 def _asynchronous(lab: Lab) -> bool:

@@ -277,7 +277,7 @@ def test_another_thread_may_query_during_a_capture(lab: Lab) -> None:
 
 
 @needs("captures_graphs")
-@promise("Backend.capture", "What is unreachable isn't collected until the capture is over.")
+@promise("Backend.capture", "Garbage collection is off until the capture is over.")
 @in_every_order(schedules=1)
 def test_garbage_isnt_collected_in_a_capture(lab: Lab) -> None:
     """An unreachable graph is not collected during a capture, since a driver may fail the open capture."""

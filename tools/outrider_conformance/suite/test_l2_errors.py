@@ -12,7 +12,7 @@ from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import promise
 
 
-@promise("Backend.provoke_fault", "Captured, it fails at each replay of the graph.")
+@promise("Backend.provoke_fault", "*Capture.* A captured operation fails at each replay of the graph.")
 @pytest.mark.parametrize("wait", WAITS)
 def test_every_way_to_wait_raises_what_failed_in_a_graph(lab: Lab, wait: str) -> None:
     """Each replay of a failing graph raises its error once; other graphs and later work run."""

@@ -30,7 +30,7 @@ def triple(lab: Lab, stream: Stream, name: str = "triple", pool: GraphPool | Non
 
 
 @promise(
-    "Graph.replay", "Enqueue the captured work on ``stream``; returns the replay's generation, counted from 1. Never a no-op."
+    "Graph.replay", "Enqueue the captured work on ``stream``; return the replay's generation, counted from 1. Never a no-op."
 )
 @in_every_order()
 def test_a_replay_does_the_work_again(lab: Lab) -> None:
@@ -162,7 +162,7 @@ def test_outputs_keep_their_storage(lab: Lab) -> None:
     expect(lab.peek(whole[:WIDTH]), -1.0, "the memory next to the output")
 
 
-@promise("CaptureContext", "``scalars`` are frozen.")
+@promise("CaptureContext.scalars", "Host values that the capture freezes.")
 def test_scalars_are_frozen(lab: Lab) -> None:
     """Changes of the caller's dictionaries after the capture have no effect."""
     backend = lab.backend
@@ -191,7 +191,7 @@ def test_a_graph_keeps_its_buffers(lab: Lab) -> None:
     expect([lab.peek(tensor) for tensor in others + more], [9.0] * 8 + [8.0] * 8, "tensors made meanwhile")
 
 
-@promise("Backend.create_graph_pool", "Memory for graphs that never run at the same time.")
+@promise("Backend.create_graph_pool", "Create a memory pool for graphs that never run at the same time.")
 @in_every_order()
 def test_graphs_of_one_pool_take_turns(lab: Lab) -> None:
     """Two graphs of one pool, replayed in turn, give their own results."""

@@ -29,7 +29,9 @@ def test_a_wait_may_precede_its_set(lab: Lab) -> None:
 
 
 @needs("flags")
-@promise("Flag.set", "Raise the flag after everything enqueued on ``stream`` so far; lost if it's up by then.")
+@promise(
+    "Flag.set", "Raise the flag after everything enqueued on ``stream`` so far. The set is lost if the flag is up by then."
+)
 @in_every_order()
 def test_a_wait_after_the_set_passes(lab: Lab) -> None:
     """Several waits pass one set, also a wait after the others have passed."""

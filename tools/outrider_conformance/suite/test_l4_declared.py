@@ -33,7 +33,7 @@ def test_tokens_in_every_mode_and_dtype(lab: Lab, mode: str, dtype: str) -> None
     assert not wrong, f"{mode} in {dtype}: {wrong}"
 
 
-@promise("KernelSet.unused_overrides", "Every other override must compute something itself where the kit calls it.")
+@promise("KernelSet.unused_overrides", "Every other override must compute calls itself when the kit calls it.")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_an_overridden_kernel_computes_something_itself(observed: Observed, kernel: str) -> None:
     """At least one call of each override is computed by the override itself.
@@ -59,7 +59,7 @@ def test_an_overridden_kernel_computes_something_itself(observed: Observed, kern
     )
 
 
-@promise("KernelSet", "By that the two are told apart when the calls are counted")
+@promise("KernelSet", "``outrider conform`` counts both kinds of calls.")
 @pytest.mark.parametrize("use", USES)
 def test_own_attention_serves_the_engine(observed: Observed, use: str) -> None:
     """Attention of the backend answers prefill, draft, decode, verification and draft-extend."""

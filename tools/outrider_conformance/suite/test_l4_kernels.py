@@ -65,7 +65,7 @@ def test_a_kernel_equals_the_reference(lab: Lab, case: Case, dtype: torch.dtype)
     _compare(case, [tensor.cpu() for tensor in made], _reference(case, dtype), dtype, "eagerly")
 
 
-@promise("KernelSet.every_variant", "What the call returns and writes is what it does outside.")
+@promise("KernelSet.every_variant", "The call returns and writes the same values as outside the scope.")
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_kernel_equals_the_reference_while_every_variant_is_run(lab: Lab, case: Case) -> None:
     """A kernel gives the reference's results inside the scope in which an engine warms up all variants."""
@@ -151,7 +151,7 @@ def test_padding_is_finite(lab: Lab) -> None:
     assert out.cpu().isfinite().all(), "attention gives NaN or infinity for padding rows"
 
 
-@promise("KernelSet.plan_attention", "returns the metadata with its plan.")
+@promise("KernelSet.plan_attention", "return the metadata with the plan.")
 def test_planning_keeps_the_batch(lab: Lab) -> None:
     """Attention gives the same result with and without a plan."""
     backend = lab.backend

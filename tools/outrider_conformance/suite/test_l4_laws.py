@@ -59,7 +59,11 @@ def _logits(dice: Dice, count: int) -> Tensor:
     return dice.normal(count, _VOCABULARY, dtype=torch.float32, scale=1.3)
 
 
-@promise("KernelSet.sample", "else a draw from softmax(logits / temperature)")
+@promise(
+    "KernelSet.sample",
+    "Otherwise the token is a sample of softmax(logits / temperature) that depends only on ``seeds`` "
+    "int64 [B] and ``positions`` int64 [B] (Philox).",
+)
 @pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
 def test_samples_follow_the_law(lab: Lab, shaping: Shaping) -> None:
     """Samples over many seeds, and over many positions, follow the softmax distribution."""
@@ -164,7 +168,11 @@ def test_trees_are_lossless(lab: Lab, shaping: Shaping) -> None:
             follows(found[here, level], law[node], f"the token after node {node}, {shaping}")
 
 
-@promise("KernelSet.sample", "that depends on ``seeds`` int64 [B] and ``positions`` int64 [B] alone (Philox).")
+@promise(
+    "KernelSet.sample",
+    "Otherwise the token is a sample of softmax(logits / temperature) that depends only on ``seeds`` "
+    "int64 [B] and ``positions`` int64 [B] (Philox).",
+)
 def test_a_draw_does_not_depend_on_its_company(lab: Lab) -> None:
     """Rows give the same tokens in reversed order, in smaller batches, alone, and with padding."""
     device, dice = _Device(lab), _dice(lab, 5)

@@ -9,7 +9,7 @@ from outrider_conformance.planned import check_in_graph, check_renewed, check_un
 from outrider_conformance.promises import promise
 
 
-@promise("KernelSet.plan_attention", "brought up to date where it lies")
+@promise("KernelSet.plan_attention", "The method then updates the plan in place")
 @pytest.mark.parametrize("new", [(1, 1, 1), (4, 4, 4), (5, 1, 30)], ids=["decoding", "verifying", "ragged"])
 @pytest.mark.parametrize("window", [0, 8], ids=["all", "window"])
 def test_a_plan_follows_its_batch(lab: Lab, new: tuple[int, ...], window: int) -> None:
@@ -17,13 +17,16 @@ def test_a_plan_follows_its_batch(lab: Lab, new: tuple[int, ...], window: int) -
     check_renewed(lab, new, window)
 
 
-@promise("KernelSet.plan_attention", "a graph which was captured with it then computes this batch.")
+@promise(
+    "KernelSet.plan_attention",
+    "The method then updates the plan in place, so that a graph captured with the plan computes this batch.",
+)
 def test_a_graph_follows_the_plan_that_it_was_captured_with(lab: Lab) -> None:
     """A captured attention call computes two batches whose plans replaced the captured plan in place."""
     check_in_graph(lab)
 
 
-@promise("KernelSet.plan_attention", "without any there is nothing to plan.")
+@promise("KernelSet.plan_attention", "without shapes, nothing is planned.")
 def test_without_shapes_nothing_is_planned(lab: Lab) -> None:
     """The metadata comes back without shapes, and attention works without a plan."""
     check_unplanned(lab)

@@ -31,7 +31,11 @@ def test_a_long_exchange(ranks: RankRunner) -> None:
 
 
 @needs("collectives")
-@promise("Group", "returns before it has run where the backend declares ``asynchronous``.")
+@promise(
+    "Group",
+    "it reads and writes in the order of that stream, as a kernel does, and returns before it has run if "
+    "the backend declares ``asynchronous``.",
+)
 def test_the_host_does_not_wait_for_the_other_ranks(kit: Kit, ranks: RankRunner) -> None:
     """A call returns before the other rank has made its call."""
     if not kit.open().capabilities.asynchronous:
@@ -40,7 +44,7 @@ def test_the_host_does_not_wait_for_the_other_ranks(kit: Kit, ranks: RankRunner)
 
 
 @needs("collectives")
-@promise("Group", "Elsewhere it has run when the call returns.")
+@promise("Group", "Otherwise it has run when the call returns.")
 def test_a_synchronous_call_has_run(kit: Kit, ranks: RankRunner) -> None:
     """The host reads the result as soon as the call returns."""
     if kit.open().capabilities.asynchronous:
@@ -56,7 +60,7 @@ def test_captured_calls_are_made_by_each_replay(ranks: RankRunner) -> None:
 
 
 @needs("collectives", "captures_collectives")
-@promise("Group.close", "a replay of them raises :class:`InterfaceError` afterwards.")
+@promise("Group.close", "a later replay raises :class:`InterfaceError`.")
 def test_a_group_is_closed_before_the_graphs_that_hold_its_calls(ranks: RankRunner) -> None:
     """Closing a group does not wait for the end of graphs that hold its calls."""
     ranks.run(programs.closed_with_its_graphs)
@@ -80,14 +84,24 @@ def test_misuse_raises_before_anything_is_sent(ranks: RankRunner) -> None:
 
 
 @needs("collectives")
-@promise("Backend.create_group", ":class:`ConfigError` for ranks that aren't distinct or don't hold ``rank``")
+@promise(
+    "Backend.create_group",
+    "Raises :class:`CapabilityError` if the backend has no collectives, :class:`ConfigError` if the ranks"
+    " aren't distinct or don't include ``rank``, and :class:`CollectiveError` if a rank doesn't make the "
+    "call.",
+)
 def test_ranks_that_are_no_group(ranks: RankRunner) -> None:
     """Ranks without this one, a repeated rank, and no ranks at all raise errors."""
     ranks.run(faults.bad_groups, schedules=1)
 
 
 @needs("collectives")
-@promise("Backend.create_group", "and :class:`CollectiveError` where a rank doesn't come.")
+@promise(
+    "Backend.create_group",
+    "Raises :class:`CapabilityError` if the backend has no collectives, :class:`ConfigError` if the ranks"
+    " aren't distinct or don't include ``rank``, and :class:`CollectiveError` if a rank doesn't make the "
+    "call.",
+)
 def test_a_group_that_a_rank_never_joins(ranks: RankRunner) -> None:
     """Creating a group that one rank never joins fails within the limit."""
     ranks.run(faults.peer_never_joins, timeout_s=0.5, schedules=1)

@@ -25,7 +25,7 @@ def _reduced(kit: Kit, dtype: str) -> None:
 
 
 @needs("collectives")
-@promise("Group", "What is reduced has one of the capability's ``dtypes``, int32 or int64")
+@promise("Group", "A reduced tensor has one of the capability's ``dtypes``, int32 or int64;")
 @pytest.mark.parametrize("dtype", [*_FLOATS, "int32", "int64"])
 @pytest.mark.parametrize("reduction", ["sum", "max", "min"])
 def test_reductions(kit: Kit, ranks: RankRunner, dtype: str, reduction: str) -> None:
@@ -35,7 +35,7 @@ def test_reductions(kit: Kit, ranks: RankRunner, dtype: str, reduction: str) -> 
 
 
 @needs("collectives")
-@promise("Group", "what is only moved may have any dtype.")
+@promise("Group", "a tensor that is only moved may have any dtype.")
 @pytest.mark.parametrize("dtype", _ANY)
 def test_moves(ranks: RankRunner, dtype: str) -> None:
     """all_gather, broadcast, all_to_all and messages transfer the bytes in the order of the group."""
@@ -54,14 +54,17 @@ def test_every_rank_has_the_same_bits(kit: Kit, ranks: RankRunner, dtype: str) -
 
 
 @needs("collectives")
-@promise("Group.receive", "Fill ``tensor`` with what rank ``source`` sends next to this one")
+@promise(
+    "Group.receive",
+    "Fill ``tensor`` with the next tensor that rank ``source`` sends to this rank, of the same shape and dtype.",
+)
 def test_messages_keep_their_order(ranks: RankRunner) -> None:
     """Several messages in each direction arrive in the order in which they were sent."""
     ranks.run(programs.messages)
 
 
 @needs("collectives")
-@promise("Backend.create_group", "``ranks`` are ranks of the world, in the group's order, and ``rank`` is this one's.")
+@promise("Backend.create_group", "``ranks`` are ranks of the world, in the group's order; ``rank`` is the calling rank.")
 def test_groups_do_not_mix(kit: Kit, ranks: RankRunner) -> None:
     """Subsets of ranks, other orders, equal groups, a group of one rank, and a reused name do not mix."""
     count = kit.info.device_count
@@ -82,7 +85,10 @@ def test_the_fused_norm_is_the_sum_and_its_norm(kit: Kit, ranks: RankRunner, dty
 
 
 @needs("collectives", "peer_memory")
-@promise("Group.peer_buffers", "element i lies with rank i. Filled with zeros everywhere.")
+@promise(
+    "Group.peer_buffers",
+    "Return one zero-filled buffer per rank, which every rank can access: element i is memory of rank i's device.",
+)
 def test_ranks_reach_each_others_memory(ranks: RankRunner) -> None:
     """A value that a rank writes into another rank's buffer is visible there."""
     reached = ranks.run(faults.shared_memory)

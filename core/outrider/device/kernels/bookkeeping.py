@@ -1,6 +1,6 @@
-"""Torch references of an iteration's bookkeeping: rows in, places of tokens, what was accepted, what a probe finds.
+"""Torch references of an iteration's bookkeeping: gathered rows, token positions, accepted tokens, findings of probes.
 
-Each is a handful of small operators here; a device whose launches cost more than their work makes one kernel of each.
+Each function calls a few small operators. A device on which launches dominate implements each as one kernel.
 Shapes: B requests, K drafted tokens, E tokens of an accepted chain (K + 1), P pages of a table, R rows of state.
 """
 
@@ -28,7 +28,7 @@ def gather_requests(
     own_tables: Tensor,
     found: Tensor,
 ) -> None:
-    """Private copies of what an iteration reads of its requests; findings begin with none."""
+    """Copy the inputs of an iteration from the rows of its requests, and clear the findings."""
     own_rows.copy_(rows)
     own_lens.copy_(lens.index_select(0, rows) if lens_by_row else lens)
     for state, own in (
@@ -42,31 +42,31 @@ def gather_requests(
 
 
 def gather_checked(source: Tensor, rows: Tensor | None, low: int, high: int, out: Tensor, found: Tensor) -> None:
-    """Rows of ``source``, looked at on the way."""
+    """Copy rows of ``source``, and write to ``found`` which values are invalid."""
     value = source if rows is None else source.index_select(0, rows)
     flat = value.reshape(value.shape[0], -1)
     if source.is_floating_point():
         find_nan(flat, found)
         out.copy_(value)
         return
-    bad = find_outside(flat, low, high)
-    found.copy_(bad)
-    right = (bad[:, 0] < 0).view(-1, *([1] * (value.dim() - 1)))
-    out.copy_(torch.where(right, value, low))
+    outside = find_outside(flat, low, high)
+    found.copy_(outside)
+    is_valid = (outside[:, 0] < 0).view(-1, *([1] * (value.dim() - 1)))
+    out.copy_(torch.where(is_valid, value, low))
 
 
 def place_tokens(
     lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, seq_lens: Tensor
 ) -> None:
-    """Where the tokens behind ``lens`` go."""
+    """Compute positions, cache slots and lengths of the tokens that follow ``lens`` cached tokens."""
     count, ends = positions.shape[1], seq_lens.shape[1]
-    places = lens.unsqueeze(1) + torch.arange(count, device=lens.device)
-    index = places // page_size
+    unbounded = lens.unsqueeze(1) + torch.arange(count, device=lens.device)
+    index = unbounded // page_size
     inside = index < tables.shape[1]
     page = tables.gather(1, index.clamp(max=tables.shape[1] - 1)).to(torch.int64)
-    slots.copy_(torch.where(inside, page, 0) * page_size + places % page_size)
-    positions.copy_(places.clamp(max=last))
-    seq_lens.copy_((places[:, count - ends :] + 1).clamp(max=tables.shape[1] * page_size))
+    slots.copy_(torch.where(inside, page, 0) * page_size + unbounded % page_size)
+    positions.copy_(unbounded.clamp(max=last))
+    seq_lens.copy_((unbounded[:, count - ends :] + 1).clamp(max=tables.shape[1] * page_size))
 
 
 def publish_accepted(
@@ -80,7 +80,7 @@ def publish_accepted(
     own_tokens: Tensor,
     own_accepted: Tensor,
 ) -> None:
-    """What verify decided, to the next iteration, to the host and to draft-extend."""
+    """Write the decision of verify to the next iteration's rows, to the results and to draft-extend's inputs."""
     real = rows > 0
     lengths.index_copy_(0, rows, torch.where(real, lens + accepted + 1, 0))
     decided = tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
@@ -94,7 +94,7 @@ def publish_accepted(
 def place_accepted(
     lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
 ) -> None:
-    """What draft-extend takes in."""
+    """Compute the inputs of draft-extend from the accepted tokens."""
     batch, path = tokens.shape
     following.copy_(tokens.clamp(min=0))
     last.copy_(torch.arange(0, batch * path, path, device=tokens.device) + accepted)

@@ -26,12 +26,12 @@ class BookkeepingKernels:
 
     def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
         """Write ``values`` [B, ...] to rows ``rows`` int64 [B] of ``state`` [R, ...]. Rows are distinct, except row 0, which
-        is reserved: what padding has for it isn't written.
+        is reserved: values for row 0 come from padding and aren't written.
         """
         torch.ops.outrider.scatter_rows(state, rows, values)
 
     def copy_rows(self, source: Tensor, out: Tensor) -> None:
-        """Write ``source`` [T, H] to ``out`` [T, H] of the same dtype: columns of a wider tensor, say."""
+        """Write ``source`` [T, H] to ``out`` [T, H] of the same dtype, which may be columns of a wider tensor."""
         torch.ops.outrider.copy_rows(source, out)
 
     def gather_requests(
@@ -44,42 +44,42 @@ class BookkeepingKernels:
         *,
         lens_by_row: bool,
     ) -> None:
-        """Private copies of what an iteration reads of its B requests, and no findings yet.
+        """Copy the inputs of an iteration from ``state`` to ``own`` for its B requests, and clear the findings.
 
-        ``rows`` int64 [B]; ``lens`` int64 [B], or [R] ``lens_by_row``; ``state``: what is read; ``own``: what is written.
-        ``found`` int64 [B, F] becomes -1.
+        ``rows`` int64 [B]; ``lens`` int64 [B], or int64 [R] if ``lens_by_row``. ``found`` int64 [B, F] is filled with -1.
         """
         torch.ops.outrider.gather_requests(rows, lens, lens_by_row, *state, *own, found)
 
     def gather_checked(
         self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
     ) -> None:
-        """Rows ``rows`` int64 [B] of ``source`` [R, ...] (None: all, in order) into ``out`` [B, ...], looked at on the way.
+        """Copy rows ``rows`` int64 [B] of ``source`` [R, ...] (None: all, in order) to ``out`` [B, ...], and check them.
 
-        ``found`` int64 [B, 2]: what :meth:`find_nan` says of each row of numbers (``bounds`` None). Whole numbers must be at
-        least the first of ``bounds`` and below the second: the index of the first one that isn't, and that number; -1 and
-        -1 where there is none. A row with a bad number is filled with the lower bound: an index out of range would crash the
-        device before the error could be reported.
+        ``found`` int64 [B, 2] receives the finding of each row. Without ``bounds``, the finding is that of :meth:`find_nan`.
+        With ``bounds``, integers must be at least the first bound and below the second. The finding is then the index of the
+        first invalid integer and its value, or -1 and -1. A row with an invalid integer is filled with the lower bound: an
+        index out of range would crash the device before the error is reported.
         """
         low, high = bounds or (0, 0)
         torch.ops.outrider.gather_checked(source, rows, low, high, out, found)
 
     def find_nan(self, x: Tensor, found: Tensor) -> None:
-        """Look at each row of ``x`` [B, n], n at least 1. ``found`` int64 [B, 2] becomes the index of the first NaN, or -1,
-        and then -1.
+        """Write the index of the first NaN of each row of ``x`` [B, n], n at least 1, or -1, to ``found[:, 0]``.
+
+        ``found`` is int64 [B, 2]; ``found[:, 1]`` becomes -1.
         """
         torch.ops.outrider.find_nan(x, found)
 
-    # -- places of tokens, and what was accepted -------------------------------------------------------------------
+    # -- positions of tokens, and accepted tokens -------------------------------------------------------------------
 
     def place_tokens(
         self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, seq_lens: Tensor
     ) -> None:
-        """Where n tokens behind each request's ``lens`` int64 [B] go, under block tables int32 [B, P].
+        """Compute the places of n tokens that follow each request's ``lens`` int64 [B], by block ``tables`` int32 [B, P].
 
-        Writes, strided as they may be: ``positions`` int64 [B, n], at most ``last``; cache ``slots`` int64 [B, n], in the
-        reserved page 0 beyond the table; ``seq_lens`` int32 [B, m], m at most n: how many are cached with each of the last
-        m tokens, at most what the table holds.
+        The outputs may be strided. ``positions`` int64 [B, n] are at most ``last``. Cache ``slots`` int64 [B, n] lie in the
+        reserved page 0 for tokens beyond the table. ``seq_lens`` int32 [B, m], with m at most n, are the cached lengths that
+        include each of the last m tokens, at most the capacity of the table.
         """
         torch.ops.outrider.place_tokens(lens, tables, page_size, last, positions, slots, seq_lens)
 
@@ -93,27 +93,29 @@ class BookkeepingKernels:
         results: Tensor,
         own: tuple[Tensor, Tensor],
     ) -> None:
-        """Write what was ``decided``, tokens int64 [B, E] and accepted int64 [B], to rows, results and copies.
+        """Write the decision ``decided``, tokens int64 [B, E] and accepted int64 [B], to rows, results and ``own``.
 
-        By ``rows`` int64 [B], of which row 0 becomes 0: ``lengths`` int64 [R], the new ``lens`` (accepted and one more), and
-        ``last_tokens`` int64 [R], the last token. ``results`` int64 [B, 1 + E]: accepted, then tokens. ``own``: copies.
+        ``lengths`` int64 [R] and ``last_tokens`` int64 [R] are written at ``rows`` int64 [B]: ``lens + accepted + 1`` and
+        the last token; row 0 becomes 0. ``results`` int64 [B, 1 + E] receives accepted, then tokens. ``own`` receives
+        copies of both tensors of ``decided``.
         """
         torch.ops.outrider.publish_accepted(rows, lens, *decided, lengths, last_tokens, results, *own)
 
     def place_accepted(
         self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
     ) -> None:
-        """What draft-extend takes in of ``tokens`` int64 [B, E], ``accepted`` int64 [B].
+        """Compute the inputs of draft-extend from ``tokens`` int64 [B, E] and ``accepted`` int64 [B].
 
-        ``following`` int64 [B, E]: the tokens, 0 where there is none; ``last`` int64 [B]: where each request's last one lies
-        among all of them; ``positions`` int64 [B]: of the token to draft next, two behind ``lens + accepted``.
+        ``following`` int64 [B, E] receives the tokens, with 0 in place of -1. ``last`` int64 [B] receives the index of each
+        request's last token in the flat [B * E] tokens. ``positions`` int64 [B] receives ``lens + accepted + 2``, the
+        position of the token to draft next.
         """
         torch.ops.outrider.place_accepted(lens, tokens, accepted, following, last, positions)
 
     def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Copy keys and values [pages, page size, Hkv, D] from slots ``sources`` to ``destinations``, both int64 [M].
 
-        As if every source were read before any destination is written: the two may overlap. Destinations are distinct,
-        except in the reserved page 0, where padding goes. A source equal to its destination leaves it as it is.
+        Every source is read before any destination is written, so the two may overlap. Destinations are distinct, except in
+        the reserved page 0, which receives padding. A source equal to its destination changes nothing.
         """
         torch.ops.outrider.move_cache(k_cache, v_cache, sources, destinations)

@@ -1,4 +1,4 @@
-"""What an operator expects of its operands."""
+"""Checks of operators on their operands."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable
 from torch import Tensor
 
 
-def expect(met: bool, told: Callable[[], str]) -> None:
-    """Raise RuntimeError with what ``told`` says unless ``met``, as torch's own operators do.
+def expect(condition: bool, message: Callable[[], str]) -> None:
+    """Raise RuntimeError with ``message()`` unless ``condition``, as torch's own operators do.
 
-    In place of torch's function for it, whose first call imports all of torch's symbolic shapes, and with them sympy: some
-    500 modules, at the start of every process.
+    torch's own function isn't used: its first call imports torch's symbolic shapes and sympy, some 500 modules, at the
+    start of every process.
     """
-    if not met:
-        raise RuntimeError(told())
+    if not condition:
+        raise RuntimeError(message())
 
 
 def check_copy(source: Tensor, out: Tensor) -> None:
-    """Raise where ``source`` isn't what ``out`` [T, H] is to hold: a copy would repeat or convert it."""
+    """Raise unless ``source`` and ``out`` are [T, H] of one dtype: a copy would otherwise repeat or convert values."""
     expect(
         source.dim() == 2 and source.shape == out.shape and source.dtype is out.dtype,
         lambda: (

@@ -1,4 +1,4 @@
-"""What a KernelSet computes together with the other ranks of a group."""
+"""Kernels that compute together with the other ranks of a group."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ if TYPE_CHECKING:
 
 
 class CollectiveKernels:
-    """Kernels that take part in a collective. Rules and letters: :class:`~outrider.device.KernelSet`; what holds for the
-    calls of a group holds for these (:class:`~outrider.device.Group`): the same calls on each rank, in the same order.
+    """Kernels that take part in a collective. Rules and letters: :class:`~outrider.device.KernelSet`.
+
+    The rules for calls of a group (:class:`~outrider.device.Group`) also hold: each rank makes the same calls in the same
+    order.
     """
 
     def all_reduce_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream
     ) -> Tensor:
-        """Add up ``x`` [T, H] over the ranks of ``group``, then :meth:`add_rms_norm` of the sum → [T, H].
+        """Sum ``x`` [T, H] over the ranks of ``group``, then return :meth:`add_rms_norm` of the sum → [T, H].
 
-        ``x`` is contiguous; what it holds afterwards is undefined. ``residual`` [T, H], the same on all ranks, grows in
-        place by the sum. Each rank gets the same bits. ``stream`` is that of the scope that the caller opened.
+        ``x`` is contiguous; its contents are undefined afterwards. The sum is added in place to ``residual`` [T, H], which
+        is equal on all ranks. Each rank gets the same bits. ``stream`` is the stream of the scope that the caller opened.
 
         Faster kernels count and report the call as ``Group.all_reduce`` does (``Group.announce``).
         """
@@ -32,4 +34,4 @@ class CollectiveKernels:
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """That of the model's kernels."""
+        """Return the norm of ``x + residual``: see :class:`ModelKernels`."""

@@ -1,8 +1,8 @@
-"""A KernelSet whose results for a token or a request don't depend, in a single bit, on what else is in the batch.
+"""A batch-invariant KernelSet: the bits of a token's or request's result don't depend on the other rows of the batch.
 
-Libraries choose how to add up by the shape of the whole call: a row's result then changes in its last bits with the number
-of other rows, with padding, and with where in a chunk the row lies. Here every reduction over floats is called with a shape
-that is the same whatever the batch is.
+Libraries choose the order of a sum by the shape of the whole call. A row's result then changes in its last bits with the
+number of other rows, with padding, and with the row's offset in a chunk. This module calls every reduction over floats with
+a shape that doesn't depend on the batch.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 class InvariantKernels(KernelSet):
-    """Wraps a backend's kernels: matrices in tiles of ``tile`` rows, everything else a row at a time.
+    """A wrapper of a backend's kernels that calls products in tiles of ``tile`` rows, and all other kernels per row.
 
-    *Matrices.* A tile is padded with zeros to its full height, so each call has one shape for a weight. That rests on
-    two properties of the library: one shape is always added up in one way, and no row of a tile is added up otherwise than
-    another. ``tile`` 1 needs only the first; the tests check both where they run.
+    *Products.* A tile is padded with zeros to its full height, so all calls with one weight have the same shape. The result
+    is invariant if the library has two properties: it sums one shape always in one order, and it sums all rows of a tile in
+    the same order. ``tile`` 1 needs only the first property; the tests check both on the device on which they run.
 
-    *Attention.* One token a call, over every page that its request's table has, with what it doesn't see masked: the length
-    of the call depends on the engine's ``max_context`` and page size alone. The masked part has weight 0, which adds nothing.
+    *Attention.* One token per call, over every page of its request's table, with invisible positions masked. The length of
+    the call depends only on the engine's ``max_context`` and page size. Masked positions have weight 0 and add nothing.
 
-    *Cost.* Weights are read once a tile; attention costs the same for a short context as for the longest; and there are
-    many more launches. The size of a batch is a host number, so nothing is read from the device, and a capture works.
+    *Cost.* Weights are read once per tile. Attention costs the same for a short context as for the longest. The number of
+    launches is much higher. The size of a batch is a host number, so nothing is read from the device, and a capture works.
     """
 
     row_invariant = True
-    tunes = False  # what was measured for the kernels inside was measured for batches, which these never give them
+    tunes = False  # the wrapped kernels were tuned for batches, and this class never calls them with a batch
 
     def __init__(self, inner: KernelSet, *, tile: int = 16) -> None:
         self._inner = inner
@@ -48,81 +48,81 @@ class InvariantKernels(KernelSet):
         self.cache_formats = inner.cache_formats
 
     def batch_invariant(self) -> KernelSet:
-        """It is already."""
+        """Return this kernel set, which is already invariant."""
         return self
 
     def every_variant(self) -> AbstractContextManager[None] | None:
-        """Those of the kernels inside."""
+        """Return the scope of the wrapped kernels."""
         return self._inner.every_variant()
 
     def all_reduce_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream
     ) -> Tensor:
-        """Added up in the order of the ranks. A library chooses its order by the shape; of two ranks there's only one."""
+        """Sum in the order of the ranks: a library chooses its order by the shape. Two ranks have only one order."""
         if group.size <= 2:
             return super().all_reduce_rms_norm(x, residual, weight, eps, group=group, stream=stream)
         parts = x.new_empty(group.size, *x.shape)
         group.all_gather(parts, x, stream=stream)
-        added = parts[0]
+        total = parts[0]
         for part in parts[1:]:
-            added.add_(part)
-        return self.add_rms_norm(added, residual, weight, eps)
+            total.add_(part)
+        return self.add_rms_norm(total, residual, weight, eps)
 
     def compiled(self) -> Mapping[str, int]:
-        """Those of the kernels inside."""
+        """Return the variants of the wrapped kernels."""
         return self._inner.compiled()
 
     def chosen(self) -> Mapping[str, str]:
-        """Those of the kernels inside."""
+        """Return the choices of the wrapped kernels."""
         return self._inner.chosen()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """In tiles of one height."""
+        """Multiply in tiles of one height."""
         return self._in_tiles(lambda part: self._inner.linear(part, weight, bias), x)
 
     def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-        """In tiles of one height."""
+        """Multiply in tiles of one height."""
         return self._in_tiles(lambda part: self._inner.linear_quantized(part, weight, bias), x)
 
     def _in_tiles(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])  # a tree's levels come with a dimension more
+        flat = x.reshape(-1, x.shape[-1])  # operands of a tree's levels have one more dimension
         rows, tile = flat.shape[0], self._tile
         padded = F.pad(flat, (0, 0, 0, -rows % tile))
-        # A slice may be aligned otherwise than its tile at another place, and libraries look at that: each is a copy.
-        made = torch.cat([product(part.clone()) for part in padded.split(tile)])[:rows]
-        return made.view(*x.shape[:-1], made.shape[-1])
+        # Libraries choose kernels by alignment, which differs between slices: each tile is a copy.
+        products = torch.cat([product(part.clone()) for part in padded.split(tile)])[:rows]
+        return products.view(*x.shape[:-1], products.shape[-1])
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """A copy of rows."""
+        """Copy rows with the wrapped kernels; no sum is involved."""
         return self._inner.embedding(tokens, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """A row at a time."""
+        """Call the wrapped kernel once per row."""
         return _each(lambda row: self._inner.rms_norm(row, weight, eps), x)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The sum is exact in itself; the norm a row at a time."""
+        """Add all rows at once, since each sum has two terms; then norm each row alone."""
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """A row at a time: vector code computes the end of a buffer otherwise than its middle."""
+        """Call the wrapped kernel once per row: vector code computes the end of a buffer differently from its middle."""
         return _each(self._inner.silu_mul, gate_up)
 
     def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-        """A row at a time."""
+        """Call the wrapped kernel once per row."""
         rows = [self._inner.route(row.clone(), count, renormalize=renormalize) for row in logits.split(1)]
         weights, chosen = zip(*rows, strict=True)
         return torch.cat(weights), torch.cat(chosen)
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """A token at a time."""
+        """Call the wrapped kernel once per token."""
         return _each(lambda token, share, own: self._inner.experts(token, share, own, gate_up, down), x, weights, chosen)
 
     def experts_quantized(
         self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
     ) -> Tensor:
-        """A token at a time."""
+        """Call the wrapped kernel once per token."""
         return _each(
             lambda token, share, own: self._inner.experts_quantized(token, share, own, gate_up, down), x, weights, chosen
         )
@@ -138,13 +138,13 @@ class InvariantKernels(KernelSet):
         v_cache: Tensor,
         slots: Tensor,
     ) -> None:
-        """A row at a time."""
+        """Call the wrapped kernel once per row."""
         for i in range(q.shape[0]):
             row = slice(i, i + 1)
             self._inner.rope_write_cache(q[row], k[row], v[row], cos[row], sin[row], k_cache, v_cache, slots[row])
 
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
-        """There is no plan: the wrapped kernels would make it for the whole batch."""
+        """Return the metadata without a plan: the wrapped kernels would plan for the whole batch."""
         del stream
         return metadata
 
@@ -158,7 +158,7 @@ class InvariantKernels(KernelSet):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """A token at a time over the whole table of its request."""
+        """Attend with one token per call, over the whole block table of its request."""
         tables, visible, real = _visible(metadata, q.shape[0], k_cache.shape[1], window)
         page_size, kv_heads, size = k_cache.shape[1:]
         span = tables.shape[1] * page_size
@@ -167,7 +167,7 @@ class InvariantKernels(KernelSet):
             pages = tables[token]
             keys = k_cache[pages].to(q.dtype).view(1, span, kv_heads, size).transpose(1, 2)
             values = v_cache[pages].to(q.dtype).view(1, span, kv_heads, size).transpose(1, 2)
-            # A weight of zero doesn't hide a NaN that somebody else left behind the sequence.
+            # A weight of zero doesn't hide a NaN that an earlier owner of the page left after the end of the sequence.
             seen = visible[token].view(1, 1, span, 1)
             keys, values = torch.where(seen, keys, 0.0), torch.where(seen, values, 0.0)
             out.append(
@@ -183,7 +183,7 @@ class InvariantKernels(KernelSet):
         return torch.where(real.view(-1, 1, 1), torch.cat(out).squeeze(2), 0.0)
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
-        """A request at a time."""
+        """Call the wrapped kernel once per request."""
         return _each(lambda *row: self._inner.sample(*row, draft=draft), logits, temperature, seeds, positions)
 
     def verify_chain(
@@ -195,7 +195,7 @@ class InvariantKernels(KernelSet):
         seeds: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """A request at a time."""
+        """Call the wrapped kernel once per request."""
         results = []
         for i in range(target_logits.shape[0]):
             row = slice(i, i + 1)
@@ -209,7 +209,7 @@ class InvariantKernels(KernelSet):
         return torch.cat(tokens), torch.cat(accepted)
 
     def truncate_logits(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-        """A request at a time."""
+        """Call the wrapped kernel once per request."""
         return _each(self._inner.truncate_logits, logits, temperature, top_k, top_p, min_p)
 
     def verify_tree(
@@ -224,7 +224,7 @@ class InvariantKernels(KernelSet):
         depth: int,
         sampling: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A request at a time."""
+        """Call the wrapped kernel once per request."""
         operands = (target_logits, tokens, parents, temperature, seeds, positions)
         results = [
             self._inner.verify_tree(*(operand[i : i + 1].clone() for operand in operands), depth=depth, sampling=sampling)
@@ -233,28 +233,30 @@ class InvariantKernels(KernelSet):
         chosen, path, accepted = zip(*results, strict=True)
         return torch.cat(chosen), torch.cat(path), torch.cat(accepted)
 
-    # Biases, penalties and counts add, multiply and divide single numbers, and a move copies them, whatever the shape is.
+    # Biases, penalties and counts compute each number alone, and a move copies: no shape changes their results.
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """A request at a time."""
+        """Call the wrapped kernel once per request."""
         results = [self._inner.logprobs(logits[i : i + 1].clone(), tokens[i : i + 1], count) for i in range(logits.shape[0])]
         values, ids = zip(*results, strict=True)
         return torch.cat(values), torch.cat(ids)
 
 
 def _each(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """``function`` of each row, on copies: they are all aligned alike."""
+    """Return ``function`` of each row, called with copies: all copies have the same alignment."""
     return torch.cat([function(*(tensor[i : i + 1].clone() for tensor in rows)) for i in range(rows[0].shape[0])])
 
 
 def _visible(metadata: AttentionMetadata, tokens: int, page_size: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token the pages of its request, int64 [T, P], what it sees of them, bool [T, P * page size], and whether it
-    is none of the padding, bool [T].
+    """Return tables, visibility and validity of each token.
+
+    Tables int64 [T, P] are the pages of the token's request. Visibility bool [T, P * page size] is True at the positions
+    that the token sees. Validity bool [T] is False for padding.
     """
     starts = metadata.query_start.to(torch.int64)
     token = torch.arange(tokens, device=starts.device)
     batch = metadata.seq_lens.shape[0]
-    # Padding behind the last request counts as that request's.
+    # Padding after the last request counts as part of the last request.
     request = (torch.searchsorted(starts, token, right=True) - 1).clamp(max=batch - 1)
     tables = metadata.block_table.index_select(0, request).to(torch.int64)
     begin, end = starts[:-1].index_select(0, request), starts[1:].index_select(0, request)

@@ -1,4 +1,4 @@
-"""KernelSet: the computations that a backend may do faster than torch does, in four parts."""
+"""KernelSet: the computations that a backend may implement faster than torch, in four parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.device.kernels.quantized import CACHE_FORMATS
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
 
-_OVER_CACHES = frozenset(
+_CACHE_KERNELS = frozenset(
     {
         "rope_write_cache",
         "head_norm_rope_write_cache",
@@ -35,10 +35,10 @@ _OVER_CACHES = frozenset(
 
 
 class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKernels):
-    """Kernels as plain methods; the defaults are the torch references. A plugin overrides what it does better.
+    """Kernels as plain methods. The defaults are the torch references; a plugin overrides the kernels that it does better.
 
-    Four parts, each in a file of its own: what a model computes with, how tokens are decided, the engine's bookkeeping, and
-    what several ranks compute together.
+    The set has four parts, each in its own file: kernels of the model, of sampling, of the engine's bookkeeping, and of
+    collectives.
 
     *Placement.* Every method enqueues on the stream whose scope the caller opened, and returns tensors of that stream.
     *Capture.* Every method may be captured; none reads a device value on the host.
@@ -48,43 +48,43 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
     finite.
     *Errors.* A shape or dtype that a kernel can't do raises before anything is enqueued.
 
-    *Subclasses.* A class that is defined with ``complete=True`` knows all that its kernels do at once. A subclass of it that
-    overrides one of these things is asked wherever the default calls it: a kernel that does more at once then runs part by
-    part, unless the subclass overrides that too.
+    *Subclasses.* A class that is defined with ``complete=True`` may fuse several kernels into one. If a subclass of the class
+    overrides one of the parts, the fused kernel runs part by part, so that the override is called. A subclass that also
+    overrides the fused kernel keeps its own fused kernel.
 
-    *Who computes.* An override computes a call, or leaves it to what it overrides by ``super()``: for a shape that it doesn't
-    take, say. By that the two are told apart when the calls are counted (``outrider conform`` does).
+    *Delegation.* An override computes a call, or delegates the call by ``super()``, for example for an unsupported shape.
+    ``outrider conform`` counts both kinds of calls.
 
-    Letters: T new tokens, B sequences, Hq and Hkv heads, D head size, H hidden size, V vocabulary, K draft tokens,
+    *Letters.* T new tokens, B sequences, Hq and Hkv heads, D head size, H hidden size. V vocabulary, K draft tokens,
     N nodes of a draft tree with its root, L the longest path from the root.
     """
 
     name = "torch"
     row_invariant = False
-    """Whether a token's or request's results are bit for bit the same whatever else is in the batch."""
+    """True if the bits of a token's or request's result don't depend on the other rows of the batch."""
 
     cache_formats: frozenset[str] = frozenset(CACHE_FORMATS)
-    """Formats of :data:`~outrider.device.CACHE_FORMATS` that the kernels take a cache in, beside that in the dtype of the
-    queries: :meth:`rope_write_cache` and what ends with it rounds to the nearest and clamps to the format's range (a NaN
-    stays one), :meth:`paged_attention` and :meth:`move_cache` read what is there. ``fp8`` is e4m3, -448 to 448. A model
-    multiplies by the scales of its cache outside of these. The references do all formats. A class that overrides one of these
-    methods has none unless it declares some: a cache that it doesn't know would be read wrongly. Asked before a model is
-    loaded.
+    """Formats of :data:`~outrider.device.CACHE_FORMATS` in which the kernels support a cache, in addition to the queries'
+    dtype. :meth:`rope_write_cache` and the kernels that end with it round to the nearest value and clamp to the format's
+    range; NaN stays NaN. :meth:`paged_attention` and :meth:`move_cache` read the stored values. ``fp8`` is e4m3, -448 to 448.
+    The model multiplies by the scales of its cache outside the kernels. The references support all formats. A class that
+    overrides a cache kernel supports no format unless it declares some, since it would misread an unknown cache. The engine
+    reads the attribute before it loads a model.
     """
 
     _complete = False
 
-    def __init_subclass__(cls, *, complete: bool = False, **given: object) -> None:
-        super().__init_subclass__(**given)
-        if "cache_formats" not in vars(cls) and not _OVER_CACHES.isdisjoint(vars(cls)):
+    def __init_subclass__(cls, *, complete: bool = False, **keywords: object) -> None:
+        super().__init_subclass__(**keywords)
+        if "cache_formats" not in vars(cls) and not _CACHE_KERNELS.isdisjoint(vars(cls)):
             cls.cache_formats = frozenset()
         cls._complete = complete
         if not complete:
-            cls._ask_for_parts()
+            cls._unfuse_overridden_parts()
 
     @classmethod
-    def _ask_for_parts(cls) -> None:
-        """Below a ``complete`` class: kernels of which a part is overridden here run part by part, as by default."""
+    def _unfuse_overridden_parts(cls) -> None:
+        """Restore the default of each fused kernel of a ``complete`` base class of which this class overrides a part."""
         base = next((kind for kind in cls.__mro__ if vars(kind).get("_complete")), None)
         if base is None:
             return
@@ -96,38 +96,41 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
             own.update(found)
 
     def batch_invariant(self) -> KernelSet:
-        """Kernels of this device that are ``row_invariant``, slower. The default wraps these, see
-        :class:`~outrider.device.kernels.invariant.InvariantKernels`; a backend that has better ones returns them.
+        """Return slower kernels of this device that are ``row_invariant``.
+
+        The default wraps this kernel set in :class:`~outrider.device.kernels.invariant.InvariantKernels`. A backend with
+        better invariant kernels overrides the method.
         """
         from outrider.device.kernels.invariant import InvariantKernels
 
         return InvariantKernels(self)
 
     def unused_overrides(self) -> Mapping[str, str]:
-        """Methods that this set overrides, and that leave each call to what they override on this very device, or with these
-        options: their names, and why. Every other override must compute something itself where the kit calls it.
-        One that does nothing but pass calls on has no path of its own: there the reference runs, and a report says so.
+        """Return the overrides that delegate every call on this device or with these options, each with the reason.
+
+        Every other override must compute calls itself when the kit calls it. For an override that only delegates, the
+        reference runs, and the report says so.
         """
         return {}
 
     def every_variant(self) -> AbstractContextManager[None] | None:
-        """A scope for kernels that are compiled when they're first used; None: none of these is.
+        """Return a scope in which calls compile all variants of a kernel; None if no kernel is compiled at first use.
 
-        A call inside also runs each other variant that such operands could take with another number of tokens, requests or
-        cached tokens, so that none is compiled later. What the call returns and writes is what it does outside. An engine
-        runs requests of its own in the scope before it serves any. It enters and leaves the scope with its device being the
-        current one, since what was compiled is loaded there.
+        A call in the scope also runs the variants for other numbers of tokens, requests or cached tokens, so that no variant
+        is compiled later. The call returns and writes the same values as outside the scope. An engine runs warm-up requests
+        in the scope before it serves requests. It enters and leaves the scope while its device is the current device, since
+        compiled kernels are loaded on the current device.
         """
         return None
 
     tunes = False
-    """Whether :meth:`tune` can measure, and :meth:`use_tuned` take over what it wrote."""
+    """True if :meth:`tune` can measure, and :meth:`use_tuned` can load its choices."""
 
     def for_shape(self, shape: DecoderShape) -> KernelSet:
-        """These kernels for the layers of a model of this shape: what was tuned for such layers goes before what was tuned
-        for others. They share everything with these, also what :meth:`tune` and :meth:`use_tuned` add later.
+        """Return these kernels for the layers of a model of this shape, which prefer the choices tuned for such layers.
 
-        A decoder asks once, when it's made. The default is these kernels, which choose nothing by layers.
+        The returned kernels share all state with this set, including later choices of :meth:`tune` and :meth:`use_tuned`. A
+        decoder calls the method once, when it is created. The default returns this kernel set.
         """
         del shape
         return self
@@ -140,17 +143,22 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
         directory: Path,
         progress: TuningProgress | None = None,
     ) -> tuple[TuningResult, ...]:
-        """Measure candidates for these shapes on this device, choose, and write each choice to ``directory`` as it's made.
+        """Measure candidates for these shapes on this device, and write each choice to ``directory`` at once.
 
-        What a vendor promises who implements it: no more than ``deadline_s`` seconds in all, and a second or two to finish a
-        measurement; what matters most first, so that an early end is worth something; a file that another process reads
-        meanwhile is whole (written beside and renamed); KeyboardInterrupt passes and leaves what was written. From then on
-        these kernels use what was chosen, :meth:`for_shape` each shape its own: tuning a shape changes nothing of another's
-        that was tuned before, also where both have the same product. The device is the caller's alone meanwhile: nothing is
-        under way on it, and no graph that was captured before is replayed later. Memory that is taken for it is given back.
+        An implementation has these duties:
 
-        Returns a result for each shape, in their order. Raises :class:`CapabilityError` where kernels don't tune
-        (``tunes`` is False), as these don't.
+        - It takes at most ``deadline_s`` seconds in all, plus a second or two to finish a measurement.
+        - It measures the most important products first, so that an early end leaves useful choices.
+        - A file that another process reads meanwhile is complete (written under another name and renamed).
+        - KeyboardInterrupt propagates, and the written choices remain.
+        - These kernels then use the choices; with :meth:`for_shape`, each shape uses its own. Tuning one shape changes no
+          choice of another shape, even if both shapes share a product.
+        - Memory that tuning allocates is released.
+
+        The caller uses the device exclusively: no work is in flight, and no graph captured earlier is replayed later.
+
+        Returns a result for each shape, in their order. Raises :class:`CapabilityError` if the kernels don't tune
+        (``tunes`` is False), like the references.
         """
         del shapes, deadline_s, directory, progress
         raise CapabilityError(
@@ -158,49 +166,50 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
         )
 
     def use_tuned(self, directory: Path) -> int:
-        """Take over what :meth:`tune` wrote to ``directory`` on such a device with this software; how many choices it has.
+        """Load the choices that :meth:`tune` wrote to ``directory``, and return their number; 0 if the kernels don't tune.
 
-        What another device, release or dtype left there isn't taken, nor is a file that can't be read. Before any graph is
-        captured. 0 for kernels that don't tune. What these kernels measure by themselves from then on may be kept there too.
+        Choices of another device type, release or dtype are ignored, as are unreadable files. Call it before any graph is
+        captured. The kernels may also store later measurements of their own in ``directory``.
         """
         del directory
         return 0
 
     def compiled(self) -> Mapping[str, int]:
-        """How many variants of each kernel this process has compiled so far, or loaded from a cache of compiled ones."""
+        """Return the number of variants of each kernel that this process compiled, or loaded from a cache, so far."""
         return {}
 
     def chosen(self) -> Mapping[str, str]:
-        """What was chosen by measurement so far, in words, by what it's for."""
+        """Return the choices made by measurement so far, in words, by their purpose."""
         return {}
 
 
 def kernel_names() -> tuple[str, ...]:
-    """The methods of a KernelSet that are kernels: those of the three parts that one rank computes alone,
-    in their order. Of the others, those of :class:`CollectiveKernels` need a group; those which :class:`KernelSet` adds
-    itself choose, tune and tell.
+    """Return the names of the kernels that one rank computes alone, in the order of their three classes.
+
+    Kernels of :class:`CollectiveKernels` need a group and aren't included. The further methods of :class:`KernelSet` select,
+    tune and report, and are no kernels.
     """
     return methods_of(ModelKernels, SamplingKernels, BookkeepingKernels)
 
 
 def methods_of(*parts: type) -> tuple[str, ...]:
-    """The public methods that these classes define themselves, in their order."""
+    """Return the public methods that these classes define themselves, in their order."""
     return tuple(name for part in parts for name, method in vars(part).items() if isfunction(method) and name[0] != "_")
 
 
 def declared_below(kind: type, base: type) -> frozenset[str]:
-    """What ``kind`` and the classes between it and ``base``, which it derives from, define themselves."""
+    """Return the names that ``kind`` and the classes between it and its base class ``base`` define themselves."""
     return frozenset(name for each in kind.__mro__[: kind.__mro__.index(base)] for name in vars(each))
 
 
 @cache
 def parts_of(name: str) -> frozenset[str]:
-    """The kernels that the default of this one calls."""
+    """Return the kernels that the default of the kernel ``name`` calls."""
     called = getattr(KernelSet, name).__code__.co_names
     return frozenset(called) & frozenset(_all_kernels()) - {name}
 
 
 @cache
 def _all_kernels() -> tuple[str, ...]:
-    """Those of :func:`kernel_names`, and those that need a group."""
-    return tuple(dict.fromkeys((*kernel_names(), *methods_of(CollectiveKernels))))  # one is of both
+    """Return the kernels of :func:`kernel_names`, and the kernels that need a group."""
+    return tuple(dict.fromkeys((*kernel_names(), *methods_of(CollectiveKernels))))  # one name is in both

@@ -1,4 +1,4 @@
-"""What kernels are told: of a batch, and of what lies beside a product."""
+"""Arguments of kernels: the description of a batch, and the operands that fused kernels add to a product."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from outrider.device.graph import HostParam
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionShape:
-    """One kind of attention that a batch goes through: what of ``KernelSet.paged_attention`` is the same for all batches.
-
-    ``heads`` of queries and ``kv_heads`` of the cache, ``head_size``, tokens of a page, ``dtype`` of queries and cache,
-    ``scale`` and ``window`` as ``paged_attention`` has them.
-    """
+    """The properties of one ``KernelSet.paged_attention`` of a model that are equal for all batches."""
 
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key heads in the cache."""
     head_size: int
     page_size: int
+    """Tokens of a page."""
     dtype: torch.dtype
+    """The dtype of queries and cache."""
     scale: float
+    """Scale, as in ``paged_attention``."""
     window: int = 0
+    """Window in tokens, as in ``paged_attention``."""
 
     @classmethod
     def of(cls, q: Tensor, k_cache: Tensor, *, scale: float, window: int) -> AttentionShape:
-        """That of a call of ``KernelSet.paged_attention`` with these operands."""
+        """Return the shape of a call of ``KernelSet.paged_attention`` with these operands."""
         return cls(
             heads=q.shape[1],
             kv_heads=k_cache.shape[2],
@@ -55,21 +57,21 @@ class AttentionMetadata:
     sequence. Every new token sees all cached tokens before the new ones.
 
     ``uniform``: every sequence has exactly ``max_query`` new tokens and there is no padding, so T = B * max_query; False
-    where that isn't known.
+    if that isn't known.
 
     ``seq_lens_host``: the exact lengths as a host parameter, only where the backend's policy declares
     ``exact_host_lengths``, and in ``KernelSet.plan_attention`` of kernels that declare ``plans_on_host``.
     ``host_query_start``: ``query_start`` on the host, where a batch isn't uniform and the host made it.
 
-    ``settled``: a whole decoder layer has been enqueued since anything here was written, and since anything was written to
-    the cache but each sequence's own new tokens in the layer that asks; no sequence's context is among another's new tokens.
-    On one stream that says nothing new, unless kernels begin before the ones ahead of them have ended (programmatic dependent
-    launch): then they may read all this at once. A kernel set that makes use of it sees to it that one kernel of each layer
-    waits for all before it.
+    ``settled``: a whole decoder layer was enqueued after the last write to these tensors, and after the last write to the
+    cache except each sequence's own new tokens in the present layer. No sequence's context includes another sequence's new
+    tokens. With programmatic dependent launch, a kernel may start before the previous kernel has ended; if ``settled``, such
+    a kernel may read the metadata at once. A kernel set that relies on this ensures that one kernel of each layer waits for
+    all earlier kernels.
 
-    ``shapes``: the attentions that this batch is planned for. ``plan``: what ``KernelSet.plan_attention`` made of this
-    batch, if the library plans. Code that changes lengths or queries of a planned batch must remove both: the plan is
-    for another batch.
+    ``shapes``: the attentions for which this batch is planned. ``plan``: the plan of ``KernelSet.plan_attention`` for this
+    batch, if the library plans. Code that changes lengths or queries of a planned batch must remove both, since the plan
+    is no longer valid.
     """
 
     query_start: Tensor
@@ -87,7 +89,7 @@ class AttentionMetadata:
 
 
 class Product(NamedTuple):
-    """A matrix product that is still to be made: ``x @ weight.T + bias``.
+    """A matrix product that is not computed yet: ``x @ weight.T + bias``.
 
     ``x`` [T, in], ``weight`` [out, in], ``bias`` [out] or None, all of one dtype.
     """
@@ -98,7 +100,7 @@ class Product(NamedTuple):
 
 
 class RotaryArgs(NamedTuple):
-    """How new keys and queries are rotated, and where keys and values go: see :meth:`KernelSet.rope_write_cache`.
+    """The rotation of new keys and queries, and the cache slots of keys and values: see :meth:`KernelSet.rope_write_cache`.
 
     ``cos`` and ``sin`` [T, D]; caches [pages, page size, Hkv, D], written; ``slots`` int64 [T].
     """
@@ -109,17 +111,18 @@ class RotaryArgs(NamedTuple):
     v_cache: Tensor
     slots: Tensor
 
-    def split(self, made: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, Hq, D], keys and values [T, Hkv, D]: views of ``made`` [T, (Hq + 2 Hkv) D], which has all."""
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [T, Hq, D], keys and values [T, Hkv, D] as views of ``qkv`` [T, (Hq + 2 Hkv) D]."""
         kv_heads, size = self.k_cache.shape[2:]
-        heads = made.shape[-1] // size - 2 * kv_heads
-        q, k, v = made.view(-1, heads + 2 * kv_heads, size).split((heads, kv_heads, kv_heads), dim=1)
+        heads = qkv.shape[-1] // size - 2 * kv_heads
+        q, k, v = qkv.view(-1, heads + 2 * kv_heads, size).split((heads, kv_heads, kv_heads), dim=1)
         return q, k, v
 
 
 class HeadNorms(NamedTuple):
-    """How queries and keys are normed head by head, before they're rotated: ``queries`` and ``keys`` [D], as the weights of
-    :meth:`KernelSet.rms_norm`, and its ``eps``.
+    """The norms of queries and keys per head, before the rotation.
+
+    ``queries`` and ``keys`` [D] are weights of :meth:`KernelSet.rms_norm`; ``eps`` is its epsilon.
     """
 
     queries: Tensor
@@ -128,7 +131,7 @@ class HeadNorms(NamedTuple):
 
 
 class RequestRows(NamedTuple):
-    """State of all requests of an engine, one of R rows each; row 0 is reserved for padding.
+    """State of all requests of an engine, one row of R per request; row 0 is reserved for padding.
 
     ``last_tokens`` int64 [R], ``seeds`` int64 [R], ``temperature`` float32 [R], ``tables`` int32 [R, P]: the block table.
     """
@@ -140,7 +143,7 @@ class RequestRows(NamedTuple):
 
 
 class RequestInputs(NamedTuple):
-    """Private copies of what an iteration reads of its B requests, in the batch's order.
+    """Private copies of the request state that an iteration reads, in the order of its B requests.
 
     ``rows`` int64 [B], ``lens`` int64 [B], ``last_tokens`` int64 [B], ``seeds`` int64 [B], ``temperature`` float32 [B],
     ``tables`` int32 [B, P].

@@ -1,4 +1,4 @@
-"""The part of a KernelSet that a model computes with: products, norms, rotation, the cache and attention over it."""
+"""The part of a KernelSet for a model's pass: products, norms, rotation, cache writes and attention over the cache."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class ModelKernels:
-    """What a pass through a decoder needs. Rules and letters: :class:`~outrider.device.KernelSet`."""
+    """Kernels of a pass through a decoder. Rules and letters: :class:`~outrider.device.KernelSet`."""
 
     plans_on_host = False
-    """Whether :meth:`plan_attention` reads exact lengths on the host. They're brought there before each batch is planned
-    (fence *lengths on host*), and each replay of a graph is planned anew; fused mode, where no length leaves the device, is
-    refused."""
+    """True if :meth:`plan_attention` reads exact lengths on the host. The engine then copies lengths to the host before it
+    plans a batch (fence *lengths on host*), and plans each replay of a graph anew. Fused mode, in which no length leaves the
+    device, is rejected."""
 
-    # -- matrix products, alone and with what follows them ---------------------------------------------------------
+    # -- matrix products, alone and fused with later kernels ---------------------------------------------------------
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x [..., in] @ weight[out, in].T + bias`` → [..., out]."""
+        """Return ``x [..., in] @ weight[out, in].T + bias`` → [..., out]."""
         # Some libraries read a strided row of 16 bits past its end, where a NaN counts although it's multiplied by zero.
         return F.linear(x.contiguous(), weight, bias)
 
@@ -55,8 +55,8 @@ class ModelKernels:
         return residual.add_(self.linear(x, weight, bias))
 
     def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
-        """Queries, keys and values as one ``product`` with weights [(Hq + 2 Hkv) D, H], then :meth:`rope_write_cache` of
-        them → queries [T, Hq, D].
+        """Compute queries, keys and values as one ``product`` with weights [(Hq + 2 Hkv) D, H], then
+        :meth:`rope_write_cache` of them → queries [T, Hq, D].
         """
         q, k, v = rotary.split(self.linear(*product))
         self.rope_write_cache(q, k, v, *rotary)
@@ -65,8 +65,8 @@ class ModelKernels:
     def norm_linear_silu_mul(
         self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """:meth:`linear_silu_mul` with ``weight`` and ``bias`` of :meth:`linear_add_rms_norm` of ``added``. What the norm
-        returns need never be there as such: its factor may come behind the product.
+        """:meth:`linear_silu_mul` with ``weight`` and ``bias`` of :meth:`linear_add_rms_norm` of ``added``. The norm
+        needn't be stored: its factor may be applied after the product.
         """
         return self.linear_silu_mul(self.linear_add_rms_norm(*added, residual, norm, eps), weight, bias)
 
@@ -87,21 +87,22 @@ class ModelKernels:
         return self.linear_rope_write_cache(Product(normed, weight, bias), rotary)
 
     def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-        """``x [..., in] @ W.T + bias`` → [..., out] in x's dtype, for the W that a quantised ``weight`` stands for.
+        """Return ``x [..., in] @ W.T + bias`` → [..., out] in x's dtype, for the weight W that ``weight`` encodes.
 
-        The formats in which a backend's kernels do this are its ``Capabilities.quantized_formats``. For the others there's
-        this reference, which makes W plain in each call: nothing runs it unless somebody asked for it.
+        The formats of a backend's own kernels are its ``Capabilities.quantized_formats``. For other formats there is only
+        this reference, which dequantizes W in each call. It runs only if the user requests it.
 
         *Weight.* W is (q - z) * s, in float32 or wider; it may be rounded to x's dtype before the product, or never.
 
-        *Activations*, where ``weight.activations`` says so, are quantised first. x is divided by its scale, rounded to the
-        nearest (ties to even), clamped to the format's range, and multiplied by the scale again, before the product or
-        behind it. ``fp8`` is e4m3: the range is -448 to 448, and a scale that isn't given is the largest magnitude over
-        448. ``int8``: -128 to 127, and the largest magnitude over 127.5 + 2**-13: at 127.5 that number itself would lie
-        between two steps, and become either by its last bit; so it becomes -128, or 127. A group of zeros stays zeros. No
-        scale depends on another row, so a request's tokens don't depend on its neighbours.
+        *Activations* are quantised first if ``weight.activations`` names a format. x is divided by its scale, rounded to the
+        nearest value (ties to even), clamped to the format's range, and multiplied by the scale before or after the product.
+        ``fp8`` is e4m3: the range is -448 to 448, and the default scale is the largest magnitude over 448. ``int8`` has the
+        range -128 to 127, and the default scale is the largest magnitude over 127.5 + 2**-13. With a divisor of 127.5, the
+        largest number would lie between two steps, and its last bit would decide the result; with this divisor it becomes
+        -128 or 127. A group of zeros stays zeros. No scale depends on another row, so a request's tokens don't depend on
+        other requests.
 
-        *Numerics.* As for every kernel, but x near the border of two steps may be rounded to either.
+        *Numerics.* The rule of every kernel holds; in addition, x near the border of two steps may be rounded to either.
         """
         return torch.ops.outrider.linear_quantized(  # type: ignore[no-any-return]  # torch.ops has no types
             x,
@@ -138,8 +139,8 @@ class ModelKernels:
     def linear_quantized_rope_write_cache(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs
     ) -> Tensor:
-        """Queries, keys and values as one :meth:`linear_quantized` of ``x`` [T, H], then :meth:`rope_write_cache` of them →
-        queries [T, Hq, D].
+        """Compute queries, keys and values as one :meth:`linear_quantized` of ``x`` [T, H], then :meth:`rope_write_cache`
+        of them → queries [T, Hq, D].
         """
         q, k, v = rotary.split(self.linear_quantized(x, weight, bias))
         self.rope_write_cache(q, k, v, *rotary)
@@ -171,8 +172,8 @@ class ModelKernels:
         bias: Tensor | None,
         rotary: RotaryArgs,
     ) -> Tensor:
-        """Queries, keys and values as one :meth:`norm_linear_quantized`, then :meth:`rope_write_cache` of them → queries
-        [T, Hq, D].
+        """Compute queries, keys and values as one :meth:`norm_linear_quantized`, then :meth:`rope_write_cache` of them →
+        queries [T, Hq, D].
         """
         q, k, v = rotary.split(self.norm_linear_quantized(added, residual, norm, eps, weight, bias))
         self.rope_write_cache(q, k, v, *rotary)
@@ -195,10 +196,10 @@ class ModelKernels:
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """:meth:`norm_linear_quantized` of what attention adds: ``residual`` [T, H] grows in place by the product of
+        """:meth:`norm_linear_quantized` of the attention output: ``residual`` [T, H] grows in place by the product of
         :meth:`paged_attention` with ``output`` [H, Hq D], and its norm is multiplied with ``weight`` → [T, out].
 
-        What attention gives needn't be rounded to q's dtype, nor lie in memory as anybody else would read it.
+        The attention output needn't be rounded to q's dtype, and may have any memory layout.
         """
         attended = self.paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
         added = QuantizedProduct(attended.reshape(q.shape[0], -1), output, output_bias)
@@ -223,11 +224,11 @@ class ModelKernels:
         scale: float,
         window: int = 0,
     ) -> QuantizedProduct:
-        """:meth:`attention_norm_linear_quantized` with gate and up, ``weight`` [2 I, H], and what the MLP then adds, still to
-        be made: the product of :meth:`silu_mul` of it with ``down`` [H, I].
+        """:meth:`attention_norm_linear_quantized` with gate and up, ``weight`` [2 I, H], and the MLP's second product, not
+        computed yet: the product of :meth:`silu_mul` of it with ``down`` [H, I].
 
         Either ``x`` is [T, 2 I] and ``gated``, or it went through :meth:`silu_mul` here and is [T, I], perhaps with its
-        ``maxima``: whichever the kernels behind it do better with.
+        ``maxima``: the form that suits the later kernels better.
         """
         operands = q, k_cache, v_cache, metadata, output, output_bias, residual, norm, eps, weight, bias
         both = self.attention_norm_linear_quantized(*operands, scale=scale, window=window)
@@ -236,57 +237,58 @@ class ModelKernels:
     # -- embeddings, norms, activation -----------------------------------------------------------------------------
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Rows of ``weight`` [V, H] for int64 ``tokens`` [T] → [T, H]."""
+        """Return rows of ``weight`` [V, H] for int64 ``tokens`` [T] → [T, H]."""
         return F.embedding(tokens, weight)
 
     def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
-        """:meth:`embedding` of ``tokens`` [T], and ``hidden`` [T, H'] behind it → [T, H + H']."""
+        """Return :meth:`embedding` of ``tokens`` [T], concatenated with ``hidden`` [T, H'] → [T, H + H']."""
         return torch.cat((self.embedding(tokens, weight), hidden), dim=-1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm of ``x`` [..., H] with ``weight`` [H]."""
+        """Return the root-mean-square norm of ``x`` [..., H] with ``weight`` [H]."""
         return torch.ops.outrider.rms_norm(x, weight, eps)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``residual += x`` in place (both [T, H]), then its norm."""
+        """Compute ``residual += x`` in place (both [T, H]), and return the norm of ``residual``."""
         return torch.ops.outrider.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``silu(gate) * up`` for ``gate_up`` [T, 2*I] → [T, I]."""
+        """Return ``silu(gate) * up`` for ``gate_up`` [T, 2*I] → [T, I]."""
         return torch.ops.outrider.silu_mul(gate_up)  # type: ignore[no-any-return]  # torch.ops has no types
 
     # -- mixtures of experts: E experts, k of them for a token, inner size I -------------------------------------------
 
     def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-        """Which ``count`` experts a token goes to, by its router's ``logits`` [T, E] → weights [T, k], experts int64 [T, k].
+        """Select ``count`` experts per token by the router's ``logits`` [T, E] → weights [T, k], experts int64 [T, k].
 
-        Softmax over all experts, in float32 or wider; the likeliest, in descending order, of equal ones the first. Weights
-        are their probabilities, divided by their sum if ``renormalize``; in float32, or in float64 for such logits.
+        The experts are the likeliest of a softmax over all experts, in float32 or wider, in descending order, the lower one
+        first among equals. Weights are their probabilities, divided by their sum if ``renormalize``. They are float32, or
+        float64 for float64 logits.
         """
         return torch.ops.outrider.route(logits, count, renormalize)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """The sum over a token's experts of ``weights`` [T, k] times :meth:`silu_mul` of ``x`` [T, H] with the expert's
-        ``gate_up`` [E, 2*I, H], then with its ``down`` [E, H, I] → [T, H].
+        """Return the sum over a token's experts of ``weights`` [T, k] times :meth:`silu_mul` of ``x`` [T, H] with the
+        expert's ``gate_up`` [E, 2*I, H], then with its ``down`` [E, H, I] → [T, H].
 
-        ``chosen`` int64 [T, k] are experts, each at most once for a token: what :meth:`route` returns. Which experts those
-        are is known on the device alone.
+        ``chosen`` int64 [T, k] are the experts that :meth:`route` returned, each at most once per token. Only the device
+        knows their values.
         """
         return torch.ops.outrider.experts(x, weights, chosen, gate_up, down)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def experts_quantized(
         self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
     ) -> Tensor:
-        """As :meth:`experts`, with quantised weights: the experts' rows one behind the other, ``gate_up`` [E * 2 I, H] and
-        ``down`` [E * H, I], both stored and with activations in one way, no block of which has rows of two experts.
+        """Compute :meth:`experts` with quantised weights, ``gate_up`` [E * 2 I, H] and ``down`` [E * H, I].
 
-        A backend's kernels do this in the formats that it declares for :meth:`linear_quantized`, which says what is quantised
-        when; what an expert's activation makes is, too.
+        Each weight concatenates the experts' rows. Both have the same format and activation format, and no block has rows of
+        two experts. A backend's kernels support the formats that it declares for :meth:`linear_quantized`, whose rules hold.
+        The output of an expert's activation is quantised too.
         """
         hidden, inner = x.shape[1], down.shape[1]
         expected = gate_up.shape[0] * hidden == down.shape[0] * 2 * inner and gate_up.shape[1] == hidden
-        ways = {(each.format, each.activations, each.activation_group) for each in (gate_up, down)}
-        if not expected or len(ways) > 1 or 2 * inner % gate_up.block[0] or hidden % down.block[0]:
+        formats = {(each.format, each.activations, each.activation_group) for each in (gate_up, down)}
+        if not expected or len(formats) > 1 or 2 * inner % gate_up.block[0] or hidden % down.block[0]:
             raise ConfigError(
                 f"quantised experts are {list(gate_up.shape)} {gate_up.label} and {list(down.shape)} {down.label}; expected "
                 f"[E * 2 I, {hidden}] and [E * {hidden}, I], stored in one way, in blocks that end with an expert's rows"
@@ -308,7 +310,7 @@ class ModelKernels:
             inner,
         )
 
-    # -- the cache, and attention over it --------------------------------------------------------------------------
+    # -- cache and attention --------------------------------------------------------------------------
 
     def rope_write_cache(
         self,
@@ -330,32 +332,32 @@ class ModelKernels:
 
     def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
         """:meth:`rms_norm` of each head of queries and of keys, then :meth:`rope_write_cache` → queries [T, Hq, D]. ``made``
-        [T, (Hq + 2 Hkv) D] is contiguous, has queries, keys and values side by side, and stays as it is. Hq may be 0: then it
-        has keys and values alone.
+        [T, (Hq + 2 Hkv) D] is contiguous, has queries, keys and values side by side, and isn't changed. Hq may be 0: then
+        ``made`` has only keys and values.
         """
         q, k, v = rotary.split(made)
         k = self.rms_norm(k, norms.keys, norms.eps)
         if q.shape[1]:
             q = self.rms_norm(q, norms.queries, norms.eps)
-        # Where there are no queries, keys are turned in their place and thrown away: no other method has none.
+        # Without queries, a copy of the keys takes their place and is dropped: rope_write_cache needs queries.
         self.rope_write_cache(q if q.shape[1] else k.clone(), k, v, *rotary)
         return q
 
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
-        """Let a library that plans on the host prepare for this batch; returns the metadata with its plan.
+        """Let a library that plans on the host prepare for this batch; return the metadata with the plan.
 
-        Called on the plan stream's scope (of a prompt's chunks: on that of the stream that they run on), before the tensors
-        of ``metadata`` are used on another stream, and never in a capture. A plan is for the ``shapes`` of the metadata;
-        without any there is nothing to plan. Kernels that declare ``plans_on_host`` get ``seq_lens_host``, and
-        ``host_query_start`` of a batch that isn't uniform. The reference plans nothing.
+        The engine calls the method in the plan stream's scope, and for prompt chunks in the scope of the stream that runs
+        them. The call precedes every use of the tensors of ``metadata`` on another stream, and is never captured. A plan
+        covers the ``shapes`` of the metadata; without shapes, nothing is planned. Kernels that declare ``plans_on_host`` get
+        ``seq_lens_host``, and ``host_query_start`` if the batch isn't uniform. The reference plans nothing.
 
-        *In place.* ``metadata.plan`` is None, and a plan is made, with room for lengths up to the whole block table; or it's
-        what this method returned for the same requests' number and ``max_query`` (for chunks of prompts: of any), and that is
-        brought up to date where it lies: a graph which was captured with it then computes this batch.
+        *In place.* If ``metadata.plan`` is None, the method creates a plan with room for lengths up to the whole block table.
+        Otherwise ``metadata.plan`` is an earlier plan for the same number of requests and ``max_query`` (for prompt chunks:
+        for any). The method then updates the plan in place, so that a graph captured with the plan computes this batch.
 
-        *Lifetime.* The caller keeps a plan for as long as something may use it, and has ordered ``stream`` behind the last
-        attention that used it before. What was planned on one ``stream`` runs on one stream, an attention at a time: such
-        plans may share scratch memory. What the device reads of the host's memory is the kernels' to keep until it has.
+        *Lifetime.* The caller keeps a plan alive as long as work may use it, and has ordered ``stream`` after the last
+        attention that used the plan. Attentions planned on one ``stream`` run on one stream, one at a time, so their plans
+        may share scratch memory. The kernels keep host memory alive until the device has read it.
         """
         del stream
         return metadata
@@ -370,11 +372,11 @@ class ModelKernels:
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Attention of q [T, Hq, D] over the pages of each sequence → [T, Hq, D].
+        """Return the attention of q [T, Hq, D] over the pages of each sequence → [T, Hq, D].
 
-        The new tokens' keys and values are in the cache already. What lies behind a sequence's length, or in page 0, belongs
-        to somebody else and may be anything, NaN included: it doesn't reach the result. ``window`` > 0: a token sees that
-        many positions, its own included.
+        The new tokens' keys and values are in the cache already. Slots after a sequence's length, and page 0, may hold any
+        values of other requests, NaN included; they don't affect the result. ``window`` > 0: a token sees that many
+        positions, its own included.
         """
         return torch.ops.outrider.paged_attention(  # type: ignore[no-any-return]  # torch.ops has no types
             q,

@@ -1,8 +1,8 @@
 """The kernels as torch custom operators in the namespace ``outrider``.
 
-A schema says what an operator reads and what it writes; the sanitizer believes it. An operator whose accesses are
-decided by data also says which rows it touches (:data:`ROW_ACCESS`). The references are registered for every device at
-once; a plugin overrides the method of its KernelSet. It may register its own kernel as an overload of the operator here
+A schema declares which operands an operator reads and writes; the sanitizer relies on the schema. :data:`ROW_ACCESS` lists
+the touched rows of operators whose accesses depend on data. The references are registered for every device at once; a
+plugin overrides the method of its KernelSet. It may register its own kernel as an overload of the operator here
 (``outrider::sample.mine``): an overload whose operands have the same names touches the same rows.
 """
 
@@ -30,7 +30,7 @@ def _define(schema: str, implementation: Callable[..., Any], fake: Callable[...,
 
 
 def _masked(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """What masked logits are."""
+    """Check the operands of the mask; return an empty tensor like its result."""
     words = -(-logits.shape[-1] // 32)
     expect(
         bitmask.dtype == torch.int32 and bitmask.shape == (*logits.shape[:-1], words),
@@ -43,13 +43,13 @@ def _masked(logits: Tensor, bitmask: Tensor) -> Tensor:
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    """What a norm returns. A queueing device asks this before it enqueues: a wrong shape must be an error here."""
+    """Return an empty tensor like the norm. A queueing device calls this before it enqueues, so errors are raised here."""
     expect(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _routed(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """What routing returns."""
+    """Check the operands of routing; return empty tensors like its results."""
     expect(
         logits.dim() == 2 and 0 < count <= logits.shape[1],
         lambda: f"{count} experts of a token, of router logits {tuple(logits.shape)}; expected [T, E], at most E of them",
@@ -60,7 +60,7 @@ def _routed(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _mixed(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """What experts return."""
+    """Check the operands of experts; return an empty tensor like their result."""
     fits = x.dim() == 2 and gate_up.dim() == 3 and chosen.dim() == 2 and weights.shape == chosen.shape
     fits = fits and chosen.shape[0] == x.shape[0] and gate_up.shape[2] == x.shape[1]
     fits = fits and down.shape == (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)
@@ -75,7 +75,7 @@ def _mixed(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Te
 
 
 def _multiplied(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """What a product with a weight [out, in] returns."""
+    """Check a product with a weight [out, in]; return an empty tensor like its result."""
     expect(x.shape[-1] == shape[1], lambda: f"product of {tuple(x.shape)} with a quantised weight of {tuple(shape)}")
     return x.new_empty((*x.shape[:-1], shape[0]))
 
@@ -231,13 +231,13 @@ _define(
 
 
 def _rows_of_slots(arguments: Mapping[str, Any]) -> Tensor:
-    """Cache rows (page * page size + offset) that a write touches."""
+    """Return the cache rows (page * page size + offset) that a write touches."""
     slots: Tensor = arguments["slots"]
     return slots.flatten()
 
 
 def _rows_of_pages(arguments: Mapping[str, Any]) -> Tensor:
-    """Cache rows that attention reads: the rows of each sequence's pages below its length."""
+    """Return the cache rows that attention reads: the rows of each sequence's pages below its length."""
     table: Tensor = arguments["block_table"]
     lens: Tensor = arguments["seq_lens"]
     page_size = arguments["k_cache"].shape[1]
@@ -247,7 +247,7 @@ def _rows_of_pages(arguments: Mapping[str, Any]) -> Tensor:
 
 
 def _cells_of_rows(arguments: Mapping[str, Any]) -> Tensor:
-    """Cells of ``counts`` that reading whole rows touches."""
+    """Return the cells of ``counts`` in the rows that are read."""
     rows: Tensor = arguments["rows"]
     vocabulary = arguments["counts"].shape[1]
     cells: Tensor = rows.unsqueeze(1) * vocabulary + torch.arange(vocabulary, device=rows.device)
@@ -255,19 +255,19 @@ def _cells_of_rows(arguments: Mapping[str, Any]) -> Tensor:
 
 
 def _cells_of_tokens(arguments: Mapping[str, Any]) -> Tensor:
-    """Cells of ``counts`` that counting touches; what isn't counted touches cell 0, of the reserved row."""
+    """Return the cells of ``counts`` that counting touches; an ignored token touches cell 0 of the reserved row."""
     tokens: Tensor = arguments["tokens"]
     rows: Tensor = arguments["rows"]
     return torch.where(tokens >= 0, rows.unsqueeze(1) * arguments["counts"].shape[1] + tokens, 0).flatten()
 
 
 def _rows_of_moves(arguments: Mapping[str, Any]) -> Tensor:
-    """Cache rows that a move reads or writes: sources and destinations."""
+    """Return the cache rows that a move reads or writes: sources and destinations."""
     return torch.cat((arguments["sources"].flatten(), arguments["destinations"].flatten()))
 
 
 def _cells_of_state(arguments: Mapping[str, Any]) -> Tensor:
-    """Cells (of the first two dimensions) of the rows of state that are gathered or written."""
+    """Return the cells (of the first two dimensions) of the state rows that are gathered or written."""
     state: Tensor = arguments["state"]
     rows: Tensor = arguments["rows"]
     if state.dim() < 2:
@@ -278,24 +278,24 @@ def _cells_of_state(arguments: Mapping[str, Any]) -> Tensor:
 
 
 def _rows_of_requests(arguments: Mapping[str, Any]) -> Tensor:
-    """Rows of state with one dimension."""
+    """Return the touched rows of a state with one dimension."""
     rows: Tensor = arguments["rows"]
     return rows.flatten()
 
 
 def _rows_of_lens(arguments: Mapping[str, Any]) -> Tensor:
-    """Rows of the lengths of some requests: by row, or in the order of the batch."""
+    """Return the touched rows of the lengths: by request row, or in the order of the batch."""
     rows: Tensor = arguments["rows"]
     return rows.flatten() if arguments["lens_by_row"] else torch.arange(rows.shape[0], device=rows.device)
 
 
 def _cells_of_tables(arguments: Mapping[str, Any]) -> Tensor:
-    """Cells of the block tables of some requests."""
+    """Return the cells of the requests' block tables."""
     return _cells_of_state({"state": arguments["tables"], "rows": arguments["rows"]})
 
 
 def _cells_of_source(arguments: Mapping[str, Any]) -> Tensor:
-    """Cells of what is looked at: of some rows, or all of them."""
+    """Return the checked cells: of the given rows, or of all rows."""
     source: Tensor = arguments["source"]
     rows = arguments["rows"]
     if rows is None:

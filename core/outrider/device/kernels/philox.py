@@ -1,4 +1,4 @@
-"""Philox4x32-10 on torch tensors: randomness that depends on a key and a counter alone.
+"""Philox4x32-10 on torch tensors: random numbers that depend only on a key and a counter.
 
 Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011; constants and known-answer vectors as in Random123.
 Integers live in int64 tensors and are kept below 2**32.
@@ -16,13 +16,13 @@ _ROUNDS = 10
 
 
 def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of ``constant * value``. The product wraps modulo 2**64: as bits it's the unsigned one."""
+    """Return the high and low 32 bits of ``constant * value``. The signed product modulo 2**64 has the unsigned bits."""
     product = value * constant
     return (product >> 32) & _MASK, product & _MASK
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four 32-bit words per counter. All arguments are int64 tensors below 2**32 that broadcast together."""
+    """Return four 32-bit words per counter. All arguments are int64 tensors below 2**32 that broadcast together."""
     c0, c1, c2, c3 = counter
     rounds = torch.arange(_ROUNDS, dtype=torch.int64, device=c0.device).view(-1, *[1] * key[0].dim())
     for k0, k1 in zip((key[0] + rounds * _WEYL_0) & _MASK, (key[1] + rounds * _WEYL_1) & _MASK, strict=True):
@@ -33,10 +33,10 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def uniforms(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:
-    """Uniform float32 in (0, 1), shape ``seeds.shape + (count,)``.
+    """Return uniform float32 values in (0, 1), of shape ``seeds.shape + (count,)``.
 
-    ``seeds`` (any int64) and ``positions`` (non-negative) have one shape; ``lane`` tells draws for different purposes at one
-    position apart. The value at index i depends on the seed, the position, the lane and i, and on nothing else.
+    ``seeds`` (any int64) and ``positions`` (non-negative) have one shape; ``lane`` separates values for different purposes at
+    one position. The value at index i depends on the seed, the position, the lane and i, and on nothing else.
     """
     blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=seeds.device)
     seed = seeds.to(torch.int64).unsqueeze(-1)
@@ -47,5 +47,5 @@ def uniforms(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:
     )
     flat = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :count]
     # 23 bits and the half after them fill a float32's mantissa. With one bit more, the largest would round up to 1, whose
-    # Gumbel noise is infinite: one draw in 131 over a vocabulary of 128256 would then take any token at all.
+    # Gumbel noise is infinite: one sample in 131 over a vocabulary of 128256 would then be an arbitrary token.
     return ((flat >> 9).to(torch.float32) + 0.5) * (1.0 / (1 << 23))

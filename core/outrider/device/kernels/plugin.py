@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kernel_info() -> KernelInfo:
-    """Usable wherever torch is."""
+    """Describe the references, which are usable on any device of torch."""
     return KernelInfo(name="torch", description="The torch references, whatever kernels the backend has of its own")
 
 
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
-    """The references."""
+    """Return the torch references for any backend."""
     from outrider.device.kernels.kernelset import KernelSet
 
     del backend

@@ -1,4 +1,4 @@
-"""QuantizedWeight: a weight of few bits as a kernel gets it, one record for every checkpoint format."""
+"""QuantizedWeight: a quantised weight as a kernel receives it, one record for every checkpoint format."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from outrider.device.errors import ConfigError
 QUANTIZED_FORMATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 )
-"""The formats, and the dtype of ``QuantizedWeight.data`` in each."""
+"""Formats of quantised weights, and the dtype of ``QuantizedWeight.data`` in each."""
 CACHE_FORMATS: Mapping[str, torch.dtype] = MappingProxyType({"fp8": torch.float8_e4m3fn})
-"""What the pages of a cache can hold in place of plain numbers, and their dtype then; see ``KernelSet.cache_formats``."""
+"""Quantised formats of KV pages, and the dtype of the pages in each; see ``KernelSet.cache_formats``."""
 ACTIVATION_FORMATS = ("fp8", "int8")
-"""What activations can be quantised to."""
-_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Formats of quantised activations."""
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +33,12 @@ class QuantizedWeight:
     *Scales.* ``scales`` holds s in float32, bfloat16, float16 or float64, [ceil(out / R), ceil(in / C)] with ``block`` =
     (R, C). A scale per channel has the block (1, in). ``zero_points`` holds z as int8 of the same shape; None: all are 0.
 
-    *Activations.* ``activations`` is None (they stay as they are), ``fp8`` or ``int8``: what x is quantised to before the
-    product. With ``input_scale`` (float32 [1], on the device) by that one scale. Without, by a scale for each
-    ``activation_group`` columns of a row, the last group possibly shorter; 0: for each whole row. See
+    *Activations.* ``activations`` is the format to which x is quantised before the product: ``fp8``, ``int8``, or None if x
+    isn't quantised. ``input_scale`` (float32 [1], on the device) is one scale for all of x. Without it, each group of
+    ``activation_group`` columns of a row has its own scale; 0: each whole row. The last group may be shorter. See
     :meth:`~outrider.device.KernelSet.linear_quantized`.
 
-    The tensors are contiguous, and nobody writes to them. Raises :class:`ConfigError` for a record that can't be.
+    The tensors are contiguous and never written. Raises :class:`ConfigError` for an inconsistent record.
     """
 
     format: str
@@ -58,9 +58,9 @@ class QuantizedWeight:
             raise _wrong("shape and block", (self.shape, self.block), "two pairs of positive numbers")
         rows, columns = self.shape
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
-        held = (rows, -(-columns // 2)) if self.format == "int4" else (rows, columns)
-        _check("data", self.data, held, (QUANTIZED_FORMATS[self.format],))
-        _check("scales", self.scales, grid, _SCALES)
+        data_shape = (rows, -(-columns // 2)) if self.format == "int4" else (rows, columns)
+        _check("data", self.data, data_shape, (QUANTIZED_FORMATS[self.format],))
+        _check("scales", self.scales, grid, _SCALE_DTYPES)
         if self.zero_points is not None:
             _check("zero_points", self.zero_points, grid, (torch.int8,))
             if self.format == "fp8":
@@ -76,18 +76,18 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
-        held = (self.data, self.scales, self.zero_points, self.input_scale)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        """Return the number of bytes of all tensors."""
+        tensors = (self.data, self.scales, self.zero_points, self.input_scale)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """Return the device of the tensors."""
         return self.data.device
 
     @property
     def label(self) -> str:
-        """The format in words: ``int4 group 128``, ``fp8 block 128x128, activations fp8``."""
+        """Return the format in words: ``int4 group 128``, ``fp8 block 128x128, activations fp8``."""
         rows, columns = self.block
         width = self.shape[1]
         across = "per channel" if columns >= width else f"group {columns}"
@@ -102,12 +102,12 @@ class QuantizedWeight:
 
 
 class QuantizedProduct(NamedTuple):
-    """As :class:`~outrider.device.Product`, with a quantised weight [out, in].
+    """A :class:`~outrider.device.Product` with a quantised weight [out, in].
 
-    ``gated``: ``x`` is [T, 2 in] and goes through :meth:`~outrider.device.KernelSet.silu_mul` before.
+    If ``gated``, ``x`` is [T, 2 in], and :meth:`~outrider.device.KernelSet.silu_mul` is applied before the product.
 
-    ``maxima`` float32 [N, T]: the largest of each column is the largest magnitude of that row of ``x``. What made ``x`` may
-    have left them, for kernels that quantise it; None: it didn't. Nobody has to look at them.
+    ``maxima`` float32 [N, T], or None: the largest value of column t is the largest magnitude of row t of ``x``. The kernel
+    that computed ``x`` may provide them to kernels that quantise ``x``. A kernel may ignore them.
     """
 
     x: Tensor

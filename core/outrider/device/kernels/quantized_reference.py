@@ -1,4 +1,4 @@
-"""Torch reference of a product with a quantised weight, and of what the weight stands for."""
+"""Torch reference of a product with a quantised weight, and of the dequantized weight."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 _E4M3_MAX = 448.0
 INT8_LARGEST = 127.5 + 2.0**-13
-"""The scale of a row is its largest magnitude over this: half of the range of int8, from -128 to 127, and a little. Over half
-of the range alone, that number itself would lie between two steps, and the last bit would decide which one it becomes.
+"""Divisor of a row's largest magnitude that gives the row's scale: half of the int8 range from -128 to 127, plus 2**-13.
+
+With the divisor 127.5, the largest number would lie between two steps, and its last bit would decide the result.
 """
 
 
@@ -24,7 +25,7 @@ def dequantize(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The weight [out, in] that a quantised one stands for, in ``dtype``: computed in float32 or wider, rounded once."""
+    """Return the dequantized weight [out, in] in ``dtype``, computed in float32 or wider and rounded once."""
     wide = torch.promote_types(dtype, torch.promote_types(scales.dtype, torch.float32))
     if format == "int4":
         halves = torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
@@ -37,7 +38,7 @@ def dequantize(
 
 
 def spread(grid: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """A value for each block → one for each element that it's for, or a dimension of 1 where it's for all of them."""
+    """Expand one value per block to one value per element; a dimension with a single block keeps size 1."""
     for dim in (0, 1):
         if grid.shape[dim] > 1 and block[dim] > 1:
             grid = grid.repeat_interleave(block[dim], dim=dim)
@@ -47,7 +48,7 @@ def spread(grid: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
 
 
 def quantize_activations(x: Tensor, format: str, group: int, input_scale: Tensor | None) -> Tensor:
-    """``x`` [..., in] as it is after it was quantised and multiplied by its scales again; see ``linear_quantized``."""
+    """Return ``x`` [..., in], quantised and then multiplied by its scales; see ``linear_quantized``."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if input_scale is not None:
         return _rounded(wide, input_scale.to(wide.dtype), format).to(x.dtype)
@@ -59,7 +60,7 @@ def quantize_activations(x: Tensor, format: str, group: int, input_scale: Tensor
 
 
 def _scaled(x: Tensor, format: str) -> Tensor:
-    """Quantised by the largest magnitude of the last dimension. Zeros stay zeros."""
+    """Quantise ``x`` by the largest magnitude of the last dimension. Zeros stay zeros."""
     largest = _E4M3_MAX if format == "fp8" else INT8_LARGEST
     scale = x.abs().amax(dim=-1, keepdim=True) / largest
     return _rounded(x, torch.where(scale > 0, scale, 1.0), format)
@@ -86,7 +87,7 @@ def linear_quantized(
     activations: str,
     activation_group: int,
 ) -> Tensor:
-    """The product with the whole weight made plain; ``activations`` is empty where they stay as they are."""
+    """Multiply with the dequantized weight; ``activations`` is empty if the activations aren't quantised."""
     if activations:
         x = quantize_activations(x, activations, activation_group, input_scale)
     # Contiguous as in ``ModelKernels.linear``: a library may read a strided row past its end.

@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``residual += x`` in place, then the norm of it."""
+    """Compute ``residual += x`` in place, and return the norm of ``residual``."""
     residual.add_(x)
     return rms_norm(residual, weight, eps)
 
@@ -50,11 +50,11 @@ def rope_write_cache(
 
 
 def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` as a cache of ``dtype`` holds it: in a narrow one clamped to its range, so that none becomes infinite or NaN."""
+    """Return ``x`` as a cache of ``dtype`` stores it: a narrow dtype clamps values, so that none becomes infinite or NaN."""
     if dtype.itemsize > 1:
         return x
-    most = torch.finfo(dtype).max
-    return x.clamp(-most, most).to(dtype)
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
 
 
 def paged_attention(
@@ -97,7 +97,7 @@ def paged_attention(
         index = new_index.clamp(0, max_query - 1).expand(batch, max_query, span)
         visible = (new_index < 0) | tree_mask[flat].gather(2, index)
     inside = position < seq_lens.to(torch.int64).view(batch, 1, 1)
-    # A weight of zero doesn't hide a NaN that an earlier owner of the page, or padding, left behind the sequence.
+    # A weight of zero doesn't hide a NaN that an earlier owner of the page, or padding, left after the sequence.
     keys = torch.where(inside.unsqueeze(-1), keys, 0.0)
     values = torch.where(inside.unsqueeze(-1), values, 0.0)
     visible = visible & inside
@@ -120,7 +120,7 @@ def _gumbel(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:
 
 
 def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int) -> Tensor:
-    """One token a row: argmax at temperature 0, else a draw from softmax(logits / temperature) by Gumbel-max."""
+    """Return one token per row: argmax at temperature 0, else a sample of softmax(logits / temperature) by Gumbel-max."""
     hot = temperature > 0
     scaled = logits.float() / torch.where(hot, temperature, 1.0).unsqueeze(-1)
     noisy = scaled + _gumbel(seeds, positions, lane, logits.shape[-1])
@@ -135,7 +135,7 @@ def verify_chain(
     seeds: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Accept a prefix of each chain and draw the token after it (Leviathan et al. 2023, Chen et al. 2023)."""
+    """Accept a prefix of each chain and sample the token after it (Leviathan et al. 2023, Chen et al. 2023)."""
     batch, num_draft_tokens = draft_tokens.shape
     vocabulary = target_logits.shape[-1]
     choice = target_logits.argmax(-1)  # [B, K+1]
@@ -154,10 +154,10 @@ def verify_chain(
         accept = torch.where(hot, coin * q < p, accept)
         padding = draft_probs.new_zeros(batch, 1, vocabulary)
         residual = (target_probs - torch.cat((draft_probs, padding), dim=1)).clamp_(min=0)
-        # p == q leaves an empty residual, which is reached only through rounding: draw from p then.
+        # p == q leaves an empty residual, which is reached only through rounding: sample from p then.
         residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs)
-        drawn = (residual.log() + _gumbel(seed, where, LANE_RESIDUAL, vocabulary)).argmax(-1)
-        following = torch.where(hot, drawn, choice)
+        sampled = (residual.log() + _gumbel(seed, where, LANE_RESIDUAL, vocabulary)).argmax(-1)
+        following = torch.where(hot, sampled, choice)
     accepted = accept.to(torch.int64).cumprod(dim=1).sum(dim=1)  # [B]
     lane = torch.arange(num_draft_tokens + 1, device=draft_tokens.device).unsqueeze(0)
     drafts = torch.cat((draft_tokens, draft_tokens.new_zeros(batch, 1)), dim=1)
@@ -197,18 +197,18 @@ def verify_tree(
 
 
 def gather_rows(state: Tensor, rows: Tensor) -> Tensor:
-    """Rows of a table of state."""
+    """Return the rows ``rows`` of ``state``."""
     return state.index_select(0, rows)
 
 
 def scatter_rows(state: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Write rows of a table of state; row 0 stays as it is."""
+    """Write ``values`` to the rows ``rows`` of ``state``, except to row 0."""
     real = (rows > 0).view(-1, *([1] * (state.dim() - 1)))
     state.index_copy_(0, rows, torch.where(real, values, state[:1]))
 
 
 def copy_rows(source: Tensor, out: Tensor) -> None:
-    """Write rows to where they're wanted."""
+    """Copy ``source`` to ``out``."""
     check_copy(source, out)
     out.copy_(source)
 
@@ -222,14 +222,14 @@ def move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: 
 
 
 def find_nan(x: Tensor, found: Tensor) -> None:
-    """Where each row of ``x`` [B, n] has its first NaN."""
-    bad = torch.isnan(x)
-    index = torch.where(bad.any(dim=1), bad.to(torch.int8).argmax(dim=1), -1)
+    """Write the index of the first NaN of each row of ``x`` [B, n], or -1, to ``found[:, 0]``."""
+    is_nan = torch.isnan(x)
+    index = torch.where(is_nan.any(dim=1), is_nan.to(torch.int8).argmax(dim=1), -1)
     found.copy_(torch.stack((index, torch.full_like(index, -1)), dim=1))
 
 
 def find_outside(x: Tensor, low: int, high: int) -> Tensor:
-    """Where each row of whole numbers ``x`` [B, n] first leaves the range, and the number there."""
+    """Return the index and value of the first integer of each row of ``x`` [B, n] outside the range, or -1 and -1."""
     bad = (x < low) | (x >= high)
     first = bad.to(torch.int8).argmax(dim=1)
     value = x.gather(1, first.unsqueeze(1)).squeeze(1).to(torch.int64)

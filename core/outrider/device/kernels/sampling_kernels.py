@@ -1,4 +1,4 @@
-"""The part of a KernelSet that decides tokens: logits before a draw, draws, and which drafted tokens are accepted."""
+"""The part of a KernelSet that decides tokens: logits processing, sampling, and acceptance of drafted tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from outrider.device.kernels.reference import LANE_DRAFT, LANE_SAMPLE
 class SamplingKernels(BookkeepingKernels):
     """Sampling and verification. Rules and letters: :class:`~outrider.device.KernelSet`."""
 
-    # -- draws and verification ------------------------------------------------------------------------------------
+    # -- sampling and verification ------------------------------------------------------------------------------------
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
-        """One int64 token a row of ``logits`` [B, V].
+        """Sample one int64 token per row of ``logits`` [B, V].
 
-        ``temperature`` float32 [B]: 0 takes the argmax (the lowest index among equals), else a draw from
-        softmax(logits / temperature) that depends on ``seeds`` int64 [B] and ``positions`` int64 [B] alone (Philox).
-        ``draft`` takes the draws of the draft, which are independent of the target's.
+        ``temperature`` float32 [B]: 0 selects the argmax (the lowest index among equals). Otherwise the token is a sample of
+        softmax(logits / temperature) that depends only on ``seeds`` int64 [B] and ``positions`` int64 [B] (Philox).
+        ``draft`` uses the random numbers of the draft, which are independent of the target's.
         """
         lane = LANE_DRAFT if draft else LANE_SAMPLE
         return torch.ops.outrider.sample(logits, temperature, seeds, positions, lane)  # type: ignore[no-any-return]
@@ -55,11 +55,12 @@ class SamplingKernels(BookkeepingKernels):
         positions: Tensor,
         found: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """What :meth:`find_nan` says of each request's logits, and what :meth:`verify_chain` or, with K = 0, :meth:`sample`
-        decides by them: both read them all, so kernels may do it at once. No row samples: ``temperature`` is 0 everywhere.
+        """Check each request's logits with :meth:`find_nan`, and decide with :meth:`verify_chain` or, with K = 0,
+        :meth:`sample`.
 
-        ``found`` int64 [B, 2]: of the (K + 1) * V numbers of each request. The other operands, and what is returned, are
-        those of :meth:`verify_chain`. Where a request has NaN, of its choices only this is certain that they are tokens.
+        Both steps read all logits, so a kernel may fuse them. ``temperature`` is 0 in every row. ``found`` int64 [B, 2]
+        receives the finding about the (K + 1) * V logits of each request. The other operands and the results are those of
+        :meth:`verify_chain`. For a request with NaN, the results are arbitrary but valid tokens.
         """
         self.find_nan(target_logits.flatten(1), found)
         if draft_tokens.shape[1]:
@@ -83,31 +84,31 @@ class SamplingKernels(BookkeepingKernels):
 
         ``target_logits`` [B, N, V], one row a node. ``tokens`` int64 [B, N], the root (the last token) first. ``parents``
         int64 [B, N]: index of each node's parent, smaller than its own; -1 for the root and for nodes that aren't used.
-        ``positions`` int64 [B]: position of the root's children. ``depth``: L; what lies deeper is never accepted.
-        ``sampling``: some row has a temperature above 0; when False, temperatures aren't looked at.
+        ``positions`` int64 [B]: position of the root's children. ``depth``: L; deeper nodes are never accepted.
+        ``sampling``: some row has a temperature above 0; if False, temperatures aren't read.
 
-        From the root on, the target's token after the node is chosen just as :meth:`sample` chooses it with the same
-        seed and position, and the walk goes on at the first child that holds this token; it ends where there is none. So
-        every token is the target's own draw, whatever was drafted and however: lossless for any tree, and the very tokens
-        that plain decoding samples with this seed (where rounding doesn't decide). Against children that were
-        chosen deterministically (the k likeliest) no lossless rule accepts more often, since acceptance has just the
-        probability that the target gives to the children together (for point masses, the recursive rejection of Miao et
-        al. 2023, SpecInfer, comes to the same).
+        The walk starts at the root. At each node, the target's next token is the token that :meth:`sample` returns for the
+        same seed and position. The walk continues at the first child with this token, and ends if there is no such child.
+        Every token is therefore the target's own sample, independent of the draft: the rule is lossless for any tree.
+        Non-speculative decoding samples the same tokens with this seed, up to rounding. For children that were chosen
+        deterministically (the k likeliest), no lossless rule accepts more often: the acceptance probability is the target's
+        total probability of the children. For point masses, the recursive rejection of SpecInfer (Miao et al. 2023) is
+        equivalent.
 
         Returns tokens int64 [B, L+1] (accepted drafts, then the decided token, then -1), path int64 [B, L+1] (the node
-        that each of these follows, so the root first; 0 behind the last accepted node) and accepted int64 [B] (0..L).
+        that each token follows, so the root first; 0 after the last accepted node) and accepted int64 [B] (0..L).
         """
         return torch.ops.outrider.verify_tree(  # type: ignore[no-any-return]
             target_logits, tokens, parents, temperature, seeds, positions, depth, sampling
         )
 
-    # -- logits before a draw --------------------------------------------------------------------------------------
+    # -- logits processing --------------------------------------------------------------------------------------
     # ``logits`` [B, N, V]: N nodes of each request, of which node 0 is the last committed token and the others are
-    # drafted; the logits at a node decide the token after it. Each method returns new logits of the same dtype and leaves
-    # a row whose parameters are neutral bit for bit as it is. The order is masks, bias, penalties, truncation.
+    # drafted; the logits at a node decide the token after it. Each method returns new logits of the same dtype, and
+    # copies a row with neutral parameters bit for bit. The order is masks, bias, penalties, truncation.
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> Tensor:
-        """``-inf`` for the tokens that a grammar doesn't allow.
+        """Set the logits of tokens that a grammar doesn't allow to ``-inf``.
 
         ``bitmask`` int32 [B, N, W], W words of 32 bits: token 32w + i is allowed where bit i of word w is set. W is V / 32,
         rounded up. Neutral: -1 everywhere.
@@ -128,7 +129,7 @@ class SamplingKernels(BookkeepingKernels):
     def penalize_logits(
         self, logits: Tensor, tokens: Tensor, tree_mask: Tensor | None, rows: Tensor, counts: Tensor, penalties: Tensor
     ) -> Tensor:
-        """Repetition, presence and frequency penalties, exact at every node.
+        """Apply repetition, presence and frequency penalties, exact at every node.
 
         ``counts`` int32 [R, V], row ``rows`` int64 [B] of it: 2 for each time that the committed output has the token,
         plus 1 if the prompt has it. At a node the drafted tokens on the way to it, its own included, count as output:
@@ -150,19 +151,20 @@ class SamplingKernels(BookkeepingKernels):
         torch.ops.outrider.count_tokens(counts, rows, tokens)
 
     def truncate_logits(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-        """``-inf`` for tokens that top-k, then top-p, then min-p drop from softmax(logits / temperature).
+        """Set the logits of tokens that top-k, then top-p, then min-p drop from softmax(logits / temperature) to ``-inf``.
 
-        ``temperature``, ``top_p``, ``min_p`` float32 [B], ``top_k`` int64 [B]; neutral: 0, 1, 0. Each sees what the one
-        before left, renormalised. Equals of the k-th largest stay. The nucleus (Holtzman et al. 2020) is the fewest
-        likeliest tokens whose mass reaches ``top_p``, the lowest index first among equals; min-p (Nguyen et al. 2024)
-        keeps what has at least that share of the likeliest token's probability. The likeliest token always stays, and a
-        row at temperature 0 keeps everything.
+        ``temperature``, ``top_p``, ``min_p`` float32 [B], ``top_k`` int64 [B]; neutral: 0, 1, 0. Each filter sees the
+        renormalised result of the previous filter. Tokens equal to the k-th largest stay. The nucleus (Holtzman et al.
+        2020) is the fewest likeliest tokens whose mass reaches ``top_p``, the lowest index first among equals; min-p
+        (Nguyen et al. 2024) keeps tokens with at least that fraction of the likeliest token's probability. The likeliest
+        token always stays, and a row at temperature 0 keeps everything.
         """
         return torch.ops.outrider.truncate_logits(logits, temperature, top_k, top_p, min_p)  # type: ignore[no-any-return]
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Log-softmax of ``logits`` [B, N, V]: float32 [B, N, 1+count], that of ``tokens`` int64 [B, N] (where it is
-        negative, anything), then of the ``count`` likeliest tokens, in order, of equals the lower id first; and their ids,
-        int64 [B, N, count].
+        """Return log-probabilities float32 [B, N, 1+count] and ids int64 [B, N, count] for ``logits`` [B, N, V].
+
+        The first log-probability is that of ``tokens`` int64 [B, N]; it is undefined for a negative token. The others are
+        those of the ``count`` likeliest tokens in order, the lower id first among equals. ``ids`` are their ids.
         """
         return torch.ops.outrider.logprobs(logits, tokens, count)  # type: ignore[no-any-return]

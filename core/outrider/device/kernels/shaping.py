@@ -1,4 +1,4 @@
-"""Torch references of what reshapes logits before a token is drawn, and of the log-probabilities that are reported.
+"""Torch references of logits processing before sampling, and of reported log-probabilities.
 
 Shapes: B requests, N nodes of each (1 at a prompt's end, K+1 in a chain, the nodes of a tree), V vocabulary, R request
 rows, M entries of a bias list. Node 0 holds a request's last committed token; the logits at a node decide the token after
@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 IN_PROMPT, OCCURRENCE = 1, 2
-"""How ``counts`` packs a token's history: bit 0 says that it is in the prompt, the rest counts it in the output."""
+"""Encoding of a token's history in ``counts``: bit 0 is set if the prompt has the token; higher bits count the output."""
 
 
 def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """``-inf`` where a token's bit isn't set."""
+    """Set the logits of tokens whose bit isn't set to ``-inf``."""
     bits = torch.arange(32, dtype=torch.int32, device=bitmask.device)
     allowed = (bitmask.unsqueeze(-1) >> bits) & 1
     return logits.masked_fill(allowed.flatten(-2)[..., : logits.shape[-1]] == 0, -torch.inf)
 
 
 def bias_logits(logits: Tensor, positions: Tensor, entries: Tensor, tokens: Tensor, values: Tensor, until: Tensor) -> Tensor:
-    """Add each request's first ``entries`` biases, those whose ``until`` lies beyond the position that is decided."""
+    """Add those of each request's first ``entries`` biases whose ``until`` exceeds the decided position."""
     batch, nodes, _ = logits.shape
     lane = torch.arange(tokens.shape[1], device=tokens.device)
     applies = (lane < entries.unsqueeze(1)).unsqueeze(1) & (positions.unsqueeze(2) < until.unsqueeze(1))  # [B, N, M]
-    # where, not a product: a ban is -inf, and 0 * -inf is NaN. What doesn't apply adds -0, which changes no bit. Entries of
-    # one token may be added in any order: the engine gives a token one bias and bans, and -inf absorbs what it meets.
+    # where, not a product: a ban is -inf, and 0 * -inf is NaN. Other entries add -0, which changes no bit. Entries of
+    # one token may be added in any order: the engine gives a token one bias and bans, and -inf absorbs any addend.
     added = torch.where(applies, values.unsqueeze(1), -0.0).to(logits.dtype)
     return logits.scatter_add(2, tokens.unsqueeze(1).expand(batch, nodes, -1), added)
 
@@ -35,7 +35,7 @@ def bias_logits(logits: Tensor, positions: Tensor, entries: Tensor, tokens: Tens
 def penalize_logits(
     logits: Tensor, tokens: Tensor, tree_mask: Tensor | None, rows: Tensor, counts: Tensor, penalties: Tensor
 ) -> Tensor:
-    """Penalties by each row's history and, at each node, the drafted tokens on the way to it."""
+    """Apply penalties by each row's history and, at each node, by the drafted tokens on the path to the node."""
     batch, nodes, vocabulary = logits.shape
     history = counts.index_select(0, rows).unsqueeze(1)  # [B, 1, V]
     if nodes == 1:
@@ -58,21 +58,21 @@ def penalize_logits(
 
 
 def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """Count output ``tokens`` (-1: none) in their rows; what isn't counted adds zero to the reserved row."""
+    """Count output ``tokens`` (-1: none) in their rows; an ignored token adds zero to the reserved row."""
     real = tokens >= 0
     index = torch.where(real, rows.unsqueeze(1), 0)
     counts.index_put_((index, tokens.clamp(min=0)), real.to(counts.dtype) * OCCURRENCE, accumulate=True)
 
 
 def truncate_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """``-inf`` where top-k, then top-p, then min-p drop a token from softmax(logits / temperature)."""
+    """Set the logits of tokens that top-k, then top-p, then min-p drop to ``-inf``."""
     batch, _, vocabulary = logits.shape
     hot = temperature > 0
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled = wide / torch.where(hot, temperature, 1.0).to(wide.dtype).view(batch, 1, 1)
     ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     k = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary).view(batch, 1, 1)
-    # Equals of the k-th largest stay, as the warpers of transformers have it.
+    # Tokens equal to the k-th largest stay, as in the logits processors of transformers.
     keep = ranked >= ranked.gather(2, (k - 1).expand(batch, logits.shape[1], 1))
     probs = torch.softmax(ranked.masked_fill(~keep, -torch.inf), dim=-1)
     above = probs.cumsum(-1) - probs  # mass of the tokens that are likelier
@@ -80,14 +80,14 @@ def truncate_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: T
     # A nucleus of 1 is everything: rounding in the sum must not cost the tail.
     keep = keep & ((above < nucleus) | (nucleus >= 1))
     keep = keep & (probs >= min_p.to(wide.dtype).view(batch, 1, 1) * probs[..., :1])
-    # The likeliest token stays whatever rounding does; a greedy row keeps all.
+    # The likeliest token stays, independent of rounding; a greedy row keeps all tokens.
     rank = torch.arange(vocabulary, device=logits.device)
     keep = keep | (rank == 0) | ~hot.view(batch, 1, 1)
     return logits.masked_fill(~torch.zeros_like(keep).scatter(2, order, keep), -torch.inf)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of ``tokens`` and of the ``count`` likeliest tokens, and the latter's ids."""
+    """Return the log-probabilities of ``tokens`` and of the ``count`` likeliest tokens, and the ids of the latter."""
     logs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     chosen = logs.gather(2, tokens.clamp(min=0).unsqueeze(2))
     ids = _likeliest(logs, count)
@@ -95,15 +95,16 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor
 
 
 def _likeliest(logs: Tensor, count: int) -> Tensor:
-    """Ids of the ``count`` largest of each row, of equals the lower first: others in a batch may decide ``count``, and it
-    changes nobody's list.
+    """Return the ids of the ``count`` largest values of each row, the lower id first among equals.
+
+    The first ids don't depend on ``count``, which other requests of the batch may determine.
     """
     if not count:
         return torch.topk(logs, count, dim=-1).indices
     vocabulary = logs.shape[-1]
     least = torch.topk(logs, count, dim=-1).values[..., -1:]
-    # Who is among them, by keys that no two have alike: above the least, then equal to it, the lower id first.
-    places = torch.arange(vocabulary, 0, -1, dtype=torch.float32, device=logs.device)
-    keys = torch.where(logs > least, places + vocabulary, torch.where(logs == least, places, 0.0))
+    # Distinct keys rank values above the least selected value first, then values equal to it, the lower id first.
+    id_keys = torch.arange(vocabulary, 0, -1, dtype=torch.float32, device=logs.device)
+    keys = torch.where(logs > least, id_keys + vocabulary, torch.where(logs == least, id_keys, 0.0))
     found = torch.topk(keys, count, dim=-1).indices
     return found.gather(2, torch.sort(logs.gather(2, found), dim=-1, descending=True, stable=True).indices)

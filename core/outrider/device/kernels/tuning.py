@@ -1,4 +1,4 @@
-"""What tuning is told and what it returns: see ``KernelSet.tune``."""
+"""Arguments and results of tuning: see ``KernelSet.tune``."""
 
 from __future__ import annotations
 
@@ -10,42 +10,46 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape:
-    """Sizes of a decoder on one device (a rank's shard where there are ranks) that the speed of kernels depends on.
-
-    ``hidden`` numbers of a token; ``heads`` and ``kv_heads`` of ``head_size`` numbers; ``inner``: the gated MLP's width;
-    ``vocabulary``: rows of the last product. ``fused``: columns of an EAGLE head's first product, 0 without one. ``bias``:
-    queries, keys and values have one. ``qk_norm``: queries and keys are normed by head before they turn. ``dtype``: that of
-    the weights.
-    """
+    """Sizes of a decoder on one device (of a rank's shard, with several ranks) that determine the speed of kernels."""
 
     hidden: int
+    """Hidden size."""
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key heads."""
     head_size: int
     inner: int
+    """Width of the gated MLP."""
     vocabulary: int
+    """Rows of the last product."""
     fused: int = 0
+    """Columns of the first product of an EAGLE head; 0 without a head."""
     bias: bool = False
+    """The products of queries, keys and values have a bias."""
     qk_norm: bool = False
+    """Queries and keys are normed per head before they are rotated."""
     dtype: torch.dtype = torch.bfloat16
+    """The dtype of the weights."""
 
 
 TuningProgress = Callable[[int, int, str], None]
-"""Called as tuning goes on: steps done, steps in all, and what was found just now."""
+"""A callback of tuning: number of finished steps, total number of steps, and the latest result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningResult:
-    """What came of tuning one shape.
-
-    ``measured``: candidates that were timed. ``kept``: choices that were written, each when it was made. ``complete``: every
-    step was taken; False where the deadline came first. ``seconds``: how long it took. ``before_us`` and ``after_us``:
-    microseconds of a layer, summed over the numbers of tokens that were measured.
-    """
+    """The result of tuning one shape."""
 
     measured: int
+    """Number of timed candidates."""
     kept: int
+    """Number of choices that were written to the directory."""
     complete: bool
+    """True if every step was finished before the deadline."""
     seconds: float
+    """Duration of the tuning."""
     before_us: float
+    """Microseconds of a layer before tuning, summed over the measured numbers of tokens."""
     after_us: float
+    """Microseconds of a layer after tuning, summed over the measured numbers of tokens."""

@@ -1,4 +1,4 @@
-"""WrappedKernels: another kernel set, of which a subclass changes a few methods."""
+"""WrappedKernels: a wrapper of a kernel set; subclasses override a few methods."""
 
 from __future__ import annotations
 
@@ -11,56 +11,60 @@ from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.kernelset import KernelSet, declared_below, kernel_names, methods_of, parts_of
 from outrider.device.kernels.tuning import DecoderShape
 
-_FLAGS = ("name", "row_invariant", "plans_on_host", "tunes", "cache_formats")
-_ATTENDING = ("attention_norm_linear_quantized", "attention_norm_linear_silu_mul_quantized")
-_TOGETHER = (
+_INHERITED_ATTRIBUTES = ("name", "row_invariant", "plans_on_host", "tunes", "cache_formats")
+_FUSED_WITH_ATTENTION = ("attention_norm_linear_quantized", "attention_norm_linear_silu_mul_quantized")
+_FUSED_OF_PARTS = (
     "verify_checked",
     "embed_beside_linear_quantized",
     "linear_quantized_add",
     "linear_quantized_add_rms_norm",
     "linear_quantized_rope_write_cache",
 )
-_PARTS = dict.fromkeys(_ATTENDING, frozenset({"paged_attention"})) | {name: parts_of(name) for name in _TOGETHER}
-"""Methods that a subclass which overrides one of the others is asked for part by part."""
+_OVERRIDABLE_PARTS = dict.fromkeys(_FUSED_WITH_ATTENTION, frozenset({"paged_attention"})) | {
+    name: parts_of(name) for name in _FUSED_OF_PARTS
+}
+"""Fused methods, each with the parts whose override makes the method run part by part."""
 
 
 class WrappedKernels(KernelSet):
-    """Passes each call on to ``inner``. A subclass overrides what it does otherwise, and reaches ``inner`` by ``super()``.
+    """A kernel set that passes each call on to ``inner``. A subclass overrides methods, and calls ``inner`` by ``super()``.
 
     ``name``, ``row_invariant``, ``plans_on_host``, ``tunes`` and ``cache_formats`` are those of ``inner`` unless the subclass
-    declares its own; one that overrides a kernel over caches declares their formats for itself.
+    declares its own. A subclass that overrides a kernel over caches must declare ``cache_formats``.
 
-    *Calls within* ``inner`` stay there: where its ``linear_add`` calls its ``linear``, an override of ``linear`` isn't asked.
-    One of ``paged_attention`` is, also by what is one call with attention: such attention may have been planned, and may be
-    why the subclass was chosen. There the subclass attends, and ``inner`` does the rest. So is one of what
-    :meth:`verify_checked` and the products with quantised weights at the ends of a stack consist of.
-    :meth:`batch_invariant` isn't passed on: the default wraps these kernels, with what the subclass does otherwise. Of
-    :meth:`for_shape` the result is wrapped.
+    *Calls within* ``inner`` don't reach the subclass: if ``inner.linear_add`` calls ``inner.linear``, an override of
+    ``linear`` isn't called. There are two exceptions. The fused kernels with attention call an override of
+    ``paged_attention``, because that attention may have been planned; ``inner`` computes the other parts.
+    :meth:`verify_checked` and the products with quantised weights at the ends of a stack also call overrides of their
+    parts.
+
+    :meth:`batch_invariant` isn't passed on: the default wraps this kernel set with its overrides. :meth:`for_shape` returns
+    a wrapper of ``inner.for_shape``.
     """
 
     def __init__(self, inner: KernelSet) -> None:
         self.inner = inner
         own = declared_below(type(self), WrappedKernels)
-        for flag in _FLAGS:
+        for flag in _INHERITED_ATTRIBUTES:
             if flag not in own:
                 setattr(self, flag, getattr(inner, flag))
-        self._in_parts = frozenset(name for name, parts in _PARTS.items() if parts & own)
+        self._in_parts = frozenset(name for name, parts in _OVERRIDABLE_PARTS.items() if parts & own)
 
     def batch_invariant(self) -> KernelSet:
-        """These where they are ``row_invariant`` already, else the default."""
+        """Return this kernel set if it is ``row_invariant``, else the default wrapper."""
         return self if self.row_invariant else super().batch_invariant()
 
     def for_shape(self, shape: DecoderShape) -> Self:
-        """These, around ``inner``'s kernels for this shape: a copy that shares everything else, or this very object."""
+        """Return a wrapper of ``inner``'s kernels for this shape: a shallow copy, or this object if nothing changes."""
         inner = self.inner.for_shape(shape)
         if inner is self.inner:
             return self
-        made = copy(self)
-        made.inner = inner
-        return made
+        wrapper = copy(self)
+        wrapper.inner = inner
+        return wrapper
 
     def unused_overrides(self) -> Mapping[str, str]:
-        """The subclass's own: none, unless it says so. Those of ``inner`` are its own matter."""
+        """Return the unused overrides of the subclass, by default none. ``inner`` reports its own."""
         return {}
 
 
@@ -73,7 +77,7 @@ def _pass_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def call_parts(self: WrappedKernels, *args: Any, **kwargs: Any) -> Any:
         return method(self, *args, **kwargs) if name in self._in_parts else call(self, *args, **kwargs)
 
-    return call_parts if name in _PARTS else call
+    return call_parts if name in _OVERRIDABLE_PARTS else call
 
 
 for _name in (*kernel_names(), *methods_of(KernelSet, CollectiveKernels)):
