@@ -260,8 +260,9 @@ def _verified_checked(kernels: KernelSet, o: Operands, drafts: int) -> tuple[Ten
     heat, found = torch.zeros_like(o["temperature"]), o["found"][:, 1:3]
     logits, tokens = o["logits"][:, : drafts + 1], o["draft_tokens"][:, :drafts]
     tokens, accepted = kernels.verify_checked(logits, tokens, heat, o["seeds"], o["positions"], found)
-    clean = [0, 1, 3] if drafts else [0, 1, 2, 3]  # a row with NaN may choose any token
-    return tokens[clean], accepted[clean], o["found"]
+    if drafts:  # row 2 has NaN and may choose any token; an index list would copy from pageable memory in a capture
+        tokens, accepted = (torch.cat((each[:2], each[3:])) for each in (tokens, accepted))
+    return tokens, accepted, o["found"]
 
 
 def _tree(dtype: torch.dtype) -> dict[str, Tensor]:
