@@ -1,4 +1,4 @@
-"""What a plan's kernels read, computed on the device from what the engine has there: page numbers and masks of trees."""
+"""Device tensors that a plan's kernels read: page numbers and tree masks, computed from the engine's device tensors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from torch import Tensor
 
 
 def fill_indices(indices: Tensor, starts: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> None:
-    """The pages of each sequence behind one another: row i of ``block_table`` int32 [B, P], as many entries as ``seq_lens``
-    int32 [B] tokens need, to ``indices`` int32 [B*P+1] from ``starts`` int32 [B] on. The last entry takes what isn't needed.
+    """Concatenate the page numbers of all sequences in ``indices``, int32 [B*P+1].
+
+    Row i of ``block_table``, int32 [B, P], contributes the pages that ``seq_lens[i]`` tokens need, from ``starts[i]`` on.
+    ``seq_lens`` and ``starts`` are int32 [B]. The last entry of ``indices`` receives the unneeded page numbers.
     """
     trash = indices.shape[0] - 1
     lane = torch.arange(block_table.shape[1], dtype=torch.int32, device=indices.device)

@@ -25,12 +25,12 @@ _log = logging.getLogger("outrider_flashinfer")
 
 
 def takes(shape: AttentionShape) -> bool:
-    """Whether FlashInfer has this attention."""
+    """Return whether FlashInfer supports the attention's dtype, head size and head counts."""
     return shape.dtype in DTYPES and shape.head_size in HEAD_SIZES and shape.heads % shape.kv_heads == 0
 
 
 class Attention:
-    """What the plans of one backend share: scratch memory, and which modules there are."""
+    """Scratch memory and compiled modules that all attention plans of one backend share."""
 
     def __init__(self, backend: Backend, processors: int) -> None:
         self.backend = backend
@@ -108,14 +108,14 @@ class Attention:
 
 
 class FlashInferKernels(WrappedKernels):
-    """Another kernel set with FlashInfer's attention. ``processors``: multiprocessors of the device.
+    """A kernel set that adds FlashInfer's attention to another one. ``processors``: multiprocessors of the device.
 
-    Planned attention in bfloat16 or float16 with a head size of 64, 128 or 256 is FlashInfer's: verify, draft-extend and
-    prompts. Other shapes are the kernels' beneath, and so are a draft's own passes, which nobody plans.
+    FlashInfer computes planned attention in bfloat16 or float16 with a head size of 64, 128 or 256: verify, draft-extend
+    and prefill. The wrapped kernels compute other shapes and a draft's own passes, which have no plan.
 
-    *Workspace.* Each plan holds 1 MiB of tables on the device and as much pinned memory; plans made on one stream share
-    scratch for partial results (70 MiB for 32 heads of size 128 on 132 multiprocessors). *Read on the host*: exact lengths
-    and the offsets of queries, nothing of the device. A plan's copies go to the stream that it's planned on.
+    *Workspace.* Each plan holds 1 MiB of tables on the device and 1 MiB of pinned memory. Plans of one stream share
+    scratch for partial results: 70 MiB for 32 heads of size 128 on 132 multiprocessors. *Read on the host*: exact lengths
+    and query offsets, no device memory. A plan's copies run on the stream on which it is planned.
     """
 
     plans_on_host = True
@@ -151,7 +151,7 @@ class FlashInferKernels(WrappedKernels):
         return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
 
     def every_variant(self) -> AbstractContextManager[None] | None:
-        """That of the kernels beneath; FlashInfer's modules are compiled when a shape is planned for the first time."""
+        """Return the wrapped kernels' scope. FlashInfer compiles its module when a shape is first planned."""
         return super().every_variant() or nullcontext()
 
     def compiled(self) -> Mapping[str, int]:

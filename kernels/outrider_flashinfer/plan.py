@@ -90,7 +90,7 @@ class Plan:
             self.wrappers[shape] = made
 
     def fits(self, metadata: AttentionMetadata, shapes: Sequence[AttentionShape]) -> bool:
-        """Whether this plan can be renewed for the batch."""
+        """Return whether this plan's buffers and wrappers can serve the batch."""
         batch, pages = metadata.block_table.shape
         if metadata.uniform != self._uniform or pages != self._pages or set(shapes) != set(self.wrappers):
             return False

@@ -1,1 +1,1 @@
-"""What kernels are measured on, and with: on the backend interface alone."""
+"""Kernel measurement cases and timing, built on the backend interface alone."""

@@ -116,5 +116,5 @@ class LayerChain:
         return kernels.head_norm_rope_write_cache(made, HeadNorms(self._head_norm, self._head_norm, eps), rotary)
 
     def layer_us(self) -> float:
-        """Microseconds of a layer, with the kernels as they are now."""
+        """Return the device microseconds of one layer with the currently chosen kernels."""
         return microseconds(self._module, self.run, calls=1, replays=7) / self.layers

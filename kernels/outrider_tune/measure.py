@@ -1,6 +1,6 @@
-"""What kernels are measured on: the shapes of a decoder, at several batch sizes, with the fewest bytes that each must move.
+"""Kernel measurement cases: a decoder's shapes at several batch sizes, with the minimum bytes that each kernel moves.
 
-For ``outrider bench kernels``, and for whoever tunes kernels by measuring them.
+``outrider bench kernels`` and the measuring tuners use them.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Maker:
         return torch.randn(size, dtype=self._dtype, device=self._device)
 
     def rows(self) -> Iterator[KernelCase]:
-        """Norms and SwiGLU."""
+        """Yield the cases of norms, SwiGLU and row gathers."""
         shape, count, item = self._shape, self._count, self._dtype.itemsize
         x, residual, weight = (
             self._normal(*size) for size in ((count, shape.hidden), (count, shape.hidden), (shape.hidden,))
@@ -193,7 +193,7 @@ class _Maker:
         yield KernelCase("scatter_rows", self._label, 2 * values.nbytes, lambda k, i: k.scatter_rows(state, rows, values))
 
     def cache(self) -> Iterator[KernelCase]:
-        """What reads and writes the cache."""
+        """Yield the cases of kernels that read or write the KV cache."""
         shape, batch, width, device = self._shape, self._batch, self._width, self._device
         size = shape.head_size
         per = _CONTEXT // _PAGE
@@ -247,7 +247,7 @@ class _Maker:
         return _attend(f"{self._label}{tree}, {_CONTEXT} cached", q, caches, metadata, moved)
 
     def bookkeeping(self) -> Iterator[KernelCase]:
-        """What lies between the passes: whole numbers and short rows, so that bytes say little."""
+        """Yield the cases of kernels between the model passes. They move few bytes, so bandwidth says little about them."""
         batch, path, hidden, device = self._batch, self._width, self._shape.hidden, self._device
         pages = _CONTEXT // _PAGE
 
@@ -296,7 +296,7 @@ class _Maker:
         yield case("embed_beside", (features,) * 4, lambda k, i: k.embed_beside(token, table, features))
 
     def choices(self) -> Iterator[KernelCase]:
-        """Sampling and acceptance."""
+        """Yield the cases of sampling and acceptance kernels."""
         logits = self._normal(self._batch, self._width, self._shape.vocabulary)
         for hot in (False, True):
             yield from self._choices(logits, hot)

@@ -1,4 +1,4 @@
-"""Timing on the device: many calls captured in a graph, over operands that rotate so that no cache holds them."""
+"""Device timing of many calls captured in one graph. Operands rotate, so that no cache holds them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 Call = Callable[[int], object]
-"""Enqueue the work once; the number says which set of operands to take."""
+"""A function that enqueues the measured work once. Its argument is the index of the operand set."""
 
 
 def microseconds(module: Any, call: Call, *, calls: int, replays: int = 5) -> float:
-    """Device microseconds of one ``call``: ``calls`` of them in a graph, the median of ``replays`` of it.
+    """Return the device microseconds of one ``call``: the median of ``replays`` replays of a graph of ``calls`` calls.
 
-    ``module`` is the device's torch module. Every call is warmed up first, so that nothing is compiled in the capture.
+    ``module`` is the device's torch module. Two warm-up calls compile all kernels before the capture.
     """
     for number in range(2):
         call(number)

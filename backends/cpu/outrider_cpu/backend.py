@@ -1,4 +1,4 @@
-"""Streams, events and memory of the host: each operation has finished when its call returns."""
+"""Host streams, events and memory. Each operation finishes before its call returns."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def computes_bfloat16() -> bool:
 
 
 def capabilities(*, bfloat16: bool) -> Capabilities:
-    """What the host declares; ``bfloat16``: its processor has it."""
+    """Return the capabilities of the host. ``bfloat16`` says that its processor multiplies bfloat16."""
     return Capabilities(
         host_writes_memory=True,
         dtypes=frozenset({*_WIDE, torch.bfloat16, torch.float16}),
@@ -55,44 +55,44 @@ def capabilities(*, bfloat16: bool) -> Capabilities:
 
 
 class CpuStream(Stream):
-    """Work placed here has run by the time the call returns, so waits hold already."""
+    """A stream whose operations finish before the call that enqueues them returns."""
 
     @property
     def native(self) -> Any:
-        """Its name: there is no object behind it."""
+        """The stream's name: the host has no stream object."""
         return self.name
 
     def _record(self, event: Event) -> None:
-        """Everything before has run: the generation is complete when the backend interface has counted it."""
+        """Record nothing: all earlier work has run, so the counted generation is already complete."""
 
     def _wait(self, event: Event) -> None:
-        """The backend interface has checked that the generation was recorded, so it's complete."""
+        """Return at once: the backend interface has checked that the generation was recorded."""
 
     def _synchronize(self) -> None:
-        """Nothing is ever pending."""
+        """Return at once: no work is ever pending."""
 
     def _query(self) -> bool:
         return True
 
 
 class CpuEvent(Event):
-    """Complete as soon as it's recorded."""
+    """An event that is complete as soon as it is recorded."""
 
     def _query(self) -> bool:
         return True
 
     def _synchronize(self) -> None:
-        """Complete since its record."""
+        """Return at once: the record completed the event."""
 
 
 class CpuSync(SpeculativeSync):
-    """Nothing is ever pending, so every mode is right."""
+    """Host policy that supports every step mode, because no work is ever pending."""
 
     step_modes = frozenset(StepMode)
 
 
 class CpuBackend(Backend):
-    """The reference backend."""
+    """The reference backend: operations run synchronously on the host CPU."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -105,7 +105,7 @@ class CpuBackend(Backend):
 
     @contextmanager
     def _on(self, stream: Stream) -> Generator[None]:
-        del stream  # the host has one order: there is no place to choose
+        del stream  # the host runs all operations in one order
         yield
 
     def _create_stream(self, name: str, priority: int) -> Stream:
@@ -115,25 +115,25 @@ class CpuBackend(Backend):
         return CpuEvent(self, name, timing)
 
     def _synchronize(self) -> None:
-        """Nothing is ever pending."""
+        """Return at once: no work is ever pending."""
 
     def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
     def _is_pinned(self, tensor: Tensor) -> bool:
-        # All memory of the host can be reached without a detour.
+        # Host operations access pinned and pageable memory alike.
         return tensor.device.type == "cpu"
 
     def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
-        """An allocation that the host refuses is typed; torch has no class for it."""
+        """Return `OutOfDeviceMemory` for a failed host allocation, else None. Torch raises a plain RuntimeError for it."""
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
-            said = str(error).splitlines()[0] if str(error) else "MemoryError"
-            return OutOfDeviceMemory(f"{self.label} is out of memory {doing}: {said}")
+            reason = str(error).splitlines()[0] if str(error) else "MemoryError"
+            return OutOfDeviceMemory(f"{self.label} is out of memory {doing}: {reason}")
         return None
 
     def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
         return TorchGroup(self, name, ranks, rank, store, timeout_s)
 
     def memory_info(self) -> MemoryInfo:
-        """No limit is declared."""
+        """Return zeros: the host backend has no memory limit."""
         return MemoryInfo(total=0, free=0, allocated=0)

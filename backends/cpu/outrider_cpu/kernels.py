@@ -1,7 +1,7 @@
-"""Kernels of the host: what torch has for it, and what a device can't do: look at lengths and temperatures first.
+"""Kernels of the host, built from torch operators.
 
-Attention then works on the tokens that are cached, however much the block table could hold, and nothing is drawn for
-requests that don't sample.
+The host reads lengths and temperatures before it computes. Attention covers only the cached tokens, regardless of the
+block table's capacity. Greedy requests generate no random numbers.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from outrider.device import CACHE_FORMATS, AttentionMetadata, KernelSet, Product
 from outrider_cpu import operators as _operators  # noqa: F401  (registers them)
 
 _TARGET, _DRAFT = 0, 2
-"""The lanes that draws of the target and of the draft take."""
-_LARGE = 1 << 22
-"""Numbers of a weight from which on no cache of a core holds it."""
-_FEW = MappingProxyType({torch.float32: range(6, 49), torch.bfloat16: range(2, 33)})
+"""Random-number lanes of the target's and the draft's samples."""
+_MIN_UNCACHED_WEIGHT_ELEMENTS = 1 << 22
+"""Elements from which on a weight exceeds the cache of a core."""
+_WEIGHT_FIRST_TOKENS = MappingProxyType({torch.float32: range(6, 49), torch.bfloat16: range(2, 33)})
 """Tokens for which a product with a large weight is faster with the weight as its first operand
 (docs/evidence/README.md#2026-11-26-host-batches)."""
 
 
 class CpuKernels(KernelSet, complete=True):
-    """The torch references, with fewer operations."""
+    """Host kernels that compute the torch references' results with fewer operations."""
 
     name = "cpu"
     cache_formats = frozenset(CACHE_FORMATS)
 
     def batch_invariant(self) -> KernelSet:
-        """Over the references: here the length of a call depends on the batch."""
+        """Return the torch references' batch-invariant kernels. The kernels here depend on the batch's longest sequence."""
         return KernelSet().batch_invariant()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Of few tokens with the large weight first: the library copies its second operand before it multiplies."""
+        """Multiply few tokens with a large weight as first operand, because the library copies the second one."""
         tokens = x.numel() // weight.shape[1]
-        large = weight.numel() >= _LARGE and weight.is_contiguous() and weight.dtype is x.dtype
-        if not large or tokens not in _FEW.get(x.dtype, ()):
+        large = weight.numel() >= _MIN_UNCACHED_WEIGHT_ELEMENTS and weight.is_contiguous() and weight.dtype is x.dtype
+        if not large or tokens not in _WEIGHT_FIRST_TOKENS.get(x.dtype, ()):
             return super().linear(x, weight, bias)
         turned = x.contiguous().view(tokens, -1).t()
         made = torch.mm(weight, turned) if bias is None else torch.addmm(bias.unsqueeze(1), weight, turned)

@@ -13,11 +13,11 @@ _LARGEST = 32 << 20
 
 
 def keep_freed() -> bool:
-    """Have the C library keep up to 256 MiB of freed memory, and take blocks up to 32 MiB from it; whether it does.
+    """Let the C library retain up to 256 MiB of freed memory for blocks of up to 32 MiB. Return whether it accepts this.
 
-    By default glibc gives a freed block of some 100 KiB or more back to the system, and the next one like it costs a page
-    fault every 4 KiB: more than it takes to fill it. It is a setting of the process, for all of its threads. Other C
-    libraries have no such settings, and stay as they are.
+    By default glibc returns freed blocks of about 100 KiB or more to the system. The next such block then causes a page
+    fault every 4 KiB, which takes longer than filling the block. The setting applies to all threads of the process.
+    Other C libraries have no such settings and are unchanged.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -180,8 +180,8 @@ def _attend_together(
         )
 
     out = attended()
-    if not math.isfinite(out.sum()):  # where anything isn't; a sum that is too large costs no more than time
-        # A weight of zero doesn't hide a NaN that somebody else left behind a request.
+    if not math.isfinite(out.sum()):  # a value may be non-finite; an overflowing sum only costs time
+        # A zero attention weight doesn't mask a NaN that another request left after this request's last token.
         outside = position >= lens.unsqueeze(1)
         for each in (keys, values):
             each.masked_fill_(outside[:, :, None, None], 0)

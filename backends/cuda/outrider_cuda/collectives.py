@@ -38,7 +38,7 @@ dist: Any = torch.distributed  # much of it isn't exported as type checkers want
 
 
 class CudaGroup(TorchGroup):
-    """A group of GPUs."""
+    """A group of NVIDIA GPUs that communicate through NCCL or peer memory."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class CudaGroup(TorchGroup):
 
     @property
     def has_peer_memory(self) -> bool:
-        """Where all ranks are processes of one host whose GPUs reach each other."""
+        """True if all ranks are processes of one host and their GPUs can access each other's memory."""
         return self._reachable
 
     def _reach_peers(self) -> bool:
@@ -127,10 +127,10 @@ class CudaGroup(TorchGroup):
         return self._all_say("reached", said=reached)
 
     def _all_say(self, what: str, *, said: bool) -> bool:
-        """Whether every rank says yes, known to all of them."""
+        """Return on every rank whether all ranks passed ``said=True`` for the question ``what``."""
         self._meeting.set(f"{what}/{self.rank}", str(int(said)))
         keys = [f"{what}/{rank}" for rank in range(self.size)]
-        # A rank that waited in vain for one that failed at once comes later by as much as the limit, maybe several times.
+        # A rank that waited for a failed rank arrives later by the time limit, possibly several times.
         patience = timedelta(seconds=3 * self.timeout_s + 5)
         self._run(lambda: self._meeting.wait(keys, patience))
         return all([self._meeting.get(f"{what}/{rank}") == b"1" for rank in range(self.size)])  # noqa: C419  (ask all)
@@ -213,7 +213,7 @@ class CudaGroup(TorchGroup):
 
 
 def _boot_id() -> str:
-    """What tells one running system from another of the same name."""
+    """Return the kernel's boot identifier, which distinguishes hosts of the same name, or an empty string."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

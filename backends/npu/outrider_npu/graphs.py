@@ -1,14 +1,14 @@
 """Graphs with host parameters: task groups and their updates.
 
-CANN captures host values into a graph. An operation that shall get others is captured between ``graph_task_group_begin``
-and ``graph_task_group_end``, one operation a group, which gives a handle. Later the same operation is issued again between
-``graph_task_update_begin`` and ``graph_task_update_end`` on a stream that isn't captured: it doesn't run, its arguments
-replace those of the group, as work of that stream. An update that runs beside a replay which reads the group is a race, so
-the interface has the device's rule: the caller makes the update's stream wait for the replay before, the next replay for
-the update. The host waits for neither.
+CANN captures host values into a graph. An operation with replaceable values is captured between
+``graph_task_group_begin`` and ``graph_task_group_end``, one operation per group. The group has a handle. To replace the
+values, the caller issues the operation again between ``graph_task_update_begin`` and ``graph_task_update_end`` on a
+stream that isn't captured. The operation then doesn't run: its arguments replace those of the group, in stream order.
+An update that runs concurrently with a replay of the group is a race. The caller therefore makes the update's stream
+wait for the previous replay, and the next replay wait for the update. The host waits for neither.
 
-torch_npu's own ``NPUGraph.update`` isn't used: it updates every recorded operation with one list, on a stream of its own that
-nothing orders, and knows no others than the operators in its table.
+torch_npu's ``NPUGraph.update`` isn't used. It updates every recorded operation with one list, on an unordered stream of
+its own, and supports only the operators in its table.
 """
 
 from __future__ import annotations

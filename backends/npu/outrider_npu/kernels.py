@@ -124,10 +124,10 @@ class NpuKernels(KernelSet):
             cache.flatten(0, 1).index_copy_(0, slots, rows)
 
     def unfused(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> str:
-        """Why this attention goes through torch's reference, empty where CANN does it."""
+        """Return why this attention needs torch's reference, or an empty string if CANN computes it."""
         size, page_size = q.shape[2], k_cache.shape[1]
         if metadata.seq_lens_host is None:
-            # A bound and a mask wouldn't do: the operator reads what is behind a sequence, and weight 0 keeps a NaN.
+            # A bound and a mask don't suffice: the operator reads values after a sequence's end, and weight 0 keeps a NaN.
             return "the lengths aren't known on the host"
         if q.dtype not in _DTYPES:
             return f"the fused operator takes float16 and bfloat16, not {q.dtype}"
@@ -282,7 +282,7 @@ class NpuKernels(KernelSet):
 
 
 def _hidden(metadata: AttentionMetadata, flat: Tensor, query_lens: Tensor, span: int, window: int) -> Tensor:
-    """What each new token doesn't see, bool [B, 1, width, span]: True hides, as the operator has it."""
+    """Return the mask of hidden positions, bool [B, 1, width, span]: True hides a position from a new token."""
     batch, width = flat.shape
     lane = torch.arange(width, device=flat.device).view(1, width, 1)
     position = torch.arange(span, device=flat.device).view(1, 1, span)

@@ -1,4 +1,4 @@
-"""What can be known of the machine without importing torch_npu: packages, their versions, device files."""
+"""Facts about the host that need no import of torch_npu: packages, their versions, device files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def device_count(devices: Path = _DEVICES) -> int:
 
 
 def version_mismatch(torch: str | None, extension: str) -> Trouble | None:
-    """torch_npu X.Y is built against torch X.Y, and crashes beside another."""
+    """Return the mismatch of torch and torch_npu, or None. torch_npu X.Y requires torch X.Y and crashes with others."""
     if torch is None or _release(torch) == _release(extension):
         return None  # a torch without a distribution: the import will tell
     built_for = ".".join(_release(extension))

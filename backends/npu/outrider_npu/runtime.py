@@ -1,4 +1,4 @@
-"""Loading torch_npu, and its ways to fail as errors that say what to do."""
+"""Import of torch_npu, with each known failure as an error that says what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.device.errors import BackendLoadError
 
-# Operators of torch_npu that the kernels call. tests hold this against what the kernels' code really names.
+# Operators of torch_npu that the kernels call. A test compares the list with the kernels' code.
 OPERATORS = ("npu_fused_infer_attention_score", "_npu_fused_infer_attention_score_get_max_workspace", "npu_rotary_mul")
 
 _FAILURES = (
@@ -42,7 +42,7 @@ def load() -> ModuleType:
 
 
 def explain(error: BaseException) -> str:
-    """The message for a failed import."""
+    """Return the message of a failed import, with advice for a known cause."""
     text = f"{type(error).__name__}: {error}"
     for pattern, says, advice in _FAILURES:
         if pattern.search(text):

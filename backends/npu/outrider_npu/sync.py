@@ -6,14 +6,14 @@ from outrider.device import Recompute, SpeculativeSync, StepMode, Waiter
 
 
 class NpuSync(SpeculativeSync):
-    """How an overlapped iteration is ordered here. Events have generations, so fences are events.
+    """Synchronization policy of Ascend devices. Events have generations, so fences are events.
 
-    Attention takes the lengths as lists on the host: the plan needs exact ones (behind *lengths on host*), and graphs get
-    them rebound before each replay, for every draft step and for verify, between *params free* and *params bound*. The
-    values are copied into each call, so no list is shared by two iterations.
+    Attention takes lengths as host lists. The plan needs exact lengths, so it follows the fence *lengths on host*. Each
+    replay of a draft step or of verify is preceded by an update of the lengths, between *params free* and *params
+    bound*. Each call copies the values, so no two iterations share a list.
 
-    Positions on three axes are computed again from their source once the plan stream has joined, and copied into the
-    verify graph's input again: a plan that ran beside the draft was seen to leave others there.
+    Three-axis positions are recomputed from their source after the plan stream has joined and copied to the verify
+    graph's input again: a plan that ran concurrently with the draft was observed to leave wrong positions there.
     """
 
     step_modes = frozenset({StepMode.STAGED})

@@ -6,27 +6,28 @@ from dataclasses import dataclass
 
 from outrider.device import Waiter
 
-# A wait of a stream for an event was measured to cost an iteration more than a wait of the host does: MI350X and MI355X.
+# On MI350X and MI355X, a stream's wait for an event was measured to take longer than a host wait.
 _HOST_WAITS = frozenset({"gfx950"})
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """``name``: ``gfx942``. ``features``: what follows it, such as ``sramecc+``. ``wave_size``: threads that run in step,
-    64 on CDNA and 32 on RDNA; kernels must ask, not assume.
-    """
+    """An AMD GPU architecture."""
 
     name: str
+    """HIP's name, such as ``gfx942``."""
     features: tuple[str, ...]
+    """Suffixes of HIP's full name, such as ``sramecc+``."""
     wave_size: int
+    """Threads per wavefront: 64 on CDNA, 32 on RDNA."""
 
     @property
     def published_waiter(self) -> Waiter:
-        """Who waits for published lengths, unless an option says otherwise."""
+        """The default waiter for published lengths: the host or a stream."""
         return Waiter.HOST if self.name in _HOST_WAITS else Waiter.STREAM
 
 
 def parse_architecture(full_name: str, wave_size: int) -> Architecture:
-    """From HIP's full name of a device's architecture: ``gfx942:sramecc+:xnack-``."""
+    """Parse HIP's full name of an architecture, such as ``gfx942:sramecc+:xnack-``."""
     name, *features = full_name.split(":")
     return Architecture(name, tuple(features), wave_size)

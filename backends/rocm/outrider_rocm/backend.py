@@ -1,6 +1,6 @@
-"""A ROCm device as a backend: torch's streams, events and graphs under their CUDA names.
+"""The backend for ROCm devices. HIP builds of torch use CUDA's names for streams, events and graphs.
 
-What it shares with other devices of that form is in ``TorchDeviceBackend``; here is what differs.
+``TorchDeviceBackend`` holds the code shared with other torch devices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider_rocm.architecture import Architecture, parse_architecture
 from outrider_rocm.options import RocmOptions
 
 COLLECTIVES = "nccl"
-"""What torch.distributed calls RCCL. The backend interface has no verb for collectives yet."""
+"""Name of RCCL in torch.distributed."""
 
 CAPABILITIES = Capabilities(
     asynchronous=True,
@@ -34,7 +34,7 @@ CAPABILITIES = Capabilities(
 
 
 def _triton(backend: RocmBackend) -> KernelSet:
-    """The kernels that are shared with other devices, cut up for this one by what it says of itself; nothing was measured."""
+    """Return Triton kernels whose tile configurations derive from device properties. They were never measured on ROCm."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -50,8 +50,10 @@ def _triton(backend: RocmBackend) -> KernelSet:
 
 
 class RocmSync(SpeculativeSync):
-    """Events with generations. Published lengths are waited for on the host where that is faster, and results are copied
-    out on the forward stream, unless an option says otherwise.
+    """Synchronization policy of ROCm devices. Events have generations.
+
+    By default the host waits for published lengths on architectures where a host wait is faster, and the forward
+    stream copies results to the host. Options override both.
     """
 
     def __init__(self, backend: RocmBackend, options: RocmOptions) -> None:
@@ -62,9 +64,9 @@ class RocmSync(SpeculativeSync):
 
 
 class RocmBackend(TorchDeviceBackend):
-    """One AMD GPU."""
+    """The backend of one AMD GPU under ROCm."""
 
-    device_type = "cuda"  # HIP answers under that name
+    device_type = "cuda"  # torch's HIP build uses CUDA's name
 
     # HIP's texts of errors after which the context is gone; they arrive as plain RuntimeErrors on some torch versions.
     is_accelerator = True
@@ -82,13 +84,13 @@ class RocmBackend(TorchDeviceBackend):
         )
         properties = self.module.get_device_properties(self.device)
         self.architecture: Architecture = parse_architecture(properties.gcnArchName, properties.warp_size)
-        _ = self.kernels  # made now, so that a missing Triton is told of when the backend is opened
+        _ = self.kernels  # created now, so that opening the backend reports a missing Triton
 
     def _new_graph(self) -> Any:
         return self.module.CUDAGraph()
 
     def versions(self) -> Mapping[str, str]:
-        """torch, HIP, architecture and device name."""
+        """Return the versions of torch and HIP, the architecture and the device name."""
         return {
             **super().versions(),
             "hip": str(torch.version.hip),

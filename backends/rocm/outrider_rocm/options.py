@@ -1,4 +1,4 @@
-"""What can be said about a ROCm device: ``rocm:0,published=host``."""
+"""Options of a ROCm device, such as ``rocm:0,published=host``."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ _VALUES = {"kernels": ("torch", "triton"), "published": ("auto", "stream", "host
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RocmOptions:
-    """``kernels``: torch or triton. ``published``: auto, stream or host. ``results_on_forward``: copies to the host go on
-    forward.
-    """
+    """Validated options of a ROCm device."""
 
     kernels: str = "torch"
+    """``torch`` or ``triton``."""
     published: str = "auto"
+    """The waiter for published lengths: ``auto``, ``stream`` or ``host``."""
     results_on_forward: bool = True
+    """The forward stream copies results to the host."""
 
 
 def parse_options(options: Mapping[str, str]) -> RocmOptions:
-    """Raises :class:`ConfigError` for what doesn't exist or fit."""
+    """Parse the options. Raises :class:`ConfigError` for an unknown option or value."""
     for key, value in options.items():
         if key not in OPTIONS:
             raise ConfigError(f"backend 'rocm' has no option {key!r}; known: {', '.join(OPTIONS)}")

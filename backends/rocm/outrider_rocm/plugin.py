@@ -1,5 +1,5 @@
-"""Entry point of the backend ``rocm``. torch's HIP build answers under the names of its CUDA module; what tells the two
-apart is ``torch.version.hip``.
+"""Entry point of the backend ``rocm``. torch's HIP build uses the names of the CUDA module, and ``torch.version.hip``
+distinguishes the two builds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CI = CiDeclaration(runner_labels=("self-hosted", "rocm"), markers=("asynchronous
 
 
 def hip_version() -> str | None:
-    """The HIP that torch was built for; None for every other build."""
+    """Return the HIP version that torch was built for, or None for other builds."""
     import torch
 
     return torch.version.hip
@@ -26,7 +26,7 @@ def hip_version() -> str | None:
 
 @hookimpl
 def backend_info() -> BackendInfo:
-    """Usable where torch is built for HIP and sees a device; asking starts no device."""
+    """Describe the backend: usable if torch is built for HIP and sees a device. Starts no device."""
     import torch
 
     from outrider_rocm.options import OPTIONS
@@ -56,7 +56,7 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """GPU ``ordinal``; options in :data:`outrider_rocm.options.OPTIONS`."""
+    """Create the backend of GPU ``ordinal``, with options of :data:`outrider_rocm.options.OPTIONS`."""
     from outrider_rocm.options import parse_options
 
     parsed = parse_options(options)
