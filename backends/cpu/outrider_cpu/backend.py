@@ -76,7 +76,7 @@ class CpuStream(Stream):
 
 
 class CpuEvent(Event):
-    """An event that is complete as soon as it is recorded."""
+    """An event that is complete at its record."""
 
     def _query(self) -> bool:
         return True

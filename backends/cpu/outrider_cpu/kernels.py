@@ -35,9 +35,7 @@ class CpuKernels(KernelSet, complete=True):
         return KernelSet().batch_invariant()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply with the weight as first operand if it is large and tokens are few: the library copies the second
-        operand.
-        """
+        """Multiply few tokens with a large weight as first operand, because the library copies the second one."""
         tokens = x.numel() // weight.shape[1]
         large = weight.numel() >= _MIN_UNCACHED_WEIGHT_ELEMENTS and weight.is_contiguous() and weight.dtype is x.dtype
         if not large or tokens not in _WEIGHT_FIRST_TOKENS.get(x.dtype, ()):

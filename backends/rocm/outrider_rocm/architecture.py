@@ -12,7 +12,7 @@ _HOST_WAITS = frozenset({"gfx950"})
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """An AMD GPU architecture."""
+    """An AMD GPU architecture with its HIP features."""
 
     name: str
     """HIP's name, such as ``gfx942``."""

@@ -1,14 +1,14 @@
-"""A simulated accelerator: a torch device whose streams run in whatever order a strategy picks.
+"""A simulated accelerator: a torch device on which a strategy decides the order of all streams' operations.
 
 The package is an ordinary Outrider backend (`outrider_sim.plugin`). Its parts, from the bottom up:
 
 - `queue`, `schedule`, `strategies`, `exhaustive`, `explore`: operations, the orders in which they may go, and search;
 - `machine`, `hosts`, `failures`: streams, events, flags, host threads, virtual time, faults;
-- `memory`, `pinned`, `sim`: device blocks behind a caching allocator, and host memory that copies may touch in flight;
+- `memory`, `pinned`, `sim`: a caching allocator of device blocks, and pinned host memory that queued copies access;
 - `opinfo`, `meta`, `operands`, `dispatch` with `views`, `copies`, `creation`, `rows`: torch calls become queued operations;
 - `tensor`, `device`, `torch_module`: the torch device type, its registration, the module `torch.sim`;
 - `graphs`: capture and replay;
 - `tap`, `backend`, `plugin`, `options`: the backend interface.
 
-Importing this package registers nothing with torch: creating the backend does, or `outrider_sim.device.register`.
+Creating the backend or calling `outrider_sim.device.register` registers the device with torch; an import doesn't.
 """

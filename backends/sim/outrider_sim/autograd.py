@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 
 class Failure:
-    """What an operator returns instead of raising."""
+    """A stand-in that a failed operator returns instead of raising. Torch's own error about it contains its text."""
 
     def __init__(self, error: BaseException, number: int) -> None:
         self._text = f"{error} (failure {number} of the simulated device)"
@@ -47,7 +47,7 @@ class _Failures:
             return failure
 
     def meant(self, text: str) -> BaseException | None:
-        """The error behind torch's, whose message is `text`."""
+        """Remove and return the operator's error that caused torch's error message `text`, or None."""
         with self._lock:
             for mark in list(self._kept):
                 if mark in text:
@@ -61,9 +61,9 @@ class Engine(torch._C._ImperativeEngine):
     failures: _Failures
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch."""
+        """Run the backward pass. Raises an operator's original error instead of torch's error about its result."""
         try:
-            # On the calling thread, which makes it one actor with what it enqueued before and after.
+            # The backward pass runs on the calling thread, so all its operations belong to one actor.
             with torch.autograd.set_multithreading_enabled(False):
                 return super().run_backward(*args, **kwargs)
         except Exception as error:

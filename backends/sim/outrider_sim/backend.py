@@ -68,7 +68,7 @@ class SimStream(Stream):
 
     @property
     def native(self) -> Any:
-        """The queue."""
+        """The stream's queue in the simulated machine."""
         return self.queue_state
 
     def _record(self, event: Event) -> None:
@@ -127,7 +127,7 @@ class SimEvent(Event):
 
 
 class SimFlag(Flag):
-    """A simulated flag."""
+    """A flag whose state the simulated machine holds."""
 
     backend: SimBackend
 
@@ -150,7 +150,7 @@ class SimFlag(Flag):
 
 
 class SimGraph(Graph):
-    """A captured graph."""
+    """A graph of operations captured from simulated streams."""
 
     backend: SimBackend
 
@@ -199,7 +199,7 @@ class SimSync(SpeculativeSync):
 
 
 def _capabilities(like: Personality) -> Capabilities:
-    """What a personality can do."""
+    """Return the capabilities of a simulated device of the personality `like`."""
     return Capabilities(
         asynchronous=True,
         concurrent_streams=True,
@@ -252,7 +252,7 @@ class SimBackend(Backend):
         else:
             self._dispatcher.several = True
         self._control = SimControl(self)
-        # Work that nobody placed runs here; it is a stream of the backend like any other.
+        # Work outside any stream scope runs on the default stream, an ordinary stream of the backend.
         self.default_stream = SimStream(self, "default", 0, self.sim.machine.default)
         self._streams.append(self.default_stream)
 
@@ -294,7 +294,7 @@ class SimBackend(Backend):
         self.sim.machine.update_mode()
 
     def detach(self) -> None:
-        """Report to nobody."""
+        """Detach the observer and stop reporting operations."""
         super().detach()
         self.sim.machine.tap = None
         self.sim.machine.update_mode()
@@ -308,7 +308,7 @@ class SimBackend(Backend):
         return extent(tensor, False, "")
 
     def start_over(self, strategy: Strategy | None) -> None:
-        """See `SimControl.reset`."""
+        """Reset the host's machines; `SimControl.reset` lists what is reset."""
         self.sim.machine.reset(strategy)
         for machine in self.sim.machine.scheduler.machines:
             backend = machine.sim.backend()

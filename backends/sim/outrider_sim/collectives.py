@@ -128,7 +128,7 @@ class SimGroup(Group):
 
 
 def facts(call: Collective, *, in_graph: bool) -> tuple[tuple[str, object], ...]:
-    """What all ranks must ask for alike."""
+    """Return (name, value) pairs of a collective that must be equal on all ranks."""
     return (
         ("kind", "message" if call.kind in ("send", "receive") else call.kind),
         ("reduction", str(call.reduction) if call.reduction is not None else "none"),

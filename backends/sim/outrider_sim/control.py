@@ -43,10 +43,10 @@ class SimControl:
         return str(self._machine.schedule())
 
     def reset(self, strategy: Strategy | None = None) -> None:
-        """Drain, then start over: indices, decisions, virtual time, errors and random numbers. Live tensors keep their
-        memory, everything free is forgotten, and streams that nobody holds any more are gone. A lost device lives again.
+        """Drain the device, then reset indices, decisions, virtual time, errors and random numbers.
 
-        `strategy` decides from here on; None: the one of the backend's options.
+        Live tensors keep their memory. Free memory and unreferenced streams are dropped. A lost device is usable again.
+        `strategy` decides from now on; None selects the strategy of the backend's options.
         """
         self._backend.start_over(strategy)
 
@@ -90,7 +90,7 @@ class SimControl:
             self._backend.sim.diverges |= {kind}
 
     def create_store(self) -> Store:
-        """Where ranks that are host threads of this process meet: a wait there is a point of the schedule."""
+        """Create a key-value store for ranks that are host threads of this process. Its waits are points of the schedule."""
         return SimStore(self._machine.scheduler)
 
     def explore(
@@ -106,9 +106,9 @@ class SimControl:
         run_ranks(self._machine.scheduler, bodies, views)
 
     def run_threads(self, *bodies: Callable[[], None]) -> None:
-        """Run the callables as host threads beside each other, one at a time, picked by the strategy; join them all.
+        """Run the callables as interleaved host threads and join them. The strategy picks the one thread that runs.
 
-        Each starts on the caller's current stream. Raises what the first failing one raised.
+        Each thread starts on the caller's current stream. Raises the error of the thread that failed first.
         """
         with self._backend.as_current():
             self._machine.hosts.run_threads(*bodies)

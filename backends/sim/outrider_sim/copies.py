@@ -22,7 +22,7 @@ _COPY_OP = torch.ops.aten.copy_.default
 
 
 class Copies:
-    """Carries out copies."""
+    """Copy operators between host and simulated device, and within the device."""
 
     def __init__(self, core: Dispatcher) -> None:
         self._core = core

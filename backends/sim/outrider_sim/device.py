@@ -1,7 +1,7 @@
 """Registration of the simulated device with torch, and the module `torch.sim`.
 
-torch has one slot for a device type from outside (PrivateUse1), and it can't be given back: the name is taken for the
-process. `register` takes it; nothing does so on import.
+torch has one slot for an external device type (PrivateUse1). The first registered name occupies the slot until the
+process ends. `register` occupies it; an import doesn't.
 """
 
 from __future__ import annotations
@@ -23,52 +23,52 @@ from outrider_sim.pinned import PinnedTensor
 from outrider_sim.sim import Sim
 from outrider_sim.tensor import SimTensor
 
-# Their composites resize an empty tensor through `.out`, which memory of the device can't do.
+# Torch's composites of these factories resize an empty tensor through `.out`; simulated memory can't be resized.
 _FACTORIES = ("arange", "linspace", "logspace", "eye", "randperm", "tril_indices", "triu_indices")
 
 
 class Registered:
-    """The registration, once in a process: the device, its dispatcher, and what torch must not collect."""
+    """The process's one registration: the device, its dispatcher, and objects that must outlive all torch calls."""
 
     def __init__(self, name: str, dispatcher: Dispatcher, module: ModuleType, kept: tuple[Any, ...]) -> None:
         self.name = name
         self.dispatcher = dispatcher
         self.module = module
-        self.backend: Any = None  # the one made last: torch calls outside any scope are its
+        self.backend: Any = None  # the newest backend; it receives torch calls outside any scope
         self._kept = kept
 
 
 class _Slot:
-    """torch's slot is one for the process and can't be given back, so its state is the module's."""
+    """State of torch's PrivateUse1 slot. The slot is global and permanent, so the state is global too."""
 
     registered: Registered | None = None
     lock = threading.Lock()
 
 
 def registered() -> Registered | None:
-    """The registration, if there is one."""
+    """Return the process's registration, or None before `register`."""
     return _Slot.registered
 
 
 class Current:
-    """The device that calls without operands go to, which each host thread chooses for itself."""
+    """The device of calls without operands, saved and restored when host threads switch."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
     def save(self) -> Sim:
-        """The running thread's."""
+        """Return the current device of the running thread."""
         return self._dispatcher.current
 
     def restore(self, saved: Sim) -> None:
-        """The thread that saved it runs again."""
+        """Restore the current device of a thread that runs again."""
         self._dispatcher.current = saved
 
 
 def host_of(registered: Registered, options: SimOptions, rank: int) -> Sim:
-    """Device 0 of the host whose device `rank` is being made: the one that was made last.
+    """Return device 0 of the newest host, to which the new device `rank` belongs.
 
-    Raises `BackendLoadError` where there is none, or where it has a device `rank` that is in use.
+    Raises `BackendLoadError` if no device 0 exists, or if its device `rank` is in use.
     """
     first = registered.backend
     if not 0 < rank < MOST_DEVICES:
@@ -91,9 +91,9 @@ def host_of(registered: Registered, options: SimOptions, rank: int) -> Sim:
 
 
 def register(name: str = "sim", options: SimOptions | None = None) -> Registered:
-    """Make `torch.device(name)` the simulated device. Again with the same name: returns what is there.
+    """Register `torch.device(name)` as the simulated device, or return the existing registration of that name.
 
-    Raises `BackendLoadError` where another name took the slot (an installed torch_npu does so when torch is imported).
+    Raises `BackendLoadError` if another name occupies torch's slot (an installed torch_npu does so when torch is imported).
     """
     with _Slot.lock:
         if _Slot.registered is not None:
@@ -146,7 +146,7 @@ def _register(name: str, options: SimOptions) -> Registered:
 
 
 def _libraries(dispatcher: Dispatcher, failed: Callable[[BaseException], Any]) -> Iterator[Any]:
-    """Kernels for the calls that reach PrivateUse1 below Python's key, and autocast with its lists of operators."""
+    """Yield libraries of kernels for calls that reach PrivateUse1 below Python's dispatch key, and for autocast."""
     aten = torch.library.Library("aten", "IMPL")
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     explicit = torch._C.DispatchKey.CompositeExplicitAutograd

@@ -57,8 +57,8 @@ class Dispatcher:
     def __init__(self, device: torch.device, current: Sim) -> None:
         self.device = device
         self.current = current
-        self.own = threading.local()  # the device of the rank that a thread is
-        self.several = False  # there are devices beside the first, so operands say where a call belongs
+        self.own = threading.local()  # `device`: the device of the calling thread's rank
+        self.several = False  # several devices exist, so the operands determine a call's device
         self.metas = Metas()
         self._planner = Planner(self, self.metas)
         self.infos: dict[Any, OpInfo] = {}
@@ -111,7 +111,7 @@ class Dispatcher:
 
     @contextmanager
     def using(self, sim: Sim) -> Generator[None]:
-        """Carry out on `sim` what comes in the block."""
+        """Make `sim` the current device inside the block."""
         other, self.current = self.current, sim
         try:
             yield
@@ -153,7 +153,7 @@ class Dispatcher:
         self._handlers.clear()
 
     def info(self, func: Any) -> OpInfo:
-        """What is known about an overload."""
+        """Return the cached description of an operator overload."""
         found = self.infos.get(func)
         if found is None:
             found = self.infos[func] = OpInfo(func)
@@ -296,7 +296,7 @@ class Dispatcher:
         return wrap(allocation.block.inner(meta), meta, allocation, sim.device)
 
     def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-        """What the results of a call look like."""
+        """Return the plan of a call's results: metas, structure and implementation."""
         return self._planner.plan(info, key, args, kwargs)
 
     # -- what tools see ---------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """`torch.distributed` between simulated devices: the backend `simccl`, for programs that use torch alone.
 
-As with NCCL, a call runs on a stream of its group, behind what the caller's stream holds, and `wait()` of what an
-asynchronous call returns makes the caller's stream wait for it. Host tensors travel through the rank's device, and the host
-waits.
+As with NCCL, a call runs on a stream of its group, after the work that the caller's stream holds. `wait()` on the work
+object of an asynchronous call makes the caller's stream wait. Host tensors are copied through the rank's device, and the
+host waits for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Verb = Callable[["SimGroup", "SimStream", Tensor], None]
 
 
 class SimWork(dist.Work):
-    """A call under way. It holds the call's tensors until somebody waits."""
+    """A collective call in flight. It references the call's tensors until the caller waits."""
 
     def __init__(self, event: Any, held: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class SimWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call has run."""
+        """Return whether the collective call has run."""
         return self._event is None or bool(self._event.query())
 
     def is_success(self) -> bool:
@@ -51,7 +51,7 @@ class SimWork(dist.Work):
         return self.is_completed()
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Wait for the call, with the semantics of `wait`."""
         self.wait()
 
     def get_future(self) -> Any:
@@ -62,7 +62,7 @@ class SimWork(dist.Work):
         return future
 
     def result(self) -> list[Tensor]:
-        """The tensors of the call."""
+        """Return the tensors that the call references."""
         return list(self._held)
 
 
@@ -91,15 +91,15 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
     # -- what torch asks -------------------------------------------------------------------------------------------
 
     def rank(self) -> int:
-        """Its index in the group."""
+        """Return this rank's index in the group."""
         return self._index
 
     def size(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks in the group."""
         return self._count
 
     def name(self) -> str:
-        """The backend."""
+        """Return the name of the torch.distributed backend."""
         return NAME
 
     def getBackendName(self) -> str:  # noqa: N802  (torch calls it so)
@@ -113,7 +113,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
     @property
     def pg_name(self) -> str:
-        """The same."""
+        """Return the name that torch gave the group."""
         return self._called
 
     def _set_group_name(self, name: str) -> None:
@@ -123,11 +123,11 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         """A description changes nothing."""
 
     def shutdown(self) -> None:
-        """Leave the group."""
+        """Leave the group and release its simulated members."""
         self.sim_group.close()
 
     def abort(self) -> None:
-        """Leave the group."""
+        """Leave the group and release its simulated members."""
         self.sim_group.close()
 
     # -- running a call --------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._streams[channel, peer]
 
     def _run(self, verb: Callable[[SimStream], None], held: Sequence[Tensor], channel: str = "", peer: int = -1) -> SimWork:
-        """`verb` on the group's stream, behind the caller's."""
+        """Call `verb` on the group's stream, ordered after the caller's stream."""
         mine, theirs = current(self.backend), self._stream(channel, peer)
         if mine is not theirs:
             before = self.backend.create_event(f"{self.sim_group.name}: called")
@@ -183,7 +183,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, _list(tensors))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SimWork:
-        """As `allreduce`."""
+        """Reduce several tensors, with the semantics of `allreduce`."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any) -> SimWork:
@@ -225,11 +225,11 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, [*(t for into in outputs for t in into), *_list(inputs)])
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
-        """As `allgather`, with the lists the other way round."""
+        """Gather several tensors. `outputs` is indexed by rank first, unlike in `allgather`."""
         return self.allgather([[per_rank[i] for per_rank in outputs] for i in range(len(inputs))], inputs, opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SimWork:
-        """Every rank's tensor, one behind the other."""
+        """Concatenate every rank's tensor in `output`, in rank order."""
         del opts
 
         def verb(stream: SimStream) -> None:
@@ -242,7 +242,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
-        """As `all_gather_single`, for several."""
+        """Gather several tensors, each with `all_gather_single`. Returns the last call's work."""
         works = [self.all_gather_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
         return works[-1]
 
@@ -259,7 +259,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return works[-1]
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SimWork:
-        """Its own part of the sum."""
+        """Reduce `tensor` over all ranks and store this rank's part in `output`."""
         reduction, average = _reduction(opts)
 
         def verb(stream: SimStream) -> None:
@@ -275,7 +275,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
-        """As `reduce_scatter_single`, for several."""
+        """Reduce several tensors, each with `reduce_scatter_single`. Returns the last call's work."""
         works = [self.reduce_scatter_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
         return works[-1]
 
@@ -364,7 +364,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return work
 
     def monitored_barrier(self, *_: Any, **__: Any) -> None:
-        """As `barrier`."""
+        """Wait for all ranks, with the semantics of `barrier`."""
         self.barrier()
 
 
@@ -390,7 +390,7 @@ def _reduction(opts: Any) -> tuple[Reduction, bool]:
 
 
 class _Options:
-    """What torch's option objects say, for calls that have none."""
+    """Substitute for torch's option objects in calls without options."""
 
     def __init__(self, reduce_op: str = "sum", root: int = 0) -> None:
         self.reduceOp = reduce_op.upper()
@@ -411,7 +411,7 @@ class Functional:
         self._under_way: dict[int, SimWork] = {}
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
-        """Operator → what does it."""
+        """Return the functional collectives' implementations, by operator name."""
         space = "_c10d_functional::"
         return {
             f"{space}all_reduce": lambda t, op, group: self._all_reduce(t.clone(), op, group),

@@ -24,7 +24,7 @@ Channel = tuple[int, int] | None
 
 
 class Call(NamedTuple):
-    """What a rank asks for. `facts` must be the same on every rank: (name, value) pairs, in the order of their weight."""
+    """One rank's collective call. `facts` are (name, value) pairs, most important first, that must be equal on all ranks."""
 
     name: str
     channel: Channel
@@ -32,7 +32,7 @@ class Call(NamedTuple):
     line: str
     compute: Callable[[Meeting], None]
     operands: Any  # what `compute` reads and writes of this half
-    told: Any = None  # the call as tools were told of it
+    told: Any = None  # the `Collective` that was reported to tools
 
     def differs(self, other: Call) -> str:
         """The first fact that isn't the same in `other`; empty: none."""
@@ -60,7 +60,7 @@ class Half:
 
     @property
     def call(self) -> Call:
-        """What is asked for, as it stands when it's needed."""
+        """The issued call, or the current version of a call captured in a graph."""
         if self.captured is None:
             return self.issued
         now: Call = self.captured.call
@@ -72,13 +72,13 @@ class Half:
 
     @property
     def can_start(self) -> bool:
-        """Whether the device has a place for it."""
+        """Return whether the device can hold another resident collective."""
         most = self.member.machine.options.resident
         return most == 0 or self.member.machine.resident < most or self.failed is not None
 
     @property
     def can_end(self) -> bool:
-        """Whether every half has started, or this one is given up."""
+        """Return whether every rank's part has started or this part has failed."""
         return self.failed is not None or self.meeting.begun
 
     def start(self, now: float) -> None:
@@ -117,7 +117,7 @@ class Meeting:
 
     @property
     def begun(self) -> bool:
-        """Whether every rank's half has started."""
+        """True once every rank's part has started."""
         return self.done or (len(self.halves) == len(self.members) and all(half.started for half in self.halves.values()))
 
     @property
@@ -224,7 +224,7 @@ class Exchange:
     # -- when nothing can run ----------------------------------------------------------------------------------------
 
     def give_up_waiting(self) -> bool:
-        """Nothing can run: what waits for another rank waits for ever. Fails all of that; returns whether there was any."""
+        """Fail all collectives that wait for another rank, because no operation can run. Returns whether any waited."""
         graph: str | None = None
         found = False
         for group in self._all():
@@ -247,7 +247,7 @@ class Exchange:
         return bool(queue) and queue[0].target is half  # type: ignore[index,unused-ignore]  # some mypy forgets the check
 
     def graph(self) -> str:
-        """Who waits for whom, and where that closes a circle."""
+        """Return the wait-for graph of the ranks as text, with its cycle if it has one."""
         lines: list[str] = []
         edges: dict[int, set[int]] = {}
         for machine in self._scheduler.machines:

@@ -26,7 +26,7 @@ class Pruned(BaseException):
 
 
 class Touch(NamedTuple):
-    """What one step may influence. `span`s are (first address, end, writes); `all` conflicts with every device step."""
+    """Memory and objects that one step may access. A span is (first address, end, writes); `all` conflicts with all."""
 
     actor: str
     host: bool
@@ -64,19 +64,19 @@ class Exhaustive(Strategy):
         self._scheduler: Scheduler | None = None
 
     def bind(self, scheduler: Scheduler) -> None:
-        """Who asks."""
+        """Set the scheduler that asks this strategy."""
         self._scheduler = scheduler
 
     def begin(self) -> None:
-        """Start at the root again."""
+        """Restart at the root of the search tree."""
         self._depth = 0
         self._sleep = {}
 
     def end(self) -> None:
-        """Move on to the next path."""
+        """Advance to the next unexplored path of the search tree."""
         assert self._scheduler is not None
         if self._scheduler.queries and self._no_queries:
-            # Records were taken for steps that nobody watches; somebody does, so start again without that.
+            # The search treated records as unobserved, but the program queried an event: restart without that assumption.
             self._no_queries = False
             self._stack.clear()
             return
@@ -146,7 +146,7 @@ class Exhaustive(Strategy):
 
 
 def independent(one: Touch, other: Touch) -> bool:
-    """Whether the two steps, of different actors, can be exchanged without changing anything."""
+    """Return whether exchanging two adjacent steps of different actors leaves the program's result unchanged."""
     if one.host and other.host:
         return False
     if one.all or other.all:

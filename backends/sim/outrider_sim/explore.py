@@ -31,8 +31,9 @@ class Failure:
 
 @dataclass(kw_only=True)
 class Exploration:
-    """What came of it. `runs` counts complete runs, `pruned` those that were cut short as repetitions; `exhausted` says
-    that no schedule is left.
+    """The result of an exploration.
+
+    `runs` counts complete runs, `pruned` counts runs aborted as repetitions. `exhausted` means that every schedule ran.
     """
 
     runs: int = 0
@@ -127,10 +128,10 @@ def _failure(backend: SimBackend, program: Program, number: int, error: BaseExce
 
 
 def shrink(backend: SimBackend, program: Program, schedule: Schedule, kind: type[BaseException]) -> Schedule:
-    """The least of `schedule`'s delays with which the program still raises a `kind`.
+    """Return a minimal subset of `schedule`'s delays with which the program still raises a `kind`.
 
-    Delta debugging over the delays, so each one left is needed: without it the program passes or fails otherwise. Where
-    the failure doesn't come back at all (the program isn't deterministic), `schedule` is returned as it is.
+    Delta debugging removes delays until each remaining one is necessary: without it the program passes or raises another
+    error. If the failure doesn't recur (a nondeterministic program), `schedule` is returned unchanged.
     """
 
     def fails(delays: list[Delay]) -> bool:

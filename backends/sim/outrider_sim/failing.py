@@ -1,4 +1,4 @@
-"""How the simulated machine fails: what a survived failure leaves to be raised later, and what loses the device."""
+"""Failures of the simulated machine: pending errors that the host raises later, and loss of the device."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from outrider_sim.queue import Op, StreamQueue
 
 
 class Failing(ABC):
-    """The failures of a machine: at most one that was survived and one that wasn't."""
+    """Failure state of a machine: at most one pending recoverable error, and the error that lost the device."""
 
     lost: DeviceLost | None
     _failed: DeviceError | CapabilityError | None
 
     @abstractmethod
     def drop(self) -> None:
-        """Forget what is queued."""
+        """Drop all queued operations of the machine."""
 
     def _raise_failed(self) -> None:
-        """Raise what failed and was survived, once."""
+        """Raise the pending recoverable error once, then clear it."""
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise failed
 
     def lost_again(self) -> DeviceLost:
-        """A fresh error for a device that is already lost."""
+        """Return a new error object for a device that is already lost."""
         assert self.lost is not None
         return DeviceLost(str(self.lost))
 
@@ -40,11 +40,11 @@ class Failing(ABC):
             self._lose(f"{place} failed on request (fault=lost@{op.number + 1})")
 
     def _fail(self, op: Op, stream: StreamQueue, index: int, error: Exception) -> None:
-        if isinstance(error, NotImplementedError):  # nothing ran, so nothing is lost
+        if isinstance(error, NotImplementedError):  # the operation didn't run, so the device survives
             missing = f"the simulated device has no such operator for these operands: {error}; use another backend"
             self._failed = self._failed or CapabilityError(f"{where(op, stream, index)}: {missing}")
             return
-        if isinstance(error, DeviceFault):  # provoked
+        if isinstance(error, DeviceFault):  # from `provoke_fault`
             self._failed = self._failed or DeviceFault(f"{where(op, stream, index)}: {error}")
             return
         # A kernel that fails while it runs (an index out of range) is a sticky fault on a device.

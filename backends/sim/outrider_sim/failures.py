@@ -1,4 +1,4 @@
-"""What failures say."""
+"""Messages of simulated faults and deadlocks, and the faults' operations."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def where(op: Op, stream: StreamQueue, index: int) -> str:
-    """An operation, as a message names it."""
+    """Return the name of an operation in messages: stream, index, operator, source line."""
     line = f" at {op.line}" if op.line else ""
     return f"operation {stream.label}.{index} ({op.name}{line})"
 
 
 class _Never:
-    """What an operation that hangs waits for."""
+    """The target of a hanging operation's wait; it is never reached."""
 
     done = False
 
@@ -30,17 +30,17 @@ class _Never:
 
 
 def hang(op: Op) -> None:
-    """Make `op` one that never ends."""
+    """Turn `op` into a wait that never ends."""
     op.kind, op.target = Kind.WAIT, _Never(op.number + 1)
 
 
 def fail_on_request() -> None:
-    """An operation that fails."""
+    """Raise the device fault that `provoke_fault` requested."""
     raise DeviceFault("failed on request (provoke_fault); its results are undefined, the device lives on")
 
 
 def deadlock(scheduler: Scheduler) -> DeadlockError:
-    """Who waits for what, when nothing can run."""
+    """Return the error for a host on which no operation can run. It lists every wait."""
     lines = []
     for stream in scheduler.streams:
         if stream.queue:

@@ -1,7 +1,7 @@
-"""Kernels that plan attention on the host, as libraries of a real device do: ``sim:kernels=host-plans``.
+"""Kernels that plan attention on the host, like libraries of real devices: ``sim:kernels=host-plans``.
 
-They compute what the references compute, from the plan alone: which pages and how many tokens a sequence has is what the host
-said when it planned. An attention whose plan is missing, or is that of another batch, is an error and no wrong token.
+They compute the references' results from the plan alone: the host fixes each sequence's pages and token count when it
+plans. Attention without a plan, or with another batch's plan, raises an error instead of producing wrong tokens.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ torch.library.register_fake("outrider_sim::check_plan", lambda planned, seq_lens
 
 
 class HostPlan:
-    """A plan of ``batch`` sequences of up to ``pages`` pages: lengths int32 [B] and the table [B, P], on the device.
+    """A plan of ``batch`` sequences of up to ``pages`` pages: lengths int32 [B] and the block table [B, P] on the device.
 
-    The host writes lengths to pinned memory, so it waits for the copy before this one until it writes there again.
+    The host writes lengths to pinned memory. It waits for the previous copy before it overwrites that memory.
     """
 
     def __init__(self, backend: Backend, batch: int, pages: int) -> None:
@@ -101,7 +101,7 @@ class HostPlanKernels(WrappedKernels):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """That of the kernels beneath, over what was planned."""
+        """Compute attention with the wrapped kernels, from the planned lengths and block table."""
         plan = metadata.plan
         shape = AttentionShape.of(q, k_cache, scale=scale, window=window)
         if isinstance(plan, HostPlan) and shape in plan.shapes:

@@ -1,7 +1,7 @@
 """Host threads: several actors in one program, one at a time.
 
-Each is an operating-system thread, so that any code may run in it, but it runs only while it holds the baton, and who
-gets the baton is a decision of the strategy like any other.
+Each host thread is an operating-system thread, so it can run any code. It runs only while it holds the baton. The
+strategy decides which thread gets the baton.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class Baton:
-    """What a parked thread waits for. A lock of the interpreter itself: tools that watch how threads hand over must not take
-    the scheduler's turns for the program's.
+    """A lock that a parked thread waits for.
+
+    It is the interpreter's own lock type, so tools that watch the program's locks don't report the scheduler's turns.
     """
 
     def __init__(self) -> None:
@@ -28,11 +29,11 @@ class Baton:
         self._lock.acquire()
 
     def acquire(self) -> None:
-        """Block until it's given."""
+        """Block until another thread releases the baton."""
         self._lock.acquire()
 
     def release(self) -> None:
-        """Give it; once is enough."""
+        """Pass the baton to its waiting thread. Repeated calls have no further effect."""
         if self._lock.locked():
             self._lock.release()
 
@@ -98,9 +99,9 @@ class HostThreads:
             raise thread.error
 
     def run_threads(self, *bodies: Callable[[], None]) -> None:
-        """Run the callables as host threads beside each other and join them all.
+        """Run the callables as interleaved host threads and join them all.
 
-        Raises what the first thread raised that failed.
+        Raises the error of the thread that failed first.
         """
         self.failed.clear()
         threads = [self.spawn(body, getattr(body, "__name__", "")) for body in bodies]
@@ -111,11 +112,11 @@ class HostThreads:
             except BaseException as error:
                 failed = failed or error
         if failed is not None:
-            # Whoever failed first may have left the others waiting, which is then no news.
+            # The first failure may have left other threads waiting, so their errors are consequences.
             raise self.failed[0][1] if self.failed else failed
 
     def _leave(self, thread: HostThread) -> None:
-        """A finished thread passes its turn on; where nobody can go on, the first thread wakes up and raises."""
+        """Pass the turn of a finished thread on. If no thread can continue, the first thread wakes up and raises."""
         scheduler = self._scheduler
         try:
             if scheduler.diverged is None:
@@ -139,7 +140,7 @@ class HostThreads:
 
 
 def hand_over(scheduler: Scheduler, me: HostThread, other: HostThread) -> None:
-    """Let `other` run; returns when somebody hands back, unless `me` is done for good."""
+    """Let `other` run. Returns when `me` gets the baton again, or at once if `me` has finished."""
     me.saved = [each.save() for each in scheduler.ambient]
     other.baton.release()
     if not me.finished:

@@ -68,7 +68,7 @@ def _device_tensor(name: str, argument: str, tensor: Tensor) -> SimTensor:
 
 
 class MappedAllocation:
-    """Pinned host memory as a device sees it: the same memory for whoever watches, kept by the views of both."""
+    """Pinned host memory mapped to the device. Tools see one allocation, and views of either side keep it alive."""
 
     __slots__ = ("address", "host", "id", "line", "machine_memory", "nbytes")
 

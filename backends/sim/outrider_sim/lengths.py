@@ -1,6 +1,6 @@
-"""Operators that take lengths in host memory beside operands on the device, since the results' shapes depend on them.
+"""Operators with device operands and lengths in host memory, on which the results' shapes depend.
 
-Their values are taken when they are enqueued. Where lengths are on the device, the host waits for them.
+The host reads the lengths when it enqueues the operator. If the lengths are on the device, the host waits for them.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ class _Local(threading.local):
 class Machine(Failing):
     """One simulated device. Every method may be called from any thread; `Scheduler` says who runs when.
 
-    `rank` is its number among the machines of the scheduler; schedules name the streams of the first one as they are, and
-    those of the others with `rN.` before.
+    `rank` is the machine's number in its scheduler. Schedules prefix stream names with `rN.`, except on machine 0.
     """
 
     def __init__(self, options: SimOptions, scheduler: Scheduler | None = None, rank: int = 0) -> None:
@@ -81,7 +80,7 @@ class Machine(Failing):
 
     @property
     def strategy(self) -> Strategy:
-        """Who decides."""
+        """The strategy that picks the next step."""
         return self.scheduler.strategy
 
     def use(self, strategy: Strategy) -> None:
@@ -98,7 +97,7 @@ class Machine(Failing):
 
     @property
     def names(self) -> dict[str, str] | None:
-        """Where set, collects what each step was."""
+        """Descriptions of the executed steps, by step, or None if they aren't recorded."""
         return self.scheduler.names
 
     @names.setter
@@ -122,7 +121,7 @@ class Machine(Failing):
 
     @property
     def thread(self) -> HostThread:
-        """The actor that the calling thread is; threads that nobody registered act as the first one."""
+        """The calling thread's actor. Unregistered threads act as the first host thread."""
         return self.scheduler.thread
 
     def point(self, action: Action) -> None:
@@ -206,7 +205,7 @@ class Machine(Failing):
         stream.label = label
 
     def drop_stream(self, stream: StreamQueue) -> None:
-        """Nobody enqueues on `stream` any more; it goes when it has run empty, and its number is free again."""
+        """Remove an empty stream that no backend object references, and free its number."""
         if not stream.queue and stream in self.streams and stream is not self.default:
             self.streams.remove(stream)
 
@@ -216,7 +215,7 @@ class Machine(Failing):
         return EventState(self._event_count, name)
 
     def create_flag(self, name: str = "") -> FlagState:
-        """A new flag, down."""
+        """Create a flag that is not set."""
         self._flag_count += 1
         return FlagState(self._flag_count, name)
 
@@ -331,9 +330,9 @@ class Machine(Failing):
         self._block(lambda: not any(stream.queue for stream in self.streams), "the device", None)
 
     def query(self, done: Callable[[], bool], target: Any) -> bool:
-        """Ask without blocking; a point at which the strategy may let the device go on first.
+        """Return `done()` without blocking. The strategy may run device operations first.
 
-        Whoever asks again and again gets a yes in the end, under every strategy.
+        Under every strategy, a host that polls repeatedly gets True after finitely many calls.
         """
         self.scheduler.queries = True
         self.point(Action("query", target))

@@ -1,12 +1,12 @@
-"""Device memory: blocks behind a caching allocator.
+"""Device memory: a caching allocator of blocks.
 
-A block is memory that stays where it is. An allocation is one use of a block, from the call that made it to the last
-reference: tensors, views and autograd hold the allocation, queued operations hold only the bytes. Freed memory goes back
-at once to the pool that it came from and is handed out again in the order of the stream that allocated it, which is safe
-for that stream alone: the race that `keep_alive` prevents on a device exists here too.
+A block has a fixed address. An allocation is one use of a block, from its creation to its last reference. Tensors, views
+and autograd reference the allocation; queued operations reference only the bytes. Freed memory returns at once to its
+pool and is reused in the order of the allocating stream. The reuse is safe for that stream alone: the race that
+`keep_alive` prevents on a device exists here too.
 
-Freed memory is poisoned in the order of its stream: every float becomes NaN and every integer a huge index, so that
-reading it shows. Fresh memory is poisoned when it is made.
+Freed memory is poisoned in the order of its stream: floats become NaN, integers become huge indices, so that a read of
+freed memory has visible effects. New memory is poisoned too.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Memory:
             pool.free.setdefault((stream.id, block.nbytes), []).append(block)
 
     def empty_cache(self) -> None:
-        """Give free blocks back. Nobody may have work in flight that touches them, as on a device."""
+        """Release free blocks. No operation in flight may access them, as on a real device."""
         self._drop(self.pool)
 
     def reset_peaks(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Meta:
-    """What a tensor looks like, without its offset. Interned: equal metas are the same object."""
+    """Shape, strides and dtype of a tensor, without its offset. Equal metas are the same object."""
 
     __slots__ = ("byte_stride", "dense", "dtype", "extent", "itemsize", "nbytes", "numel", "shape", "stride")
 
@@ -20,7 +20,7 @@ class Meta:
         self.dtype = dtype
         self.itemsize = dtype.itemsize
         self.numel = self.shape.numel()
-        # Bytes from the first to behind the last element.
+        # Bytes from the start of the first element to the end of the last one.
         span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if self.numel else 0
         self.extent = span * self.itemsize
         self.byte_stride = tuple(s * self.itemsize for s in stride)
@@ -43,7 +43,7 @@ class Metas:
         self._table: dict[tuple[Any, ...], Meta] = {}
 
     def get(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Meta:
-        """The meta of these values."""
+        """Return the interned meta of a shape, strides and dtype."""
         key = (shape, stride, dtype)
         found = self._table.get(key)
         if found is None:

@@ -84,7 +84,7 @@ def scatter(outs: Sequence[Tensor | None], returns: tuple[str | None, ...], resu
 def results_of(
     info: OpInfo, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[SimTensor | None]
 ) -> Any:
-    """What the call returns: operands, and new tensors in order."""
+    """Assemble a call's return value from its operands and its new tensors."""
     results: list[Any] = []
     remaining = iter(outs)
     for entry in plan.structure:
@@ -110,7 +110,7 @@ def note_access(accesses: list[Access], name: str, value: Any, info: OpInfo) -> 
 
 
 def boolean_index(args: Sequence[Any]) -> bool:
-    """Whether an index is a mask, so that the result's shape depends on data."""
+    """Return whether an index is a mask, which makes the result's shape depend on data."""
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
@@ -135,11 +135,11 @@ def repin(result: Any, owner: PinnedTensor) -> Any:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor is of the kind that the simulated device has."""
+    """Return whether a tensor is strided, as the simulated device requires: not sparse, quantized or nested."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def leaves_host(kwargs: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether a call on host tensors makes something on the device."""
+    """Return whether a call on host tensors creates a tensor on the device."""
     target = kwargs.get("device")
     return target is not None and target.type == device.type

@@ -1,4 +1,4 @@
-"""What the dispatcher knows about an operator, found out once."""
+"""Cached facts about operators: how the dispatcher runs each overload."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _operand_of(schema: Any, result: Any) -> str | None:
 
 
 class Plan:
-    """What the results of one call look like. `outs` are the metas of new tensors in order; None where a result is None."""
+    """The planned results of one call. `outs` are the metas of new tensors in order, with None for a None result."""
 
     __slots__ = ("cost", "out", "outs", "resized", "structure")
 

@@ -1,4 +1,4 @@
-"""What can be said about a simulated device: `sim:seed=7,strategy=pct,d=3,like=npu`."""
+"""Options of a simulated device, such as `sim:seed=7,strategy=pct,d=3,like=npu`."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ class SimOptions:
         return replace(first, memory=self.memory, faults=self.faults, poison=self.poison)
 
     def operation_faults(self) -> dict[int, str]:
-        """What happens to the n-th operation."""
+        """Return the fault kinds by number of the faulty operation."""
         return {n: kind for kind, n in self.faults if kind != "oom"}
 
     def allocation_faults(self) -> set[int]:
-        """Which allocations don't fit."""
+        """Return the numbers of allocations that fail with out of memory."""
         return {n for kind, n in self.faults if kind == "oom"}
 
 

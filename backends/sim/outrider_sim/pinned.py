@@ -19,7 +19,7 @@ from outrider.device.arrays import watched
 class HostAllocation:
     """Pinned memory from the call that made it to the last reference. `id` is the address, as everywhere in torch.
 
-    `accessed` is told of each read or write by the host: the device that the memory belongs to, whichever is current.
+    `accessed` is called for each host read or write. It belongs to the memory's device, whichever device is current.
     """
 
     __slots__ = ("accessed", "address", "id", "kept", "line", "nbytes", "range_seen", "release")
@@ -66,7 +66,7 @@ class PinnedTensor(Tensor):
         return cls._dispatch(func, types, args, kwargs or {})
 
     def is_pinned(self, *_: Any) -> bool:
-        """Always."""
+        """Return True: all such tensors are pinned."""
         return True
 
     def tolist(self) -> Any:

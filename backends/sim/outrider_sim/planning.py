@@ -1,8 +1,8 @@
-"""What the results of a call look like, and whether the host can compute it, found out once for each kind of operands.
+"""Plans of calls: the results' metas and the host's implementation, determined once per kind of operands.
 
-Torch's meta kernels say what results look like. They don't say whether the host has a kernel for these dtypes, nor whether
-an `out=` overload works in the tensors that it is given. So the first call of a kind also runs on zeros: what the host can't
-do is refused at the call, and an overload that resizes is never used.
+Torch's meta kernels return the results' shapes, strides and dtypes. They don't show whether the host has a kernel for
+these dtypes, nor whether an `out=` overload writes to the passed tensors without a resize. The first call of a kind
+therefore also runs on zeros. A call without a host kernel raises at once, and an overload that resizes is never used.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ _Resized = tuple[tuple[str, Meta], ...]
 
 
 class Planner:
-    """Makes the plans of calls."""
+    """Creates the plans of operator calls by tracing them on meta tensors and zeros."""
 
     def __init__(self, core: Dispatcher, metas: Metas) -> None:
         self._core = core
         self._metas = metas
 
     def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-        """What the results look like, and how the call is run. Raises `NotImplementedError`, which names the operator, where
-        it can't be.
+        """Return the plan of a call: the results' metas and the implementation.
+
+        Raises `NotImplementedError` with the operator's name if the host can't compute the call.
         """
         result, operands, resized = self._shapes(info, args, kwargs)
         fresh: list[Any] = []
@@ -95,7 +96,7 @@ class Planner:
             )
 
     def _shapes(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Meta], _Resized]:
-        """What the results look like, the operands, and which of these must get memory first."""
+        """Return the results' metas, the operands' metas, and the operands to be resized before the call."""
         sketch = _Sketch(info, args, kwargs)
         with torch.no_grad(), torch._C._InferenceMode(False):
             if not info.native and not info.returns and not _has_fake(info):
@@ -274,7 +275,7 @@ def _can_be_cut(info: OpInfo, key: tuple[Any, ...]) -> bool:
 
 
 def _agree(info: OpInfo, made: Sequence[Any], looks: Sequence[Any]) -> bool:
-    """Whether results of the host look as expected. Where not, the host is asked from now on: it says what there will be."""
+    """Return whether the host's results have the expected shapes. If not, the host determines later calls' shapes."""
     if len(made) != len(looks):
         return False
     if any(v is not None and look is not None and v.shape != look.shape for v, look in zip(made, looks, strict=True)):

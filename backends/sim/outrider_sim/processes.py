@@ -30,7 +30,7 @@ class _World:
     """torch.distributed's own record of groups."""
 
     def save(self) -> Any:
-        """The running rank's."""
+        """Return torch.distributed's state of the running rank."""
         return c10d._world
 
     def restore(self, saved: Any) -> None:
@@ -39,7 +39,7 @@ class _World:
 
 
 def _fresh_world() -> Any:
-    """What torch.distributed knows before the first group."""
+    """Return torch.distributed's state before it creates the first group."""
     return SimpleNamespace(
         default_pg=None,
         pg_map={},
@@ -119,14 +119,14 @@ def _torch_distributed(scheduler: Scheduler, store: SimStore, size: int) -> Gene
 
 
 def torch_c10d() -> Any:
-    """Torch's C++ half of it."""
+    """Return the C++ module of torch.distributed."""
     import torch
 
     return torch._C._distributed_c10d
 
 
 def _create(options: Any, _: Any) -> SimProcessGroup:
-    """What torch calls for a group of the backend `simccl`."""
+    """Create a process group of the backend `simccl`; torch calls this function."""
     from outrider_sim.device import registered
 
     found = registered()

@@ -1,7 +1,7 @@
-"""What waits in a simulated stream: operations, and the events and flags that they set and wait for.
+"""Queued operations of simulated streams, and the events and flags that operations set and wait for.
 
-An operation is known by `(stream, index)`: the index counts what was enqueued on that stream since the last reset, so
-it does not depend on the order in which streams ran. Everything here is plain state; `machine` gives it meaning.
+`(stream, index)` identifies an operation. The index counts the operations enqueued on that stream since the last reset,
+so it is independent of the order in which streams ran. These classes hold state; `machine` executes the operations.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from outrider.device import Access
 
 
 class Kind:
-    """What an operation does to the machine. Kinds up to POISON run a function, the others move events and flags.
+    """Kinds of operations. Kinds up to POISON run a function; the others change events and flags or wait for them.
 
-    Plain integers, since they are compared for every operation that runs.
+    The kinds are plain integers for fast comparison, because each operation is compared when it runs.
     """
 
     KERNEL = 0
@@ -63,7 +63,7 @@ class EventState:
 
     @property
     def label(self) -> str:
-        """The name for people."""
+        """The name in messages: the given name, or the kind and number."""
         return self.name or f"event {self.id}"
 
 
@@ -91,7 +91,7 @@ class FlagState:
 
     @property
     def label(self) -> str:
-        """The name for people."""
+        """The name in messages: the given name, or the kind and number."""
         return self.name or f"flag {self.id}"
 
 
@@ -256,7 +256,7 @@ class HostThread:
 
 
 class Action(NamedTuple):
-    """What a host thread is about to do, as far as its order against device operations can matter."""
+    """The next action of a host thread, if its order relative to device operations can matter."""
 
     what: str  # enqueue, query, flag, sync, host, free
     target: Any = None
@@ -268,14 +268,14 @@ ENQUEUE = Action("enqueue")
 
 
 def action_text(action: Action) -> str:
-    """What a host thread did, in words."""
+    """Return the verb that describes a host thread's action in messages."""
     return {"enqueue": "enqueues", "query": "asks", "host": "touches pinned memory", "sync": "waits"}.get(
         action.what, action.what
     )
 
 
 def can_run(op: Op) -> bool:
-    """Whether nothing holds the operation back."""
+    """Return whether the operation's dependencies are satisfied."""
     kind = op.kind
     if kind == Kind.WAIT:
         return bool(op.target.done)
@@ -289,7 +289,7 @@ def can_run(op: Op) -> bool:
 
 
 def age(stream: StreamQueue) -> tuple[int, int]:
-    """Where a stream's next operation stands in the order of the program."""
+    """Return the sort key of a stream's next operation in program order."""
     op = stream.queue[0]
     return (op.seq, 0) if op.seq >= 0 else (stream.base_seq, op.order)
 

@@ -1,4 +1,4 @@
-"""Which rows an operation that indexes by data really touches, found when it runs and its indices are known."""
+"""Rows that an operation with data-dependent indices accesses, determined when the operation runs."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Resolver:
 
     def __call__(self) -> tuple[Access, ...]:
         """The accesses, row by row (neighbours merged), of the operands that are indexed by data; the operand's whole
-        access again where the rows can't be told.
+        access again if the rows can't be determined.
         """
         found: list[Access] = []
         known: dict[Callable[[Mapping[str, Any]], Found], Found] = {}

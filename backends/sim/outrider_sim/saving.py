@@ -31,7 +31,7 @@ class HostStorage(torch.UntypedStorage):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # torch's is a plain attribute
-        """Where a tensor over it is to be."""
+        """The device on which torch is to create tensors over this storage."""
         return self.place
 
 
@@ -51,7 +51,7 @@ def bytes_of(allocation: Allocation, device: torch.device) -> Tensor:
 
 
 def reduced(tensor: SimTensor) -> Any:
-    """How a tensor is pickled."""
+    """Return the pickle reduction of a simulated tensor."""
     if getattr(tensor, "_is_param", False):
         with torch.no_grad():
             inner = tensor.detach()

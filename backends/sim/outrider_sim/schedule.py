@@ -1,13 +1,13 @@
-"""A schedule: how a run departed from the order of the program.
+"""A schedule: the deviations of a run from program order.
 
-Left alone, the machine runs each operation as soon as it can, in the order in which the program enqueued it, before
-the host goes on. A schedule is the list of departures: *delays* of the form "step X not before step Y is done". A step
-is `(actor, number)`: an actor is a stream (by its name) or a host thread (`host0`, `host1`, …), the number counts that
-actor's steps since the last reset. Written `forward.5@plan.3/host0.2@copy.1`: operation 5 of stream `forward` waits
-until operation 3 of `plan` has run, and so on. `-` is the order of the program itself.
+By default, the machine runs each operation as soon as possible, in program order, before the host continues. A schedule
+is a list of *delays* of the form "step X not before step Y is done". A step is `(actor, number)`. An actor is a stream
+(by name) or a host thread (`host0`, `host1`, …); the number counts that actor's steps since the last reset. In
+`forward.5@plan.3/host0.2@copy.1`, operation 5 of stream `forward` waits until operation 3 of `plan` has run, and step 2
+of `host0` waits for operation 1 of `copy`. `-` is program order.
 
-Because a delay names operations and not positions in a log, the same string stays meaningful while a schedule is
-shrunk, and what is left after shrinking *is* the ordering that matters.
+A delay names operations and not positions in a log, so the string keeps its meaning while a schedule is shrunk. The
+delays that remain after shrinking are the ordering that causes the failure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.+~-]")
 
 
 class Step(NamedTuple):
-    """One step of one actor."""
+    """One step of a stream or host thread, by actor and number."""
 
     actor: str
     number: int

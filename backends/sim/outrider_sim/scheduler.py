@@ -1,11 +1,11 @@
-"""Who goes next, over the streams of one simulated device or of several, and over host threads.
+"""The scheduler of host threads and of the streams of all simulated devices of a host.
 
-An operation runs only when the strategy picks it, at a *point* where a host thread is about to do something with a device,
-or while a host thread is blocked. Points are counted per thread, operations per stream, so a step has the same name in
-every schedule of one program.
+An operation runs only when the strategy picks it: at a *point*, where a host thread is about to use a device, or while a
+host thread is blocked. Points are counted per thread and operations per stream, so a step has the same name in every
+schedule of a program.
 
-One host thread runs at a time; `hosts` starts and joins them. What belongs to a thread though the process has one of it
-(the current device) is put aside while another thread runs: see `Ambient`.
+One host thread runs at a time; `hosts` starts and joins the threads. Process-wide state with a value per thread (such as
+the current device) is saved and restored when threads switch: see `Ambient`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ambient(Protocol):
     """State of the process that each host thread sees as its own."""
 
     def save(self) -> Any:
-        """What the running thread sees."""
+        """Return the value that the running thread sees."""
 
     def restore(self, saved: Any) -> None:
         """The thread that saved this runs again."""
@@ -51,7 +51,7 @@ class Scheduler:
     def __init__(self, options: SimOptions) -> None:
         self.options = options
         self.quiet: Callable[[], AbstractContextManager[Any]] = nullcontext  # opened around operations that run
-        self.queries = False  # somebody asked what has run
+        self.queries = False  # a host thread queried an event or stream
         self.lock = threading.RLock()
         self.local = _Local()
         self.machines: list[Machine] = []
@@ -77,7 +77,7 @@ class Scheduler:
 
     @property
     def thread(self) -> HostThread:
-        """The actor that the calling thread is; threads that nobody registered act as the first one."""
+        """The calling thread's actor. Unregistered threads act as the first host thread."""
         return self.local.thread or self.main
 
     # -- strategy ---------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Scheduler:
         return Schedule.of(self.delays)
 
     def note_lazy(self, me: HostThread, further: int) -> None:
-        """Where the host runs first nobody is asked, so note what that came to: what is queued now waited until here."""
+        """Record delays of a host-first run: the strategy isn't asked, and runnable operations waited until this step."""
         step = me.step - 1 + further
         if step >= 0 and self.options.record:
             after = Step(me.label, step)
@@ -161,15 +161,15 @@ class Scheduler:
             with self.quiet():
                 self._take_turns(me)
         except BaseException as error:
-            # Whoever meets the failure, every other thread must end too: none of them can be picked any more.
+            # Every thread must end when one fails: the scheduler picks none of them again.
             self.diverged = self.diverged or error
             raise
 
     def refuse(self) -> None:
-        """The calling thread asked what has run, and the answer is no. Every so often somebody else takes a step then: a host
-        that asks until the answer is yes would never end under a strategy that favours it.
+        """Count a query with a negative answer, and let another actor take a step after every `REFUSALS` of them.
 
-        The oldest operation goes, or another host thread where none can. It's the same step in a replay, which counts alike.
+        Otherwise a polling host would never end under a strategy that prefers it. The step is the oldest runnable
+        operation, or another host thread's. A replay counts the same queries, so it takes the same step.
         """
         me = self.thread
         me.refused += 1

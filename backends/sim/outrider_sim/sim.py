@@ -18,7 +18,7 @@ from outrider_sim.source import python_line
 
 
 def quiet() -> AbstractContextManager[Any]:
-    """Run host kernels below everything that is ambient where they happen to run: modes, autocast, autograd."""
+    """Exclude modes, autocast and autograd of the calling thread while host kernels run in the block."""
     guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_AMBIENT)
     return guard
 
@@ -35,10 +35,10 @@ _AMBIENT = (
 
 
 class Sim:
-    """The state behind one backend object. Tensors keep the memory that they live in, whatever device is current."""
+    """State of one backend object: machine, memory, random numbers. Tensors keep their device's memory."""
 
     def __init__(self, options: SimOptions, first: Sim | None = None, rank: int = 0) -> None:
-        """`first`: the device 0 of the host that this one belongs to, as its device `rank`."""
+        """Create the state of device `rank` of the host whose device 0 is `first`; None creates a new host."""
         self.options = options
         self.backend: Any = lambda: None  # a weak reference to the backend object
         self.device = torch.device(options.name, rank)
@@ -48,15 +48,15 @@ class Sim:
         self.memory = Memory(self.machine)
         self.memory.sim = self
         self.seeds = random.Random(options.seed)
-        self._retired: list[torch.UntypedStorage] = []  # guarded pinned memory that was freed while a tool watched
-        self.diverges: frozenset[str] = frozenset()  # how this device departs from others, see `diverging`
+        self._retired: list[torch.UntypedStorage] = []  # guarded pinned memory that was freed while an observer was attached
+        self.diverges: frozenset[str] = frozenset()  # operators whose results differ from other devices', see `diverging`
 
     def next_seed(self) -> int:
-        """The seed of one random operation: drawn when it is enqueued, so values don't depend on the schedule."""
+        """Return the seed of one random operation. It is generated at enqueue, so values don't depend on the schedule."""
         return self.seeds.getrandbits(62)
 
     def manual_seed(self, seed: int) -> None:
-        """Start the device's random numbers again."""
+        """Seed the device's random number generator."""
         self.seeds.seed(seed)
 
     def synchronize(self, stream: StreamQueue, why: str) -> None:

@@ -41,9 +41,9 @@ def python_line() -> str:
 
 
 class Lines:
-    """Where what runs now was written: in a backward, the line of the forward that the node belongs to.
+    """Source lines of operations. A backward operation has the line of the forward operation of its autograd node.
 
-    Torch numbers nodes as it makes them, and makes an operator's node right before it carries the operator out.
+    Torch numbers autograd nodes in creation order and creates an operator's node right before it runs the operator.
     """
 
     def __init__(self) -> None:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class SimStore(Store):
-    """Keys and values. Whoever waits for a key lets the other threads run; there is no clock, so no time limit passes.
+    """A key-value store for ranks that are host threads. A wait for a key lets other threads run and has no time limit.
 
-    A wait for a key that nobody will set is a deadlock like any other: `DeadlockError`, when nothing else can run.
+    Raises `DeadlockError` if a thread waits for a key and no thread or operation can run.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -25,7 +25,7 @@ class SimStore(Store):
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
+        """Store a value; a string is encoded as UTF-8."""
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
@@ -51,7 +51,7 @@ class SimStore(Store):
         return self._values.get(key, before)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys have values."""
+        """Return whether all keys have values."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -65,11 +65,11 @@ class SimStore(Store):
             )
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Several values."""
+        """Return the values of several keys; waits for each."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        """Set several keys."""
+        """Store one value per key, in order."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
@@ -78,12 +78,12 @@ class SimStore(Store):
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """Keys that there are."""
+        """Return the number of keys with values."""
         return len(self._values)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """There is no clock."""
+        """Ignore the time limit: the store has no clock."""
 
     def has_extended_api(self) -> bool:
-        """Whether append, multi_get and multi_set are there."""
+        """Return True: append, multi_get and multi_set are implemented."""
         return True

@@ -1,11 +1,11 @@
-"""Who goes next: the strategies.
+"""Scheduling strategies: each picks the actor that takes the next step.
 
-The machine asks a strategy whenever more than one actor could take a step. The candidates come in the order of the
-program: streams by the age of their next operation, then the host threads. A host thread is a candidate while it is
-about to do something with the device (enqueue, query, touch pinned memory) and nothing holds it back, so a strategy
-decides how far the host runs ahead as well as how the streams interleave.
+The machine asks a strategy whenever more than one actor could take a step. Candidates are in program order: streams by
+the age of their next operation, then host threads. A host thread is a candidate if its next action uses the device
+(enqueue, query, access to pinned memory) and nothing blocks it. A strategy therefore decides how streams interleave and
+how far the host runs ahead.
 
-A strategy object serves one run; `Plan` makes one for each run of an exploration.
+A strategy object serves one run; `strategies` of `explore` creates one for each run of an exploration.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ class Strategy:
         return 0
 
     def begin(self) -> None:
-        """A run starts."""
+        """Prepare the strategy for a new run."""
 
     def end(self) -> None:
         """The run is over, whether it failed or not."""
 
 
 class Lazy(Strategy):
-    """The host first: streams run only when a host thread waits for them, in the order of the program."""
+    """Host-first strategy: streams run in program order, only while all host threads wait."""
 
     name = "lazy"
     host_first = True
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """The first host thread, else the oldest operation."""
+        """Pick the first host thread, or the oldest operation if none is ready."""
         for i, actor in enumerate(candidates):
             if actor.label.startswith("host"):
                 return i
@@ -112,7 +112,7 @@ class Random(Strategy):
         self._host_weight = self._random.choice((1, 1, 4, 16))
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """A weighted draw."""
+        """Pick a candidate at random, with the host threads' weight."""
         weights = [self._host_weight if a.label.startswith("host") else 1 for a in candidates]
         point = self._random.randrange(sum(weights))
         for i, weight in enumerate(weights):
@@ -175,7 +175,7 @@ class Replay(Strategy):
         return 0
 
     def held(self, step: Step) -> bool:
-        """Whether the schedule still holds the step back."""
+        """Return whether a delay of the schedule still blocks the step."""
         after = self._after.get(step)
         return after is not None and self._done.get(after.actor, 0) <= after.number
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Tap(Protocol):
-    """What a tool can listen to. Called on the host thread concerned, in the order of its calls."""
+    """Callbacks of the machine. Each runs on the host thread that caused it, in the order of that thread's calls."""
 
     def launched(self, op: Op, stream: StreamQueue, index: int) -> None:
         """`op` was enqueued as operation `index` of `stream`."""
@@ -31,7 +31,7 @@ class Tap(Protocol):
         """`record_stream`: the memory isn't handed out again before `stream` is past what it holds at the release."""
 
     def freed(self, allocation: Any) -> None:
-        """The last reference went."""
+        """Report that the last reference to an allocation was dropped."""
 
     def host_accessed(self, access: Access, line: Any) -> None:
         """A host thread touched pinned memory directly."""
@@ -67,7 +67,7 @@ class ObserverTap:
                 self._observer.stream_synchronized(candidate)
 
     def allocated(self, allocation: Any, previous: int | None) -> None:
-        """Memory was handed out."""
+        """Report a new allocation, and the previous allocation of its address."""
         if isinstance(allocation, HostAllocation):
             self._observer.allocated(allocation.id, allocation.nbytes, "host", allocation.line)
             return
@@ -81,7 +81,7 @@ class ObserverTap:
         self._observer.memory_shared(allocation.id, stream.name or stream.label)
 
     def freed(self, allocation: Any) -> None:
-        """Memory came back."""
+        """Report a freed allocation with its stream."""
         host = isinstance(allocation, HostAllocation)
         self._observer.freed(allocation.id, "host" if host else allocation.stream.name or allocation.stream.label)
 

@@ -20,14 +20,14 @@ _make = Tensor._make_wrapper_subclass
 
 
 class SimStorage:
-    """What `untyped_storage()` answers: a simulated storage, whose bytes are copied and never seen."""
+    """The storage that `untyped_storage()` returns. Its bytes can be copied but not accessed."""
 
     def __init__(self, allocation: Allocation, device: torch.device) -> None:
         self._allocation = allocation
         self.device = device
 
     def data_ptr(self) -> int:
-        """The simulated address."""
+        """Return the allocation's simulated address."""
         return self._allocation.address
 
     def nbytes(self) -> int:

@@ -21,7 +21,7 @@ def graph_pool_handle() -> Pool:
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether the calling thread captures."""
+    """Return whether the calling thread captures a graph."""
     return _backend().active_capture is not None
 
 

@@ -1,7 +1,7 @@
-"""The module `torch.sim`: what torch expects of a device's module, and streams for programs that use torch alone.
+"""The module `torch.sim`: the functions and classes that torch requires of a device module.
 
-Everything goes to the backend that was made last (one is made when there is none), so a tool that is attached to that
-backend sees it.
+Calls go to the newest backend, and create one if none exists. An observer of that backend therefore sees programs that
+use torch alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _backend() -> SimBackend:
 
 
 class SimTorchStream:
-    """A stream, in the form that torch's device modules have."""
+    """A simulated stream with the interface of `torch.cuda.Stream`; `torch.sim` exports it as `Stream`."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, wrapped: SimStream | None = None) -> None:
         del device
@@ -48,55 +48,55 @@ class SimTorchStream:
 
     @property
     def queue_state(self) -> Any:
-        """The queue behind it."""
+        """The stream's queue in the simulated machine."""
         return self.wrapped.queue_state
 
     def record_event(self, event: SimTorchEvent | None = None) -> SimTorchEvent:
-        """Record `event`, or a new one."""
+        """Record `event`, or a new event, and return it."""
         event = event or SimTorchEvent()
         event.record(self)
         return event
 
     def wait_event(self, event: SimTorchEvent) -> None:
-        """Hold what comes after until the event's latest record."""
+        """Make later work on this stream wait for the event's latest record."""
         self.wrapped.wait(event.wrapped)
 
     def wait_stream(self, other: SimTorchStream) -> None:
-        """Hold what comes after until what `other` holds now has run."""
+        """Make later work on this stream wait for the work now queued on `other`."""
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        """Block until everything enqueued so far has run."""
+        """Block the host until all work enqueued so far has run."""
         self.wrapped.synchronize()
 
     def query(self) -> bool:
-        """Whether everything enqueued so far has run."""
+        """Return whether all work enqueued so far has run."""
         return self.wrapped.query()
 
     @property
     def device(self) -> torch.device:
-        """The device that it belongs to."""
+        """The stream's simulated device."""
         return self.wrapped.backend.device
 
     @property
     def device_index(self) -> int:
-        """That device's number."""
+        """The index of the stream's device."""
         return self.device.index or 0
 
     @property
     def stream_id(self) -> int:
-        """Its number on the device."""
+        """The stream's number on its device."""
         found: int = self.queue_state.id
         return found
 
     def __enter__(self) -> SimTorchStream:
-        """Place torch work on it inside the block."""
+        """Enqueue torch work on this stream inside the block."""
         self._scopes.append(self.wrapped.backend.on(self.wrapped))
         self._scopes[-1].__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Back to the stream before."""
+        """Restore the previous current stream."""
         self._scopes.pop().__exit__(None, None, None)
 
     def __eq__(self, other: object) -> bool:
@@ -107,7 +107,7 @@ class SimTorchStream:
 
 
 class SimTorchEvent:
-    """An event, in the form that torch's device modules have."""
+    """A simulated event with the interface of `torch.cuda.Event`; `torch.sim` exports it as `Event`."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         del blocking, interprocess
@@ -115,15 +115,15 @@ class SimTorchEvent:
         self.wrapped: SimEvent = made
 
     def record(self, stream: SimTorchStream | None = None) -> None:
-        """Record on `stream`, or on the current one."""
+        """Record on `stream`, or on the current stream."""
         (stream or current_stream()).wrapped.record(self.wrapped)
 
     def wait(self, stream: SimTorchStream | None = None) -> None:
-        """Make `stream`, or the current one, wait."""
+        """Make `stream`, or the current stream, wait for the latest record."""
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        """Whether the latest record is complete; True where there was none, as torch has it."""
+        """Return whether the latest record is complete, or True without a record, like torch."""
         return self.wrapped.generation == 0 or self.wrapped.query()
 
     def synchronize(self) -> None:
@@ -132,12 +132,12 @@ class SimTorchEvent:
             self.wrapped.synchronize()
 
     def elapsed_time(self, end: SimTorchEvent) -> float:
-        """Virtual milliseconds to `end`."""
+        """Return the virtual milliseconds from this event's record to that of `end`."""
         return self.wrapped.elapsed_ms(end.wrapped)
 
 
 def current_stream(device: Any = None) -> SimTorchStream:
-    """The calling thread's current stream."""
+    """Return the calling thread's current stream."""
     del device
     backend = _backend()
     queue = backend.sim.machine.stream
@@ -148,13 +148,13 @@ def current_stream(device: Any = None) -> SimTorchStream:
 
 
 def default_stream(device: Any = None) -> SimTorchStream:
-    """The stream of work that nobody placed."""
+    """Return the stream of work outside any stream scope."""
     del device
     return SimTorchStream(wrapped=_backend().default_stream)
 
 
 class StreamContext:
-    """Places torch work on a stream inside the block. Programs keep one and enter it again and again."""
+    """A reusable context manager that enqueues torch work on a stream inside the block."""
 
     def __init__(self, chosen: SimTorchStream | None) -> None:
         self.stream = chosen
@@ -172,23 +172,23 @@ class StreamContext:
 
 
 def stream(chosen: SimTorchStream | None) -> StreamContext:
-    """Place torch work on `chosen` inside the block."""
+    """Return a context in which torch work is enqueued on `chosen`."""
     return StreamContext(chosen)
 
 
 def set_stream(chosen: SimTorchStream) -> None:
-    """Make `chosen` current from here on."""
+    """Make `chosen` the calling thread's current stream."""
     chosen.wrapped.backend.sim.machine.set_stream(chosen.queue_state)
 
 
 def synchronize(device: Any = None) -> None:
-    """Block until every stream is empty."""
+    """Block the host until every stream is empty."""
     del device
     _backend().synchronize()
 
 
 def empty_pinned(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Pinned host memory (torch's own `pin_memory=True` needs an accelerator build)."""
+    """Return uninitialized pinned host memory (torch's own `pin_memory=True` needs an accelerator build)."""
     return _backend().sim.pinned(tuple(shape), dtype or torch.get_default_dtype())
 
 
@@ -197,10 +197,10 @@ class _DeviceScope:
         self.device = device
 
     def __enter__(self) -> None:
-        """There is one device: nothing changes."""
+        """Change no state: the scope has no effect."""
 
     def __exit__(self, *_: object) -> None:
-        """Nothing changes."""
+        """Change no state: the scope has no effect."""
 
 
 def _device_count() -> int:
@@ -211,7 +211,7 @@ def _device_count() -> int:
 
 
 def _set_device(device: Any) -> None:
-    """Let calls that name no device go to another one of the host, on the calling thread."""
+    """Make another device of the host current for the calling thread."""
     from outrider_sim.device import registered
 
     found = registered()
@@ -229,12 +229,12 @@ def _manual_seed(seed: int) -> None:
     from outrider_sim.device import registered
 
     found = registered()
-    if found is not None:  # torch seeds every device it knows, also while this one is being registered
+    if found is not None:  # torch also seeds this device while it is being registered
         found.dispatcher.current.manual_seed(seed)
 
 
 def _get_rng_state(device: Any = None) -> Tensor:
-    """The words of Python's Mersenne twister, then the half of a pair that is left over, if any, as the bits of a float."""
+    """Return the generator's state as bytes: version, Mersenne twister words, then the unused normal variate, if any."""
     del device
     version, words, left = _backend().sim.seeds.getstate()
     rest = () if left is None else struct.unpack("<2I", struct.pack("<d", left))
@@ -284,7 +284,7 @@ def _reset_peaks() -> None:
 
 
 def make_module(name: str) -> ModuleType:
-    """The module for the device called `name`."""
+    """Create the module `torch.<name>` of the simulated device."""
     from outrider_sim import torch_graphs as graphs
 
     module = ModuleType(f"torch.{name}", "A simulated accelerator.")
@@ -293,7 +293,7 @@ def make_module(name: str) -> ModuleType:
         "Event": SimTorchEvent,
         "Stream": SimTorchStream,
         "StreamContext": StreamContext,
-        "_initialized": True,  # without it, checkpointing doesn't put random states back
+        "_initialized": True,  # without it, checkpointing doesn't restore random states
         "_is_in_bad_fork": lambda: False,
         "current_device": lambda: _backend().sim.machine.rank,
         "current_stream": current_stream,

@@ -112,7 +112,7 @@ def _streams(kind: str) -> None:
     from outrider_sim.torch_module import SimTorchEvent, SimTorchStream
 
     class TimedEvent(SimTorchEvent):
-        """torch.Event takes a device first."""
+        """An event with `torch.Event`'s constructor, which takes a device first."""
 
         def __init__(self, device: Any = None, **options: Any) -> None:
             del device
