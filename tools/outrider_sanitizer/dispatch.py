@@ -285,8 +285,8 @@ class DerivedSanitizer(Sanitizer):
         _tensors("out", result, outputs)
         blocking = False
         if operands.at_once >= 0:
-            given = args[operands.at_once] if len(args) > operands.at_once else kwargs.get("non_blocking")
-            blocking = not given
+            non_blocking = args[operands.at_once] if len(args) > operands.at_once else kwargs.get("non_blocking")
+            blocking = not non_blocking
         with self._lock:
             self._freed()
             self._note(func, operands, inputs, outputs, blocking)

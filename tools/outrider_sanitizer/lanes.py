@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 from outrider.device import Operation
 from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point
 
-_TOKENS = 4096
+_MAX_TOKENS = 4096
 
 # The original method: in a watched run, a program's call of is_alive is reported as a synchronization.
 _ALIVE = threading.Thread.is_alive
@@ -119,7 +119,7 @@ class Lanes:
             clock = merged
         self._tokens[id(token)] = (token, clock)
         self._tokens.move_to_end(id(token))
-        if len(self._tokens) > _TOKENS:
+        if len(self._tokens) > _MAX_TOKENS:
             self._tokens.popitem(last=False)
 
     def host_acquired(self, token: object) -> None:

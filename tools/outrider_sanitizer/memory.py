@@ -8,9 +8,9 @@ from collections.abc import Callable
 from outrider_sanitizer.clocks import Actor, Point
 from outrider_sanitizer.intervals import UNWRITTEN, IntervalMap, Over, Record
 
-_GRAVES = 256
+_MAX_FREED_STORAGES = 256
 """Freed storages that are remembered for the reuse of their addresses."""
-_LOOSE = 1024
+_MAX_EARLY_RELEASES = 1024
 """Releases on one stream that are remembered until that stream allocates again."""
 
 
@@ -114,9 +114,9 @@ class Memory:
         if loose:
             waiting = self._loose.setdefault(stream, [])
             waiting.append((shadow, loose, location()))
-            del waiting[:-_LOOSE]
+            del waiting[:-_MAX_EARLY_RELEASES]
         self._graves[storage] = shadow
-        if len(self._graves) > _GRAVES:
+        if len(self._graves) > _MAX_FREED_STORAGES:
             self._graves.popitem(last=False)
 
     def same_place(self, storage: int, previous: int) -> None:

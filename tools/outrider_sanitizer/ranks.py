@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Key = tuple[str, tuple[int, ...], int]
 """A group: name, ranks, and which group of that name and those ranks it is."""
 
-_WAYS_APART = "then every rank makes the same calls in the same order, with the same operands"
+_ALIKE_HINT = "then every rank makes the same calls in the same order, with the same operands"
 
 
 @dataclass(eq=False, slots=True)
@@ -123,7 +123,7 @@ class _State:
     decisions: dict[int, list[Decided]] = field(default_factory=dict)
     last: dict[int, Half] = field(default_factory=dict)
     points: dict[int, dict[int, tuple[Point, Half]]] = field(default_factory=dict)
-    apart: bool = False
+    has_diverged: bool = False
     differs: bool = False
 
     @property
@@ -199,7 +199,7 @@ class Ranks:
         }
 
     def _compare(self, state: _State, one: Half, two: Half) -> None:
-        if state.apart:
+        if state.has_diverged:
             return
         facts = (
             ("kind", one.kind, two.kind),
@@ -211,19 +211,19 @@ class Ranks:
         )
         different = next((f"{name}: {a} and {b}" for name, a, b in facts if a != b), "")
         if different:
-            state.apart = True
+            state.has_diverged = True
             self._found(
                 Kind.COLLECTIVE,
                 one.site(state.name),
                 two.site(state.name),
                 f"call number {two.number} of the group differs in {different}",
-                f"let one rank decide which call it is, and the others read that; {_WAYS_APART}",
+                f"let one rank decide which call it is, and the others read that; {_ALIKE_HINT}",
             )
             return
         for key, count in one.before.items():
             rank = two.before.get(key, 0 if two.rank in key[1] else count)
-            if rank != count and not (self._states[key].apart or state.apart):
-                state.apart = True
+            if rank != count and not (self._states[key].has_diverged or state.has_diverged):
+                state.has_diverged = True
                 self._found(
                     Kind.COLLECTIVE_ORDER,
                     one.site(state.name),
@@ -244,7 +244,7 @@ class Ranks:
             for before, earlier in other.points.get(half.rank, {}).values():
                 if earlier.kind == half.kind == "message":
                     continue  # each direction between two ranks is a communicator of its own
-                if not before.before(point) and not state.apart:
+                if not before.before(point) and not state.has_diverged:
                     self._unordered(state, other, (before, earlier), (point, half))
         state.points.setdefault(half.rank, {})[point.number] = (point, half)
 
@@ -325,11 +325,11 @@ class Ranks:
         """Report the collectives that some rank never came to."""
         self.resume()
         for state in self._states.values():
-            if state.apart:
+            if state.has_diverged:
                 continue
             waiting = [m for m in state.meetings.values() if m.halves and len(m.halves) < len(m.members)]
             for meeting in waiting[:1]:
-                state.apart = True
+                state.has_diverged = True
                 half = next(iter(meeting.halves.values()))
                 missing = [index for index in meeting.members if index not in meeting.halves]
                 self._shorter(state, half.index, missing)
@@ -341,7 +341,7 @@ class Ranks:
                     half.site(state.name),
                     f"{who} never made this call"
                     + ("; its last one of the group is the first above" if last is not None else ""),
-                    f"make the call on every rank of the group, or on none; {_WAYS_APART}",
+                    f"make the call on every rank of the group, or on none; {_ALIKE_HINT}",
                 )
 
     def _shorter(self, state: _State, present: int, missing: list[int]) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outrider_sanitizer.ordering import Ordering
 
 
-_PARTS = 256
+_MAX_ENUMERATED_RUNS = 256
 """Runs of a strided region that are looked at one by one; one of more runs counts as the whole of its extent."""
 
 
@@ -81,7 +81,7 @@ class Staleness:
         shadow = self._ordering.memory.shadow(place.storage)
         shadow.label = shadow.label or label
         over = (reason, None, self._ordering.sequence)
-        for start, end in dense_parts(place, _PARTS) or ((place.start, place.end),):
+        for start, end in dense_parts(place, _MAX_ENUMERATED_RUNS) or ((place.start, place.end),):
             shadow.expire(start, end, over)
 
     def mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
@@ -152,7 +152,7 @@ class Staleness:
         shadow = self._ordering.memory.shadow(place.storage)
         fresh: list[Record] = []
         old: list[tuple[int, int, Record]] = []  # bytes that it wrote last; of one with holes, between which it wrote some
-        for begin, finish in dense_parts(place, _PARTS) or ((place.start, place.end),):
+        for begin, finish in dense_parts(place, _MAX_ENUMERATED_RUNS) or ((place.start, place.end),):
             for interval in shadow.within(begin, finish):
                 for record in interval.writes:
                     if record[1] is None:
@@ -297,7 +297,7 @@ def _shrunk(before: Point, was: Access, after: Point, now: Access) -> bool:
 
 def _left_behind(was: Access, now: Access, start: int, end: int) -> tuple[int, int] | None:
     """The first bytes of [start, end) that were written before and aren't now; all of them, where that are too many runs."""
-    before, after = dense_parts(was, _PARTS), dense_parts(now, _PARTS)
+    before, after = dense_parts(was, _MAX_ENUMERATED_RUNS), dense_parts(now, _MAX_ENUMERATED_RUNS)
     if before is None or after is None:
         return start, end
     for first, last in before:

@@ -82,9 +82,9 @@ class Storages:
         first, end, host = self._pinned[at]
         if address >= end or host.weak.expired():
             return None
-        made = Known(host.number, StorageWeakRef(storage), True, True, HOST)
-        made.base, made.mapped = address - first, True
-        return made
+        known_storage = Known(host.number, StorageWeakRef(storage), True, True, HOST)
+        known_storage.base, known_storage.mapped = address - first, True
+        return known_storage
 
     def key(self, tensor: Tensor) -> int:
         """Return the key of the tensor's storage, which is unique while the storage lives."""

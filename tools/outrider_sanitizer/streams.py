@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from outrider.device import Collective, Event, Flag, Group
 
 HOST = "host"
-_GENERATIONS = 16
-_AWAITED = 4096
+_MAX_GENERATIONS = 16
+_MAX_AWAITED = 4096
 
 
 @dataclass
@@ -125,7 +125,7 @@ class StreamOrdering(Lanes):
         waiting = self._awaited.get(key)
         if waiting is None:
             waiting = self._awaited[key] = deque(maxlen=64)
-            if len(self._awaited) > _AWAITED:
+            if len(self._awaited) > _MAX_AWAITED:
                 self._awaited.popitem(last=False)
         waiting.append(point)
 
@@ -283,7 +283,7 @@ class StreamOrdering(Lanes):
         state = self._event(event)
         state.clocks[generation] = None
         state.recorders[generation] = lane.number
-        while len(state.clocks) > _GENERATIONS:
+        while len(state.clocks) > _MAX_GENERATIONS:
             state.clocks.popitem(last=False)
             state.recorders.popitem(last=False)
 

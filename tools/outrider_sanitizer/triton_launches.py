@@ -61,7 +61,7 @@ def pointers(ttir: str) -> Pointers | None:
 def _told_apart(lines: Sequence[str]) -> list[str]:
     """Return the lines with a unique name for each value: the text reuses names in sibling regions."""
     regions: list[tuple[int, dict[str, str]]] = []  # those of a function that are open
-    told: list[str] = []
+    renamed: list[str] = []
     count, within = 0, False
 
     def named(use: re.Match[str]) -> str:
@@ -83,13 +83,13 @@ def _told_apart(lines: Sequence[str]) -> list[str]:
             begun += [name for name, _ in _CARRIED.findall(operation.partition("iter_args")[2])]
             regions.append((count, {name: f"{name}$in{count}" for name in begun}))
         within = within or line.startswith("tt.func")
-        told.append(_NAME.sub(named, line))
-    return told
+        renamed.append(_NAME.sub(named, line))
+    return renamed
 
 
-def _results(made: str, number: int) -> list[str]:
+def _results(defined: str, number: int) -> list[str]:
     """The names of an operation's results."""
-    return [made] if number == 1 else [f"{made}#{at}" for at in range(number)]
+    return [defined] if number == 1 else [f"{defined}#{at}" for at in range(number)]
 
 
 def _operation(line: str) -> str:
@@ -104,7 +104,7 @@ def _walk(lines: Sequence[str], held: _Held, taken: dict[str, list[str]]) -> tup
     for line in lines:
         operation = _operation(line)
         operands = _NAME.findall(operation)
-        made = line.partition(" = ")[0].partition(":")[0] if line.startswith("%") else ""
+        defined = line.partition(" = ")[0].partition(":")[0] if line.startswith("%") else ""
         if operation.startswith(_STORES):
             written |= held.get(operands[0], nothing)
         if operation.startswith(_LOADS):
@@ -122,17 +122,17 @@ def _walk(lines: Sequence[str], held: _Held, taken: dict[str, list[str]]) -> tup
                     held[target] = held.get(target, nothing) | held.get(name, nothing)
         elif operation.startswith("scf.for"):
             loop = _CARRIED.findall(operation.partition("iter_args")[2])
-            for (name, start), result in zip(loop, _results(made, len(loop)), strict=True):
+            for (name, start), result in zip(loop, _results(defined, len(loop)), strict=True):
                 held[name] = held.get(name, nothing) | held.get(start, nothing)
                 held[result] = held.get(result, nothing) | held[name]
-        elif made and any(kind in operation for kind in _POINTS):
+        elif defined and any(kind in operation for kind in _POINTS):
             sources = operands[:1] if operation.startswith("tt.addptr") else operands  # the other one is a distance
-            held[made] = held.get(made, nothing).union(*(held.get(name, nothing) for name in sources))
+            held[defined] = held.get(defined, nothing).union(*(held.get(name, nothing) for name in sources))
         closes, opens = line.startswith("}"), line.endswith("{")
         block = blocks.pop() if closes and blocks else ("", [])
         if opens:
             carried = [name for name, _ in _CARRIED.findall(operation.partition("iter_args")[2])]
-            blocks.append(block if closes else (made, carried))
+            blocks.append(block if closes else (defined, carried))
     return read, written
 
 
@@ -141,7 +141,7 @@ Told = Callable[[str, Sequence[tuple[str, Any, bool, bool]]], None]
 
 
 @contextmanager
-def launches(told: Told) -> Generator[bool]:
+def launches(report_launch: Told) -> Generator[bool]:
     """Tell of each launch while the scope lasts. Gives whether a program can launch any: without Triton, none is seen."""
     jit = _jit()
     if jit is None:
@@ -153,7 +153,7 @@ def launches(told: Told) -> Generator[bool]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         compiled = before(self, *args, **kwargs)
         if compiled is not None and not kwargs.get("warmup"):
-            told(f"triton::{self.__name__}", _operands(known, compiled, _bound(self, args, kwargs)))
+            report_launch(f"triton::{self.__name__}", _operands(known, compiled, _bound(self, args, kwargs)))
         return compiled
 
     jit.run = run
@@ -176,10 +176,10 @@ def _jit() -> Any:
 
 def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """A kernel's tensors by name, in the order of its parameters."""
-    given = dict(zip(function.arg_names, args, strict=False)) | kwargs
+    bound = dict(zip(function.arg_names, args, strict=False)) | kwargs
     found: list[tuple[str, Any]] = []
     for name in function.arg_names:
-        _flat(name, given.get(name), found)
+        _flat(name, bound.get(name), found)
     return found
 
 
