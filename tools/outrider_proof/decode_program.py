@@ -104,7 +104,7 @@ class HostProgram:
     def draw(cls, seed: int, text: int) -> HostProgram:
         """Return random program number ``seed`` over a text of ``text`` tokens."""
         rng = random.Random(seed)
-        # Separate generators, so that these choices change nothing else of a program. Every second move uses the network card.
+        # Separate generators keep the other choices of a program unchanged. Every second move uses the network card.
         moving, changing = random.Random(f"hand-over {seed}"), random.Random(f"draft length {seed}")
         moves = moving.random() < _HANDOVER_FRACTION
         arrivals = []
@@ -179,7 +179,7 @@ MOVING = HostProgram(
     prefill_chunk=16,
     draft_tokens=3,
 )
-"""A program whose requests move between the engines, by copies and by network: freed pages get a new owner at once."""
+"""A program whose requests move between engines by copies and by network: freed pages get new owners at once."""
 
 _NETWORK_FENCES = frozenset({"pages_ready", "pages_read", "pages_free", "pages_written"})
 
@@ -349,15 +349,16 @@ def limited_prefill_graphs(program: HostProgram) -> Generator[None]:
 
 
 def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPolicy | None:
-    """The policy that gives the program's draft lengths, those beyond the proposer's own cut off; None for a program without
-    any, and for what drafts no chain.
+    """Return the policy of the program's draft lengths, limited to the proposer's maximum.
+
+    Returns None for a program without draft lengths, and for a proposer that does not draft chains.
     """
     from outrider.engine.requests.draft_length import DraftCosts, FollowLoad, LengthSchedule, usual_lengths
 
     if proposer.is_tree or not proposer.nodes:
         return None
     if program.by_load:
-        # A drafted token costs more the more requests there are, so lengths change with load as well as with acceptance.
+        # The cost of a draft token grows with the batch size, so lengths change with load and with acceptance.
         lengths, sizes = usual_lengths(proposer.nodes), range(1, program.max_requests + 1)
         base = {(length, size): 1.0 + 0.2 * size * length for length in lengths for size in sizes}
         return FollowLoad(DraftCosts(base))
@@ -367,10 +368,10 @@ def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPoli
 
 
 class Serving:
-    """A host program's requests on their way through one engine, or two that hand them over to each other.
+    """Serves a host program on one engine, or on two engines that hand requests over to each other.
 
-    ``prompt``: the tokens of an arrival, and its images. ``got``: the tokens of each request, in the order of the program;
-    ``ended``: its finish reason.
+    ``prompt`` returns the tokens and images of an arrival. ``got`` has the output tokens of each request, by its index in the
+    program; ``ended`` has its finish reason.
     """
 
     def __init__(
@@ -383,7 +384,7 @@ class Serving:
         self._arrivals = program.arrivals
         self._waiting = sorted(range(len(program.arrivals)), key=lambda i: program.arrivals[i].step)
         self._request: dict[int, tuple[int, int]] = {}  # request of the program → engine, id there
-        self._index: dict[tuple[int, int], int] = {}  # and back; stays when the request has gone over
+        self._index: dict[tuple[int, int], int] = {}  # the inverse; entries stay after a move
         self._since: dict[int, int] = {}
         self._moves = {index: list(arrival.moves) for index, arrival in enumerate(program.arrivals)}
         self.got: dict[int, list[int]] = {index: [] for index in self._waiting}
@@ -393,7 +394,7 @@ class Serving:
         self._under_way: list[NetworkMove] = []
 
     def run(self) -> None:
-        """Step until nothing is left."""
+        """Step the engines until every request has ended and every move is complete."""
         step = 0
         while self._waiting or self._under_way or any(engine.has_unfinished for engine in self._engines):
             self._arrive(step)
@@ -440,7 +441,7 @@ class Serving:
         try:
             handed = self._engines[side].hand_over(request)
         except RequestError:
-            return  # at its prompt still, or over by now
+            return  # still in prefill, or already finished
         self._moves[index].pop(0)
         self._place(index, 1 - side, self._engines[1 - side].take_over(handed))
         self.moved += 1
@@ -469,12 +470,12 @@ class Serving:
         self._index[side, request] = index
 
     def _guide(self, engine: Engine, request: int) -> None:
-        """A guided request has come to an engine."""
+        """Install the guide of a request that has arrived at an engine."""
         guide(engine, request)
 
 
 def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
-    """The fences that ``findings`` imply, by where ``log`` has them declared."""
+    """Return the fences that ``findings`` imply, by the positions of the fences in ``log``."""
     names: dict[str, None] = {}
     for finding in findings:
         if finding.first is not None:
@@ -484,7 +485,7 @@ def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
 
 
 def _plain(subject: Subject, arrival: Arrival) -> tuple[int, ...]:
-    """The likeliest tokens, one after the other; guided ones by a loop of its own, which shares nothing with the engine."""
+    """Return greedy tokens without speculation; guided ones from a separate loop that shares no code with the engine."""
     model, vision = subject.reference
     tokens, media = subject.prompt(arrival)
     if arrival.guided:

@@ -177,7 +177,7 @@ class Pieces:
         return add
 
     def _looked_at(self, original: Any) -> Any:
-        """`wait` and `as_completed` begin with what is done already."""
+        """Wrap the look at finished futures with which `wait` and `as_completed` begin."""
 
         def leave(this: Any, *args: Any) -> None:
             for future in this.futures:

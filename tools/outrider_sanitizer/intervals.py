@@ -36,7 +36,7 @@ class Sink(Protocol):
 
     @property
     def stale(self) -> Callable[[str, Record | None, Point, Access, Any], None]:
-        """A read of stale bytes, why they are stale, and since when."""
+        """Function that receives a read of stale bytes, with the reason and the time of the staleness."""
 
     @property
     def settled(self) -> Callable[[], Clock]:
@@ -57,7 +57,7 @@ _MERGE_ABOVE_INTERVALS = 4
 
 
 class Interval:
-    """Bytes [start, end) with one history. ``over`` says why their contents may no longer be read, if so."""
+    """Bytes [start, end) with one history. ``over`` is the reason why their contents are stale, or None."""
 
     __slots__ = ("end", "over", "reads", "start", "writes")
 
@@ -70,7 +70,7 @@ class Interval:
 
 
 class IntervalMap:
-    """The history of one storage. ``owner`` (the map itself, if none is given) goes to the sink with what is found."""
+    """The history of one storage. The map passes ``owner`` (by default itself) to the sink with each conflict."""
 
     __slots__ = ("forgotten", "holed", "intervals", "limit", "owner")
 
@@ -109,7 +109,7 @@ class IntervalMap:
             self._meet(point, access, sink, late)
 
     def _whole(self, record: Record, point: Point, access: Access) -> bool:
-        """The common case in one go: all of an undivided storage, and nothing to tell. False: take the long way."""
+        """Handle an access to all of an undivided storage without a conflict. Returns False for any other access."""
         if len(self.intervals) != 1:
             return False
         interval = self.intervals[0]
@@ -144,7 +144,7 @@ class IntervalMap:
             interval.over = over
 
     def last_write(self, start: int, end: int) -> Record | None:
-        """The latest write, in the order of the program, to any of the bytes."""
+        """Return the latest write to any of the bytes, in program order."""
         best: Record | None = None
         for interval in self.within(start, end):
             for record in interval.writes:
@@ -156,7 +156,7 @@ class IntervalMap:
         return best
 
     def holed_writes(self, start: int, end: int) -> list[Record]:
-        """Writes with holes, or by rows, that may touch [start, end)."""
+        """Return the writes with holes, or by rows, that may touch [start, end)."""
         return [
             record
             for record in self.holed
@@ -164,7 +164,7 @@ class IntervalMap:
         ]
 
     def within(self, start: int, end: int) -> list[Interval]:
-        """The intervals that share a byte with [start, end)."""
+        """Return the intervals that share a byte with [start, end)."""
         first = self._index(start)
         last = first + 1
         intervals = self.intervals
@@ -173,7 +173,7 @@ class IntervalMap:
         return intervals[first:last]
 
     def records(self) -> list[Record]:
-        """Everything that is remembered, each record once."""
+        """Return every record of the history, each once."""
         if len(self.intervals) == 1:
             return [*self.intervals[0].writes, *self.intervals[0].reads, *self.holed]
         seen: dict[int, Record] = {}
@@ -183,12 +183,12 @@ class IntervalMap:
         return [*seen.values(), *self.holed]
 
     def _index(self, offset: int) -> int:
-        """The interval that ``offset`` lies in."""
+        """Return the index of the interval that contains ``offset``."""
         intervals = self.intervals
         return bisect_right(intervals, offset, key=_start) - 1 if len(intervals) > 1 else 0
 
     def _cut(self, start: int, end: int) -> tuple[int, int]:
-        """Indices of the intervals that make up [start, end), cutting those at its ends."""
+        """Return the index range of the intervals in [start, end); splits the intervals at both ends."""
         intervals = self.intervals
         first = self._index(start)
         interval = intervals[first]
@@ -281,7 +281,7 @@ class IntervalMap:
             self.limit = max(_MIN_HOLED_LIMIT, 2 * len(self.holed))
 
     def _meet(self, point: Point, access: Access, sink: Sink, late: bool) -> None:
-        """Check an access against those with holes, and drop those that it stands for."""
+        """Check an access against the accesses with holes, and drop those that it covers."""
         clock = point.clock
         reported: set[int] = set()
         kept: list[Record] = []
@@ -337,7 +337,7 @@ def _start(interval: Interval) -> int:
 
 
 def _unless_covered(records: Records, point: Point) -> Records:
-    """The records that a new dense access doesn't stand for: those that aren't ordered before it."""
+    """Return the records that a new dense access cannot replace, because they are not ordered before it."""
     clock = point.clock
     return tuple([record for record in records if record[0].epoch > clock.get(record[0].number, 0)])
 

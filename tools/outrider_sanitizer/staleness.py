@@ -30,7 +30,7 @@ _MAX_ENUMERATED_RUNS = 256
 
 
 class Age:
-    """When a graph was replayed, counted over all graphs of the device, and the place of its last replay in the trace."""
+    """The last replay of a graph: its number over all graphs of the device, and its place in the trace."""
 
     __slots__ = ("before", "first", "generation", "inputs", "last", "name", "rebound", "sequence")
 
@@ -74,7 +74,7 @@ class Staleness:
     # -- marks -----------------------------------------------------------------------------------------------------
 
     def over(self, tensor: Tensor, reason: str, label: str = "") -> None:
-        """The contents of the tensor are stale."""
+        """Mark the contents of a tensor as stale."""
         place = self._locate(tensor)
         if place is None:
             return
@@ -85,7 +85,7 @@ class Staleness:
             shadow.expire(start, end, over)
 
     def mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
-        """One region, or a graph's host parameter, is read as the present value of another."""
+        """Register a region, or a graph's host parameter, as a mirror of another region."""
         place = self._locate(source)
         if place is None:
             return
@@ -101,7 +101,7 @@ class Staleness:
             known.append(Mirror(seen.start, seen.end, place))
 
     def freed(self, storage: int) -> None:
-        """Memory was freed: forget its marks."""
+        """Drop the marks of freed memory."""
         self._mirrors.pop(storage, None)
 
     # -- graphs ----------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Staleness:
         return age
 
     def replayed(self, graph: Graph, stream: str, generation: int, replays: int, location: str) -> None:
-        """A replay is about to be enqueued; told before its accesses."""
+        """Check the inputs of a replay before its accesses are recorded."""
         age = self._age(graph)
         for name, place in age.inputs:
             if age.first:
@@ -139,7 +139,7 @@ class Staleness:
         age.sequence = self._ordering.now
 
     def rebound(self, graph: Graph, names: tuple[str, ...]) -> None:
-        """Host parameters have a new value."""
+        """Record the new values of host parameters."""
         age = self._age(graph)
         for name in names:
             age.rebound[name] = self._ordering.sequence
@@ -220,7 +220,7 @@ class Staleness:
         return bool(self._mirrors or self._ages)
 
     def read(self, point: Point, access: Access, shadow: Shadow) -> None:
-        """A read, before it is added to the history."""
+        """Check a read before it is added to the history."""
         if shadow.aged is not None and access.born >= 0 and point.replay is None:
             self._output(point, access, shadow)
         mirrors = self._mirrors.get(access.storage) if self._mirrors else None
@@ -273,7 +273,7 @@ class Staleness:
         )
 
     def stale(self, reason: str, origin: Record | None, point: Point, access: Access, shadow: Shadow) -> None:
-        """Bytes were read that are stale, or were never written."""
+        """Report a read of bytes that are stale or were never written."""
         if shadow.promised:
             return  # a write may cover them that was launched before and hasn't run
         self._add(

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels: what each reads and writes, taken from its arguments and its compiled form.
+"""Launches of Triton kernels, with the reads and writes derived from arguments and compiled code.
 
 A kernel's intermediate representation shows which of its pointers it loads from and which it stores to. It does not show
 which bytes of the tensor a kernel touches, so an access is the whole tensor.
@@ -27,7 +27,7 @@ _Held = dict[str, frozenset[int]]
 
 
 class Pointers(NamedTuple):
-    """The pointers of a kernel by position: which it loads from, which it stores to."""
+    """The pointer arguments of a kernel, by position, that it loads from and stores to."""
 
     number: int
     read: frozenset[int]
@@ -88,7 +88,7 @@ def _told_apart(lines: Sequence[str]) -> list[str]:
 
 
 def _results(defined: str, number: int) -> list[str]:
-    """The names of an operation's results."""
+    """Return the names of an operation's results."""
     return [defined] if number == 1 else [f"{defined}#{at}" for at in range(number)]
 
 
@@ -97,7 +97,7 @@ def _operation(line: str) -> str:
 
 
 def _walk(lines: Sequence[str], held: _Held, taken: dict[str, list[str]]) -> tuple[frozenset[int], frozenset[int]]:
-    """One pass: the pointers that are loaded from and stored to, as far as ``held`` knows; it learns more."""
+    """Run one pass over the lines: return the loaded and stored pointers known from ``held``, and extend ``held``."""
     nothing: frozenset[int] = frozenset()
     read = written = nothing
     blocks: list[tuple[str, list[str]]] = []  # what is open: its result, and the names that it carries
@@ -142,7 +142,7 @@ Told = Callable[[str, Sequence[tuple[str, Any, bool, bool]]], None]
 
 @contextmanager
 def launches(report_launch: Told) -> Generator[bool]:
-    """Tell of each launch while the scope lasts. Gives whether a program can launch any: without Triton, none is seen."""
+    """Report each launch in this scope. Yields False if Triton is not installed, so no launch can be seen."""
     jit = _jit()
     if jit is None:
         yield False
@@ -175,7 +175,7 @@ def _jit() -> Any:
 
 
 def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """A kernel's tensors by name, in the order of its parameters."""
+    """Return a kernel's tensors by name, in the order of its parameters."""
     bound = dict(zip(function.arg_names, args, strict=False)) | kwargs
     found: list[tuple[str, Any]] = []
     for name in function.arg_names:
