@@ -35,11 +35,11 @@ def agrees(program: Any) -> None:
 
 
 def agrees_where_strided_accesses_are_kept_whole(program: Any) -> None:
-    kept, intervals._FEW = intervals._FEW, 1
+    kept, intervals._MAX_SPLIT_PARTS = intervals._MAX_SPLIT_PARTS, 1
     try:
         check(program)
     finally:
-        intervals._FEW = kept
+        intervals._MAX_SPLIT_PARTS = kept
 
 
 test_the_detector_agrees_with_the_transitive_closure, test_it_agrees_in_many_programs = some_and_many(
@@ -59,7 +59,7 @@ def without_new_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_exact_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intervals, "_FEW", 1)
+    monkeypatch.setattr(intervals, "_MAX_SPLIT_PARTS", 1)
     monkeypatch.setattr(intervals, "overlap", lambda one, other: True)
 
 
@@ -68,7 +68,7 @@ def without_reads_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_a_look_at_what_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intervals, "_FEW", 1)
+    monkeypatch.setattr(intervals, "_MAX_SPLIT_PARTS", 1)
     monkeypatch.setattr(intervals, "_covers", lambda access, old: True)
 
 

@@ -128,8 +128,8 @@ def child(
         store = TCPStore("127.0.0.1", port, is_master=not rank, wait_for_workers=False)
         if not rank:
             for other in range(1, data):
-                given = [role, model, backend, transport, listen, prefill, list(sizes), data, other, store.port]
-                subprocess.Popen([sys.executable, "-m", "outrider_proof.apart", "--child", json.dumps(given)])
+                child_arguments = [role, model, backend, transport, listen, prefill, list(sizes), data, other, store.port]
+                subprocess.Popen([sys.executable, "-m", "outrider_proof.apart", "--child", json.dumps(child_arguments)])
         # A process may wait for a core for long.
         ranks = Ranks(device, ParallelConfig(data=data, timeout_s=LIMIT_S), rank=rank, store=store)
         engine = make_engine(model, device, Sizes(*sizes), ranks)
@@ -186,7 +186,7 @@ class Pair:
         """Start a server, on the port that it had before."""
         sizes = self._sizes[role]
         listed = [sizes.page_size, sizes.max_requests, sizes.spare_pages, sizes.prefill_chunk]
-        given: list[Any] = [
+        child_arguments: list[Any] = [
             role,
             self._model,
             self._backends[role],
@@ -194,8 +194,8 @@ class Pair:
             self._addresses[role],
             self._addresses["prefill"],
         ]
-        given += [listed, self._data if role == "decode" else 1]
-        command = [sys.executable, "-m", "outrider_proof.apart", "--child", json.dumps(given)]
+        child_arguments += [listed, self._data if role == "decode" else 1]
+        command = [sys.executable, "-m", "outrider_proof.apart", "--child", json.dumps(child_arguments)]
         self.processes[role] = self._stack.enter_context(started(command, stdout=subprocess.DEVNULL))
 
     def kill(self, role: str) -> None:

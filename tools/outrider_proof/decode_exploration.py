@@ -165,12 +165,12 @@ def _explore_every_fence(chosen: Exploration, device: Backend) -> Report:
                 "error": found["error"] if found["failed"] and not races else None,
             }
         )
-    right = all(_as_it_should(row) for row in rows)
+    right = all(_is_expected(row) for row in rows)
     data = {**chosen.described, "drop": chosen.drop, "device": device.label, "fences": rows, "right": right}
     return Report(data=data, render=lambda console: _render_fences(console, data), exit_code=0 if right else 1)
 
 
-def _as_it_should(row: Mapping[str, Any]) -> bool:
+def _is_expected(row: Mapping[str, Any]) -> bool:
     """Return True if a row is as expected: no finding with every fence, a race without a fence that is used."""
     if row["dropped"] is None:
         return not row["found"] and row["error"] is None
@@ -195,9 +195,9 @@ def _render_fences(console: Console, data: Mapping[str, Any]) -> None:
     )
     table = Table("fence", "programs", "found", "the finding implies", box=None, pad_edge=False)
     for row in data["fences"]:
-        said = "a race" if row["found"] else "nothing" if row["error"] is None else row["error"]["type"]
+        result = "a race" if row["found"] else "nothing" if row["error"] is None else row["error"]["type"]
         if not row["used"]:
-            said = "not used here"
-        text = Text(said, style="green" if _as_it_should(row) else "bold red")
+            result = "not used here"
+        text = Text(result, style="green" if _is_expected(row) else "bold red")
         table.add_row(row["dropped"] or "(none)", str(row["runs"]), text, ", ".join(row["implied"]))
     console.print(table)

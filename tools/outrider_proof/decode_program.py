@@ -1,8 +1,7 @@
-"""The real engine on drawn host programs, watched.
+"""Run the engine on random host programs, watched by the sanitizer.
 
-A host program is a batch mix: prompts, lengths, arrivals, aborts, hand-overs between two engines, sizes of the engines. Each
-is run once under a schedule, with the sanitizer watching, and its tokens are compared with plain greedy decoding on the
-reference backend.
+A host program is a batch mix: prompts, lengths, arrivals, aborts, hand-overs between two engines, and engine sizes. Each run
+has one schedule. The tokens are compared with non-speculative greedy decoding on the reference backend.
 """
 
 from __future__ import annotations
@@ -37,41 +36,47 @@ if TYPE_CHECKING:
 CONTEXT = 96
 """Maximum context length of the engines, in tokens."""
 
-_LONGEST = 14
-_MOVING = 0.3
-"""How many of the programs hand requests over."""
+_MAX_OUTPUT_TOKENS = 14
+_HANDOVER_FRACTION = 0.3
+"""Fraction of programs that hand requests over."""
 
-_CHANGING = 0.35
-"""How many of the programs change the length of drafts."""
+_DRAFT_LENGTHS_FRACTION = 0.35
+"""Fraction of programs with a schedule of draft lengths."""
 
-_BY_LOAD, _BUDGETED, _CALLED, _BOTH = 0.2, 0.4, 0.2, 0.3
-"""How many of the programs have draft lengths by load instead, a small budget of tokens, prompts that are called where others
-are replayed from graphs, and some of each.
-"""
+_BY_LOAD_FRACTION = 0.2
+"""Fraction of programs that choose the draft length by load."""
+_TOKEN_BUDGET_FRACTION = 0.4
+"""Fraction of programs with a small token budget per iteration."""
+_EAGER_PREFILL_FRACTION = 0.2
+"""Fraction of programs that run every prefill chunk without a graph."""
+_MIXED_PREFILL_FRACTION = 0.3
+"""Fraction of programs that run small prefill chunks as graphs and larger chunks without."""
 
-_GUIDED, _AMONG = 0.5, 0.6
-"""How many of the programs guide requests, and how many of their requests are guided."""
+_GUIDED_PROGRAM_FRACTION = 0.5
+"""Fraction of programs with guided requests."""
+_GUIDED_REQUEST_FRACTION = 0.6
+"""Fraction of guided requests in such a program."""
 
 
 class WrongTokens(OutriderError):
-    """The engine's output isn't what plain decoding gives, or it lost a page or a row."""
+    """The output of an engine differs from non-speculative decoding, or the engine lost a page or a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request: a slice of the text, how much it may write, when it comes and when, if ever, it's aborted.
-
-    ``moves``: how many steps after its arrival it goes over to the other engine, or as soon after as it can; each time.
-    ``guided``: a grammar says what it may write (:class:`~outrider_proof.guides.Residues`).
-    """
+    """A request: tokens ``start`` to ``start + length`` of the text, with at most ``max_tokens`` output tokens."""
 
     start: int
     length: int
     max_tokens: int
     step: int
+    """Engine step of the arrival."""
     abort_after: int | None
+    """Number of steps after the arrival until the client aborts the request; None for no abort."""
     moves: tuple[int, ...] = ()
+    """Number of steps after the arrival until each hand-over to the other engine, which happens as soon as possible then."""
     guided: bool = False
+    """True if the grammar :class:`~outrider_proof.guides.Residues` restricts the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +102,18 @@ class HostProgram:
 
     @classmethod
     def draw(cls, seed: int, text: int) -> HostProgram:
-        """The program numbered ``seed`` over a text of ``text`` tokens."""
+        """Return random program number ``seed`` over a text of ``text`` tokens."""
         rng = random.Random(seed)
-        # Drawn apart, so that they change nothing else of a program. Every second move is by the network card.
+        # Separate generators keep the other choices of a program unchanged. Every second move uses the network card.
         moving, changing = random.Random(f"hand-over {seed}"), random.Random(f"draft length {seed}")
-        moves = moving.random() < _MOVING
+        moves = moving.random() < _HANDOVER_FRACTION
         arrivals = []
         for _ in range(rng.randint(1, 4)):
             length = rng.randint(1, 40)
             start = rng.randrange(text - length) if rng.random() < 0.7 else 0  # prompts that share a prefix
             abort = rng.randint(0, 4) if rng.random() < 0.25 else None
             times = tuple(sorted(moving.randint(1, 8) for _ in range(moving.randint(1, 3)))) if moves else ()
-            arrivals.append(Arrival(start, length, rng.randint(1, _LONGEST), rng.randint(0, 4), abort, times))
+            arrivals.append(Arrival(start, length, rng.randint(1, _MAX_OUTPUT_TOKENS), rng.randint(0, 4), abort, times))
         program = cls(
             arrivals=tuple(arrivals),
             max_requests=rng.randint(1, 4),
@@ -118,21 +123,21 @@ class HostProgram:
             draft_tokens=rng.randint(2, 4),
         )
         guiding = random.Random(f"guide {seed}")
-        if guiding.random() < _GUIDED:
-            chosen = [replace(arrival, guided=guiding.random() < _AMONG) for arrival in program.arrivals]
+        if guiding.random() < _GUIDED_PROGRAM_FRACTION:
+            chosen = [replace(arrival, guided=guiding.random() < _GUIDED_REQUEST_FRACTION) for arrival in program.arrivals]
             program = replace(program, arrivals=tuple(chosen))
         mixing, loading = random.Random(f"mixed {seed}"), random.Random(f"by load {seed}")
-        if mixing.random() < _BUDGETED:
+        if mixing.random() < _TOKEN_BUDGET_FRACTION:
             # Hardly more tokens than decoding needs, so that a prompt is prefilled in pieces during decoding.
             most = program.max_requests * (program.draft_tokens + 1)
             program = replace(program, token_budget=mixing.randint(max(2, most // 2), most + 6))
         kind = mixing.random()
-        if kind < _CALLED + _BOTH:
-            size = 0 if kind < _CALLED else mixing.randint(1, max(1, program.prefill_chunk // 2))
+        if kind < _EAGER_PREFILL_FRACTION + _MIXED_PREFILL_FRACTION:
+            size = 0 if kind < _EAGER_PREFILL_FRACTION else mixing.randint(1, max(1, program.prefill_chunk // 2))
             program = replace(program, prefill_graphs=size)
-        if loading.random() < _BY_LOAD:
+        if loading.random() < _BY_LOAD_FRACTION:
             return replace(program, by_load=True)
-        if changing.random() >= _CHANGING:
+        if changing.random() >= _DRAFT_LENGTHS_FRACTION:
             return program
         among = (0, 1, changing.randint(0, program.draft_tokens), program.draft_tokens)
         lengths = [changing.choice(among) for _ in range(changing.randint(2, 7))]
@@ -174,16 +179,16 @@ MOVING = HostProgram(
     prefill_chunk=16,
     draft_tokens=3,
 )
-"""Requests go back and forth, by copies and by the network card: pages find another owner at once."""
+"""A program whose requests move between engines by copies and by network: freed pages get new owners at once."""
 
-_OF_NETWORK = frozenset({"pages_ready", "pages_read", "pages_free", "pages_written"})
+_NETWORK_FENCES = frozenset({"pages_ready", "pages_read", "pages_free", "pages_written"})
 
 
 class DecodeExplorer:
-    """A model on a backend whose schedule is decided, and the reference to compare with.
+    """Runs host programs with one model on one backend, and compares their tokens with the reference.
 
-    Weights are loaded once, before anything is scheduled; each run builds an engine of its own. ``images``: a tiny model over
-    text and images instead of the bundled one.
+    The explorer loads the weights once, outside the schedule; each run builds a new engine. ``images`` selects the tiny
+    vision-language model instead of the bundled model.
     """
 
     def __init__(
@@ -217,35 +222,36 @@ class DecodeExplorer:
         self.log: FenceLog | None = None
         self.pace = Pace()
         self.paced = True
-        """Whether lost overlap, lost batching and rows that are freed too early fail a run."""
+        """True if lost overlap, lost batching or a row freed too early fails a run."""
 
     def program(self, seed: int) -> HostProgram:
-        """The host program numbered ``seed``. Without a fence of the network, number 0 is one that misses it."""
-        if seed == 0 and self._drop in _OF_NETWORK:
+        """Return host program number ``seed``; if a network fence is dropped, number 0 is a program that needs this fence."""
+        if seed == 0 and self._drop in _NETWORK_FENCES:
             return MOVING
         program = HostProgram.draw(seed, len(self._subject.text))
         if not self._subject.images:
             return program
-        # The loop that guided tokens are compared with knows of no images.
+        # The reference loop for guided tokens does not support images.
         return replace(program, arrivals=tuple(replace(arrival, guided=False) for arrival in program.arrivals))
 
     def expected(self, arrival: Arrival) -> tuple[int, ...]:
-        """Plain greedy tokens for the whole length that any request may write."""
-        alike = Arrival(arrival.start, arrival.length, _LONGEST, 0, None, guided=arrival.guided)
+        """Return the non-speculative greedy tokens of a request, from the cache of the subject."""
+        alike = Arrival(arrival.start, arrival.length, _MAX_OUTPUT_TOKENS, 0, None, guided=arrival.guided)
         known = self._subject.plain
         if alike not in known:
             known[alike] = _plain(self._subject, alike)
         return known[alike][: arrival.max_tokens]
 
     def run(self, program: HostProgram, backend: Backend) -> None:
-        """Run it once, watched. Raises the sanitizer's RaceError, :class:`WrongTokens`, what :class:`Pace` raises (lost
-        overlap, lost batching, a row freed too early), or what the engine raised.
+        """Run a program once, watched.
+
+        Raises :class:`RaceError` of the sanitizer, :class:`WrongTokens`, the faults of :class:`Pace`, or the engine's error.
         """
         from outrider_proof.fence_log import FenceLog
         from outrider_sanitizer import watching
 
         expected = [self.expected(arrival) for arrival in program.arrivals]
-        # The engine orders whole tensors of rows, never some rows of one against others.
+        # The engine orders accesses to whole tensors of rows, not to single rows.
         with watching(backend, rows_apart=False) as sanitizer:
             self.findings = sanitizer.report
             self.log = FenceLog(sanitizer.position, drop=self._drop, half=self._half, consumer=self._consumer)
@@ -259,7 +265,7 @@ class DecodeExplorer:
                 problem = error
             finally:
                 stop()
-        # A race explains a wrong token, not the other way round.
+        # A race explains wrong tokens, so the race is the error.
         self.findings.raise_if_any()
         if self.paced:
             self.pace.raise_if_any(problem)
@@ -267,7 +273,7 @@ class DecodeExplorer:
             raise problem
 
     def implied(self) -> tuple[str, ...]:
-        """The fences that the findings of the last run imply."""
+        """Return the fences that the findings of the last run imply."""
         if self.findings is None or self.log is None:
             return ()
         return implied_by(self.findings.findings, self.log)
@@ -308,12 +314,12 @@ class DecodeExplorer:
         return engine
 
     def wrap(self, fence: Fence) -> Fence:
-        """The engine's ``wrap_fence``."""
+        """Wrap a fence for the log and the overlap monitor; the engine's ``wrap_fence``."""
         assert self.log is not None
         return self.pace.wrap(self.log.wrap(fence))
 
     def _serve(self, program: HostProgram, expected: list[tuple[int, ...]]) -> None:
-        """Run the program's requests to their ends and compare. Raises :class:`WrongTokens`."""
+        """Serve all requests of the program and compare their tokens. Raises :class:`WrongTokens`."""
         moves = any(arrival.moves for arrival in program.arrivals)
         engines = [self._engine(program) for _ in range(2 if moves else 1)]
         free = [(engine.free_pages, engine.free_rows) for engine in engines]
@@ -334,7 +340,7 @@ class DecodeExplorer:
 
 @contextmanager
 def limited_prefill_graphs(program: HostProgram) -> Generator[None]:
-    """Let engines that are built in this scope replay chunks of prompts of up to ``program.prefill_graphs`` tokens."""
+    """Limit the prefill graphs of engines built in this scope to ``program.prefill_graphs`` tokens."""
     from outrider.engine import prefill_graphs
 
     tokens = program.prefill_graphs
@@ -343,15 +349,16 @@ def limited_prefill_graphs(program: HostProgram) -> Generator[None]:
 
 
 def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPolicy | None:
-    """The policy that gives the program's draft lengths, those beyond the proposer's own cut off; None for a program without
-    any, and for what drafts no chain.
+    """Return the policy of the program's draft lengths, limited to the proposer's maximum.
+
+    Returns None for a program without draft lengths, and for a proposer that does not draft chains.
     """
     from outrider.engine.requests.draft_length import DraftCosts, FollowLoad, LengthSchedule, usual_lengths
 
     if proposer.is_tree or not proposer.nodes:
         return None
     if program.by_load:
-        # A drafted token costs more the more requests there are, so lengths change with load as well as with acceptance.
+        # The cost of a draft token grows with the batch size, so lengths change with load and with acceptance.
         lengths, sizes = usual_lengths(proposer.nodes), range(1, program.max_requests + 1)
         base = {(length, size): 1.0 + 0.2 * size * length for length in lengths for size in sizes}
         return FollowLoad(DraftCosts(base))
@@ -361,10 +368,10 @@ def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPoli
 
 
 class Serving:
-    """A host program's requests on their way through one engine, or two that hand them over to each other.
+    """Serves a host program on one engine, or on two engines that hand requests over to each other.
 
-    ``prompt``: the tokens of an arrival, and its images. ``got``: the tokens of each request, in the order of the program;
-    ``ended``: its finish reason.
+    ``prompt`` returns the tokens and images of an arrival. ``got`` has the output tokens of each request, by its index in the
+    program; ``ended`` has its finish reason.
     """
 
     def __init__(
@@ -377,7 +384,7 @@ class Serving:
         self._arrivals = program.arrivals
         self._waiting = sorted(range(len(program.arrivals)), key=lambda i: program.arrivals[i].step)
         self._request: dict[int, tuple[int, int]] = {}  # request of the program → engine, id there
-        self._index: dict[tuple[int, int], int] = {}  # and back; stays when the request has gone over
+        self._index: dict[tuple[int, int], int] = {}  # the inverse; entries stay after a move
         self._since: dict[int, int] = {}
         self._moves = {index: list(arrival.moves) for index, arrival in enumerate(program.arrivals)}
         self.got: dict[int, list[int]] = {index: [] for index in self._waiting}
@@ -387,7 +394,7 @@ class Serving:
         self._under_way: list[NetworkMove] = []
 
     def run(self) -> None:
-        """Step until nothing is left."""
+        """Step the engines until every request has ended and every move is complete."""
         step = 0
         while self._waiting or self._under_way or any(engine.has_unfinished for engine in self._engines):
             self._arrive(step)
@@ -434,7 +441,7 @@ class Serving:
         try:
             handed = self._engines[side].hand_over(request)
         except RequestError:
-            return  # at its prompt still, or over by now
+            return  # still in prefill, or already finished
         self._moves[index].pop(0)
         self._place(index, 1 - side, self._engines[1 - side].take_over(handed))
         self.moved += 1
@@ -463,12 +470,12 @@ class Serving:
         self._index[side, request] = index
 
     def _guide(self, engine: Engine, request: int) -> None:
-        """A guided request has come to an engine."""
+        """Install the guide of a request that has arrived at an engine."""
         guide(engine, request)
 
 
 def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
-    """The fences that ``findings`` imply, by where ``log`` has them declared."""
+    """Return the fences that ``findings`` imply, by the positions of the fences in ``log``."""
     names: dict[str, None] = {}
     for finding in findings:
         if finding.first is not None:
@@ -478,7 +485,7 @@ def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
 
 
 def _plain(subject: Subject, arrival: Arrival) -> tuple[int, ...]:
-    """The likeliest tokens, one after the other; guided ones by a loop of its own, which shares nothing with the engine."""
+    """Return greedy tokens without speculation; guided ones from a separate loop that shares no code with the engine."""
     model, vision = subject.reference
     tokens, media = subject.prompt(arrival)
     if arrival.guided:

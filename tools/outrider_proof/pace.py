@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outrider.engine.state.results import Ticket
 
 _R = TypeVar("_R")
-_BLOCKS = ("event_synchronized", "stream_synchronized", "device_synchronized")
+_BLOCKING_CALLS = ("event_synchronized", "stream_synchronized", "device_synchronized")
 """Observer callbacks that report a blocked host."""
 
 
@@ -77,11 +77,11 @@ class Pace:
         if observer is None:
             observer = Observer()
             backend.attach(observer)
-        for name in _BLOCKS:
+        for name in _BLOCKING_CALLS:
             setattr(observer, name, self._blocking(getattr(observer, name), name))
 
         def stop() -> None:
-            for name in _BLOCKS:
+            for name in _BLOCKING_CALLS:
                 delattr(observer, name)
             if own:
                 backend.detach()
@@ -98,13 +98,13 @@ class Pace:
         self.faults.append(fault)
 
     def _blocking(self, original: Callable[..., None], name: str) -> Callable[..., None]:
-        def told(*arguments: Any) -> None:
+        def report_call(*arguments: Any) -> None:
             original(*arguments)
             if self._launching and self._passing not in self._may_block:
                 at = f"at fence {self._passing!r}" if self._passing else f"({name.replace('_', ' ')})"
                 self.note(LostOverlap(f"the host was blocked in a launch, {at}; expected: it enqueues and returns"))
 
-        return told
+        return report_call
 
 
 class _Watched:

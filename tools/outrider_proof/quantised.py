@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from outrider.speculative.proposer import Proposer
 
 QUANTISED = "eagle, quantised"
-_GROUP = 16
+_GROUP_COLUMNS = 16
 
 
 def fp8(weight: torch.Tensor) -> QuantizedWeight:
     """Quantise to FP8 with one scale per row; activations are quantised per token."""
     scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 448
     data = (weight / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return _made("fp8", data, scales, weight, (1, weight.shape[1]), activations="fp8")
+    return _quantized_weight("fp8", data, scales, weight, (1, weight.shape[1]), activations="fp8")
 
 
 def int8(weight: torch.Tensor) -> QuantizedWeight:
@@ -39,22 +39,22 @@ def int8(weight: torch.Tensor) -> QuantizedWeight:
     scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127.5
     data = (weight / scales).round().clamp(-128, 127).to(torch.int8)
     static = torch.tensor([0.05])
-    return _made("int8", data, scales, weight, (1, weight.shape[1]), activations="int8", input_scale=static)
+    return _quantized_weight("int8", data, scales, weight, (1, weight.shape[1]), activations="int8", input_scale=static)
 
 
 def int4(weight: torch.Tensor) -> QuantizedWeight:
     """Quantise to INT4 with a scale and a zero point per 16 columns; activations stay unquantised."""
-    grouped = weight.unflatten(1, (-1, _GROUP))
+    grouped = weight.unflatten(1, (-1, _GROUP_COLUMNS))
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
     scales = (high - low).clamp(min=1e-9) / 15
     zeros = (-low / scales).round().clamp(0, 15) - 8
     values = (grouped / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(-8, 7).flatten(1)
     halves = (values + 8).to(torch.uint8)
     data = halves[:, 0::2] | halves[:, 1::2] << 4
-    return _made("int4", data, scales, weight, (1, _GROUP), zero_points=zeros.to(torch.int8))
+    return _quantized_weight("int4", data, scales, weight, (1, _GROUP_COLUMNS), zero_points=zeros.to(torch.int8))
 
 
-def _made(
+def _quantized_weight(
     format: str, data: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, block: tuple[int, int], **more: Any
 ) -> QuantizedWeight:
     shape = (weight.shape[0], weight.shape[1])
@@ -103,10 +103,10 @@ def proposer(model: Decoder) -> Proposer:
     It drafts a subset of the vocabulary with an FP8 copy of the output head.
     """
     head = tiny.eagle_head()
-    some = torch.arange(tiny.VOCABULARY)[torch.arange(tiny.VOCABULARY) % 8 != 5]
-    copy = fp8(plain(tiny.target().weights.head)[some])
-    drawn = model.with_head(moved(copy, model.device), some.to(model.device))
+    token_ids = torch.arange(tiny.VOCABULARY)[torch.arange(tiny.VOCABULARY) % 8 != 5]
+    copy = fp8(plain(tiny.target().weights.head)[token_ids])
+    draft_target = model.with_head(moved(copy, model.device), token_ids.to(model.device))
     weights = replace(
         head.weights, fusion=int8(plain(head.weights.fusion)), layers=tuple(layer(each) for each in head.weights.layers)
     )
-    return EagleProposer(EagleHead(head.config, moved(weights, model.device), drawn), draft_tokens=3)
+    return EagleProposer(EagleHead(head.config, moved(weights, model.device), draft_target), draft_tokens=3)

@@ -44,7 +44,7 @@ IMAGES = ("ngram, images", "eagle, images")
 """Proposers of the tiny vision-language model."""
 _SCHEDULE_SEED_STRIDE = 1_000_003
 """Difference between the seeds of two schedules of one program."""
-_LIKES = ("cuda", "rocm", "cuda", "npu")
+_PERSONALITIES = ("cuda", "rocm", "cuda", "npu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ def drawn_setup(seed: int, wanted: RanksWanted) -> Setup:
 
     rng = random.Random(f"ranks {seed}")
     chosen = wanted.layout() if wanted.tensor or wanted.data else rng.choice(layouts(wanted.ranks))
-    mode, like = rng.choice(MODES), rng.choice(_LIKES)
+    mode, like = rng.choice(MODES), rng.choice(_PERSONALITIES)
     proposer = rng.choice(("eagle", "mtp", *IMAGES, *sorted(MAKERS)))
     if like == "npu" and (mode == "fused" or chosen[1] > 1):
         like = "cuda"  # it rebinds parameters instead of fusing, and plans on the host, which an idle rank can't
@@ -196,7 +196,7 @@ class RankExplorer:
             if self.change is not None:
                 self.change(rank, engine)
             if last and inject in NAMED:
-                _mislead(engine, inject)
+                _inject_divergence(engine, inject)
             before = (engine.free_pages, engine.free_rows)
             if rank:
                 engine.follow()
@@ -286,25 +286,25 @@ def _serve(
     }
 
 
-def _mislead(engine: Engine, inject: str) -> None:
+def _inject_divergence(engine: Engine, inject: str) -> None:
     """Change the decisions that a follower rank receives, or its bucket."""
     from outrider.engine.ranks.codec import decode
     from outrider.engine.ranks.commands import Abort, Command
 
     course: Any = engine._course
-    honest = course.next
+    next_record = course.next
 
     def other() -> Any:
-        record = honest()
+        record = next_record()
         if inject == "abort":
-            told = [(each, decode(each, Command)) for each in record.commands]
-            heard = replace(record, commands=tuple(each for each, command in told if not isinstance(command, Abort)))
+            decoded = [(each, decode(each, Command)) for each in record.commands]
+            changed = replace(record, commands=tuple(each for each, command in decoded if not isinstance(command, Abort)))
         elif record.decisions is None or inject != "length" or not record.decisions.get("drafted"):
-            heard = record
+            changed = record
         else:
-            heard = replace(record, decisions={**record.decisions, "drafted": record.decisions["drafted"] - 1})
-        course._record = heard
-        return heard
+            changed = replace(record, decisions={**record.decisions, "drafted": record.decisions["drafted"] - 1})
+        course._record = changed
+        return changed
 
     course.next = other
     if inject == "bucket":

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 NETWORK = ("pages_ready", "pages_read", "pages_free", "pages_written")
 PROPOSERS = ("mtp", "eagle", "eagle-tree", "draft-model", "none", setups.VISION)
-_PEER = 1
+_PEER_ID = 1
 _CROWDED_FRACTION = 0.5
 """Fraction of programs whose requests arrive at once with few pages, so that each freed page gets a new owner at once."""
 
@@ -129,8 +129,8 @@ def _serve(
     landing.connect([link.offer() for link in links])
     to_decode: deque[Message] = deque()
     to_prefill: deque[Message] = deque()
-    prefill.joined(_PEER, to_decode.append, links)
-    decode.joined(_PEER, to_prefill.append, landing)
+    prefill.joined(_PEER_ID, to_decode.append, links)
+    decode.joined(_PEER_ID, to_prefill.append, landing)
     got: list[list[int]] = [[] for _ in wanted]
     ended: dict[int, str] = {}
     groups: set[int] = set()
@@ -165,8 +165,8 @@ def _serve(
     while prefill.open or prefill.has_work or decode.has_work or to_prefill or to_decode:
         _deliver(prefill, decode, to_prefill, to_decode)
     taker.drain()
-    prefill.left(_PEER)
-    decode.left(_PEER)
+    prefill.left(_PEER_ID)
+    decode.left(_PEER_ID)
     for index, tokens in enumerate(wanted):
         if ended[index] not in ("abort", "length", "stop"):
             raise WrongTokens(f"request {index} ended with {ended[index]}")
@@ -182,9 +182,9 @@ def _serve(
 
 def _deliver(prefill: PrefillSide, decode: DecodeSide, to_prefill: deque[Message], to_decode: deque[Message]) -> None:
     while to_prefill:
-        prefill.receive(_PEER, to_prefill.popleft())
+        prefill.receive(_PEER_ID, to_prefill.popleft())
     while to_decode:
-        decode.receive(_PEER, to_decode.popleft())
+        decode.receive(_PEER_ID, to_decode.popleft())
     prefill.turn()
     decode.turn()
 
@@ -205,7 +205,7 @@ def main() -> int:
 
     devices, began = Devices(), time.monotonic()
     total: dict[str, int] = {"programs": 0}
-    told: list[str] = []
+    errors: list[str] = []
     for seed in range(options.seed, options.seed + options.programs):
         if time.monotonic() - began > options.seconds:
             break
@@ -216,14 +216,14 @@ def main() -> int:
 
         error = run_once(devices.backends[0], once, make_strategy(options.strategy, seed, {}))  # type: ignore[arg-type]
         if error is not None:
-            told.append(f"{seed}: {type(error).__name__}: {str(error)[:600]}")
+            errors.append(f"{seed}: {type(error).__name__}: {str(error)[:600]}")
             break
         total["programs"] += 1
         for name, value in found.items():
             total[name] = total.get(name, 0) + value
         print(f"{seed}: {found}", file=sys.stderr, flush=True)
-    print(json.dumps({**total, "told": told, "seconds": round(time.monotonic() - began, 1)}, indent=1))
-    return bool(told) != (options.drop is not None)
+    print(json.dumps({**total, "told": errors, "seconds": round(time.monotonic() - began, 1)}, indent=1))
+    return bool(errors) != (options.drop is not None)
 
 
 if __name__ == "__main__":

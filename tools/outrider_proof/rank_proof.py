@@ -142,11 +142,11 @@ def main() -> int:
                 done.append(future.result())
                 out.write(json.dumps(done[-1]) + "\n")
                 out.flush()
-    told = summary(done, time.monotonic() - began)
-    print(json.dumps(told))
+    totals = summary(done, time.monotonic() - began)
+    print(json.dumps(totals))
     for each in [each for each in done if not each["right"]][:3]:
         print(json.dumps(each)[:3000])
-    return 1 if told["wrong"] else 0
+    return 1 if totals["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def decoder(
 EXPERTS = ExpertsConfig(count=5, per_token=2, intermediate_size=16, renormalize=True, shared_size=12, dense_layers=(1,))
 
 
-def _mixed(generator: torch.Generator, dense: LayerWeights, noise: float) -> LayerWeights:
+def _experts_layer(generator: torch.Generator, dense: LayerWeights, noise: float) -> LayerWeights:
     """Return the layer with experts and a shared expert instead of its MLP."""
     scale, each = noise / HIDDEN**0.5, (EXPERTS.count, EXPERTS.intermediate_size)
     return replace(
@@ -137,7 +137,7 @@ def mixture(noise: float = 1.0) -> Decoder:
     generator = torch.Generator().manual_seed(13)
     weights = target().weights
     layers = tuple(
-        dense if index in EXPERTS.dense_layers else _mixed(generator, dense, noise)
+        dense if index in EXPERTS.dense_layers else _experts_layer(generator, dense, noise)
         for index, dense in enumerate(weights.layers)
     )
     return Decoder(config(len(layers), experts=EXPERTS), replace(weights, layers=layers), BACKEND.kernels)
@@ -155,8 +155,8 @@ def target() -> Decoder:
 @functools.cache
 def plain(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     """Return the tokens of non-speculative greedy decoding of one request."""
-    made = plain_config(max_requests=1, max_context=len(prompt) + max_tokens, dtype="float64")
-    engine = Engine(target(), BACKEND, proposer=PlainProposer(), config=made)
+    own_config = plain_config(max_requests=1, max_context=len(prompt) + max_tokens, dtype="float64")
+    engine = Engine(target(), BACKEND, proposer=PlainProposer(), config=own_config)
     return engine.generate([prompt], SamplingParams(max_tokens=max_tokens))[0].token_ids
 
 
@@ -175,8 +175,8 @@ def plain_config(**fields: Any) -> EngineConfig:
 
 def engine(proposer: Proposer, **fields: Any) -> Engine:
     """Return an engine of the target on the host; ``fields`` are passed to :func:`plain_config`."""
-    made = plain_config(**{"dtype": "float64", "max_context": 64} | fields)
-    return Engine(target(), BACKEND, proposer=proposer, config=made)
+    own_config = plain_config(**{"dtype": "float64", "max_context": 64} | fields)
+    return Engine(target(), BACKEND, proposer=proposer, config=own_config)
 
 
 @functools.cache
@@ -237,7 +237,7 @@ MASK = 0
 """The mask token of the P-EAGLE head, which stands for unknown tokens; its embedding predicts no token."""
 
 
-def _looks_back(generator: torch.Generator, constant: torch.Tensor) -> LayerWeights:
+def _successor_layer(generator: torch.Generator, constant: torch.Tensor) -> LayerWeights:
     """Return a layer that adds the successor of an earlier token.
 
     Half of the heads read the token one position back and add its successor. The other heads read the token two positions
@@ -269,10 +269,10 @@ def peagle_head() -> PEagleHead:
     own = {each.name: getattr(head.weights, each.name) for each in fields(head.weights)}
     own["embedding"] = embeddings().index_copy(0, torch.tensor([MASK]), mask_embedding.unsqueeze(0))
     own["layer"] = _self_attention(generator, 2 * HIDDEN // HEAD_SIZE, constant)
-    own["later"] = (_looks_back(generator, constant),)
+    own["later"] = (_successor_layer(generator, constant),)
     weights = PEagleWeights(**own, mask_state=state)
-    made = replace(head.config, num_layers=2, windows=head.config.windows * 2)
-    return PEagleHead(made, weights, target(), mask_token=MASK, aux_hidden_state_layers=head.aux_hidden_state_layers)
+    own_config = replace(head.config, num_layers=2, windows=head.config.windows * 2)
+    return PEagleHead(own_config, weights, target(), mask_token=MASK, aux_hidden_state_layers=head.aux_hidden_state_layers)
 
 
 @functools.cache
@@ -286,8 +286,8 @@ def dflash_head(block_size: int = 4) -> DFlashHead:
         norm=ones,
         layers=tuple(replace(layer(generator, 1.0), q_norm=each, k_norm=each) for _ in range(2)),
     )
-    made = config(2, qk_norm=True)
-    return DFlashHead(made, weights, target(), block_size=block_size, mask_token=0, aux_hidden_state_layers=(1, 2))
+    own_config = config(2, qk_norm=True)
+    return DFlashHead(own_config, weights, target(), block_size=block_size, mask_token=0, aux_hidden_state_layers=(1, 2))
 
 
 @functools.cache

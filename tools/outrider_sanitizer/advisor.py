@@ -43,14 +43,14 @@ class Advisor:
         self._seen: dict[tuple[str, str, str], list[int]] = {}
 
     def waited(self, lane: Lane, event: str, generation: int, location: str, new: bool) -> None:
-        """A stream waited; ``new``: whether the wait ordered anything new."""
+        """Count a wait of a stream; ``new`` is True if the wait added an order."""
         del generation
         counts = self._seen.setdefault((lane.name, event, location), [0, 0])
         counts[0] += 1
         counts[1] += new
 
     def redundant(self) -> Iterator[Advice]:
-        """Waits that never ordered anything new."""
+        """Return the waits that never added an order."""
         for (stream, event, location), (count, new) in self._seen.items():
             if not new:
                 yield Advice(stream, event, location, count)

@@ -132,7 +132,7 @@ def _watch(backend: Backend, first: Backend) -> AbstractContextManager[Findings]
 
 
 def show(console: Console, report: Findings, advice: bool) -> None:
-    """Print a report for people."""
+    """Print a report as text on the console."""
     total = report.watched
     if report.clean:
         console.print(Text(f"clean: {total}", style="green"))

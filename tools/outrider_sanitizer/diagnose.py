@@ -1,4 +1,4 @@
-"""From a conflict to a finding: its kind, the missing edge, and why the present edges don't order it."""
+"""Findings from conflicts: the kind, the missing edge, and the reason why the present edges give no order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Diagnosis:
     # -- sites -----------------------------------------------------------------------------------------------------
 
     def site(self, point: Point, access: Access | None = None) -> Site:
-        """A point as reports name it."""
+        """Return the site of a point for a report."""
         operation = point.operation
         step = point.step[1] if point.step is not None else -1
         return Site(
@@ -48,7 +48,7 @@ class Diagnosis:
     # -- ordering --------------------------------------------------------------------------------------------------
 
     def conflict(self, old: Record, point: Point, access: Access | None, shadow: Shadow) -> Finding:
-        """Two accesses that nothing orders."""
+        """Return the finding of two accesses without an order."""
         before, was = old
         if was is None:
             kind = Kind.ALLOCATION
@@ -67,7 +67,7 @@ class Diagnosis:
         )
 
     def reused(self, shadow: Shadow, record: Record, point: Point, freed: str) -> Finding:
-        """Memory that may be handed out while an access is pending."""
+        """Return the finding of memory that may be reused while an access is pending."""
         before, was = record
         when = f" (at {freed})" if freed else ""
         return Finding(
@@ -84,7 +84,7 @@ class Diagnosis:
         )
 
     def dead(self, shadow: Shadow, point: Point, freed: str) -> Finding:
-        """A replay uses the address of memory that is gone."""
+        """Return the finding of a replay that uses the address of freed memory."""
         return Finding(
             kind=Kind.REUSE,
             first=Site("release of memory", shadow.stream, shadow.stream == "host", -1, freed),
@@ -109,7 +109,7 @@ class Diagnosis:
         )
 
     def flag(self, what: str, name: str, first: Point | None, second: Point) -> Finding:
-        """A flag whose steps can come in an order that loses one."""
+        """Return the finding of a flag whose steps can run in an order that loses one of them."""
         if what == "never":
             return Finding(
                 kind=Kind.FLAG_NEVER_SET,
@@ -179,7 +179,7 @@ class Diagnosis:
     # -- schedules -------------------------------------------------------------------------------------------------
 
     def schedule(self, first: Point, second: Point) -> str | None:
-        """The schedule in which the two come the other way round, where the device can be told."""
+        """Return the schedule that runs the two steps in the opposite order, if the device is controllable."""
         if self._control is None:
             return None
         one, two = self._step(first), self._step(second)

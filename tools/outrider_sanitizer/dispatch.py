@@ -123,7 +123,7 @@ class _Pinned:
         self.nbytes = storage.nbytes()
 
     def range_accessed(self, low: int, high: int, write: bool) -> None:
-        """The host touches these bytes now."""
+        """Check an access of the host to these bytes."""
         if self._sanitizer.watches_arrays:
             self._sanitizer.host_accessed(Access(self._number, low, high, write, argument="array"), here())
 
@@ -205,7 +205,7 @@ class DerivedSanitizer(Sanitizer):
         self._step(stream.name)
 
     def _step(self, stream: str) -> int:
-        """Count a step; which one it is."""
+        """Count a step of a stream or thread and return its number."""
         with self._lock:
             index = self._index.get(stream, 0)
             self._index[stream] = index + 1
@@ -219,7 +219,7 @@ class DerivedSanitizer(Sanitizer):
         return extent(tensor, known[0], False, "", -1) if known is not None else None
 
     def _placed(self) -> str:
-        """The stream of what the calling thread does on the device now."""
+        """Return the name of the calling thread's current stream."""
         scope = self._scope
         return scope[-1] if scope else _AMBIENT
 
@@ -227,7 +227,7 @@ class DerivedSanitizer(Sanitizer):
 
     @contextmanager
     def scope(self) -> Generator[None]:
-        """Also see reads of host memory that don't pass the dispatcher."""
+        """Extend the scope to reads of host memory that bypass the dispatcher."""
         tolist, numpy = Tensor.tolist, Tensor.numpy
 
         def read(tensor: Tensor) -> Any:
@@ -272,7 +272,7 @@ class DerivedSanitizer(Sanitizer):
         return _Mode(self)
 
     def dispatched(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """An operator was called and has returned."""
+        """Derive the accesses of an operator that has returned."""
         operands = self._schemas.get(func)
         if operands is None:
             operands = self._schemas[func] = _operands(func)
@@ -285,8 +285,8 @@ class DerivedSanitizer(Sanitizer):
         _tensors("out", result, outputs)
         blocking = False
         if operands.at_once >= 0:
-            given = args[operands.at_once] if len(args) > operands.at_once else kwargs.get("non_blocking")
-            blocking = not given
+            non_blocking = args[operands.at_once] if len(args) > operands.at_once else kwargs.get("non_blocking")
+            blocking = not non_blocking
         with self._lock:
             self._freed()
             self._note(func, operands, inputs, outputs, blocking)

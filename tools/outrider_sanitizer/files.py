@@ -15,11 +15,11 @@ def scratch_directory(prefix: str, parent: Path | None = None) -> Generator[Path
     """Create a temporary directory, in ``parent`` if set, and remove it after the scope, even if a signal arrives."""
     with ExitStack() as stack:
         with interruptions_held():
-            made = tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
-            stack.callback(_remove, made)
-        yield Path(made.name)
+            directory = tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
+            stack.callback(_remove, directory)
+        yield Path(directory.name)
 
 
-def _remove(made: tempfile.TemporaryDirectory[str]) -> None:
+def _remove(directory: tempfile.TemporaryDirectory[str]) -> None:
     with interruptions_held():
-        made.cleanup()
+        directory.cleanup()

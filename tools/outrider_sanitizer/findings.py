@@ -48,7 +48,7 @@ STALENESS = frozenset(
 
 
 class RaceError(OutriderError):
-    """The sanitizer found something; the text is the report, ``report`` the object."""
+    """Raised for a report with findings; the text is the report, and ``report`` is the object."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -95,7 +95,7 @@ class Site:
 
     @property
     def last(self) -> int:
-        """The last step of its stream or thread that is over when it is."""
+        """Index of the last step of its stream or thread that has finished when this access has."""
         return self.position - self.between
 
     @property
@@ -124,7 +124,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Findings of one key are one finding."""
+        """The key by which equal findings are merged."""
         one, two = self.first, self.second
         return (
             self.kind,
@@ -235,7 +235,7 @@ class Report:
 
     @property
     def watched(self) -> str:
-        """How much was watched, and where."""
+        """Return the watched counts and the backend as text."""
         counts = f"{self.operations} operations, {self.streams} streams and {self.replays} replays"
         return f"{counts} on {self.backend}"
 

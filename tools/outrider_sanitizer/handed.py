@@ -22,7 +22,7 @@ from outrider_sanitizer.lanes import Once
 
 Wrapped = tuple[Any, str, Callable[[Any], Any]]
 
-_KEPT = 4096
+_MAX_PENDING_MESSAGES = 4096
 """Messages of a pipe that nobody here has taken: another process may have."""
 
 
@@ -109,12 +109,12 @@ class Pieces:
     def _release(self, original: Any) -> Any:
         def release(this: Any, n: int = 1) -> None:
             free = self._free(this)
-            given = [self._give() for _ in range(n)]
-            free.extend(given)
+            tokens = [self._give() for _ in range(n)]
+            free.extend(tokens)
             try:
                 original(this, n)
             except ValueError:  # of a bounded one that is full
-                for token in given:
+                for token in tokens:
                     free.remove(token)
                 raise
 
@@ -144,7 +144,7 @@ class Pieces:
 
     def _send(self, original: Any) -> Any:
         def send(this: Any, *args: Any, **kwargs: Any) -> None:
-            messages = self._messages.setdefault(this, deque(maxlen=_KEPT))
+            messages = self._messages.setdefault(this, deque(maxlen=_MAX_PENDING_MESSAGES))
             messages.append(self._give())
             self._observer.host_released(self._elsewhere)
             original(this, *args, **kwargs)
@@ -177,7 +177,7 @@ class Pieces:
         return add
 
     def _looked_at(self, original: Any) -> Any:
-        """`wait` and `as_completed` begin with what is done already."""
+        """Wrap the look at finished futures with which `wait` and `as_completed` begin."""
 
         def leave(this: Any, *args: Any) -> None:
             for future in this.futures:

@@ -58,7 +58,7 @@ def _acquire_after(observer: Observer, token: Callable[..., object]) -> Callable
 
 
 def _start(observer: Observer, around: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    """The thread's own `run` is taken, for classes that have one of theirs."""
+    """Wrap ``Thread.start``: replaces the instance's `run`, also of subclasses with their own `run`."""
 
     def wrap(original: Any) -> Any:
         def start(self: threading.Thread) -> None:
@@ -125,7 +125,7 @@ def _alive(observer: Observer) -> Callable[[Any], Any]:
 
 
 def _both(observer: Observer) -> Callable[[Any], Any]:
-    """Everybody who meets here tells, and learns what the others told."""
+    """Wrap a barrier: each thread releases its clock and acquires the clocks of the others."""
 
     def wrap(original: Any) -> Any:
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def _own(condition: threading.Condition) -> bool:
 
 
 def _lock_of(condition: threading.Condition) -> object:
-    """Conditions of one lock are one meeting: each may notify the others' threads."""
+    """Return the lock as the token of a condition: conditions with one lock can notify each other's threads."""
     found: object = condition._lock  # type: ignore[attr-defined]
     return found
 
@@ -210,13 +210,13 @@ def _condition_waits(observer: Observer) -> Callable[[Any], Any]:
 
 
 class _Lock:
-    """A lock that can tell of each hold, since a condition was made of it."""
+    """A lock that reports every acquisition and release after a condition was created from it."""
 
     tells = False
 
 
 def _locks(observer: Observer, before: Any) -> Any:
-    """A class for `threading.Lock` that tells of each hand-over."""
+    """Return a replacement of `threading.Lock` that reports each hand-over."""
 
     class Lock(_Lock):
         def __init__(self) -> None:
@@ -256,7 +256,7 @@ def _locks(observer: Observer, before: Any) -> Any:
 
 
 def _recursive_locks(observer: Observer, before: Any) -> Any:
-    """A class for `threading.RLock`, which tells where a condition was made of it."""
+    """Return a replacement of `threading.RLock` that reports holds if a condition was created from it."""
 
     class RLock(_Lock):
         def __init__(self) -> None:
@@ -286,7 +286,7 @@ def _recursive_locks(observer: Observer, before: Any) -> Any:
 
 
 def _simple_queues(pieces: Pieces, before: Any) -> Any:
-    """A class for `queue.SimpleQueue`, which is C."""
+    """Return a replacement of the C class `queue.SimpleQueue` that reports each item."""
     give, take = pieces.put(before.put), pieces.get(before.get)
 
     class SimpleQueue(before):  # type: ignore[misc]  # a class that is only known at run time
@@ -307,7 +307,7 @@ def _simple_queues(pieces: Pieces, before: Any) -> Any:
 
 @contextmanager
 def host_edges(observer: Observer, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Generator[None]:
-    """Tell ``observer`` of hand-overs between host threads while the scope lasts; new threads run inside ``around()``."""
+    """Report hand-overs between host threads to ``observer`` in this scope; new threads run inside ``around()``."""
     second: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
 
     def itself(self: Any, *_: Any) -> object:

@@ -36,7 +36,7 @@ class Sink(Protocol):
 
     @property
     def stale(self) -> Callable[[str, Record | None, Point, Access, Any], None]:
-        """A read of stale bytes, why they are stale, and since when."""
+        """Function that receives a read of stale bytes, with the reason and the time of the staleness."""
 
     @property
     def settled(self) -> Callable[[], Clock]:
@@ -45,16 +45,19 @@ class Sink(Protocol):
 
 UNKNOWN_END = 1 << 62
 UNWRITTEN: Over = ("", None, -1)
-_PARTS = 64
-_FEW = 8
-"""Runs of a region that divide the map; more do so only where some bytes were never written, or are stale."""
-_KEPT = 512
-_LOOKED_THROUGH = 32
-_MANY = 4
+_MAX_DENSE_PARTS = 64
+_MAX_SPLIT_PARTS = 8
+"""Maximum number of runs that split intervals; up to ``_MAX_DENSE_PARTS`` if some bytes are unwritten or stale."""
+_MAX_HOLED_RECORDS = 512
+"""Maximum number of accesses with holes that are kept; older accesses are forgotten."""
+_MIN_HOLED_LIMIT = 32
+"""Minimum number of accesses with holes before ordered ones are dropped."""
+_MERGE_ABOVE_INTERVALS = 4
+"""A read over more intervals than this tries to merge them."""
 
 
 class Interval:
-    """Bytes [start, end) with one history. ``over`` says why their contents may no longer be read, if so."""
+    """Bytes [start, end) with one history. ``over`` is the reason why their contents are stale, or None."""
 
     __slots__ = ("end", "over", "reads", "start", "writes")
 
@@ -67,7 +70,7 @@ class Interval:
 
 
 class IntervalMap:
-    """The history of one storage. ``owner`` (the map itself, if none is given) goes to the sink with what is found."""
+    """The history of one storage. The map passes ``owner`` (by default itself) to the sink with each conflict."""
 
     __slots__ = ("forgotten", "holed", "intervals", "limit", "owner")
 
@@ -78,7 +81,7 @@ class IntervalMap:
         self.intervals = [Interval(0, nbytes or UNKNOWN_END, () if origin is None else (origin,), (), over)]
         self.holed: list[Record] = []
         """Accesses with holes, and by rows, the oldest first."""
-        self.limit = _LOOKED_THROUGH
+        self.limit = _MIN_HOLED_LIMIT
         self.forgotten = 0
 
     def touch(self, point: Point, access: Access, sink: Sink, late: bool = False) -> None:
@@ -96,7 +99,7 @@ class IntervalMap:
         parts = None
         if not access.by_rows:
             exact = any(interval.over is not None for interval in self.intervals)
-            parts = dense_parts(access, _PARTS if exact else _FEW)
+            parts = dense_parts(access, _MAX_DENSE_PARTS if exact else _MAX_SPLIT_PARTS)
         if parts is None:
             self._scattered(record, access, sink, late)
             return
@@ -106,7 +109,7 @@ class IntervalMap:
             self._meet(point, access, sink, late)
 
     def _whole(self, record: Record, point: Point, access: Access) -> bool:
-        """The common case in one go: all of an undivided storage, and nothing to tell. False: take the long way."""
+        """Handle an access to all of an undivided storage without a conflict. Returns False for any other access."""
         if len(self.intervals) != 1:
             return False
         interval = self.intervals[0]
@@ -141,7 +144,7 @@ class IntervalMap:
             interval.over = over
 
     def last_write(self, start: int, end: int) -> Record | None:
-        """The latest write, in the order of the program, to any of the bytes."""
+        """Return the latest write to any of the bytes, in program order."""
         best: Record | None = None
         for interval in self.within(start, end):
             for record in interval.writes:
@@ -153,7 +156,7 @@ class IntervalMap:
         return best
 
     def holed_writes(self, start: int, end: int) -> list[Record]:
-        """Writes with holes, or by rows, that may touch [start, end)."""
+        """Return the writes with holes, or by rows, that may touch [start, end)."""
         return [
             record
             for record in self.holed
@@ -161,7 +164,7 @@ class IntervalMap:
         ]
 
     def within(self, start: int, end: int) -> list[Interval]:
-        """The intervals that share a byte with [start, end)."""
+        """Return the intervals that share a byte with [start, end)."""
         first = self._index(start)
         last = first + 1
         intervals = self.intervals
@@ -170,7 +173,7 @@ class IntervalMap:
         return intervals[first:last]
 
     def records(self) -> list[Record]:
-        """Everything that is remembered, each record once."""
+        """Return every record of the history, each once."""
         if len(self.intervals) == 1:
             return [*self.intervals[0].writes, *self.intervals[0].reads, *self.holed]
         seen: dict[int, Record] = {}
@@ -180,12 +183,12 @@ class IntervalMap:
         return [*seen.values(), *self.holed]
 
     def _index(self, offset: int) -> int:
-        """The interval that ``offset`` lies in."""
+        """Return the index of the interval that contains ``offset``."""
         intervals = self.intervals
         return bisect_right(intervals, offset, key=_start) - 1 if len(intervals) > 1 else 0
 
     def _cut(self, start: int, end: int) -> tuple[int, int]:
-        """Indices of the intervals that make up [start, end), cutting those at its ends."""
+        """Return the index range of the intervals in [start, end); splits the intervals at both ends."""
         intervals = self.intervals
         first = self._index(start)
         interval = intervals[first]
@@ -217,10 +220,10 @@ class IntervalMap:
         write = access.write
         # What was held, and is told now, may come before a mark that is here already.
         late = late or any(each.over is not None and _later(each.over, point) for each in intervals[first:last])
-        told: set[int] = set()
+        reported: set[int] = set()
         for at in range(first, last):
             interval = intervals[at]
-            self._check(interval, point, access, sink, late, told)
+            self._check(interval, point, access, sink, late, reported)
             if not write:
                 interval.reads = (*_unless_covered(interval.reads, point), record) if interval.reads else (record,)
             elif late:
@@ -230,7 +233,7 @@ class IntervalMap:
                 interval.writes = (*_unless_covered(interval.writes, point), record)
         if write and not late:
             intervals[first:last] = [Interval(start, end, (record,), (), None)]
-        elif not write and last - first > _MANY:
+        elif not write and last - first > _MERGE_ABOVE_INTERVALS:
             self._merge(first, last, sink.settled())
 
     def _merge(self, first: int, last: int, settled: Clock) -> None:
@@ -258,10 +261,10 @@ class IntervalMap:
 
     def _scattered(self, record: Record, access: Access, sink: Sink, late: bool) -> None:
         point = record[0]
-        told: set[int] = set()
+        reported: set[int] = set()
         met = self.within(access.start, access.end)
         for interval in met:
-            self._check(interval, point, access, sink, late, told)
+            self._check(interval, point, access, sink, late, reported)
         if access.write and any(interval.over is not None for interval in met):
             first, last = self._cut(access.start, access.end)
             for interval in self.intervals[first:last]:
@@ -273,14 +276,14 @@ class IntervalMap:
         if len(self.holed) > self.limit:
             settled = sink.settled()
             kept = [old for old in self.holed if old[0].epoch > settled.get(old[0].number, 0)]
-            self.forgotten += max(0, len(kept) - _KEPT)
-            self.holed = kept[-_KEPT:]
-            self.limit = max(_LOOKED_THROUGH, 2 * len(self.holed))
+            self.forgotten += max(0, len(kept) - _MAX_HOLED_RECORDS)
+            self.holed = kept[-_MAX_HOLED_RECORDS:]
+            self.limit = max(_MIN_HOLED_LIMIT, 2 * len(self.holed))
 
     def _meet(self, point: Point, access: Access, sink: Sink, late: bool) -> None:
-        """Check an access against those with holes, and drop those that it stands for."""
+        """Check an access against the accesses with holes, and drop those that it covers."""
         clock = point.clock
-        told: set[int] = set()
+        reported: set[int] = set()
         kept: list[Record] = []
         for old in self.holed:
             known = old[1]
@@ -288,36 +291,36 @@ class IntervalMap:
             before = old[0]
             if before.epoch > clock.get(before.number, 0):
                 if access.write or known.write:
-                    self._compare(old, point, access, sink, late, told)
+                    self._compare(old, point, access, sink, late, reported)
             elif (access.write or not known.write) and _covers(access, known):
                 continue
             kept.append(old)
         self.holed = kept
 
-    def _check(self, interval: Interval, point: Point, access: Access, sink: Sink, late: bool, told: set[int]) -> None:
+    def _check(self, interval: Interval, point: Point, access: Access, sink: Sink, late: bool, reported: set[int]) -> None:
         clock = point.clock
         for old in interval.writes:
             before = old[0]
             if before.epoch > clock.get(before.number, 0):
-                self._compare(old, point, access, sink, late, told)
+                self._compare(old, point, access, sink, late, reported)
         if access.write:
             for old in interval.reads:
                 before = old[0]
                 if before.epoch > clock.get(before.number, 0):
-                    self._compare(old, point, access, sink, late, told)
-        elif interval.over is not None and not access.by_rows and id(interval.over) not in told:
+                    self._compare(old, point, access, sink, late, reported)
+        elif interval.over is not None and not access.by_rows and id(interval.over) not in reported:
             if _later(interval.over, point):
                 return  # it was read, in the order of the program, before it was declared over
-            told.add(id(interval.over))
+            reported.add(id(interval.over))
             sink.stale(interval.over[0], interval.over[1], point, access, self.owner or self)
 
-    def _compare(self, old: Record, point: Point, access: Access, sink: Sink, late: bool, told: set[int]) -> None:
-        if id(old) in told or (late and point.before(old[0])):
+    def _compare(self, old: Record, point: Point, access: Access, sink: Sink, late: bool, reported: set[int]) -> None:
+        if id(old) in reported or (late and point.before(old[0])):
             return
         known = old[1]
         if known is not None and ((known.by_rows and access.by_rows) or not overlap(known, access)):
             return
-        told.add(id(old))
+        reported.add(id(old))
         sink.conflict(old, point, access, self.owner or self)
 
 
@@ -334,7 +337,7 @@ def _start(interval: Interval) -> int:
 
 
 def _unless_covered(records: Records, point: Point) -> Records:
-    """The records that a new dense access doesn't stand for: those that aren't ordered before it."""
+    """Return the records that a new dense access cannot replace, because they are not ordered before it."""
     clock = point.clock
     return tuple([record for record in records if record[0].epoch > clock.get(record[0].number, 0)])
 

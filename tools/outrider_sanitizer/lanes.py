@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 from outrider.device import Operation
 from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point
 
-_TOKENS = 4096
+_MAX_TOKENS = 4096
 
 # The original method: in a watched run, a program's call of is_alive is reported as a synchronization.
 _ALIVE = threading.Thread.is_alive
@@ -74,7 +74,7 @@ class Lanes:
         return lane
 
     def thread(self) -> Actor:
-        """The actor of the calling host thread."""
+        """Return the actor of the calling host thread."""
         actor: Actor | None = getattr(self._local, "actor", None)
         if actor is None:
             actor = self._local.actor = self._new_thread()
@@ -119,11 +119,11 @@ class Lanes:
             clock = merged
         self._tokens[id(token)] = (token, clock)
         self._tokens.move_to_end(id(token))
-        if len(self._tokens) > _TOKENS:
+        if len(self._tokens) > _MAX_TOKENS:
             self._tokens.popitem(last=False)
 
     def host_acquired(self, token: object) -> None:
-        """The calling thread learns what was released."""
+        """Join the clock that was released to ``token`` into the calling thread."""
         known = self._tokens.get(id(token))
         if known is not None:
             self.thread().join(known[1])
@@ -133,7 +133,7 @@ class Lanes:
     # -- steps of streams --------------------------------------------------------------------------------------------
 
     def _enqueue(self, lane: Lane, step: Step) -> None:
-        """Take a step on ``lane``, now or when what it waits for has come."""
+        """Run a step on ``lane`` now, or after the flag that holds the lane."""
         thread = self.thread()
         if lane.held is None:
             lane.launched_by(thread)
@@ -151,7 +151,7 @@ class Lanes:
         lane.held.append(later)
 
     def _as_of_now(self, step: Step) -> Step:
-        """The step, which is taken later and keeps its place in the order of the program."""
+        """Return the step bound to its current place in program order, to run later."""
         self.sequence += 1
         stamp = self.sequence
 
@@ -165,7 +165,7 @@ class Lanes:
         return stamped
 
     def resume_held(self) -> None:
-        """Take the steps that have become possible."""
+        """Run the held steps that have become possible."""
         progress = bool(self._held)
         while progress:
             progress = False
@@ -183,7 +183,7 @@ class Lanes:
                 action()
 
     def when_none_held(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when every step that was enqueued so far has been taken, and no stream is held."""
+        """Call ``action`` after every step enqueued so far has run and no stream is held."""
         self._later.append(action)
 
     def _point(self, actor: Actor, name: str, location: str = "", operation: Operation | None = None) -> Point:
@@ -191,11 +191,11 @@ class Lanes:
 
     @property
     def now(self) -> int:
-        """The last place in the order of the program, as the step that is being taken sees it."""
+        """Return the sequence number of the program order that the running step sees."""
         return self.sequence if self._stamp is None else self._stamp
 
     def in_order(self, stream: str, action: Callable[[], None]) -> None:
-        """Call ``action`` when everything before it on the stream has been looked at."""
+        """Call ``action`` after every earlier step of the stream has been checked."""
 
         def step() -> bool:
             action()
@@ -204,7 +204,7 @@ class Lanes:
         self._enqueue(self.lane(stream), step)
 
     def place(self) -> int:
-        """The place in the order of the program of what is done now; of a step that was held, that of its enqueueing."""
+        """Return the next sequence number in program order; a held step keeps the number of its enqueueing."""
         if self._stamp is None:
             self.sequence += 1
             return self.sequence

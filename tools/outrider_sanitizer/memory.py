@@ -8,9 +8,9 @@ from collections.abc import Callable
 from outrider_sanitizer.clocks import Actor, Point
 from outrider_sanitizer.intervals import UNWRITTEN, IntervalMap, Over, Record
 
-_GRAVES = 256
+_MAX_FREED_STORAGES = 256
 """Freed storages that are remembered for the reuse of their addresses."""
-_LOOSE = 1024
+_MAX_EARLY_RELEASES = 1024
 """Releases on one stream that are remembered until that stream allocates again."""
 
 
@@ -38,7 +38,7 @@ class Shadow(IntervalMap):
 
     @property
     def described(self) -> str:
-        """For reports: what it is and where it comes from."""
+        """The label and origin of the storage, for reports."""
         what = self.label or ("pinned host memory" if self.stream == "host" else "device memory")
         size = f" of {self.nbytes} bytes" if self.nbytes else ""
         origin = f", allocated on {self.stream!r}" if self.stream else ""
@@ -53,7 +53,7 @@ Reused = Callable[[Shadow, Record, Point, str], None]
 
 
 class Memory:
-    """Shadows by storage, and what waits for its addresses to be reused."""
+    """Shadows by storage, and freed storages whose addresses may be reused."""
 
     def __init__(self, reused: Reused) -> None:
         self.shadows: dict[int, Shadow] = {}
@@ -69,7 +69,7 @@ class Memory:
         return shadow
 
     def allocate(self, storage: int, nbytes: int, stream: str, location: str, point: Point | None, defined: bool) -> None:
-        """Memory was handed out at ``point`` (None inside a capture)."""
+        """Add the shadow of memory that was allocated at ``point`` (None inside a capture)."""
         origin: Record | None = None if point is None else (point, None)
         over = None if defined else UNWRITTEN
         self.shadows[storage] = Shadow(storage, nbytes, stream, location, origin, over)
@@ -78,7 +78,7 @@ class Memory:
             self._unordered(waiting, point)
 
     def share(self, storage: int, stream: str) -> None:
-        """The allocator waits for ``stream`` before it hands the storage's memory out again."""
+        """Note that the allocator waits for ``stream`` before it reuses the storage's memory."""
         shadow = self.shadow(storage)
         if stream not in shadow.shared:
             shadow.shared = (*shadow.shared, stream)
@@ -114,9 +114,9 @@ class Memory:
         if loose:
             waiting = self._loose.setdefault(stream, [])
             waiting.append((shadow, loose, location()))
-            del waiting[:-_LOOSE]
+            del waiting[:-_MAX_EARLY_RELEASES]
         self._graves[storage] = shadow
-        if len(self._graves) > _GRAVES:
+        if len(self._graves) > _MAX_FREED_STORAGES:
             self._graves.popitem(last=False)
 
     def same_place(self, storage: int, previous: int) -> None:
@@ -129,7 +129,7 @@ class Memory:
             self.shadows[storage] = old
 
     def reuse(self, previous: int, point: Point | None) -> None:
-        """The memory that ``point`` was handed lies where ``previous`` lay."""
+        """Check the reuse of the addresses of ``previous`` by the allocation at ``point``."""
         old = self._graves.pop(previous, None) or self.shadows.get(previous)
         if old is None or point is None or old.stream == point.actor.name:
             return  # what is loose in the stream's own order was told by the allocation

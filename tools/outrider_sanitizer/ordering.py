@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Ordering(StreamOrdering):
-    """See the module. Not thread-safe: the caller holds a lock around each call."""
+    """The ordering detector (see the module). Not thread-safe: the caller holds a lock around each call."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Ordering(StreamOrdering):
             history.touch(point, Access(0, at, at + 1, False, argument=name), self._params_sink)
 
     def _issue(self, captured: Captured) -> Iterator[Half]:
-        """The halves of the collectives in a graph, in their order: a replay issues them when it's enqueued."""
+        """Issue the halves of the collectives of a graph, in order, when a replay is enqueued."""
         halves = []
         for verb in captured.verbs:
             if verb.what == "collective":
@@ -130,7 +130,7 @@ class Ordering(StreamOrdering):
         return iter(halves)
 
     def _walk(self, graph: Graph, captured: Captured, lane: Lane, replay: Replay, halves: Iterator[Half]) -> Generator[bool]:
-        """The captured steps, one after the other; yields False while a flag holds the graph."""
+        """Run the captured steps one after the other; yields False while a flag holds the graph."""
         edges: dict[Event, Clock] = {}
         touched: dict[str, Actor] = {captured.main: lane}
         params_read = False
@@ -179,7 +179,7 @@ class Ordering(StreamOrdering):
         yield True
 
     def params_updated(self, graph: Graph, stream: str, names: tuple[str, ...]) -> None:
-        """Host parameters of a captured graph were rebound on a stream."""
+        """Record that host parameters of a captured graph were rebound on a stream."""
         if graph not in self._graphs:
             return  # it runs eagerly and reads them on the host
         lane = self.lane(stream)

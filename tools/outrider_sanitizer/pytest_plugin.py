@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def sanitized() -> Sanitized:
-    """A function of a backend: what runs inside its ``with`` must be clean, or the test fails with the report."""
+    """Return a context manager factory: work on the backend inside the ``with`` must be clean, or the test fails."""
     from outrider_sanitizer import watch
 
     @contextmanager
@@ -57,13 +57,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the device before test modules are imported, so that they find `torch.sim`."""
+    """Open the device before test modules are imported, so that `torch.sim` exists."""
     if config.getoption("--outrider-sanitize"):
         config.pluginmanager.register(_Watcher(config.getoption("--outrider-backend")), "outrider-sanitize")
 
 
 class _Watched:
-    """One test under watch."""
+    """The device and the report of one watched test."""
 
     def __init__(self, stack: ExitStack, reports: list[Report]) -> None:
         self.stack = stack
@@ -84,7 +84,7 @@ class _Watcher:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
-        """Begin to watch, on a device that is as after a start."""
+        """Reset the device and begin to watch the test."""
         from outrider_sanitizer import watch
         from outrider_sanitizer.scripts import with_new_backends
 
@@ -114,7 +114,7 @@ class _Watcher:
         return result
 
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """Stop, where the test never ran."""
+        """Stop watching if the test never ran."""
         self._end(item)
 
     def _end(self, item: pytest.Item) -> list[Report]:
@@ -130,7 +130,7 @@ class _Watcher:
         return found
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """How much was watched: a run that saw no operation says nothing about the program."""
+        """Print the watched counts: a run without operations proves nothing about the program."""
         terminalreporter.write_line(
             f"outrider: {self.tests} tests and {self.operations} operations watched on {self.backend.label}, "
             f"{self.findings} findings"

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 Key = tuple[str, tuple[int, ...], int]
 """A group: name, ranks, and which group of that name and those ranks it is."""
 
-_WAYS_APART = "then every rank makes the same calls in the same order, with the same operands"
+_ALIKE_HINT = "then every rank makes the same calls in the same order, with the same operands"
 
 
 @dataclass(eq=False, slots=True)
 class Half:
-    """One rank's part of a collective. ``clock``: what its stream knew before it, once the stream has come there."""
+    """One rank's part of a collective. ``clock`` is its stream's clock before the call, once the stream is there."""
 
     index: int
     rank: int
@@ -115,7 +115,7 @@ class Decided:
 
 @dataclass(eq=False, slots=True)
 class _State:
-    """One group. ``apart``: what it does is of no use any more, since its ranks differ."""
+    """The state of one group. ``has_diverged`` stops its checks, because its ranks already differ."""
 
     key: Key
     meetings: dict[tuple[tuple[int, int] | None, int], Meeting] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class _State:
     decisions: dict[int, list[Decided]] = field(default_factory=dict)
     last: dict[int, Half] = field(default_factory=dict)
     points: dict[int, dict[int, tuple[Point, Half]]] = field(default_factory=dict)
-    apart: bool = False
+    has_diverged: bool = False
     differs: bool = False
 
     @property
@@ -132,10 +132,10 @@ class _State:
 
 
 class Ranks:
-    """Shared by the sanitizers of the ranks of one program. Not thread-safe: its ``lock`` is held around each call."""
+    """State that the sanitizers of all ranks share. Not thread-safe: callers hold ``lock`` around each call."""
 
     def __init__(self, *, alone: bool = False) -> None:
-        """``alone``: one rank is watched by itself, so what the others do isn't seen and nothing waits for it."""
+        """Create the shared state. ``alone`` means that only one rank is watched, so no half waits for another rank."""
         self.alone = alone
         self.lock = threading.RLock()
         self.report = Report()
@@ -149,7 +149,7 @@ class Ranks:
         self._progress = 0
 
     def number(self) -> int:
-        """A number for an actor, unlike those of every other rank."""
+        """Return an actor number that is unique over all ranks."""
         return next(self._numbers)
 
     def _state(self, group: Group) -> _State:
@@ -166,7 +166,7 @@ class Ranks:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def issue(self, group: Group, call: Collective, *, in_graph: bool, location: str) -> Half:
-        """The host of a rank has issued a call, or a replay with that call in it: it meets those of the other ranks."""
+        """Match a call that the host of a rank issued, alone or in a replay, with the calls of the other ranks."""
         state = self._state(group)
         channel: tuple[int, int] | None = None
         if call.peer is not None:
@@ -189,7 +189,7 @@ class Ranks:
         return half
 
     def _others_before(self, state: _State, group: Group) -> dict[Key, int]:
-        """How many calls this rank has made in each group that shares further ranks with this one."""
+        """Return the number of calls of this rank in each group that shares further ranks with this group."""
         mine = set(state.key[1])
         rank = group.ranks[group.rank]
         return {
@@ -199,7 +199,7 @@ class Ranks:
         }
 
     def _compare(self, state: _State, one: Half, two: Half) -> None:
-        if state.apart:
+        if state.has_diverged:
             return
         facts = (
             ("kind", one.kind, two.kind),
@@ -211,19 +211,19 @@ class Ranks:
         )
         different = next((f"{name}: {a} and {b}" for name, a, b in facts if a != b), "")
         if different:
-            state.apart = True
+            state.has_diverged = True
             self._found(
                 Kind.COLLECTIVE,
                 one.site(state.name),
                 two.site(state.name),
                 f"call number {two.number} of the group differs in {different}",
-                f"let one rank decide which call it is, and the others read that; {_WAYS_APART}",
+                f"let one rank decide which call it is, and the others read that; {_ALIKE_HINT}",
             )
             return
         for key, count in one.before.items():
             rank = two.before.get(key, 0 if two.rank in key[1] else count)
-            if rank != count and not (self._states[key].apart or state.apart):
-                state.apart = True
+            if rank != count and not (self._states[key].has_diverged or state.has_diverged):
+                state.has_diverged = True
                 self._found(
                     Kind.COLLECTIVE_ORDER,
                     one.site(state.name),
@@ -234,7 +234,7 @@ class Ranks:
                 )
 
     def arrived(self, group: Group, half: Half, point: Point) -> None:
-        """A stream has come to its half, which is ``point``: it must come after every other call of groups that overlap."""
+        """Check that a half, reached at ``point``, comes after every earlier call of overlapping groups."""
         self._progress += 1
         state = self._state(group)
         mine = set(state.key[1])
@@ -244,7 +244,7 @@ class Ranks:
             for before, earlier in other.points.get(half.rank, {}).values():
                 if earlier.kind == half.kind == "message":
                     continue  # each direction between two ranks is a communicator of its own
-                if not before.before(point) and not state.apart:
+                if not before.before(point) and not state.has_diverged:
                     self._unordered(state, other, (before, earlier), (point, half))
         state.points.setdefault(half.rank, {})[point.number] = (point, half)
 
@@ -259,7 +259,7 @@ class Ranks:
         )
 
     def passed(self, half: Half, group: Group) -> None:
-        """A stream has joined what it waited for."""
+        """Record that a stream has joined the clocks that its half waited for."""
         self._progress += 1
         half.meeting.over += 1
         if half.meeting.over == len(half.meeting.members):
@@ -268,7 +268,7 @@ class Ranks:
                 del meetings[key]
 
     def resume(self) -> None:
-        """Take the steps of every rank that have become possible."""
+        """Run the held steps of every rank that have become possible."""
         while True:
             before = self._progress
             for ordering in self.orderings:
@@ -277,7 +277,7 @@ class Ranks:
                 return
 
     def passed_without(self) -> None:
-        """The device went on though a collective wasn't whole: it failed there, and what follows means nothing."""
+        """Record that the device passed an incomplete collective, so later operations have no defined order."""
         self.broken = self.broken or any(
             len(meeting.halves) < len(meeting.members)
             for state in self._states.values()
@@ -287,7 +287,7 @@ class Ranks:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def decided(self, group: Group, name: str, value: Decision, location: str) -> None:
-        """A rank's host took a decision: its next one in the group."""
+        """Compare the next decision of a rank's host in the group with those of the other ranks."""
         state = self._state(group)
         log = state.decisions.setdefault(group.rank, [])
         rank = group.ranks[group.rank]
@@ -325,11 +325,11 @@ class Ranks:
         """Report the collectives that some rank never came to."""
         self.resume()
         for state in self._states.values():
-            if state.apart:
+            if state.has_diverged:
                 continue
             waiting = [m for m in state.meetings.values() if m.halves and len(m.halves) < len(m.members)]
             for meeting in waiting[:1]:
-                state.apart = True
+                state.has_diverged = True
                 half = next(iter(meeting.halves.values()))
                 missing = [index for index in meeting.members if index not in meeting.halves]
                 self._shorter(state, half.index, missing)
@@ -341,7 +341,7 @@ class Ranks:
                     half.site(state.name),
                     f"{who} never made this call"
                     + ("; its last one of the group is the first above" if last is not None else ""),
-                    f"make the call on every rank of the group, or on none; {_WAYS_APART}",
+                    f"make the call on every rank of the group, or on none; {_ALIKE_HINT}",
                 )
 
     def _shorter(self, state: _State, present: int, missing: list[int]) -> None:

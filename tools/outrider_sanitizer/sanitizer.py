@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Sanitizer(Observer):
-    """Attach it to a backend (or use :func:`watch`), run, then :meth:`finish` and read ``report``."""
+    """The base sanitizer: attach it to a backend (or use :func:`watch`), run, call :meth:`finish` and read ``report``."""
 
     def __init__(self, backend: Backend, ranks: Ranks | None = None) -> None:
-        """``ranks``: what it shares with the sanitizers of the other ranks of the program; None: it watches one alone."""
+        """Create a sanitizer of ``backend``. ``ranks`` is the state shared with the sanitizers of other ranks, or None."""
         self.backend = backend
         self.ranks = ranks or Ranks(alone=True)
         self.report = self.ranks.report
@@ -74,7 +74,7 @@ class Sanitizer(Observer):
         return control.steps(known) if known is not None else None
 
     def position(self, stream: Stream | None) -> int:
-        """How many steps ``stream`` was given so far (None: how many the calling thread took); 0 if not counted."""
+        """Return the number of steps of ``stream`` (None: of the calling thread) so far; 0 if the device does not count."""
         control = self.backend.control
         steps = self._steps(stream.name if stream else HOST) if control is None else control.steps(stream)
         return 0 if steps is None else steps[1]
@@ -101,7 +101,7 @@ class Sanitizer(Observer):
         self._staleness.read(point, access, shadow)
 
     def _uses(self, stream: str) -> None:
-        """A stream was given something to do."""
+        """Note that a stream received an operation."""
         if stream not in self._used:
             self._used.add(stream)
             self.report.streams += 1

@@ -93,20 +93,20 @@ class _Script(SourceFileLoader):
 
 
 class _Main:
-    """The module ``__main__``, of which each rank has its own."""
+    """A process view that gives each rank its own ``__main__`` module."""
 
     def save(self) -> ModuleType:
         """Return the ``__main__`` module of the running rank."""
         return sys.modules["__main__"]
 
     def restore(self, saved: ModuleType) -> None:
-        """The rank that saved it runs again."""
+        """Restore the saved state when its rank runs again."""
         sys.modules["__main__"] = saved
 
 
 @contextmanager
 def with_new_backends(first: Backend, attach: Attach) -> Generator[None]:
-    """Call ``attach`` for a backend, and for each that a registry makes while the scope lasts."""
+    """Call ``attach`` for a backend, and for each backend that a registry creates in this scope."""
     with ExitStack() as stack:
         attach(first, stack)
         with Registry.observing(lambda made: attach(made, stack)):
@@ -115,7 +115,7 @@ def with_new_backends(first: Backend, attach: Attach) -> Generator[None]:
 
 @contextmanager
 def as_main(path: Path, argv: Sequence[str]) -> Generator[None]:
-    """Let a script find its arguments in ``sys.argv`` and its neighbours on ``sys.path``."""
+    """Set ``sys.argv`` to the script's arguments and add its directory to ``sys.path`` in this scope."""
     before, paths = sys.argv, list(sys.path)
     sys.argv = list(argv)
     sys.path.insert(0, str(path.resolve().parent))
@@ -133,11 +133,11 @@ class RankEnvironment:
         return os.environ, sys.argv
 
     def restore(self, saved: tuple[Any, list[str]]) -> None:
-        """The rank that saved it runs again."""
+        """Restore the saved state when its rank runs again."""
         os.environ, sys.argv = saved
 
     def begin(self, rank: int, ranks: int, argv: Sequence[str]) -> None:
-        """Let the calling rank have an environment of its own, as torchrun makes it, and its own arguments."""
+        """Give the calling rank its own environment, like torchrun, and its own arguments."""
         mine = {
             "RANK": rank,
             "LOCAL_RANK": rank,

@@ -83,5 +83,5 @@ def _moving(
     tensor: Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
     del device
-    given = {} if memory_format is None else {"memory_format": memory_format}
-    return tensor, {"non_blocking": non_blocking, **given}
+    format_option = {} if memory_format is None else {"memory_format": memory_format}
+    return tensor, {"non_blocking": non_blocking, **format_option}

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from outrider_sanitizer.ordering import Ordering
 
 
-_PARTS = 256
+_MAX_ENUMERATED_RUNS = 256
 """Runs of a strided region that are looked at one by one; one of more runs counts as the whole of its extent."""
 
 
 class Age:
-    """When a graph was replayed, counted over all graphs of the device, and the place of its last replay in the trace."""
+    """The last replay of a graph: its number over all graphs of the device, and its place in the trace."""
 
     __slots__ = ("before", "first", "generation", "inputs", "last", "name", "rebound", "sequence")
 
@@ -74,18 +74,18 @@ class Staleness:
     # -- marks -----------------------------------------------------------------------------------------------------
 
     def over(self, tensor: Tensor, reason: str, label: str = "") -> None:
-        """The contents of the tensor are stale."""
+        """Mark the contents of a tensor as stale."""
         place = self._locate(tensor)
         if place is None:
             return
         shadow = self._ordering.memory.shadow(place.storage)
         shadow.label = shadow.label or label
         over = (reason, None, self._ordering.sequence)
-        for start, end in dense_parts(place, _PARTS) or ((place.start, place.end),):
+        for start, end in dense_parts(place, _MAX_ENUMERATED_RUNS) or ((place.start, place.end),):
             shadow.expire(start, end, over)
 
     def mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
-        """One region, or a graph's host parameter, is read as the present value of another."""
+        """Register a region, or a graph's host parameter, as a mirror of another region."""
         place = self._locate(source)
         if place is None:
             return
@@ -101,7 +101,7 @@ class Staleness:
             known.append(Mirror(seen.start, seen.end, place))
 
     def freed(self, storage: int) -> None:
-        """Memory was freed: forget its marks."""
+        """Drop the marks of freed memory."""
         self._mirrors.pop(storage, None)
 
     # -- graphs ----------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Staleness:
         return age
 
     def replayed(self, graph: Graph, stream: str, generation: int, replays: int, location: str) -> None:
-        """A replay is about to be enqueued; told before its accesses."""
+        """Check the inputs of a replay before its accesses are recorded."""
         age = self._age(graph)
         for name, place in age.inputs:
             if age.first:
@@ -139,7 +139,7 @@ class Staleness:
         age.sequence = self._ordering.now
 
     def rebound(self, graph: Graph, names: tuple[str, ...]) -> None:
-        """Host parameters have a new value."""
+        """Record the new values of host parameters."""
         age = self._age(graph)
         for name in names:
             age.rebound[name] = self._ordering.sequence
@@ -152,7 +152,7 @@ class Staleness:
         shadow = self._ordering.memory.shadow(place.storage)
         fresh: list[Record] = []
         old: list[tuple[int, int, Record]] = []  # bytes that it wrote last; of one with holes, between which it wrote some
-        for begin, finish in dense_parts(place, _PARTS) or ((place.start, place.end),):
+        for begin, finish in dense_parts(place, _MAX_ENUMERATED_RUNS) or ((place.start, place.end),):
             for interval in shadow.within(begin, finish):
                 for record in interval.writes:
                     if record[1] is None:
@@ -220,7 +220,7 @@ class Staleness:
         return bool(self._mirrors or self._ages)
 
     def read(self, point: Point, access: Access, shadow: Shadow) -> None:
-        """A read, before it is added to the history."""
+        """Check a read before it is added to the history."""
         if shadow.aged is not None and access.born >= 0 and point.replay is None:
             self._output(point, access, shadow)
         mirrors = self._mirrors.get(access.storage) if self._mirrors else None
@@ -273,7 +273,7 @@ class Staleness:
         )
 
     def stale(self, reason: str, origin: Record | None, point: Point, access: Access, shadow: Shadow) -> None:
-        """Bytes were read that are stale, or were never written."""
+        """Report a read of bytes that are stale or were never written."""
         if shadow.promised:
             return  # a write may cover them that was launched before and hasn't run
         self._add(
@@ -297,7 +297,7 @@ def _shrunk(before: Point, was: Access, after: Point, now: Access) -> bool:
 
 def _left_behind(was: Access, now: Access, start: int, end: int) -> tuple[int, int] | None:
     """The first bytes of [start, end) that were written before and aren't now; all of them, where that are too many runs."""
-    before, after = dense_parts(was, _PARTS), dense_parts(now, _PARTS)
+    before, after = dense_parts(was, _MAX_ENUMERATED_RUNS), dense_parts(now, _MAX_ENUMERATED_RUNS)
     if before is None or after is None:
         return start, end
     for first, last in before:

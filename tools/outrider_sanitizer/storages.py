@@ -1,4 +1,4 @@
-"""Storages of torch's tensors, as accesses are derived from them: which they are, and where a tensor lies in one."""
+"""Storages of torch's tensors: their identity, and the position of a tensor in its storage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Known:
-    """A storage that was seen. ``base``: where it begins in the memory that its number stands for."""
+    """A storage that was seen. ``base`` is its offset, in bytes, in the memory that its number identifies."""
 
     __slots__ = ("base", "device", "home", "mapped", "number", "pinned", "weak")
 
@@ -48,7 +48,7 @@ class Storages:
         """Pinned memory by its address, in order: first, end."""
 
     def known(self, tensor: Tensor) -> tuple[Known, bool] | None:
-        """The storage of a tensor and whether it's new; None for host memory that the device can't reach."""
+        """Return the storage of a tensor and True if it is new; None for host memory that the device cannot reach."""
         kind = tensor.device.type
         device = kind == self._type
         if not device and kind != "cpu":
@@ -82,9 +82,9 @@ class Storages:
         first, end, host = self._pinned[at]
         if address >= end or host.weak.expired():
             return None
-        made = Known(host.number, StorageWeakRef(storage), True, True, HOST)
-        made.base, made.mapped = address - first, True
-        return made
+        known_storage = Known(host.number, StorageWeakRef(storage), True, True, HOST)
+        known_storage.base, known_storage.mapped = address - first, True
+        return known_storage
 
     def key(self, tensor: Tensor) -> int:
         """Return the key of the tensor's storage, which is unique while the storage lives."""
@@ -101,7 +101,7 @@ class Storages:
         self._suspects.append(key)
 
     def gone(self) -> list[Known]:
-        """Storages that have been freed since the last call."""
+        """Return the storages that were freed since the last call."""
         found = []
         while self._suspects:
             key = self._suspects.pop()
@@ -117,13 +117,13 @@ class Storages:
 
 
 def _key(storage: Any) -> int:
-    """A number that no other storage has while this one lives. Those of another, simulated device aren't torch's own."""
+    """Return a key that no other living storage has; storages of simulated devices are not torch's own."""
     key: int = getattr(storage, "_cdata", id(storage))
     return key
 
 
 def extent(tensor: Tensor, known: Known, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
-    """An access of a tensor: its bytes in the memory of ``known``, in strides where they have holes."""
+    """Return the access of a tensor: its bytes in the memory of ``known``, strided if they have holes."""
     size, storage = tensor.element_size(), known.number
     low = known.base + int(tensor.storage_offset()) * size
     if tensor.is_contiguous():

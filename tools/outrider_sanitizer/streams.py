@@ -1,4 +1,4 @@
-"""Accesses, events and flags: what the ordering detector knows without graphs."""
+"""The part of the ordering detector for accesses, events and flags outside graphs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from outrider.device import Collective, Event, Flag, Group
 
 HOST = "host"
-_GENERATIONS = 16
-_AWAITED = 4096
+_MAX_GENERATIONS = 16
+_MAX_AWAITED = 4096
 
 
 @dataclass
@@ -79,7 +79,7 @@ class StreamOrdering(Lanes):
     # -- accesses ----------------------------------------------------------------------------------------------------
 
     def launched(self, operation: Operation) -> None:
-        """An operation was enqueued."""
+        """Check the accesses of an operation that was enqueued."""
         capture: Captured | None = getattr(self._local, "capture", None)
         if capture is not None:
             capture.verbs.append(Verb("launch", operation.stream, operation))
@@ -113,7 +113,7 @@ class StreamOrdering(Lanes):
             self._await_rows(point)
 
     def touch(self, point: Point, access: Access, shadow: Shadow, late: bool = False) -> None:
-        """One access, against all that came before it."""
+        """Check one access against all earlier accesses."""
         listener = self.listener
         if listener.read is not None and not access.write:
             listener.read(point, access, shadow)
@@ -125,12 +125,12 @@ class StreamOrdering(Lanes):
         waiting = self._awaited.get(key)
         if waiting is None:
             waiting = self._awaited[key] = deque(maxlen=64)
-            if len(self._awaited) > _AWAITED:
+            if len(self._awaited) > _MAX_AWAITED:
                 self._awaited.popitem(last=False)
         waiting.append(point)
 
     def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
-        """The rows of an operation that was launched (or replayed) before."""
+        """Check the rows that an earlier launch or replay has reported."""
         key = id(operation)
         waiting = self._awaited.get(key)
         if not waiting:
@@ -147,7 +147,7 @@ class StreamOrdering(Lanes):
             self.touch(point, access, self.memory.shadow(access.storage), late)
 
     def host_accessed(self, access: Access, location: str) -> None:
-        """The calling thread touched pinned memory."""
+        """Check an access of the calling thread to pinned memory."""
         thread = self.thread()
         point = self._point(thread, "host write" if access.write else "host read", location)
         step = self.steps(HOST)
@@ -155,7 +155,7 @@ class StreamOrdering(Lanes):
         self.touch(point, access, self.memory.shadow(access.storage))
 
     def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
-        """Memory was handed out in the order of a stream, or of the calling thread."""
+        """Record an allocation in the order of a stream, or of the calling thread."""
         capture: Captured | None = getattr(self._local, "capture", None)
         if capture is not None and stream != HOST:
             capture.temporaries.add(storage)
@@ -180,7 +180,7 @@ class StreamOrdering(Lanes):
         return True
 
     def freed(self, storage: int, stream: str) -> None:
-        """Memory went back to the order of a stream, or of the calling thread."""
+        """Record a release in the order of a stream, or of the calling thread."""
         capture: Captured | None = getattr(self._local, "capture", None)
         if capture is not None and stream != HOST:
             return  # the addresses stay with the graph
@@ -212,7 +212,7 @@ class StreamOrdering(Lanes):
         self._enqueue(lane, step)
 
     def address_reused(self, storage: int, previous: int) -> None:
-        """A new storage lies where an old one lay; told right after its allocation."""
+        """Check a new storage at the address of an old one; called right after its allocation."""
         capture: Captured | None = getattr(self._local, "capture", None)
         if capture is not None and storage in capture.temporaries:
             self.memory.same_place(storage, previous)
@@ -223,7 +223,7 @@ class StreamOrdering(Lanes):
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def collective(self, stream: str, group: Group, call: Collective, accesses: tuple[Access, ...]) -> None:
-        """A rank's half of a collective was enqueued."""
+        """Enqueue a rank's half of a collective."""
         location = here()
         capture: Captured | None = getattr(self._local, "capture", None)
         if capture is not None:
@@ -274,7 +274,7 @@ class StreamOrdering(Lanes):
         return state
 
     def recorded(self, stream: str, event: Event, generation: int) -> None:
-        """A new generation covers what is enqueued on the stream so far."""
+        """Record a new generation of an event, which covers the operations enqueued on the stream so far."""
         capture: Captured | None = getattr(self._local, "capture", None)
         if capture is not None:
             capture.verbs.append(Verb("record", stream, event))
@@ -283,7 +283,7 @@ class StreamOrdering(Lanes):
         state = self._event(event)
         state.clocks[generation] = None
         state.recorders[generation] = lane.number
-        while len(state.clocks) > _GENERATIONS:
+        while len(state.clocks) > _MAX_GENERATIONS:
             state.clocks.popitem(last=False)
             state.recorders.popitem(last=False)
 
@@ -318,7 +318,7 @@ class StreamOrdering(Lanes):
         return True
 
     def event_synchronized(self, event: Event, generation: int) -> None:
-        """The calling thread comes after that generation."""
+        """Order the calling thread after that generation of the event."""
         state = self._event(event)
         if state.clocks.get(generation, NOTHING) is None:
             self._force()
@@ -327,24 +327,24 @@ class StreamOrdering(Lanes):
             self.thread().join(clock)
 
     def event_queried(self, event: Event, generation: int, done: bool) -> None:
-        """The calling thread comes after that generation, when it's over."""
+        """Order the calling thread after that generation if the query returned True."""
         if done:
             self.event_synchronized(event, generation)
 
     def stream_synchronized(self, stream: str) -> None:
-        """The calling thread comes after all that is enqueued on the stream."""
+        """Order the calling thread after all operations enqueued on the stream."""
         lane = self.lane(stream)
         if lane.held is not None:
             self._force()
         self.thread().join(lane.release())
 
     def stream_queried(self, stream: str, done: bool) -> None:
-        """The calling thread comes after the stream, when it's empty."""
+        """Order the calling thread after the stream if the query found it empty."""
         if done:
             self.stream_synchronized(stream)
 
     def device_synchronized(self) -> None:
-        """The calling thread comes after every stream."""
+        """Order the calling thread after every stream."""
         for stream in list(self.lanes):
             self.stream_synchronized(stream)
 
@@ -357,7 +357,7 @@ class StreamOrdering(Lanes):
         return state
 
     def flag_step(self, what: str, stream: str, flag: Flag) -> None:
-        """A ``set``, ``await`` or ``reset`` was enqueued."""
+        """Enqueue a ``set``, ``await`` or ``reset`` of a flag."""
         capture: Captured | None = getattr(self._local, "capture", None)
         if capture is not None:
             capture.verbs.append(Verb(what, stream, flag))
@@ -396,7 +396,7 @@ class StreamOrdering(Lanes):
         return True
 
     def _force(self) -> None:
-        """The device passed a wait whose set wasn't seen: go on as if it had been."""
+        """Continue after a wait that the device passed without a recorded set."""
         if self.ranks is not None:
             self.ranks.passed_without()
         for lane in list(self._held):
@@ -409,7 +409,7 @@ class StreamOrdering(Lanes):
         self.resume_all()
 
     def finish(self) -> None:
-        """End of the run: report what still waits for a flag."""
+        """Report the steps that still wait for a flag at the end of the run."""
         self.resume_all()
         for name, point in self._waiting_flag.values():
             if name not in self._lost:  # else it's the consequence of what was told
@@ -417,7 +417,7 @@ class StreamOrdering(Lanes):
         self._waiting_flag.clear()
 
     def resume_all(self) -> None:
-        """Take the steps that have become possible, on other ranks too."""
+        """Run the held steps that have become possible, on other ranks, too."""
         if self.ranks is not None:
             self.ranks.resume()
         self.resume_held()

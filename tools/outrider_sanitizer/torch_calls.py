@@ -36,7 +36,7 @@ _NO_TRITON = "Triton isn't installed, so no launch of it was looked for"
 
 
 def trace_of(backend: Backend) -> Any:
-    """The module in which torch tells what programs do on such a device; None where its device module has none."""
+    """Return torch's trace module of the device, or None if its device module has none."""
     if backend.capabilities.reports_accesses or backend.device.type == "cpu":
         return None
     try:
@@ -46,7 +46,7 @@ def trace_of(backend: Backend) -> Any:
 
 
 class TorchEvent:
-    """An event that torch made, by its handle. ``edge_of``: the capture that recorded it last."""
+    """An event that torch created. ``edge_of`` is the capture that recorded it last."""
 
     __slots__ = ("__weakref__", "edge_of", "generation", "name")
 
@@ -57,7 +57,7 @@ class TorchEvent:
 
 
 class TorchGraph:
-    """A graph that torch captured: what it reads is known by its operations alone."""
+    """A graph that torch captured; its inputs are known only by its operations."""
 
     def __init__(self) -> None:
         self.name = f"of {here() or 'torch'}"
@@ -93,7 +93,7 @@ class TorchSanitizer(DerivedSanitizer):
 
     @contextmanager
     def scope(self) -> Generator[None]:
-        """Listen to torch while the scope lasts. Raises what went wrong in a callback, which torch only logs."""
+        """Listen to torch's trace in this scope. Raises the first error of a callback, which torch only logs."""
         trace = self._trace
         torch._C._activate_gpu_trace()
         listeners: list[tuple[Any, Callable[..., None]]] = [
@@ -308,7 +308,7 @@ class TorchSanitizer(DerivedSanitizer):
         return run_backward
 
     def _begin(self) -> None:
-        """Called first, whatever is told: who tells it, and what was released meanwhile."""
+        """Begin each report: set the calling thread and handle releases since the last report."""
         if self._backward and not of_python():
             # A thread of autograd's engine: it does what the thread that waits for it asked for.
             local = self._ordering._local
@@ -327,12 +327,12 @@ class TorchSanitizer(DerivedSanitizer):
         return self._stream(self._current(self.backend.device.index or 0))
 
     def _handle(self, stream: Stream) -> int:
-        """The handle of a stream of the backend interface."""
+        """Return the torch handle of a stream of the backend interface."""
         handle: int = stream.native.cuda_stream
         return handle
 
     def _current(self, index: int) -> int:
-        """The handle of the calling thread's current stream of a device."""
+        """Return the handle of the calling thread's current stream of a device."""
         handle: int = torch._C._cuda_getCurrentRawStream(index)
         return handle
 
@@ -353,7 +353,7 @@ class TorchSanitizer(DerivedSanitizer):
             self.memory_shared(known[0].number, self._stream(made.cuda_stream))
 
     def found(self, tensor: Tensor, known: Known) -> None:
-        """A storage is new: torch will tell its release by its address."""
+        """Register the address of a new storage, because torch reports a release by address."""
         if not known.device:
             return
         address = tensor.untyped_storage().data_ptr()

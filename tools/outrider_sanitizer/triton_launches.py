@@ -1,4 +1,4 @@
-"""Launches of Triton kernels: what each reads and writes, taken from its arguments and its compiled form.
+"""Launches of Triton kernels, with the reads and writes derived from arguments and compiled code.
 
 A kernel's intermediate representation shows which of its pointers it loads from and which it stores to. It does not show
 which bytes of the tensor a kernel touches, so an access is the whole tensor.
@@ -27,7 +27,7 @@ _Held = dict[str, frozenset[int]]
 
 
 class Pointers(NamedTuple):
-    """The pointers of a kernel by position: which it loads from, which it stores to."""
+    """The pointer arguments of a kernel, by position, that it loads from and stores to."""
 
     number: int
     read: frozenset[int]
@@ -61,7 +61,7 @@ def pointers(ttir: str) -> Pointers | None:
 def _told_apart(lines: Sequence[str]) -> list[str]:
     """Return the lines with a unique name for each value: the text reuses names in sibling regions."""
     regions: list[tuple[int, dict[str, str]]] = []  # those of a function that are open
-    told: list[str] = []
+    renamed: list[str] = []
     count, within = 0, False
 
     def named(use: re.Match[str]) -> str:
@@ -83,13 +83,13 @@ def _told_apart(lines: Sequence[str]) -> list[str]:
             begun += [name for name, _ in _CARRIED.findall(operation.partition("iter_args")[2])]
             regions.append((count, {name: f"{name}$in{count}" for name in begun}))
         within = within or line.startswith("tt.func")
-        told.append(_NAME.sub(named, line))
-    return told
+        renamed.append(_NAME.sub(named, line))
+    return renamed
 
 
-def _results(made: str, number: int) -> list[str]:
-    """The names of an operation's results."""
-    return [made] if number == 1 else [f"{made}#{at}" for at in range(number)]
+def _results(defined: str, number: int) -> list[str]:
+    """Return the names of an operation's results."""
+    return [defined] if number == 1 else [f"{defined}#{at}" for at in range(number)]
 
 
 def _operation(line: str) -> str:
@@ -97,14 +97,14 @@ def _operation(line: str) -> str:
 
 
 def _walk(lines: Sequence[str], held: _Held, taken: dict[str, list[str]]) -> tuple[frozenset[int], frozenset[int]]:
-    """One pass: the pointers that are loaded from and stored to, as far as ``held`` knows; it learns more."""
+    """Run one pass over the lines: return the loaded and stored pointers known from ``held``, and extend ``held``."""
     nothing: frozenset[int] = frozenset()
     read = written = nothing
     blocks: list[tuple[str, list[str]]] = []  # what is open: its result, and the names that it carries
     for line in lines:
         operation = _operation(line)
         operands = _NAME.findall(operation)
-        made = line.partition(" = ")[0].partition(":")[0] if line.startswith("%") else ""
+        defined = line.partition(" = ")[0].partition(":")[0] if line.startswith("%") else ""
         if operation.startswith(_STORES):
             written |= held.get(operands[0], nothing)
         if operation.startswith(_LOADS):
@@ -122,17 +122,17 @@ def _walk(lines: Sequence[str], held: _Held, taken: dict[str, list[str]]) -> tup
                     held[target] = held.get(target, nothing) | held.get(name, nothing)
         elif operation.startswith("scf.for"):
             loop = _CARRIED.findall(operation.partition("iter_args")[2])
-            for (name, start), result in zip(loop, _results(made, len(loop)), strict=True):
+            for (name, start), result in zip(loop, _results(defined, len(loop)), strict=True):
                 held[name] = held.get(name, nothing) | held.get(start, nothing)
                 held[result] = held.get(result, nothing) | held[name]
-        elif made and any(kind in operation for kind in _POINTS):
+        elif defined and any(kind in operation for kind in _POINTS):
             sources = operands[:1] if operation.startswith("tt.addptr") else operands  # the other one is a distance
-            held[made] = held.get(made, nothing).union(*(held.get(name, nothing) for name in sources))
+            held[defined] = held.get(defined, nothing).union(*(held.get(name, nothing) for name in sources))
         closes, opens = line.startswith("}"), line.endswith("{")
         block = blocks.pop() if closes and blocks else ("", [])
         if opens:
             carried = [name for name, _ in _CARRIED.findall(operation.partition("iter_args")[2])]
-            blocks.append(block if closes else (made, carried))
+            blocks.append(block if closes else (defined, carried))
     return read, written
 
 
@@ -141,8 +141,8 @@ Told = Callable[[str, Sequence[tuple[str, Any, bool, bool]]], None]
 
 
 @contextmanager
-def launches(told: Told) -> Generator[bool]:
-    """Tell of each launch while the scope lasts. Gives whether a program can launch any: without Triton, none is seen."""
+def launches(report_launch: Told) -> Generator[bool]:
+    """Report each launch in this scope. Yields False if Triton is not installed, so no launch can be seen."""
     jit = _jit()
     if jit is None:
         yield False
@@ -153,7 +153,7 @@ def launches(told: Told) -> Generator[bool]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         compiled = before(self, *args, **kwargs)
         if compiled is not None and not kwargs.get("warmup"):
-            told(f"triton::{self.__name__}", _operands(known, compiled, _bound(self, args, kwargs)))
+            report_launch(f"triton::{self.__name__}", _operands(known, compiled, _bound(self, args, kwargs)))
         return compiled
 
     jit.run = run
@@ -175,11 +175,11 @@ def _jit() -> Any:
 
 
 def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """A kernel's tensors by name, in the order of its parameters."""
-    given = dict(zip(function.arg_names, args, strict=False)) | kwargs
+    """Return a kernel's tensors by name, in the order of its parameters."""
+    bound = dict(zip(function.arg_names, args, strict=False)) | kwargs
     found: list[tuple[str, Any]] = []
     for name in function.arg_names:
-        _flat(name, given.get(name), found)
+        _flat(name, bound.get(name), found)
     return found
 
 

@@ -123,9 +123,9 @@ def explore(
             )
         )
     if name == CORPUS:
-        given = backend or backend_from_environment()
+        device_spec = backend or backend_from_environment()
         return explore_corpus(
-            CorpusWanted(registry=registry, iterations=iterations, seed=seed, strategy=chosen or "mixed", backend=given)
+            CorpusWanted(registry=registry, iterations=iterations, seed=seed, strategy=chosen or "mixed", backend=device_spec)
         )
     return _explore_program(name, backend, registry.create(spec), chosen or "mixed", iterations, seed, corrected)
 
@@ -140,7 +140,7 @@ def _explore_program(
     program = _ending_normally(_program(name, corrected, device))
     result = control.explore(program, strategy=strategy, iterations=iterations, seed=seed)
     failure = result.failure
-    told: dict[str, Any] = {
+    record: dict[str, Any] = {
         "program": name,
         "strategy": strategy,
         "seed": seed,
@@ -149,7 +149,7 @@ def _explore_program(
         "failed": failure is not None,
     }
     if failure is not None:
-        told |= {
+        record |= {
             "run": failure.run,
             "error": {"type": type(failure.error).__name__, "message": str(failure.error)},
             "schedule": str(failure.schedule),
@@ -171,7 +171,7 @@ def _explore_program(
         console.print(f"replay with: outrider explore {name}{_options(backend, corrected)} --replay {failure.shrunk}")
 
     code = failure.error.code if failure is not None and isinstance(failure.error, ProgramExit) else 1
-    return Report(data=told, render=render, exit_code=code if failure is not None else 0)
+    return Report(data=record, render=render, exit_code=code if failure is not None else 0)
 
 
 def _ending_normally(program: Callable[[Backend], None]) -> Callable[[Backend], None]:

@@ -56,10 +56,10 @@ def class_of(site: Site) -> str:
 def sample(sites: Sequence[Site], count: int, seed: int) -> list[Site]:
     """Return a sample with equally many mutants of each class that has any left; each prefix is such a sample, too."""
     dice = random.Random(seed)
-    drawn: dict[str, list[Site]] = {}
+    by_class: dict[str, list[Site]] = {}
     for site in dice.sample(list(sites), len(sites)):
-        drawn.setdefault(class_of(site), []).append(site)
+        by_class.setdefault(class_of(site), []).append(site)
     found: list[Site] = []
-    while any(drawn.values()) and len(found) < count:
-        found += [left.pop() for _, left in sorted(drawn.items()) if left]
+    while any(by_class.values()) and len(found) < count:
+        found += [left.pop() for _, left in sorted(by_class.items()) if left]
     return found[:count]

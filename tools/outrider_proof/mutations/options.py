@@ -33,12 +33,12 @@ def drawn_params(setup: Setup, number: int) -> tuple[tuple[Arrival, SamplingPara
     for arrival in draw(number).arrivals:
         params = SamplingParams(max_tokens=arrival.max_tokens)
         if dice.random() < 0.75:
-            params = replace(params, **_options(dice, drawn=setup.proposer == "none", tokens=arrival.max_tokens))
+            params = replace(params, **_options(dice, sampled=setup.proposer == "none", tokens=arrival.max_tokens))
         found.append((replace(alone(arrival), guided=False), params))
     return tuple(found)
 
 
-def _options(dice: random.Random, *, drawn: bool, tokens: int) -> dict[str, Any]:
+def _options(dice: random.Random, *, sampled: bool, tokens: int) -> dict[str, Any]:
     kinds: list[dict[str, Any]] = [
         {"repetition_penalty": dice.choice((0.5, 1.5, 3.0))},
         {"presence_penalty": dice.choice((-2.0, 1.0, 2.0)), "frequency_penalty": dice.choice((0.0, 0.5, -1.0))},
@@ -46,7 +46,7 @@ def _options(dice: random.Random, *, drawn: bool, tokens: int) -> dict[str, Any]
         {"logprobs": dice.randint(0, _LOGPROBS)},
         {"stop_token_ids": tuple(dice.sample(range(VOCABULARY), 3)), "min_tokens": dice.randint(0, tokens)},
     ]
-    if drawn:
+    if sampled:
         hot: dict[str, Any] = {"temperature": dice.choice((0.3, 1.0, 2.0)), "seed": dice.randrange(2**40)}
         shares: list[dict[str, Any]] = [
             {"top_k": dice.randint(1, 6)},

@@ -85,8 +85,8 @@ class RankRace:
 
     def devices(self, registry: Registry, ranks: int | None = None) -> list[Backend]:
         """Return new simulated devices, one per rank, with the program's options."""
-        given = "".join(f",{key}={value}" for key, value in self.options.items())
-        return [registry.create(f"sim:{index}{given if index == 0 else ''}") for index in range(ranks or self.ranks)]
+        options_text = "".join(f",{key}={value}" for key, value in self.options.items())
+        return [registry.create(f"sim:{index}{options_text if index == 0 else ''}") for index in range(ranks or self.ranks)]
 
     def run(self, backends: Sequence[Backend], *, fixed: bool) -> None:
         """Run each rank in its own host thread. Raises the first error of a rank."""

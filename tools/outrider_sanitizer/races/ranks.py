@@ -133,9 +133,9 @@ def abort_on_one_rank(rank: Rank, fixed: bool) -> None:
     """The client of request 2 has gone; one rank alone has heard of it."""
     running = (1, 2) if rank.index else (1,)
     if fixed:
-        told = rank.tensor([1 if 2 in running else 0], torch.int32)
-        rank.everyone.broadcast(told, root=0, stream=rank.stream)
-        running = (1, 2) if rank.read(told)[0] else (1,)
+        abort_seen = rank.tensor([1 if 2 in running else 0], torch.int32)
+        rank.everyone.broadcast(abort_seen, root=0, stream=rank.stream)
+        running = (1, 2) if rank.read(abort_seen)[0] else (1,)
     rank.everyone.decide("running", running)
     rank.everyone.all_reduce(rank.filled(1.0, len(running), 8), stream=rank.stream)
 
