@@ -16,7 +16,7 @@ from command_line import child as child  # fixtures, for whoever runs a command
 from command_line import outrider as outrider
 from drawing import leave_repeats_to_slow
 from known_environment import normalize_environment
-from outrider.registry.probing import Probe, Verdict
+from outrider.registry.probing import PluginProbe, ProbeVerdict
 
 normalize_environment()
 
@@ -98,9 +98,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     ``probed``: plugins are tried in a child process, as they are outside of tests.
     """
     modules: list[str] = []
-    verdicts = Probe.verdicts
+    verdicts = PluginProbe.verdicts
     # Made-up plugins do no harm, so they needn't be tried in a child process: that takes a third of a second each time.
-    monkeypatch.setattr(Probe, "verdicts", lambda self, plugins, describe: dict.fromkeys(plugins, Verdict()))
+    monkeypatch.setattr(PluginProbe, "verdicts", lambda self, plugins, describe: dict.fromkeys(plugins, ProbeVerdict()))
 
     def add(
         name: str,
@@ -112,7 +112,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         **info: object,
     ) -> Path:
         if probed:
-            monkeypatch.setattr(Probe, "verdicts", verdicts)
+            monkeypatch.setattr(PluginProbe, "verdicts", verdicts)
         distribution = distribution or f"outrider-{name}"
         module = distribution.replace("-", "_") + "_plugin"
         text = GOOD_PLUGIN.format(name=name, info=info) if source is None else source

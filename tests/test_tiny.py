@@ -86,10 +86,10 @@ def test_a_missing_fence_is_found_and_named():
 
     backend = get_backend("sim")
     complete = DecodeExplorer(backend, speculate="eagle")
-    complete.run(complete.program(0), backend)  # with every fence: no race, and the tokens of greedy decoding
+    complete.run_program(complete.program(0), backend)  # with every fence: no race, and the tokens of greedy decoding
 
     backend.control.reset()
     broken = DecodeExplorer(backend, speculate="eagle", drop=fence)
     with pytest.raises(RaceError, match="read after write"):
-        broken.run(broken.program(0), backend)
+        broken.run_program(broken.program(0), backend)
     assert broken.implied() == (fence,)

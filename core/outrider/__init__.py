@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outrider.apart.client import DecodeClient
     from outrider.device.errors import OutriderError
+    from outrider.disaggregation.decode_client import DecodeClient
     from outrider.engine.async_engine import AsyncEngine
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF_NAME = {
     "AsyncEngine": "outrider.engine.async_engine",
-    "DecodeClient": "outrider.apart.client",
+    "DecodeClient": "outrider.disaggregation.decode_client",
     "Engine": "outrider.engine.engine",
     "EngineConfig": "outrider.engine.config",
     "OutriderError": "outrider.device.errors",

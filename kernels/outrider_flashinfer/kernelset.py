@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, AttentionShape, Backend, BackendLoadError, KernelSet, Stream, WrappedKernels
 from outrider_flashinfer.operator import OPERATOR
-from outrider_flashinfer.plan import Plan
+from outrider_flashinfer.plan import AttentionPlan
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128, 256)
@@ -24,7 +24,7 @@ _POSITIONS = 0
 _log = logging.getLogger("outrider_flashinfer")
 
 
-def takes(shape: AttentionShape) -> bool:
+def supports_attention(shape: AttentionShape) -> bool:
     """Return whether FlashInfer supports the attention's dtype, head size and head counts."""
     return shape.dtype in DTYPES and shape.head_size in HEAD_SIZES and shape.heads % shape.kv_heads == 0
 
@@ -72,20 +72,26 @@ class Attention:
             ) from error
         self._built.add(key)
 
-    def plan(self, metadata: AttentionMetadata, shapes: tuple[AttentionShape, ...], stream: Stream) -> Plan:
+    def plan(self, metadata: AttentionMetadata, shapes: tuple[AttentionShape, ...], stream: Stream) -> AttentionPlan:
         """A plan for this batch: the one that it brings along, renewed, or a new one."""
         plan = metadata.plan
-        if not (isinstance(plan, Plan) and plan.fits(metadata, shapes)):
+        if not (isinstance(plan, AttentionPlan) and plan.fits(metadata, shapes)):
             for shape in shapes:
                 self.build(shape)
-            if isinstance(plan, Plan):
+            if isinstance(plan, AttentionPlan):
                 plan.wait()  # its pinned memory is given back
-            plan = Plan(self, metadata, shapes, stream)
+            plan = AttentionPlan(self, metadata, shapes, stream)
         plan.renew(metadata, stream)
         return plan
 
     def attend(
-        self, plan: Plan, shape: AttentionShape, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+        self,
+        plan: AttentionPlan,
+        shape: AttentionShape,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
     ) -> Tensor:
         """Attention of a batch that was planned."""
         return OPERATOR(  # type: ignore[no-any-return]
@@ -127,7 +133,7 @@ class FlashInferKernels(WrappedKernels):
 
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
         """FlashInfer's plan of the shapes that it has."""
-        shapes = tuple(shape for shape in metadata.shapes if takes(shape))
+        shapes = tuple(shape for shape in metadata.shapes if supports_attention(shape))
         if not shapes or (metadata.tree_mask is not None and not metadata.uniform):
             return super().plan_attention(metadata, stream=stream)
         return replace(metadata, plan=self.attention.plan(metadata, shapes, stream))
@@ -144,8 +150,8 @@ class FlashInferKernels(WrappedKernels):
     ) -> Tensor:
         """FlashInfer's where the batch was planned for this shape."""
         plan = metadata.plan
-        if isinstance(plan, Plan):
-            shape = AttentionShape.of(q, k_cache, scale=scale, window=window)
+        if isinstance(plan, AttentionPlan):
+            shape = AttentionShape.from_operands(q, k_cache, scale=scale, window=window)
             if shape in plan.wrappers and q.shape[0] == plan.tokens and k_cache.dtype is q.dtype:
                 return self.attention.attend(plan, shape, q, k_cache, v_cache, metadata)
         return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)

@@ -40,7 +40,7 @@ def scratch_bytes(shape: AttentionShape, *, batch: int, rows: int, processors: i
     return most + (1 << 20)
 
 
-class Plan:
+class AttentionPlan:
     """The plan of batches of one number of requests and queries; of prompts' chunks, of any up to a number of requests.
 
     A uniform batch may be replayed from a graph, so its buffers stay where they are. The host writes into pinned memory, and

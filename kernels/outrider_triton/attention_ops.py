@@ -14,7 +14,7 @@ from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.jit import attention, attention_streamed
 from outrider_triton.launch import launch, power_of_two
-from outrider_triton.planes_ops import room, stride_of
+from outrider_triton.nibble_plane_ops import allocate_rows, row_stride
 from outrider_triton.streamed import descriptor
 
 _ATTENTION = (
@@ -118,7 +118,7 @@ def _join(
     launch(
         attention.join_splits,
         (tokens, heads),
-        *(parts, stats, query_start, like, out, grains, query_start.shape[0] - 1, heads, size, stride_of(out, grains)),
+        *(parts, stats, query_start, like, out, grains, query_start.shape[0] - 1, heads, size, row_stride(out, grains)),
         SPLITS=split,
         BLOCK_SIZE=block_size,
         PLANES=planes > 0,
@@ -137,7 +137,7 @@ def _paged_attention_planes(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_s
     *operands, planes = rest
     _, parts, stats = _attend(q, k_cache, v_cache, query_start, *operands, padding=False)
     expect(parts is not q, lambda: "attention that isn't split leaves no rows in planes")
-    out, grains = room(q, (q.shape[0], q.shape[1] * q.shape[2]), planes)
+    out, grains = allocate_rows(q, (q.shape[0], q.shape[1] * q.shape[2]), planes)
     return _join(parts, stats, query_start, q, out, operands[-1], grains=grains, planes=planes)
 
 
@@ -149,5 +149,5 @@ define(
 define(
     f"paged_attention.triton_planes({_ATTENTION}, int planes) -> Tensor",
     _paged_attention_planes,
-    lambda q, *rest: room(q, (q.shape[0], q.shape[1] * q.shape[2]), rest[-1])[0],
+    lambda q, *rest: allocate_rows(q, (q.shape[0], q.shape[1] * q.shape[2]), rest[-1])[0],
 )

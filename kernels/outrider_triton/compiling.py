@@ -18,7 +18,7 @@ from outrider.device import DecoderShape
 from outrider_triton import attention_ops as _attention_ops  # noqa: F401
 from outrider_triton import fused_ops as _fused_ops  # noqa: F401  (these register the operators)
 from outrider_triton import ops as _ops  # noqa: F401
-from outrider_triton.derive_attention import reads_early
+from outrider_triton.derive_attention import can_read_before_wait
 from outrider_triton.launch import power_of_two
 from outrider_triton.table import STREAMED, Key, MatmulConfig
 from outrider_tune.chain import normal
@@ -97,7 +97,7 @@ def _compile_attention(job: AttentionJob, device: torch.device, pdl: bool) -> No
     cache = normal(device, 3, 16, shape.kv_heads, size)
     starts = torch.tensor([0, job.width], dtype=torch.int32, device=device)
     lens, table = starts[1:] + 8, torch.zeros(1, 48, dtype=torch.int32, device=device)
-    settled = pdl and reads_early(config)  # as in every layer but the first
+    settled = pdl and can_read_before_wait(config)  # as in every layer but the first
     for early in {settled, False}:
         torch.ops.outrider.paged_attention.triton(
             q, cache, cache, starts, lens, table, None, job.width, 32, 0.1, 0, early, config, pdl
@@ -125,7 +125,7 @@ def _compile_in_worker(job: Job) -> str | None:
     return None
 
 
-class Compilers:
+class KernelCompilers:
     """A pool of worker processes that compile jobs in submission order; a context manager that shuts the pool down.
 
     With one core there is no pool: this process compiles each kernel at its first use.
@@ -159,7 +159,7 @@ class Compilers:
         except BrokenExecutor:  # a worker was killed: this process compiles at first use
             return True
 
-    def __enter__(self) -> Compilers:
+    def __enter__(self) -> KernelCompilers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

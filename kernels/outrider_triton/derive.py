@@ -2,8 +2,8 @@
 
 With few tokens the weight is read once, so memory bandwidth decides. A good tile configuration gives every multiprocessor
 the same share of the weight and keeps enough loads in flight. With more tokens the matrix unit decides, and above
-:data:`MOST` tokens the library's product is used. All estimates are computed from
-:class:`~outrider_triton.facts.DeviceFacts`; ``tests/kernels/test_derive.py`` compares them with measurements.
+:data:`MAX_TOKENS_TUNED` tokens the library's product is used. All estimates are computed from
+:class:`~outrider_triton.device_facts.DeviceFacts`; ``tests/kernels/test_derive.py`` compares them with measurements.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from outrider_triton.derive_quantized import (
-    ALONE,
-    CACHED,
-    GAP,
-    LATENCY,
-    LAUNCH,
-    OURS,
-    PLAIN,
-    PLANE_ROWS,
-    REACHED,
-    Stored,
-    by_steps,
-    by_units,
+    ACHIEVED_FLOPS_FRACTION,
+    CACHE_SPEEDUP,
+    LAUNCH_OVERHEAD_S,
+    LONE_PROCESSOR_SPEEDUP,
+    MAX_TOKENS_TRITON_GEMM,
+    MEMORY_LATENCY_S,
+    NIBBLE_TILE_ROWS,
+    PRODUCT_GAP_S,
+    UNQUANTIZED,
+    OperandStorage,
+    estimate_streamed_nibbles,
+    estimate_unstreamed,
 )
-from outrider_triton.facts import DeviceFacts
+from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.launch import power_of_two
-from outrider_triton.table import BUCKETS, STREAMED, TALL, MatmulConfig, bucket
+from outrider_triton.table import BUCKETS, LARGE_M, STREAMED, MatmulConfig, bucket
 
-MOST = 128
+MAX_TOKENS_TUNED = 128
 """Maximum number of tokens with Triton products; the library multiplies larger batches.
 
 Above 64 tokens only gates and quantised weights use Triton, unless a measurement says otherwise.
@@ -67,43 +67,45 @@ _TILE_FACTORS = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
 _BOX_FACTORS = {8: 1.015, 16: 1.005, 32: 1.0}  # smaller boxes are more copy-engine requests
 
 
-def choose(
-    facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: Stored = PLAIN
+def choose_config(
+    facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: OperandStorage = UNQUANTIZED
 ) -> MatmulConfig | None:
     """Return the configuration for ``m`` tokens and a weight [n, k]; None if the library is expected to be faster.
 
     ``operator`` is one of :data:`OPERATORS`. ``half`` is half a head's size, for ``linear_rope`` only. Quantised operands
     (``stored``) support ``linear`` and ``linear_parts``, and streamed ``linear_rope`` and ``linear_silu_mul``.
     """
-    ranked = rank(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
-    if m > OURS and stored == PLAIN:
-        ranked = [config for config in ranked if config.descriptor == TALL]
+    ranked = rank_configs(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
+    if m > MAX_TOKENS_TRITON_GEMM and stored == UNQUANTIZED:
+        ranked = [config for config in ranked if config.descriptor == LARGE_M]
     return ranked[0] if ranked and _wins(facts, operator, ranked[0], m=m, n=n, k=k, stored=stored) else None
 
 
-def rank(
-    facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: Stored = PLAIN
+def rank_configs(
+    facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: OperandStorage = UNQUANTIZED
 ) -> list[MatmulConfig]:
     """Return every candidate that fits, sorted by estimated time."""
-    if not 0 < m <= MOST:
+    if not 0 < m <= MAX_TOKENS_TUNED:
         return []
-    size = size_of(m, stored)
-    found = candidates(facts, operator, m=size, n=n, k=k, half=half, stored=stored)
-    return sorted(found, key=lambda config: estimate(facts, operator, config, m=size, n=n, k=k, stored=stored))
+    size = config_tokens(m, stored)
+    found = candidate_configs(facts, operator, m=size, n=n, k=k, half=half, stored=stored)
+    return sorted(found, key=lambda config: estimate_seconds(facts, operator, config, m=size, n=n, k=k, stored=stored))
 
 
-def size_of(m: int, stored: Stored = PLAIN) -> int:
+def config_tokens(m: int, stored: OperandStorage = UNQUANTIZED) -> int:
     """Return the number of tokens that a configuration for ``m`` is built for: its :func:`bucket`, or 4 with streamed
     nibbles.
     """
-    return _MIN_STREAMED_TOKENS if stored.ring and stored.made and m <= _MIN_STREAMED_TOKENS else bucket(m)
+    return (
+        _MIN_STREAMED_TOKENS if stored.can_stream and stored.convert_instructions and m <= _MIN_STREAMED_TOKENS else bucket(m)
+    )
 
 
-def _wins(facts: DeviceFacts, operator: str, best: MatmulConfig, *, m: int, n: int, k: int, stored: Stored) -> bool:
+def _wins(facts: DeviceFacts, operator: str, best: MatmulConfig, *, m: int, n: int, k: int, stored: OperandStorage) -> bool:
     """Return True if Triton's kernel is expected to beat the library's product plus the kernels around it."""
     if operator == "linear_add_scaled" and (k > 2 * n or m > 32):
         return False  # long rows, and many of them, are faster in parts that the norm adds up
-    if m <= OURS or stored != PLAIN:
+    if m <= MAX_TOKENS_TRITON_GEMM or stored != UNQUANTIZED:
         return True
     library = _LIBRARY_BYTES_FACTOR * 2 * n * k / facts.bytes_per_second + _LIBRARY_EXTRA_S
     return _estimate_large_m(facts, best, n=n, k=k) < library
@@ -112,27 +114,31 @@ def _wins(facts: DeviceFacts, operator: str, best: MatmulConfig, *, m: int, n: i
 # -- candidates ----------------------------------------------------------------------------------------------------
 
 
-def candidates(
-    facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: Stored = PLAIN
+def candidate_configs(
+    facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: OperandStorage = UNQUANTIZED
 ) -> list[MatmulConfig]:
-    """Return configurations worth trying that fit into shared memory; ``m`` is a value of :func:`size_of`."""
-    found = [] if stored != PLAIN and operator in _GATED else list(_unstreamed(facts, operator, m, n, stored))
-    if facts.rings and m <= OURS and (stored == PLAIN or (stored.ring and not stored.made)):
+    """Return configurations worth trying that fit into shared memory; ``m`` is a value of :func:`config_tokens`."""
+    found = [] if stored != UNQUANTIZED and operator in _GATED else list(_unstreamed(facts, operator, m, n, stored))
+    if (
+        facts.streams_products
+        and m <= MAX_TOKENS_TRITON_GEMM
+        and (stored == UNQUANTIZED or (stored.can_stream and not stored.convert_instructions))
+    ):
         found += _streamed(facts, operator, m, n, k, half, stored)
-    elif facts.rings and m <= _MAX_STREAMED_NIBBLE_TOKENS and stored.ring:
-        found += _plane_rings(facts, operator, m, n, k, half, stored)
-    if facts.rings and m >= OURS and stored == PLAIN and operator == "linear_silu_mul":
+    elif facts.streams_products and m <= _MAX_STREAMED_NIBBLE_TOKENS and stored.can_stream:
+        found += _streamed_nibbles(facts, operator, m, n, k, half, stored)
+    if facts.streams_products and m >= MAX_TOKENS_TRITON_GEMM and stored == UNQUANTIZED and operator == "linear_silu_mul":
         found += _streamed_large_m(facts, m, n, k)
     return [config for config in dict.fromkeys(found) if shared_bytes(facts, operator, config, stored) <= facts.shared_bytes]
 
 
-def _unstreamed(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) -> Iterator[MatmulConfig]:
+def _unstreamed(facts: DeviceFacts, operator: str, m: int, n: int, stored: OperandStorage) -> Iterator[MatmulConfig]:
     """Yield configurations of :mod:`outrider_triton.jit.matmul`, :mod:`outrider_triton.jit.fused` and
     :mod:`outrider_triton.jit.quantized`.
     """
     # NVIDIA's matrix unit takes 8 tokens from compute capability 8.0 on
-    block_m = max(stored.least if facts.capability >= 80 else 16, m)
-    if block_m > OURS and stored != PLAIN:
+    block_m = max(stored.min_tokens if facts.capability >= 80 else 16, m)
+    if block_m > MAX_TOKENS_TRITON_GEMM and stored != UNQUANTIZED:
         yield from _large_m_quantized(facts, operator, block_m, n, stored)
         return
     is_few = block_m <= 32
@@ -140,7 +146,7 @@ def _unstreamed(facts: DeviceFacts, operator: str, m: int, n: int, stored: Store
     if not is_few:
         tiles = [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)]
     if operator == "linear_rope":
-        if stored != PLAIN:
+        if stored != UNQUANTIZED:
             return  # only streamed kernels rotate quantised products
         tiles = [tile for tile in tiles if tile[0] in (32, 64, 128)]  # a tile holds both rows of each rotated pair
     elif operator in _ADDED:
@@ -156,17 +162,17 @@ def _unstreamed(facts: DeviceFacts, operator: str, m: int, n: int, stored: Store
         largest = block_n // 2 if operator == "linear_rope" else block_n
         even = {-(-rows * split // (facts.processors * waves)) for waves in (1, 2, 3, 4)}
         shares = {0} | {
-            each for each in (-(-each // 8) * 8 for each in even) if largest // 2 - (stored != PLAIN) < each < largest
+            each for each in (-(-each // 8) * 8 for each in even) if largest // 2 - (stored != UNQUANTIZED) < each < largest
         }
         weight_rows = block_n * (2 if operator in _GATED else 1)
         warps = 8 if weight_rows * block_m > 4096 else 4
-        if stored != PLAIN:  # each warp has 16 rows or more, the matrix unit's minimum
+        if stored != UNQUANTIZED:  # each warp has 16 rows or more, the matrix unit's minimum
             warps = min(warps, block_n // 16)
         for each in sorted(shares):
             yield MatmulConfig(block_m, block_n, block_k, split, warps, stages, prefetched, 0, each)
 
 
-def _large_m_quantized(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) -> Iterator[MatmulConfig]:
+def _large_m_quantized(facts: DeviceFacts, operator: str, m: int, n: int, stored: OperandStorage) -> Iterator[MatmulConfig]:
     """Yield measured tile configurations for 65 to 128 tokens and a quantised weight.
 
     Group scales multiply the sums, which needs a second accumulator per result.
@@ -174,7 +180,7 @@ def _large_m_quantized(facts: DeviceFacts, operator: str, m: int, n: int, stored
     if operator not in ("linear", "linear_parts"):
         return
     tiles = [(64, 128, 4, (5, 4, 3, 2)), (64, 256, 4, (3, 2))]
-    if stored.made or not stored.columns:
+    if stored.convert_instructions or not stored.columns:
         tiles.insert(0, (128, 128, 8, (4, 3, 2)))
     prefetched, splits, found = _prefetched_columns(facts, n, stored), _splits(operator, stored), []
     for (rows, columns, warps, depths), split in itertools.product(tiles, splits):
@@ -187,45 +193,47 @@ def _large_m_quantized(facts: DeviceFacts, operator: str, m: int, n: int, stored
     yield from found or (MatmulConfig(m, rows, 64, split, rows // 16, 2, prefetched, 0, 0) for rows, split in small)
 
 
-def _prefetched_columns(facts: DeviceFacts, n: int, stored: Stored) -> int:
+def _prefetched_columns(facts: DeviceFacts, n: int, stored: OperandStorage) -> int:
     """Return the columns of a weight that a kernel prefetches before the preceding kernel has ended."""
     times = 1
-    if stored != PLAIN:  # small kernels run before it, and a pipeline would hold as much
-        times = max(1, round(min(GAP * facts.bytes_per_second, facts.l2_bytes / 2) / (512 * n)))
+    if stored != UNQUANTIZED:  # small kernels run before it, and a pipeline would hold as much
+        times = max(1, round(min(PRODUCT_GAP_S * facts.bytes_per_second, facts.l2_bytes / 2) / (512 * n)))
     return 256 * times if facts.pdl else 0
 
 
-def _splits(operator: str, stored: Stored = PLAIN) -> tuple[int, ...]:
-    most = 8 if stored == PLAIN else 4  # the weight has fewer bytes, so writing parts costs relatively more
+def _splits(operator: str, stored: OperandStorage = UNQUANTIZED) -> tuple[int, ...]:
+    most = 8 if stored == UNQUANTIZED else 4  # the weight has fewer bytes, so writing parts costs relatively more
     return tuple(split for split in (1, 2, 4, 8) if split <= most) if operator == "linear_parts" else (1,)
 
 
-def _streamed(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int, stored: Stored) -> Iterator[MatmulConfig]:
+def _streamed(
+    facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int, stored: OperandStorage
+) -> Iterator[MatmulConfig]:
     """Yield streamed configurations (:mod:`outrider_triton.jit.streamed`): shares of the pairs of rows, in boxes that divide
     them.
 
     The matrix unit accumulates e4m3 with few bits, so these use 128 columns at a time, and no parts.
     """
     folded = operator == "linear" or operator in _ADDED
-    is_unquantized = stored == PLAIN
+    is_unquantized = stored == UNQUANTIZED
     for waves, box, split in itertools.product((1, 2), (32, 16, 8), _splits(operator) if is_unquantized else (1,)):
         if operator == "linear_parts" and split > 1:
-            each, fold = _PAIRS, 1
+            each, fold_factor = _PAIRS, 1
         else:
             pairs = n if folded or operator == "linear_parts" else n // 2
-            fold = 2 if folded or operator == "linear_parts" else 1
+            fold_factor = 2 if folded or operator == "linear_parts" else 1
             each = -(-pairs // (facts.processors * waves * box)) * box
         inside = {"linear_rope": half, "linear_silu_mul": n // 2, "scaled_silu_mul": n // 2}.get(operator, _PAIRS)
-        if inside % box or (is_unquantized and fold == 2 and each > _PAIRS):
+        if inside % box or (is_unquantized and fold_factor == 2 and each > _PAIRS):
             continue
         budgets = (facts.processor_shared // 2 - 1024,) if waves > 1 else _PIPELINE_BYTES[operator == "linear_add_scaled"]
-        columns = 256 if m <= _MAX_WIDE_TOKENS and k % (256 * split * fold) == 0 else 128
+        columns = 256 if m <= _MAX_WIDE_TOKENS and k % (256 * split * fold_factor) == 0 else 128
         for budget, block_k in itertools.product(budgets, (128, 256) if is_unquantized else (columns,)):
-            width = fold * max(8, m)
+            width = fold_factor * max(8, m)
             barriers = 0 if is_unquantized else 24
             stage = (2 * _PAIRS + width) * block_k * stored.token_bytes + barriers
             stages = (min(budget, facts.shared_bytes) - 8 * _PAIRS * width - 1024) // stage
-            if stages > 1 and k % (split * block_k * fold) == 0:
+            if stages > 1 and k % (split * block_k * fold_factor) == 0:
                 yield MatmulConfig(max(8, m), box, block_k, split, 4, stages, 0, STREAMED, each)
 
 
@@ -242,11 +250,11 @@ def _streamed_large_m(facts: DeviceFacts, m: int, n: int, k: int) -> Iterator[Ma
     for groups in (2, 1):
         stages = (facts.shared_bytes - _LARGE_M_SCRATCH_BYTES - token_stages * m * row) // (2 * groups * _LARGE_M_PAIRS * row)
         if stages > 1:
-            yield MatmulConfig(m, box, _MIN_STREAMED_COLUMNS, 1, 4 * groups, stages, token_stages, TALL, each)
+            yield MatmulConfig(m, box, _MIN_STREAMED_COLUMNS, 1, 4 * groups, stages, token_stages, LARGE_M, each)
 
 
-def _plane_rings(
-    facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int, stored: Stored
+def _streamed_nibbles(
+    facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int, stored: OperandStorage
 ) -> Iterator[MatmulConfig]:
     """Yield configurations of :mod:`outrider_triton.jit.nibble_planes_streamed`: 1 to 3 programs per multiprocessor, 1 or 2
     warpgroups each.
@@ -261,9 +269,9 @@ def _plane_rings(
         each = -(-n * split // (facts.processors * waves * box * row_factor)) * box
         steps, remainder = divmod(k, split * tile_columns)
         groups = warps // 4
-        if remainder or steps < groups or (steps % groups and row_factor * each > PLANE_ROWS):
+        if remainder or steps < groups or (steps % groups and row_factor * each > NIBBLE_TILE_ROWS):
             continue
-        units = -(-row_factor * each // PLANE_ROWS) * steps
+        units = -(-row_factor * each // NIBBLE_TILE_ROWS) * steps
         without_stages = MatmulConfig(
             max(_MIN_STREAMED_TOKENS, m), box, steps * tile_columns, split, warps, 0, tile_columns, STREAMED, each
         )
@@ -271,7 +279,7 @@ def _plane_rings(
             facts, operator, without_stages, stored
         )
         # a pipeline stage belongs to one warpgroup
-        stages = min(max(units, 2), budget // (PLANE_ROWS * tile_columns // 2 + 32)) // groups * groups
+        stages = min(max(units, 2), budget // (NIBBLE_TILE_ROWS * tile_columns // 2 + 32)) // groups * groups
         if stages >= min(4, units):
             yield replace(without_stages, stages=stages)
 
@@ -286,12 +294,12 @@ def _nibble_pipeline_bytes(operator: str, config: MatmulConfig) -> int:
 
     It holds tiles, tokens, float32 scales, sums of token groups, the second warpgroup's sums, and barriers.
     """
-    tile_columns, tiles = config.ahead, -(-_rows_per_unit(operator) * config.each // PLANE_ROWS)
-    scales = power_of_two(tiles) * power_of_two(config.block_k // 128) * PLANE_ROWS * 4
-    sums = PLANE_ROWS * config.block_m * 4 if config.warps > 4 else 0
+    tile_columns, tiles = config.prefetch_columns, -(-_rows_per_unit(operator) * config.rows_per_program // NIBBLE_TILE_ROWS)
+    scales = power_of_two(tiles) * power_of_two(config.block_k // 128) * NIBBLE_TILE_ROWS * 4
+    sums = NIBBLE_TILE_ROWS * config.block_m * 4 if config.warps > 4 else 0
     offsets = power_of_two(config.block_k // 128) * config.block_m * 4
     return (
-        config.stages * (PLANE_ROWS * tile_columns // 2 + 32)
+        config.stages * (NIBBLE_TILE_ROWS * tile_columns // 2 + 32)
         + config.block_k // tile_columns * (config.block_m * tile_columns * 2 + 16)
         + scales
         + offsets
@@ -300,44 +308,53 @@ def _nibble_pipeline_bytes(operator: str, config: MatmulConfig) -> int:
     )
 
 
-def fold(operator: str, config: MatmulConfig) -> int:
+def fold_factor(operator: str, config: MatmulConfig) -> int:
     """Return 2 if a streamed product multiplies the two halves of a weight row as two rows, else 1."""
     return 2 if operator in ("linear", *_ADDED) or (operator == "linear_parts" and config.split == 1) else 1
 
 
-def whole_boxes(config: MatmulConfig, *, k: int, folded: int, inside: int) -> bool:
+def has_whole_boxes(config: MatmulConfig, *, k: int, folded: int, inside: int) -> bool:
     """Return True if a streamed configuration loads whole tiles of ``k`` columns and whole boxes of rows, in two or more
     stages.
 
-    ``folded`` is the result of :func:`fold`. No box may straddle a multiple of ``inside`` rows: half a head, or a gate.
+    ``folded`` is the result of :func:`fold_factor`. No box may straddle a multiple of ``inside`` rows: half a head, or a
+    gate.
     """
-    box, tile = config.block_n, _LARGE_M_PAIRS if config.descriptor == TALL else _PAIRS
-    rest = k % (config.split * config.block_k * folded), inside % box, tile % box, config.each % box
+    box, tile = config.block_n, _LARGE_M_PAIRS if config.descriptor == LARGE_M else _PAIRS
+    rest = k % (config.split * config.block_k * folded), inside % box, tile % box, config.rows_per_program % box
     return rest == (0, 0, 0, 0) and config.stages > 1
 
 
-def brings(operator: str, config: MatmulConfig, *, n: int, k: int) -> bool:
+def can_stream(operator: str, config: MatmulConfig, *, n: int, k: int) -> bool:
     """Return True if a streamed kernel can load a weight [n, k] for ``operator``, half-head boundaries not considered."""
     inside = n // 2 if operator in _GATED else _PAIRS
-    fits = whole_boxes(config, k=k, folded=fold(operator, config), inside=inside)
-    fits = fits and config.block_n >= 8 and 8 <= config.block_m <= MOST and config.block_k >= _MIN_STREAMED_COLUMNS
-    if config.descriptor == TALL:
-        return fits and operator == "linear_silu_mul" and config.warps in (4, 8) and config.split == 1 and config.ahead > 1
+    fits = has_whole_boxes(config, k=k, folded=fold_factor(operator, config), inside=inside)
+    fits = (
+        fits and config.block_n >= 8 and 8 <= config.block_m <= MAX_TOKENS_TUNED and config.block_k >= _MIN_STREAMED_COLUMNS
+    )
+    if config.descriptor == LARGE_M:
+        return (
+            fits
+            and operator == "linear_silu_mul"
+            and config.warps in (4, 8)
+            and config.split == 1
+            and config.prefetch_columns > 1
+        )
     return fits and config.warps == 4
 
 
-def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: Stored = PLAIN) -> int:
+def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: OperandStorage = UNQUANTIZED) -> int:
     """Return an upper bound of one program's shared memory in bytes."""
     tokens, columns = config.block_m, config.block_k
-    if config.descriptor == TALL:
+    if config.descriptor == LARGE_M:
         return (
-            2 * columns * (2 * _LARGE_M_PAIRS * config.warps // 4 * config.stages + tokens * config.ahead)
+            2 * columns * (2 * _LARGE_M_PAIRS * config.warps // 4 * config.stages + tokens * config.prefetch_columns)
             + _LARGE_M_SCRATCH_BYTES
         )
-    if config.descriptor == STREAMED and stored.made:
+    if config.descriptor == STREAMED and stored.convert_instructions:
         return _nibble_pipeline_bytes(operator, config)
     if config.descriptor == STREAMED:
-        width = tokens * fold(operator, config)
+        width = tokens * fold_factor(operator, config)
         # Barriers are padded. A scaled product also adds partial sums of squares through shared memory.
         scratch = 1152 if operator in ("scaled_silu_mul", "linear_rope") else 640
         tile_bytes = (2 * _PAIRS + width) * columns * stored.token_bytes
@@ -349,15 +366,15 @@ def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored
     tiles = config.stages if reads_shared else max(config.stages - 1, 1)
     result_bytes = config.block_n * tokens * 4 * (2 if operator in _GATED else 1)
     tile_bytes = tiles * (weight_rows * stored.weight_bits // 8 + tokens * stored.token_bytes) * columns
-    if stored.made and (stored.again or tokens > 8):
+    if stored.convert_instructions and (stored.stores_converted or tokens > 8):
         tile_bytes += (weight_rows + tokens) * stored.at_once(columns) * 2
-    return max(tile_bytes, result_bytes) + (512 if tokens <= OURS else 1024)
+    return max(tile_bytes, result_bytes) + (512 if tokens <= MAX_TOKENS_TRITON_GEMM else 1024)
 
 
 # -- the estimate --------------------------------------------------------------------------------------------------
 
 
-def estimate(
+def estimate_seconds(
     facts: DeviceFacts,
     operator: str,
     config: MatmulConfig,
@@ -365,31 +382,31 @@ def estimate(
     m: int,
     n: int,
     k: int,
-    stored: Stored = PLAIN,
-    gap: float = GAP,
+    stored: OperandStorage = UNQUANTIZED,
+    gap: float = PRODUCT_GAP_S,
 ) -> float:
     """Estimate the seconds of a product, to rank candidates: bytes of the busiest multiprocessor and bytes in flight.
 
     ``gap`` is the time between the preceding product and this one, during which a pipeline of quantised weights fills. It is
     0 for products timed one after the other.
     """
-    if config.descriptor == TALL:
+    if config.descriptor == LARGE_M:
         return _estimate_large_m(facts, config, n=n, k=k)
     resident = _resident_programs(facts, operator, config, stored)
     if not resident:
         return float("inf")
-    if stored != PLAIN and config.descriptor != STREAMED:
-        return by_steps(facts, config, resident, m=m, n=n, k=k, stored=stored)
-    if stored.made:
-        whole = replace(config, each=_rows_per_unit(operator) * config.each)
-        return by_units(facts, whole, resident, m=m, n=n, k=k, gap=gap)
+    if stored != UNQUANTIZED and config.descriptor != STREAMED:
+        return estimate_unstreamed(facts, config, resident, m=m, n=n, k=k, stored=stored)
+    if stored.convert_instructions:
+        whole = replace(config, rows_per_program=_rows_per_unit(operator) * config.rows_per_program)
+        return estimate_streamed_nibbles(facts, whole, resident, m=m, n=n, k=k, gap=gap)
     streamed = config.descriptor == STREAMED
     paired = operator in (*_GATED, "linear_rope")
     folded = streamed and not paired and config.split == 1
     row_factor = 2 if paired or (streamed and not folded) else 1  # weight rows per counted row
     pairs = -(-n // row_factor)
     rows = config.block_n // 2 if operator == "linear_rope" and not streamed else config.block_n
-    each = min(config.each or rows, pairs)
+    each = min(config.rows_per_program or rows, pairs)
     programs = -(-pairs // each) * config.split * -(-m // config.block_m)
     columns = -(-k // config.split)
     if not streamed:
@@ -402,20 +419,25 @@ def estimate(
     # A full pipeline is in flight. Without one, one tile is being multiplied and the next one is half waited for.
     tiles_in_flight = min(resident, rounds) * (config.stages - (0 if streamed else 1.5))
     bytes_in_flight = tiles_in_flight * min(loaded_rows, 2 * each) * config.block_k * width
-    latency_hiding = min(1.0, bytes_in_flight / (1.4 * LATENCY * share))
-    memory = max(programs * program_bytes / facts.bytes_per_second, rounds * program_bytes / (ALONE * share)) / latency_hiding
-    if stored != PLAIN:  # small kernels run before this one, and its pipeline fills meanwhile
+    latency_hiding = min(1.0, bytes_in_flight / (1.4 * MEMORY_LATENCY_S * share))
+    memory = (
+        max(programs * program_bytes / facts.bytes_per_second, rounds * program_bytes / (LONE_PROCESSOR_SPEEDUP * share))
+        / latency_hiding
+    )
+    if stored != UNQUANTIZED:  # small kernels run before this one, and its pipeline fills meanwhile
         memory -= min(programs / rounds * bytes_in_flight / facts.bytes_per_second, gap, memory)
     tokens = programs * min(m, config.block_m) * columns * stored.token_bytes
-    cache = (programs * program_bytes + tokens) / (CACHED * facts.bytes_per_second)
+    cache = (programs * program_bytes + tokens) / (CACHE_SPEEDUP * facts.bytes_per_second)
     padding = max(1.0, loaded_rows / (each * row_factor)) if not streamed else 2.0 if folded else 1.0
     reread = 1.0 if streamed else 1 + 8 * (1 / loaded_rows + 1 / config.block_m)  # small tiles read tokens again
-    matmul = 2.0 * config.block_m * n * k * padding * reread * -(-m // config.block_m) / (REACHED * facts.flops)
+    matmul = (
+        2.0 * config.block_m * n * k * padding * reread * -(-m // config.block_m) / (ACHIEVED_FLOPS_FRACTION * facts.flops)
+    )
     parts_time = 0.0
     if config.split > 1:  # the norm reads the parts that the product writes
-        parts_time = 8.0 * config.split * m * n / (CACHED * facts.bytes_per_second) + 0.7e-6 * config.split
+        parts_time = 8.0 * config.split * m * n / (CACHE_SPEEDUP * facts.bytes_per_second) + 0.7e-6 * config.split
     elif operator == "linear_parts":
-        parts_time = 4.0 * m * n / (CACHED * facts.bytes_per_second)
+        parts_time = 4.0 * m * n / (CACHE_SPEEDUP * facts.bytes_per_second)
     # A second program on a multiprocessor starts with nothing in flight, unless two programs fit at once.
     start_time = 0.1e-6 * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
     if streamed and operator in _GATED and m > 32:
@@ -424,29 +446,31 @@ def estimate(
     # 128-byte rows are more load requests than 256-byte rows.
     access_factor = (1.03 if columns_fit else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
     factor = _BOX_FACTORS[config.block_n] if streamed else access_factor * _TILE_FACTORS[config.block_n]
-    return (max(memory, cache, matmul) + start_time + parts_time) * factor + LAUNCH
+    return (max(memory, cache, matmul) + start_time + parts_time) * factor + LAUNCH_OVERHEAD_S
 
 
 def _estimate_large_m(facts: DeviceFacts, config: MatmulConfig, *, n: int, k: int) -> float:
     """Estimate the seconds of gates with tiles for large M: each tile takes its bytes or its products, then an epilogue."""
     tile_pairs = _LARGE_M_PAIRS * config.warps // 4
-    programs, rest = -(-n // (2 * config.each)), config.each % tile_pairs
+    programs, rest = -(-n // (2 * config.rows_per_program)), config.rows_per_program % tile_pairs
     rounds = -(-programs // facts.processors)
     matmul = 4.0 * tile_pairs * config.block_m * k * facts.processors / (_LARGE_M_FLOPS_FRACTION * facts.flops)
     pair_time = 4.0 * k * min(programs, facts.processors) / facts.bytes_per_second  # one pair of rows of every program
     last_tile = max(rest * pair_time, matmul) if rest else 0.0
-    tile_time = config.each // tile_pairs * max(tile_pairs * pair_time, matmul) + last_tile
-    return _LARGE_M_FACTOR * rounds * tile_time + _LARGE_M_EPILOGUE_S + LAUNCH
+    tile_time = config.rows_per_program // tile_pairs * max(tile_pairs * pair_time, matmul) + last_tile
+    return _LARGE_M_FACTOR * rounds * tile_time + _LARGE_M_EPILOGUE_S + LAUNCH_OVERHEAD_S
 
 
-def _resident_programs(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: Stored = PLAIN) -> int:
+def _resident_programs(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: OperandStorage = UNQUANTIZED) -> int:
     """Return the number of programs that fit on a multiprocessor at once."""
     sums = config.block_n * config.block_m * (2 if operator in _GATED else 1)
     threads = config.warps * facts.warp + (facts.warp if config.descriptor == STREAMED else 0)
     registers = max(64 * threads, sums + 48 * threads)
-    if config.descriptor == STREAMED and stored.made:  # the loading warp is allocated the registers of a whole warpgroup
+    if (
+        config.descriptor == STREAMED and stored.convert_instructions
+    ):  # the loading warp is allocated the registers of a whole warpgroup
         threads = (config.warps + 4) * facts.warp
-        registers = (96 if config.warps > 4 and config.ahead > 256 else 80) * threads
+        registers = (96 if config.warps > 4 and config.prefetch_columns > 256 else 80) * threads
     return min(
         facts.processor_shared // (shared_bytes(facts, operator, config, stored) + 1024),
         _MAX_THREADS_PER_PROCESSOR // threads,
@@ -455,7 +479,7 @@ def _resident_programs(facts: DeviceFacts, operator: str, config: MatmulConfig, 
     )
 
 
-def every(
+def every_config(
     facts: DeviceFacts,
     operator: str,
     *,
@@ -463,9 +487,9 @@ def every(
     k: int,
     half: int = 0,
     but: Collection[int] = (),
-    stored: Stored = PLAIN,
+    stored: OperandStorage = UNQUANTIZED,
 ) -> tuple[MatmulConfig, ...]:
     """Return every configuration of a weight for any number of tokens, buckets in ``but`` excluded."""
-    sizes = {size_of(size, stored) for size in (1, *BUCKETS)}
-    found = (choose(facts, operator, m=m, n=n, k=k, half=half, stored=stored) for m in sorted(sizes) if m not in but)
+    sizes = {config_tokens(size, stored) for size in (1, *BUCKETS)}
+    found = (choose_config(facts, operator, m=m, n=n, k=k, half=half, stored=stored) for m in sorted(sizes) if m not in but)
     return tuple(dict.fromkeys(config for config in found if config is not None))

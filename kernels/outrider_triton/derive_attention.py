@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider_triton.facts import DeviceFacts
+from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.launch import power_of_two
 from outrider_triton.table import AttentionConfig
 
@@ -29,7 +29,7 @@ _LONG_CONTEXT_TOKENS = 16384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Heads:
+class AttentionHeads:
     """Head shapes of an attention."""
 
     group: int
@@ -44,7 +44,7 @@ class Heads:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionCut:
+class AttentionLaunch:
     """A launch of attention: block sizes, splits, warps and pipeline stages."""
 
     block_rows: int
@@ -54,15 +54,15 @@ class AttentionCut:
     split: int
     warps: int
     stages: int
-    ring: bool = False
+    streamed: bool = False
     """True if keys and values come through the TMA pipeline, to which ``stages`` then refers."""
 
     def as_list(self) -> list[int]:
         """Return the list that the operator takes as ``config``."""
-        return [self.block_rows, self.block_kv, self.split, self.warps, self.stages, int(self.ring)]
+        return [self.block_rows, self.block_kv, self.split, self.warps, self.stages, int(self.streamed)]
 
 
-def reads_early(config: Sequence[int]) -> bool:
+def can_read_before_wait(config: Sequence[int]) -> bool:
     """Return True if a launch reads the settled part of the cache before it waits for the preceding kernel.
 
     An unsplit, unstreamed launch has many blocks, of which only the first would come earlier.
@@ -70,7 +70,7 @@ def reads_early(config: Sequence[int]) -> bool:
     return config[2] > 1 or bool(config[5])
 
 
-def attention_bytes(facts: DeviceFacts, heads: Heads, rows: int, block_kv: int) -> int:
+def attention_bytes(facts: DeviceFacts, heads: AttentionHeads, rows: int, block_kv: int) -> int:
     """Return an upper bound of one program's shared memory in bytes."""
     size = max(power_of_two(heads.size), 16)
     tile, queries = 2 * block_kv * size * heads.bytes, rows * size * heads.bytes
@@ -79,35 +79,37 @@ def attention_bytes(facts: DeviceFacts, heads: Heads, rows: int, block_kv: int) 
     return tile + queries + rows * block_kv * heads.bytes + 1024
 
 
-def ring_bytes(heads: Heads, rows: int, block_kv: int, stages: int) -> int:
+def streamed_attention_bytes(heads: AttentionHeads, rows: int, block_kv: int, stages: int) -> int:
     """Return an upper bound of shared memory in bytes of one program of :mod:`outrider_triton.jit.attention_streamed`."""
     tiles = stages * (2 * block_kv * heads.size * heads.bytes + 24)
     return tiles + rows * heads.size * heads.bytes + block_kv * rows * heads.bytes + 1536
 
 
-def through_ring(facts: DeviceFacts, heads: Heads, rows: int) -> bool:
+def can_stream_attention(facts: DeviceFacts, heads: AttentionHeads, rows: int) -> bool:
     """Return True if the copy engine can load keys and values: boxes of one head and 8 or more rows of a page."""
     pages = heads.page >= 8 and power_of_two(heads.page) == heads.page
-    return facts.rings and pages and heads.bytes == 2 and heads.size in (64, 128, 256) and rows <= _MAX_STREAMED_ROWS
+    return (
+        facts.streams_products and pages and heads.bytes == 2 and heads.size in (64, 128, 256) and rows <= _MAX_STREAMED_ROWS
+    )
 
 
-def programs(heads: Heads, rows: int, batch: int, max_query: int) -> int:
+def unsplit_programs(heads: AttentionHeads, rows: int, batch: int, max_query: int) -> int:
     """Return the number of programs of a launch without splits, for the batch's power-of-two bucket."""
     return power_of_two(batch) * heads.kv_heads * -(-max_query // (rows // heads.group))
 
 
-def cut(
-    facts: DeviceFacts, heads: Heads, *, batch: int, max_query: int, max_kv: int, tuned: AttentionConfig | None
-) -> AttentionCut:
+def derive_attention_launch(
+    facts: DeviceFacts, heads: AttentionHeads, *, batch: int, max_query: int, max_kv: int, tuned: AttentionConfig | None
+) -> AttentionLaunch:
     """Return the launch for ``batch`` sequences of ``max_query`` new and at most ``max_kv`` cached tokens.
 
     ``tuned`` is the measured configuration for this number of programs: its blocks are used, and at least its splits.
     """
     fewest = max(16, power_of_two(heads.group))
     rows = max(fewest, min(64, power_of_two(max_query * heads.group)))
-    if through_ring(facts, heads, rows) and (tuned is None or tuned.ring):
+    if can_stream_attention(facts, heads, rows) and (tuned is None or tuned.streamed):
         return _streamed_launch(facts, heads, rows, batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned)
-    if tuned and tuned.ring:
+    if tuned and tuned.streamed:
         tuned = None  # measured on a cache with another layout
     block = tuned.block_kv if tuned else 32 if heads.bytes > 2 else 64
     while attention_bytes(facts, heads, rows, block) > facts.shared_bytes and block > 16:
@@ -115,29 +117,29 @@ def cut(
     while attention_bytes(facts, heads, rows, block) > facts.shared_bytes and rows > fewest:
         rows //= 2
     # Two programs per multiprocessor; enough sequences aren't split at all.
-    split = _split_count(2 * facts.processors // programs(heads, rows, batch, max_query), max_kv, block, tuned)
+    split = _split_count(2 * facts.processors // unsplit_programs(heads, rows, batch, max_query), max_kv, block, tuned)
     stages = tuned.stages if tuned else 2 if heads.bytes > 2 or facts.capability == 0 else 3
-    return AttentionCut(block_rows=rows, block_kv=block, split=split, warps=tuned.warps if tuned else 4, stages=stages)
+    return AttentionLaunch(block_rows=rows, block_kv=block, split=split, warps=tuned.warps if tuned else 4, stages=stages)
 
 
 def _streamed_launch(
     facts: DeviceFacts,
-    heads: Heads,
+    heads: AttentionHeads,
     rows: int,
     *,
     batch: int,
     max_query: int,
     max_kv: int,
     tuned: AttentionConfig | None,
-) -> AttentionCut:
+) -> AttentionLaunch:
     """Return a streamed launch: one program per multiprocessor, whose pipeline keeps all available bytes in flight."""
     block = tuned.block_kv if tuned else 64
-    split = _split_count(facts.processors // programs(heads, rows, batch, max_query), max_kv, block, tuned)
+    split = _split_count(facts.processors // unsplit_programs(heads, rows, batch, max_query), max_kv, block, tuned)
     budget = _PIPELINE_BYTES if split < _SMALL_PIPELINE_MIN_SPLITS else _SMALL_PIPELINE_BYTES
     stages = tuned.stages if tuned else max(2, budget // (2 * block * heads.size * heads.bytes))
-    while ring_bytes(heads, rows, block, stages) > facts.shared_bytes and stages > 1:
+    while streamed_attention_bytes(heads, rows, block, stages) > facts.shared_bytes and stages > 1:
         stages -= 1
-    return AttentionCut(block_rows=rows, block_kv=block, split=split, warps=4, stages=stages, ring=True)
+    return AttentionLaunch(block_rows=rows, block_kv=block, split=split, warps=4, stages=stages, streamed=True)
 
 
 def _split_count(wanted: int, max_kv: int, block: int, tuned: AttentionConfig | None) -> int:

@@ -122,7 +122,7 @@ def blocks_of(
     return None, None, experts, constants
 
 
-def added(parts: Tensor, x: Tensor, count: int, pdl: bool) -> Tensor:
+def sum_expert_rows(parts: Tensor, x: Tensor, count: int, pdl: bool) -> Tensor:
     """Sum ``count`` rows of ``parts`` for each token; return rows shaped like ``x``."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     m, hidden = x.shape
@@ -171,7 +171,7 @@ def _experts(
             **(tiling.launch_constants(k) | constants),
             pdl=pdl,
         )
-    return added(parts, x, count, pdl)
+    return sum_expert_rows(parts, x, count, pdl)
 
 
 define(

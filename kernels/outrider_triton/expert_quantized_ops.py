@@ -9,10 +9,10 @@ import triton
 from torch import Tensor
 
 from outrider_triton.define import define
-from outrider_triton.expert_ops import added, blocks_of
+from outrider_triton.expert_ops import blocks_of, sum_expert_rows
 from outrider_triton.jit import expert_quantized as jit
 from outrider_triton.launch import launch
-from outrider_triton.quantized_ops import kept_dtype, quantized_rows
+from outrider_triton.quantized_ops import activation_dtype, quantized_rows
 from outrider_triton.table import MatmulConfig
 
 
@@ -68,7 +68,9 @@ def _experts_quantized(
         (n, k), x_scales, groups = (out.shape[1], rows.shape[1]), None, 1
         group = activation_group if activation_group < k else 0
         if activations:
-            rows, x_scales = quantized_rows(rows, activations, group, input_scale, kept_dtype(stack, native[place]), pdl)
+            rows, x_scales = quantized_rows(
+                rows, activations, group, input_scale, activation_dtype(stack, native[place]), pdl
+            )
             groups = x_scales.shape[1]
         tiling = MatmulConfig(*(gates, outputs)[place])
         launch(
@@ -95,7 +97,7 @@ def _experts_quantized(
     multiply(x, gate_and_up, 0)
     gated_rows = torch.ops.outrider.silu_mul.triton(gate_and_up, pdl)
     multiply(gated_rows, parts, 1)
-    return added(parts, x, count, pdl)
+    return sum_expert_rows(parts, x, count, pdl)
 
 
 # An overload of the operator that has the same operands.

@@ -12,10 +12,10 @@ from outrider.device import QuantizedWeight
 from outrider_triton import expert_ops as _expert_ops  # noqa: F401  (these register the operators)
 from outrider_triton import expert_quantized_ops as _expert_quantized_ops  # noqa: F401
 from outrider_triton import variants
-from outrider_triton.derive import rank
-from outrider_triton.derive_quantized import PLAIN, Stored
-from outrider_triton.launch import ahead, power_of_two
-from outrider_triton.quantized_ops import Plan, plan
+from outrider_triton.derive import rank_configs
+from outrider_triton.derive_quantized import UNQUANTIZED, OperandStorage
+from outrider_triton.launch import compile_only, power_of_two
+from outrider_triton.quantized_ops import ProductPlan, plan
 from outrider_triton.table import BUCKETS, MatmulConfig, bucket
 
 _TRITON = torch.ops.outrider
@@ -61,7 +61,7 @@ class TritonExperts(variants.WarmedKernels):
         if None in plans or not is_half or not self._uses("experts_quantized", x, weights, gate_up.scales):
             return super().experts_quantized(x, weights, chosen, gate_up, down)
         first, second = (each for each in plans if each is not None)
-        if self._scope.first(("experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1])):
+        if self._scope.must_compile(("experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1])):
             count = chosen.shape[1]
             for tokens in self._token_counts(gate_up.shape[0] // (2 * down.shape[1]), count):
                 sample = (
@@ -69,7 +69,7 @@ class TritonExperts(variants.WarmedKernels):
                     weights.new_empty((tokens, count)),
                     chosen.new_zeros((tokens, count)),
                 )
-                with ahead():
+                with compile_only():
                     self._launch_quantized(*sample, gate_up, down, first, second)
         return self._launch_quantized(x, weights, chosen, gate_up, down, first, second)
 
@@ -80,8 +80,8 @@ class TritonExperts(variants.WarmedKernels):
         chosen: Tensor,
         gate_up: QuantizedWeight,
         down: QuantizedWeight,
-        first: Plan,
-        second: Plan,
+        first: ProductPlan,
+        second: ProductPlan,
     ) -> Tensor:
         hidden, inner = x.shape[1], down.shape[1]
         experts = down.shape[0] // hidden
@@ -128,10 +128,12 @@ class TritonExperts(variants.WarmedKernels):
             self._derived_experts[key] = (0 if unsorted else gates.block_m, gates, outputs)
         return self._derived_experts[key]
 
-    def _tile_config(self, operator: str, m: int, n: int, k: int, stored: Stored = PLAIN) -> MatmulConfig:
+    def _tile_config(self, operator: str, m: int, n: int, k: int, stored: OperandStorage = UNQUANTIZED) -> MatmulConfig:
         """Return the best configuration with whole tiles: a tile must not cross from one expert's rows to the next."""
-        ranked = rank(self.facts, operator, m=m, n=n, k=k, stored=stored)
-        return next(config for config in ranked if not config.each and not config.descriptor and config.split == 1)
+        ranked = rank_configs(self.facts, operator, m=m, n=n, k=k, stored=stored)
+        return next(
+            config for config in ranked if not config.rows_per_program and not config.descriptor and config.split == 1
+        )
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Compute the chosen experts in three kernels, above 32 tokens after one that sorts; float32 and float64 use the
@@ -141,7 +143,7 @@ class TritonExperts(variants.WarmedKernels):
         if not is_half or not x.numel() or not self._uses("experts", x, weights) or not gate_up.is_contiguous():
             return super().experts(x, weights, chosen, gate_up, down)
         operands = weights, chosen, gate_up, down
-        if self._scope.first(("experts", x.dtype, gate_up.shape, chosen.shape[1])):
+        if self._scope.must_compile(("experts", x.dtype, gate_up.shape, chosen.shape[1])):
             self._compile_experts(x, *operands)
         size, gates, outputs = self.experts_config(x.shape[0], chosen.shape[1], gate_up)
         return _TRITON.experts.triton(  # type: ignore[no-any-return]  # torch.ops has no types
@@ -155,5 +157,5 @@ class TritonExperts(variants.WarmedKernels):
             size, gates, outputs = self.experts_config(tokens, count, gate_up)
             # Operands of the right shapes; nothing is run with them.
             sample = x.new_empty((tokens, x.shape[1])), weights.new_empty((tokens, count)), chosen.new_zeros((tokens, count))
-            with ahead():
+            with compile_only():
                 _TRITON.experts.triton(*sample, gate_up, down, size, gates.as_list(), outputs.as_list(), self.pdl)

@@ -11,8 +11,8 @@ from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import fused
 from outrider_triton.launch import launch, power_of_two
+from outrider_triton.nibble_plane_ops import component_views
 from outrider_triton.ops import expect_blocks, flat_product, tile_descriptor
-from outrider_triton.planes_ops import digits_of
 from outrider_triton.rotary import expect_laid_out
 from outrider_triton.table import STREAMED, MatmulConfig
 
@@ -45,7 +45,7 @@ def _add(
         fused.linear_add,
         (programs, triton.cdiv(m, tiling.block_m)),
         *(flat, weight, tile_descriptor(weight, tiling), bias, residual, norm, scaled, squares, m, n, k, flat.stride(0)),
-        *(tiling.each or tiling.block_n, tiling.ahead if k % 8 == 0 else 0),
+        *(tiling.rows_per_program or tiling.block_n, tiling.prefetch_columns if k % 8 == 0 else 0),
         HAS_BIAS=bias is not None,
         NORM=norm is not None,
         DESCRIPTOR=bool(tiling.descriptor),
@@ -91,9 +91,22 @@ def _scaled_silu_mul(
     expect_blocks(config)
     launch(
         fused.scaled_silu_mul,
-        (triton.cdiv(n, tiling.each or tiling.block_n), triton.cdiv(m, tiling.block_m)),
-        *(flat, squares, weight, bias, out, eps, m, n, k, flat.stride(0), squares.shape[0], tiling.each or tiling.block_n),
-        tiling.ahead if k % 8 == 0 else 0,
+        (triton.cdiv(n, tiling.rows_per_program or tiling.block_n), triton.cdiv(m, tiling.block_m)),
+        *(
+            flat,
+            squares,
+            weight,
+            bias,
+            out,
+            eps,
+            m,
+            n,
+            k,
+            flat.stride(0),
+            squares.shape[0],
+            tiling.rows_per_program or tiling.block_n,
+        ),
+        tiling.prefetch_columns if k % 8 == 0 else 0,
         HAS_BIAS=bias is not None,
         SHARES=power_of_two(squares.shape[0]),
         **tiling.launch_constants(k),
@@ -142,14 +155,17 @@ def _linear_rope_write_cache(
         return q
     expect_blocks(config)
     block_n = tiling.block_n
-    expect(2 * tiling.each <= block_n, lambda: f"{tiling.each} pairs of rows don't fit into a block of {block_n}")
+    expect(
+        2 * tiling.rows_per_program <= block_n,
+        lambda: f"{tiling.rows_per_program} pairs of rows don't fit into a block of {block_n}",
+    )
     shares = 1 if squares is None else squares.shape[0]
     launch(
         fused.linear_rope_write_cache,
-        (triton.cdiv(weight.shape[0] // 2, tiling.each or block_n // 2), triton.cdiv(m, tiling.block_m)),
+        (triton.cdiv(weight.shape[0] // 2, tiling.rows_per_program or block_n // 2), triton.cdiv(m, tiling.block_m)),
         *(flat, squares, weight, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, flat.stride(0), shares),
         *(q.shape[1], kv_heads, cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
-        *(tiling.each or block_n // 2, tiling.ahead if k % 8 == 0 else 0),
+        *(tiling.rows_per_program or block_n // 2, tiling.prefetch_columns if k % 8 == 0 else 0),
         HAS_BIAS=bias is not None,
         SCALED=squares is not None,
         SHARES=power_of_two(shares),
@@ -223,7 +239,7 @@ def _linear_planes_rope_write_cache(
     """
     rotary = cos, sin, k_cache, v_cache, slots
     q = _queries(x, data, k_cache, dtype)
-    components, grains = digits_of(x, 2 * data.shape[1])
+    components, grains = component_views(x, 2 * data.shape[1])
     streamed.rope_write_cache_planes(components, grains, data, scales, bias, rotary, q, MatmulConfig(*config), pdl)
     return q
 

@@ -20,18 +20,18 @@ from outrider.device.kernels import declared_below
 from outrider_triton import fused_ops as _fused_ops  # noqa: F401  (these register the operators)
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
-from outrider_triton.attended import TritonAttention
 from outrider_triton.bookkeeping import TritonBookkeeping
-from outrider_triton.choices import TritonChoices
-from outrider_triton.derive import MOST, choose
+from outrider_triton.cache_attention import TritonAttention
+from outrider_triton.derive import MAX_TOKENS_TUNED, choose_config
+from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.experts import TritonExperts
-from outrider_triton.facts import DeviceFacts
-from outrider_triton.launch import ahead
+from outrider_triton.launch import compile_only
+from outrider_triton.measured_choices import Measured, TritonTuning
 from outrider_triton.peers import FUSED_BYTES, PeerExchange
-from outrider_triton.prompts import PromptAttention
+from outrider_triton.prefill_attention import PromptAttention
 from outrider_triton.rotary import rotates
 from outrider_triton.table import STREAMED, MatmulConfig, Table, bucket
-from outrider_triton.tuning import Measured, TritonTuning
+from outrider_triton.token_choice import TritonChoices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -91,7 +91,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         self._measured = Measured(table)
         self._ignores_losses = everywhere
         self.processors, self.pdl = facts.processors, facts.pdl
-        self._scope = variants.Scope()
+        self._scope = variants.VariantScope()
         self._exchanges: WeakKeyDictionary[Group, PeerExchange] = WeakKeyDictionary()
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
         self._derived_quantized, self._derived_experts = {}, {}
@@ -126,7 +126,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 
     def chosen(self) -> Mapping[str, str]:
         """Return which kernel attends during prefill."""
-        return self._prompts.said
+        return self._prompts.reports
 
     def _products(
         self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False, rotary: RotaryArgs | None = None
@@ -140,10 +140,12 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
             return
         n, k = weight.shape
         half, cache_dtype = (0, None) if rotary is None else (rotary.k_cache.shape[3] // 2, rotary.k_cache.dtype)
-        if self._scope.first((operator, x.dtype, n, k, scaled, cache_dtype, self._layer)):
+        if self._scope.must_compile((operator, x.dtype, n, k, scaled, cache_dtype, self._layer)):
             dtype = str(x.dtype)[6:]
-            for config in variants.products(self.facts, self.table, operator, dtype, n=n, k=k, half=half, layer=self._layer):
-                with ahead():
+            for config in variants.product_configs(
+                self.facts, self.table, operator, dtype, n=n, k=k, half=half, layer=self._layer
+            ):
+                with compile_only():
                     yield config.as_list()
 
     def matmul_config(self, operator: str, x: Tensor, weight: Tensor, *, half: int = 0) -> MatmulConfig | None:
@@ -155,7 +157,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         if x.dtype not in (torch.bfloat16, torch.float16) or not weight.is_contiguous() or x.dtype is not weight.dtype:
             return None
         m, (n, k) = x.numel() // x.shape[-1], weight.shape
-        if not 0 < m <= MOST:
+        if not 0 < m <= MAX_TOKENS_TUNED:
             return None
         table = self.table
         entry = None if table is None else table.entry(operator, str(x.dtype)[6:], n=n, k=k, m=m, layer=self._layer)
@@ -163,7 +165,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
             return entry.config
         key = operator, n, k, half, bucket(m)
         if key not in self._derived:
-            self._derived[key] = choose(self.facts, operator, m=m, n=n, k=k, half=half)
+            self._derived[key] = choose_config(self.facts, operator, m=m, n=n, k=k, half=half)
         return self._derived[key]
 
     # -- matrix products -------------------------------------------------------------------------------------------
@@ -325,7 +327,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
             exchange = self._exchanges.get(group)
             if exchange is None:
                 exchange = self._exchanges[group] = PeerExchange(group, most_bytes=FUSED_BYTES, pdl=self.pdl)
-            if exchange.takes_rows(x, residual, weight):
+            if exchange.accepts_rows(x, residual, weight):
                 out = torch.empty_like(residual)
                 group.announce(x, stream=stream, reads=(residual, weight), writes=(residual, out))
                 exchange.all_reduce_rms_norm(x, residual, weight, eps, out)
@@ -369,10 +371,10 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         if not self._uses("move_cache", k_cache) or sources.shape[0] > _MAX_MOVES:
             super().move_cache(k_cache, v_cache, sources, destinations)
             return
-        if self._scope.first(("move_cache", k_cache.dtype, k_cache.stride(1))):
+        if self._scope.must_compile(("move_cache", k_cache.dtype, k_cache.stride(1))):
             for count in (1 << exponent for exponent in range(_MAX_MOVES.bit_length())):
                 reserved = torch.zeros(count, dtype=sources.dtype, device=sources.device)
-                with ahead():
+                with compile_only():
                     _TRITON.move_cache.triton(k_cache, v_cache, reserved, reserved, self.pdl)
         _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)
 

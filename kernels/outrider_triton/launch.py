@@ -23,7 +23,7 @@ def warps_for(block: int) -> int:
     return min(max(block // 256, 1), 16)
 
 
-def shares(rows: int, vocabulary: int, processors: int) -> int:
+def vocabulary_shares(rows: int, vocabulary: int, processors: int) -> int:
     """Return the number of programs that share a vocabulary, so that each multiprocessor runs four programs or more.
 
     The loads of a single program are far fewer than memory can have in flight.
@@ -32,7 +32,7 @@ def shares(rows: int, vocabulary: int, processors: int) -> int:
 
 
 @contextmanager
-def ahead() -> Iterator[None]:
+def compile_only() -> Iterator[None]:
     """Compile instead of running every kernel that this thread launches in the context; compilation may be asynchronous."""
     token = _ahead.set(True)
     try:
@@ -42,7 +42,9 @@ def ahead() -> Iterator[None]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int, **settings: Any) -> None:
-    """Enqueue a kernel on the ambient stream, or only compile it inside :func:`ahead`. An empty grid is not launched."""
+    """Enqueue a kernel on the ambient stream, or only compile it inside :func:`compile_only`. An empty grid is not
+    launched.
+    """
     if min(grid) < 1:
         return
     if pdl:

@@ -13,10 +13,10 @@ from outrider.device import QuantizedWeight
 from outrider_triton.define import define
 from outrider_triton.jit import quantized
 from outrider_triton.launch import launch
-from outrider_triton.quantized_ops import OPERANDS, empty_product, flat_rows, quantized_rows, record
+from outrider_triton.quantized_ops import OPERANDS, empty_product, flat_rows, quantized_rows, weight_of_operands
 
 
-def plain_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl: bool) -> Tensor:
+def dequantized_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl: bool) -> Tensor:
     """Dequantize a weight to ``dtype``: compute in float32, round once."""
     (n, k), (rows, columns), block = weight.shape, weight.block, 256
     aligned = columns >= k or columns % block == 0
@@ -92,7 +92,7 @@ def _library(
     pdl: bool,
 ) -> Tensor:
     """Multiply with the library: operands as stored if ``scaled``, else the dequantized weight."""
-    weight = record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
+    weight = weight_of_operands(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     flat, n = flat_rows(x, weight), shape[0]
     if scaled:
         flat, by_row = quantized_rows(flat, activations, 0, input_scale, data.dtype, pdl)
@@ -109,7 +109,7 @@ def _library(
     else:
         if activations:
             flat, _ = quantized_rows(flat, activations, activation_group, input_scale, x.dtype, pdl, plain=True)
-        product = F.linear(flat, plain_weight(weight, x.dtype, fp8=fp8, pdl=pdl), bias)
+        product = F.linear(flat, dequantized_weight(weight, x.dtype, fp8=fp8, pdl=pdl), bias)
     return product.view(*x.shape[:-1], n)
 
 

@@ -16,9 +16,9 @@ from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import matmul, rows
 from outrider_triton.launch import launch, power_of_two, warps_for
-from outrider_triton.planes_ops import room, stride_of
+from outrider_triton.nibble_plane_ops import allocate_rows, row_stride
 from outrider_triton.rotary import expect_laid_out
-from outrider_triton.table import STREAMED, TALL, MatmulConfig
+from outrider_triton.table import LARGE_M, STREAMED, MatmulConfig
 
 _MAX_MOVES = 256
 """Maximum number of rows that a program of ``move_cache`` holds at once."""
@@ -71,7 +71,7 @@ def _add_parts(
     """Add ``x`` and the bias to the residual and return the norm.
 
     ``x`` is [T, H], or [parts, T, H] of a split product. ``planes`` is the layout of the result
-    (:func:`outrider_triton.planes_ops.room`).
+    (:func:`outrider_triton.nibble_plane_ops.allocate_rows`).
     """
     parts = 1 if x.dim() == residual.dim() else x.shape[0]
     expect(
@@ -79,13 +79,13 @@ def _add_parts(
         lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
     )
     _check_norm(residual, weight)
-    out, grains = room(residual, residual.shape, planes)
+    out, grains = allocate_rows(residual, residual.shape, planes)
     size = residual.shape[-1]
     block = power_of_two(size)
     launch(
         rows.add_rms_norm,
         (residual.numel() // size,),
-        *(x.contiguous(), bias, residual, weight, out, grains, eps, size, residual.numel(), stride_of(out, grains)),
+        *(x.contiguous(), bias, residual, weight, out, grains, eps, size, residual.numel(), row_stride(out, grains)),
         PARTS=parts,
         HAS_BIAS=bias is not None,
         PLANES=planes > 0,
@@ -105,17 +105,17 @@ define(
     "add_parts_rms_norm.triton(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, bool pdl, "
     "int planes=0) -> Tensor",
     _add_parts,
-    lambda x, bias, residual, weight, eps, pdl, planes=0: room(residual, residual.shape, planes)[0],
+    lambda x, bias, residual, weight, eps, pdl, planes=0: allocate_rows(residual, residual.shape, planes)[0],
 )
 
 
 def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
     size = gate_up.shape[-1] // 2
-    out, grains = room(gate_up, (*gate_up.shape[:-1], size), planes)
+    out, grains = allocate_rows(gate_up, (*gate_up.shape[:-1], size), planes)
     block = min(power_of_two(size), 1024)
     grid = (gate_up.numel() // (2 * size), triton.cdiv(size, block))
     constants = {"PLANES": planes > 0, "BLOCK": block}
-    operands = gate_up.contiguous(), out, grains, size, stride_of(out, grains)
+    operands = gate_up.contiguous(), out, grains, size, row_stride(out, grains)
     launch(rows.silu_mul, grid, *operands, **constants, pdl=pdl, warps=warps_for(block))
     return out
 
@@ -123,7 +123,7 @@ def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
 define(
     "silu_mul.triton(Tensor gate_up, bool pdl, int planes=0) -> Tensor",
     _silu_mul,
-    lambda gate_up, pdl, planes=0: room(gate_up, (*gate_up.shape[:-1], gate_up.shape[-1] // 2), planes)[0],
+    lambda gate_up, pdl, planes=0: allocate_rows(gate_up, (*gate_up.shape[:-1], gate_up.shape[-1] // 2), planes)[0],
 )
 
 
@@ -327,13 +327,13 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, confi
         return
     expect_blocks(config)
     (m, k), n = flat.shape, weight.shape[0]
-    rows_per_program = tiling.each or tiling.block_n
+    rows_per_program = tiling.rows_per_program or tiling.block_n
     grid = triton.cdiv(n, rows_per_program), tiling.split, triton.cdiv(m, tiling.block_m)
     launch(
         matmul.linear,
         grid,
         *(flat, weight, tile_descriptor(weight, tiling), bias, out),
-        *(m, n, k, flat.stride(0), rows_per_program, tiling.ahead if k % 8 == 0 else 0),
+        *(m, n, k, flat.stride(0), rows_per_program, tiling.prefetch_columns if k % 8 == 0 else 0),
         HAS_BIAS=bias is not None,
         SPLIT=tiling.split,
         DESCRIPTOR=bool(tiling.descriptor),
@@ -382,16 +382,16 @@ def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: lis
     if tiling.descriptor == STREAMED:
         streamed.silu_mul(flat, None, weight, bias, out, 0.0, tiling, pdl)
         return out
-    if tiling.descriptor == TALL:
-        streamed.silu_mul_tall(flat, weight, bias, out, tiling, pdl)
+    if tiling.descriptor == LARGE_M:
+        streamed.silu_mul_large_m(flat, weight, bias, out, tiling, pdl)
         return out
     expect_blocks(config)
-    rows_per_program = tiling.each or tiling.block_n
+    rows_per_program = tiling.rows_per_program or tiling.block_n
     grid = triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m)
     launch(
         matmul.linear_silu_mul,
         grid,
-        *(flat, weight, bias, out, m, n, k, flat.stride(0), rows_per_program, tiling.ahead if k % 8 == 0 else 0),
+        *(flat, weight, bias, out, m, n, k, flat.stride(0), rows_per_program, tiling.prefetch_columns if k % 8 == 0 else 0),
         HAS_BIAS=bias is not None,
         **tiling.launch_constants(k),
         pdl=pdl,

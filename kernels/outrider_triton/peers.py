@@ -67,7 +67,7 @@ class PeerExchange:
         """Copy the ``tensor`` of rank ``root`` to all ranks, in place."""
         return self._exchange(tensor, tensor, _ROOT, 0, root)
 
-    def takes_rows(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
+    def accepts_rows(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
         """Return True if :meth:`all_reduce_rms_norm` takes these operands."""
         operands = (x, residual, weight)
         same = x.dtype in _KINDS and all(each.dtype is x.dtype and _in_words(each) for each in operands)
@@ -76,7 +76,7 @@ class PeerExchange:
     def all_reduce_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """Reduce over ranks, add to the residual and normalise into ``out``, which is shaped like ``residual``.
 
-        The operands must satisfy :meth:`takes_rows`.
+        The operands must satisfy :meth:`accepts_rows`.
         """
         rows, columns = x.shape
         words = columns * x.itemsize // 4

@@ -58,7 +58,7 @@ def _kernels(backend: Backend, *, everywhere: bool, measured: bool = True) -> Ke
         )
     import torch
 
-    from outrider_triton.facts import facts_of
+    from outrider_triton.device_facts import facts_of
     from outrider_triton.kernelset import TritonKernels
     from outrider_triton.launch import hash_compiler
     from outrider_triton.table import load

@@ -11,41 +11,41 @@ import triton
 from torch import Tensor
 
 from outrider.device import QuantizedProduct, QuantizedWeight, RotaryArgs
-from outrider_triton import activated_ops as _activated_ops  # noqa: F401  (these register the operators)
 from outrider_triton import library_ops as _library_ops  # noqa: F401
+from outrider_triton import quantized_activation_ops as _activated_ops  # noqa: F401  (these register the operators)
 from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
 from outrider_triton import variants
-from outrider_triton.derive import MOST, choose, every, size_of
-from outrider_triton.derive_quantized import OURS
-from outrider_triton.launch import ahead
-from outrider_triton.planes_ops import DIGITS, activates, laying, room
-from outrider_triton.quantized_ops import LONGEST, Plan, kept_dtype, plan, sum_parts
+from outrider_triton.derive import MAX_TOKENS_TUNED, choose_config, config_tokens, every_config
+from outrider_triton.derive_quantized import MAX_TOKENS_TRITON_GEMM
+from outrider_triton.launch import compile_only
+from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, allocate_rows, computes_swiglu, row_layout
+from outrider_triton.quantized_ops import MAX_ROW_ELEMENTS, ProductPlan, activation_dtype, plan, sum_parts
 from outrider_triton.rotary import rotates
 from outrider_triton.table import BUCKETS, MatmulConfig
 
 _TRITON = torch.ops.outrider
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """Token rows as a product takes them."""
 
     x: Tensor
     """Rows as computed, quantised or in nibble-plane layout."""
     scales: Tensor | None
     """Scales of quantised rows; None: not quantised."""
-    laid: bool
+    in_planes: bool
     """True if ``x`` has a nibble-plane layout."""
     gated: bool = False
     """True if ``x`` is gate and up, and the product computes SwiGLU."""
 
 
-class Normed(NamedTuple):
+class NormedRows(NamedTuple):
     """The result of a norm, and how the following product multiplies it."""
 
     rows: Tensor
     """Normalised rows, quantised if ``scales`` aren't None, in the layout that the product takes."""
     scales: Tensor | None
-    way: Plan
+    product_plan: ProductPlan
     """How the following product is computed."""
     config: MatmulConfig
     """Tile configuration of the following product."""
@@ -60,32 +60,39 @@ class TritonQuantized(variants.WarmedKernels):
     _derived_quantized: dict[tuple[object, ...], MatmulConfig | None]
 
     def quantized_config(
-        self, x: Tensor, weight: QuantizedWeight, product_plan: Plan, *, parts: bool = True
+        self, x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan, *, parts: bool = True
     ) -> MatmulConfig | None:
         """Return the configuration for ``x [..., K]`` and this weight; None: the library's product.
 
         ``parts``: see :meth:`_derive`.
         """
         m = x.numel() // x.shape[-1]
-        if m > OURS and _prefers_library(x, weight, product_plan):
+        if m > MAX_TOKENS_TRITON_GEMM and _prefers_library(x, weight, product_plan):
             return None
         return self._derive(m, weight, product_plan, parts=parts)
 
     def _derive(
-        self, m: int, weight: QuantizedWeight, product_plan: Plan, *, half: int = 0, gated: bool = False, parts: bool = True
+        self,
+        m: int,
+        weight: QuantizedWeight,
+        product_plan: ProductPlan,
+        *,
+        half: int = 0,
+        gated: bool = False,
+        parts: bool = True,
     ) -> MatmulConfig | None:
         """Derive a configuration for ``m`` tokens, cached per bucket of tokens.
 
         ``half`` is half a head's size for a product that rotates its rows. ``gated``: gate and up. ``parts``: the product
         may be split; its consumer or a separate kernel adds the parts.
         """
-        if not 0 < m <= MOST:
+        if not 0 < m <= MAX_TOKENS_TUNED:
             return None
         stored, (n, k) = product_plan.stored(weight.format), weight.shape
         operator = "linear_rope" if half else "linear_silu_mul" if gated else "linear_parts" if parts else "linear"
-        key = operator, stored, n, k, size_of(m, stored), half
+        key = operator, stored, n, k, config_tokens(m, stored), half
         if key not in self._derived_quantized:
-            self._derived_quantized[key] = choose(self.facts, operator, m=m, n=n, k=k, half=half, stored=stored)
+            self._derived_quantized[key] = choose_config(self.facts, operator, m=m, n=n, k=k, half=half, stored=stored)
         return self._derived_quantized[key]
 
     def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -115,7 +122,7 @@ class TritonQuantized(variants.WarmedKernels):
         x: Tensor,
         weight: QuantizedWeight,
         bias: Tensor | None,
-        product_plan: Plan,
+        product_plan: ProductPlan,
         config: MatmulConfig,
         *,
         dtype: torch.dtype | None = None,
@@ -203,33 +210,35 @@ class TritonQuantized(variants.WarmedKernels):
         """Return True if Triton's kernels rotate and write products in the dtype of ``x``."""
         return rotates(rotary, x) and self._uses("rope_write_cache", x)
 
-    def _convert_rows(self, x: Tensor, weight: QuantizedWeight, product_plan: Plan, config: MatmulConfig) -> Normed:
+    def _convert_rows(
+        self, x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan, config: MatmulConfig
+    ) -> NormedRows:
         """Convert rows ``x`` [T, K] to the format of a product, if the preceding kernel didn't."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         if product_plan.planes:
-            return Normed(_TRITON.lay_in_planes.triton(x, self.pdl, laying(config)), None, product_plan, config)
+            return NormedRows(_TRITON.lay_in_planes.triton(x, self.pdl, row_layout(config)), None, product_plan, config)
         if weight.activations is None:
-            return Normed(x, None, product_plan, config)
-        format, group, row_dtype = kept_as(weight, product_plan)
+            return NormedRows(x, None, product_plan, config)
+        format, group, row_dtype = activation_format(weight, product_plan)
         rows, scales = _TRITON.quantize_rows.triton(x, format, group, weight.input_scale, row_dtype, self.pdl)
-        return Normed(rows, scales, product_plan, config)
+        return NormedRows(rows, scales, product_plan, config)
 
     def _rotated_product(
-        self, normed: Normed, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs
+        self, normed: NormedRows, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs
     ) -> Tensor:
         """Multiply ``normed`` rows and rotate the product in the dtype of ``x``, in the product or in the kernel that adds
         its parts.
         """
-        product_plan, dtype, k_cache = normed.way, x.dtype, rotary.k_cache
+        product_plan, dtype, k_cache = normed.product_plan, x.dtype, rotary.k_cache
         caches = k_cache.shape[1:], k_cache.dtype
-        if self._scope.first(("rope_of_quantized", dtype, weight.shape, weight.label, bias is None, *caches)):
+        if self._scope.must_compile(("rope_of_quantized", dtype, weight.shape, weight.label, bias is None, *caches)):
             self._compile_rotary(x, weight, bias, rotary, product_plan)
         rotated_config = (
-            self._derive(x.shape[0], weight, product_plan, half=k_cache.shape[3] // 2) if product_plan.ring else None
+            self._derive(x.shape[0], weight, product_plan, half=k_cache.shape[3] // 2) if product_plan.can_stream else None
         )
         # Rows in another layout belong to an unstreamed product.
         if rotated_config is not None and (
-            laying(normed.config) == DIGITS if product_plan.planes else normed.scales is not None
+            row_layout(normed.config) == INT8_COMPONENTS if product_plan.planes else normed.scales is not None
         ):
             return self._launch_rotated(normed.rows, normed.scales, weight, bias, rotary, dtype, rotated_config)
         product = self._second_product(normed, x, weight, bias, parts=True)
@@ -257,7 +266,7 @@ class TritonQuantized(variants.WarmedKernels):
         )
 
     def _compile_rotary(
-        self, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs, product_plan: Plan
+        self, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs, product_plan: ProductPlan
     ) -> None:
         """Compile the rotation of this weight's product for any number of tokens: streamed products, and sums of parts."""
         cos, sin, k_cache, v_cache, slots = rotary
@@ -265,31 +274,31 @@ class TritonQuantized(variants.WarmedKernels):
         for split in {tiling.split for tiling in self._every(residual, weight, product_plan)}:
             shape = sample.shape[0], n
             product = sample.new_empty((split, *shape), dtype=torch.float32) if split > 1 else sample.new_empty(shape)
-            with ahead():
+            with compile_only():
                 _TRITON.rope_write_cache.triton_parts(
                     product, bias if split > 1 else None, *sample_rotary, sample.dtype, self.pdl
                 )
-        if not product_plan.ring:
+        if not product_plan.can_stream:
             return
         if product_plan.planes:
-            rows, scales = room(sample, sample.shape, DIGITS)[0], None
+            rows, scales = allocate_rows(sample, sample.shape, INT8_COMPONENTS)[0], None
         else:
             rows, scales = torch.empty_like(sample, dtype=weight.data.dtype), sample.new_empty((4, 1), dtype=torch.float32)
         half, stored = k_cache.shape[3] // 2, product_plan.stored(weight.format)
-        for tiling in every(self.facts, "linear_rope", n=n, k=k, half=half, stored=stored):
-            with ahead():
+        for tiling in every_config(self.facts, "linear_rope", n=n, k=k, half=half, stored=stored):
+            with compile_only():
                 self._launch_rotated(rows, scales, weight, bias, RotaryArgs(*sample_rotary), sample.dtype, tiling)
 
     def _second_product(
-        self, normed: Normed, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool
+        self, normed: NormedRows, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool
     ) -> Tensor:
         """Launch the second product; ``parts`` as in :meth:`_skinny`."""
-        laid = normed.scales is None and normed.way.planes
+        laid = normed.scales is None and normed.product_plan.planes
         return self._skinny(
             normed.rows,
             weight,
             bias,
-            normed.way,
+            normed.product_plan,
             normed.config,
             dtype=residual.dtype,
             scales=normed.scales,
@@ -307,14 +316,16 @@ class TritonQuantized(variants.WarmedKernels):
         bias: Tensor | None,
         *,
         parts: bool,
-        taken: Callable[[Plan, MatmulConfig], Rows] | None = None,
-    ) -> Normed | None:
+        taken: Callable[[ProductPlan, MatmulConfig], TokenRows] | None = None,
+    ) -> NormedRows | None:
         """Run :meth:`norm_linear_quantized` up to its second product, which may be in ``parts``.
 
         Return None, and run nothing, if a kernel is missing. ``taken`` computes the rows of the first product; ``added.x``
         then only has their shape and dtype.
         """
-        supported = self._multiplies(residual, weight) and norm.dtype is residual.dtype and residual.shape[-1] <= LONGEST
+        supported = (
+            self._multiplies(residual, weight) and norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS
+        )
         second = plan(self.facts, weight) if supported and self._uses("add_rms_norm", residual) else None
         first = None if second is None else self._first(added, residual)
         if first is None or second is None:
@@ -324,23 +335,25 @@ class TritonQuantized(variants.WarmedKernels):
         if second_config is None:
             return None
         weight_keys = added.weight.shape, added.weight.label, added.bias is None, weight.shape, weight.label
-        if self._scope.first(("norm_linear_quantized", residual.dtype, *weight_keys)):
+        if self._scope.must_compile(("norm_linear_quantized", residual.dtype, *weight_keys)):
             self._compile_norms(added, first[0], residual, norm, weight, second)
         product, remaining_bias = self._product(added, *first, residual.dtype, taken)
-        if not dynamic(weight):
-            layout = laying(second_config) if second.planes else 0
+        if not has_dynamic_activations(weight):
+            layout = row_layout(second_config) if second.planes else 0
             normed = _TRITON.add_parts_rms_norm.triton(product, remaining_bias, residual, norm, eps, self.pdl, layout)
-            return Normed(normed, None, second, second_config)
+            return NormedRows(normed, None, second, second_config)
         normed, scales = self._norm(product, remaining_bias, residual, norm, eps, weight, second)
-        return Normed(normed, scales, second, second_config)
+        return NormedRows(normed, scales, second, second_config)
 
-    def _first(self, added: QuantizedProduct, residual: Tensor, *, parts: bool = True) -> tuple[Plan, MatmulConfig] | None:
+    def _first(
+        self, added: QuantizedProduct, residual: Tensor, *, parts: bool = True
+    ) -> tuple[ProductPlan, MatmulConfig] | None:
         """Return the plan of a product that is added to ``residual``, perhaps in ``parts``; None: no Triton kernel."""
         width = added.x.shape[-1] // 2 if added.gated else added.x.shape[-1]
         operand, product_plan = added.x[..., :width], plan(self.facts, added.weight)
         supported = self._multiplies(operand, added.weight) and self._multiplies(residual, added.weight)
         supported = supported and residual.dim() == 2 and residual.is_contiguous() and added.x.dtype is residual.dtype
-        if not supported or product_plan is None or width > LONGEST:
+        if not supported or product_plan is None or width > MAX_ROW_ELEMENTS:
             return None
         config = self.quantized_config(operand, added.weight, product_plan, parts=parts)
         self._prepare(operand, added.weight, added.bias)
@@ -349,10 +362,10 @@ class TritonQuantized(variants.WarmedKernels):
     def _product(
         self,
         added: QuantizedProduct,
-        product_plan: Plan,
+        product_plan: ProductPlan,
         config: MatmulConfig,
         dtype: torch.dtype,
-        taken: Callable[[Plan, MatmulConfig], Rows] | None = None,
+        taken: Callable[[ProductPlan, MatmulConfig], TokenRows] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the product for a norm that adds its parts, and the bias that the parts lack. ``taken``: see
         :meth:`_normed`.
@@ -364,25 +377,25 @@ class TritonQuantized(variants.WarmedKernels):
         return product, added.bias if config.split > 1 else None
 
     def _activated(
-        self, normed: Normed, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None
+        self, normed: NormedRows, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         """Multiply by gate and up and apply SwiGLU in one kernel; return the activation and the maxima of its rows.
 
         Return None, and run nothing, if a kernel is missing.
         """
-        product_plan = normed.way
+        product_plan = normed.product_plan
         config = (
             self._derive(residual.shape[0], weight, product_plan, gated=True)
-            if product_plan.ring and not product_plan.planes
+            if product_plan.can_stream and not product_plan.planes
             else None
         )
         if config is None or normed.scales is None or not self._uses("silu_mul", residual):
             return None
         operands = weight.data, weight.scales, weight.block[0], bias, residual.dtype
-        if self._scope.first(("linear_quantized_silu_mul", residual.dtype, weight.shape, weight.label, bias is None)):
+        if self._scope.must_compile(("linear_quantized_silu_mul", residual.dtype, weight.shape, weight.label, bias is None)):
             (n, k), stored = weight.shape, product_plan.stored(weight.format)
-            for each in every(self.facts, "linear_silu_mul", n=n, k=k, stored=stored):
-                with ahead():
+            for each in every_config(self.facts, "linear_silu_mul", n=n, k=k, stored=stored):
+                with compile_only():
                     sample = _TRITON.linear_silu_mul.triton_quantized(
                         normed.rows[:4], normed.scales[:4], *operands, each.as_list(), self.pdl
                     )
@@ -392,21 +405,21 @@ class TritonQuantized(variants.WarmedKernels):
         )
         return activated
 
-    def _taken(self, added: QuantizedProduct, product_plan: Plan, config: MatmulConfig) -> Rows:
+    def _taken(self, added: QuantizedProduct, product_plan: ProductPlan, config: MatmulConfig) -> TokenRows:
         x, weight = added.x, added.weight
-        if added.maxima is not None and not added.gated and dynamic(weight) and not _group(weight):
-            format, _, row_dtype = kept_as(weight, product_plan)
+        if added.maxima is not None and not added.gated and has_dynamic_activations(weight) and not _group(weight):
+            format, _, row_dtype = activation_format(weight, product_plan)
             rows, scales = _TRITON.quantize_by_maxima.triton(x, added.maxima, format, row_dtype, self.pdl)
-            return Rows(rows, scales, False)
+            return TokenRows(rows, scales, False)
         if not added.gated:
-            return Rows(x, None, False)
-        if dynamic(weight):
-            rows, scales = _TRITON.silu_mul.triton_quantize(x, *kept_as(weight, product_plan), self.pdl)
-            return Rows(rows, scales, False)
+            return TokenRows(x, None, False)
+        if has_dynamic_activations(weight):
+            rows, scales = _TRITON.silu_mul.triton_quantize(x, *activation_format(weight, product_plan), self.pdl)
+            return TokenRows(rows, scales, False)
         laid = product_plan.planes and self._uses("silu_mul", x)
-        if laid and activates(config, x.shape[0]) and x.dim() == 2:
-            return Rows(x, None, False, gated=True)
-        return Rows(_TRITON.silu_mul.triton(x, self.pdl, laying(config)) if laid else self.silu_mul(x), None, laid)
+        if laid and computes_swiglu(config, x.shape[0]) and x.dim() == 2:
+            return TokenRows(x, None, False, gated=True)
+        return TokenRows(_TRITON.silu_mul.triton(x, self.pdl, row_layout(config)) if laid else self.silu_mul(x), None, laid)
 
     def _norm(
         self,
@@ -416,18 +429,18 @@ class TritonQuantized(variants.WarmedKernels):
         norm: Tensor,
         eps: float,
         weight: QuantizedWeight,
-        product_plan: Plan,
+        product_plan: ProductPlan,
     ) -> tuple[Tensor, Tensor]:
-        row_format = kept_as(weight, product_plan)
+        row_format = activation_format(weight, product_plan)
         rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *row_format, self.pdl)
         return rows, scales
 
     def _prepare(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
         """Compile every configuration of this weight for any number of tokens, once, inside the scope."""
-        if not self._scope.first(("linear_quantized", x.dtype, weight.label, weight.shape, bias is None)):
+        if not self._scope.must_compile(("linear_quantized", x.dtype, weight.label, weight.shape, bias is None)):
             return
         sample, product_plan = x.reshape(-1, x.shape[-1])[:4], plan(self.facts, weight)
-        with ahead():
+        with compile_only():
             _TRITON.linear_quantized.library(sample, *_operands(weight, bias), False, self.facts.fp8, self.pdl)
             if weight.format == "int8" and product_plan is not None and _library_takes_stored(x, weight, product_plan):
                 sums = sample.new_empty((sample.shape[0], weight.shape[0]), dtype=torch.int32)
@@ -435,50 +448,57 @@ class TritonQuantized(variants.WarmedKernels):
                 _TRITON.scale_products.triton(sums, by_row, weight.scales, bias, weight.block[0], x.dtype, self.pdl)
         if product_plan is not None:
             for tiling in self._every(x, weight, product_plan):
-                with ahead():
+                with compile_only():
                     self._skinny(sample, weight, bias, product_plan, tiling)
 
-    def _every(self, like: Tensor, weight: QuantizedWeight, product_plan: Plan) -> tuple[MatmulConfig, ...]:
+    def _every(self, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> tuple[MatmulConfig, ...]:
         """Return every configuration of this weight for any number of tokens with the dtype and device of ``like``."""
         (n, k), stored = weight.shape, product_plan.stored(weight.format)
-        library_buckets = [size for size in BUCKETS if size > OURS and _prefers_library(like, weight, product_plan)]
+        library_buckets = [
+            size for size in BUCKETS if size > MAX_TOKENS_TRITON_GEMM and _prefers_library(like, weight, product_plan)
+        ]
         found = (
-            every(self.facts, operator, n=n, k=k, but=library_buckets, stored=stored)
+            every_config(self.facts, operator, n=n, k=k, but=library_buckets, stored=stored)
             for operator in ("linear_parts", "linear")
         )
         return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
-    def _compile_activation(self, added: QuantizedProduct, product_plan: Plan) -> None:
+    def _compile_activation(self, added: QuantizedProduct, product_plan: ProductPlan) -> None:
         """Compile SwiGLU with each row layout that the following product may take."""
-        if added.gated and product_plan.planes and not dynamic(added.weight) and self._uses("silu_mul", added.x):
+        if (
+            added.gated
+            and product_plan.planes
+            and not has_dynamic_activations(added.weight)
+            and self._uses("silu_mul", added.x)
+        ):
             configs = self._every(added.x, added.weight, product_plan)
-            for layout in {laying(tiling) for tiling in configs}:
-                with ahead():
+            for layout in {row_layout(tiling) for tiling in configs}:
+                with compile_only():
                     _TRITON.silu_mul.triton(added.x[:4], self.pdl, layout)
             for tiling in configs:
-                if activates(tiling, 1):
-                    with ahead():
+                if computes_swiglu(tiling, 1):
+                    with compile_only():
                         self._skinny(added.x[:1], added.weight, added.bias, product_plan, tiling, parts=True, gated=True)
 
     def _compile_norms(
         self,
         added: QuantizedProduct,
-        first: Plan,
+        first: ProductPlan,
         residual: Tensor,
         norm: Tensor,
         weight: QuantizedWeight,
-        second: Plan,
+        second: ProductPlan,
     ) -> None:
         """Compile the norm with every number of parts of the first product and every row layout of the products."""
         self._compile_activation(added, first)
-        layouts = {laying(each) if second.planes else 0 for each in self._every(residual, weight, second)}
+        layouts = {row_layout(each) if second.planes else 0 for each in self._every(residual, weight, second)}
         splits = {each.split for each in self._every(residual, added.weight, first)}
         for split, layout in itertools.product(splits, layouts):
             sample = residual[:4].clone()
             parts = sample.new_empty((split, *sample.shape), dtype=torch.float32) if split > 1 else sample
             remaining_bias = added.bias if split > 1 else None
-            with ahead():
-                if dynamic(weight):
+            with compile_only():
+                if has_dynamic_activations(weight):
                     self._norm(parts, remaining_bias, sample, norm, 1e-5, weight, second)
                 else:
                     _TRITON.add_parts_rms_norm.triton(parts, remaining_bias, sample, norm, 1e-5, self.pdl, layout)
@@ -494,23 +514,23 @@ def _group(weight: QuantizedWeight) -> int:
     return weight.activation_group if weight.activation_group < weight.shape[1] else 0
 
 
-def kept_as(weight: QuantizedWeight, product_plan: Plan) -> tuple[str, int, torch.dtype]:
+def activation_format(weight: QuantizedWeight, product_plan: ProductPlan) -> tuple[str, int, torch.dtype]:
     """Return format, columns per scale (0: all) and dtype of rows for a product with ``dynamic`` activations."""
-    return weight.activations or "", _group(weight), kept_dtype(weight.data, product_plan.native)
+    return weight.activations or "", _group(weight), activation_dtype(weight.data, product_plan.native)
 
 
-def dynamic(weight: QuantizedWeight) -> bool:
+def has_dynamic_activations(weight: QuantizedWeight) -> bool:
     """Return True if the preceding kernel can compute the activation scales: one per power of two of columns."""
     group = _group(weight)
     return weight.activations is not None and weight.input_scale is None and group & (group - 1) == 0
 
 
-def _library_scales(x: Tensor, weight: QuantizedWeight, product_plan: Plan | None) -> bool:
+def _library_scales(x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan | None) -> bool:
     """Return True if the library multiplies ``x`` and the weight as stored, with a scale per row and column."""
     return product_plan is not None and x.numel() > 16 * x.shape[-1] and _library_takes_stored(x, weight, product_plan)
 
 
-def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: Plan) -> bool:
+def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:
     """Return True if the library does so with more than 16 tokens of the dtype and device of ``like``."""
     if not product_plan.native or product_plan.mode != "row" or 0 < weight.activation_group < weight.shape[1]:
         return False
@@ -519,7 +539,7 @@ def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: P
     return weight.format == "int8" or like.dtype is torch.bfloat16
 
 
-def _prefers_library(like: Tensor, weight: QuantizedWeight, product_plan: Plan) -> bool:
+def _prefers_library(like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:
     """Return True if the library multiplies more than 64 such tokens.
 
     It takes e4m3 as stored, which is faster within a layer (docs/evidence/2026-11-28-many-tokens.md).

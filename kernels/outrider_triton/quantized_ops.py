@@ -13,11 +13,11 @@ from torch import Tensor
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
-from outrider_triton.derive_quantized import Stored
-from outrider_triton.facts import DeviceFacts
+from outrider_triton.derive_quantized import OperandStorage
+from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
-from outrider_triton.jit.nibble_planes import UNIT
+from outrider_triton.jit.nibble_planes import UNIT_COLUMNS
 from outrider_triton.launch import launch, power_of_two, warps_for
 from outrider_triton.streamed import multiply_quantized
 from outrider_triton.table import STREAMED, MatmulConfig
@@ -25,12 +25,12 @@ from outrider_triton.table import STREAMED, MatmulConfig
 _COLUMNS_PER_SCALE = 128
 """Columns per multiplication where group scales multiply the sums."""
 _CONVERT_INSTRUCTIONS = {"int4": 1.7, "fp8": 1.0, "int8": 2.0}
-LONGEST = 1 << 15
+MAX_ROW_ELEMENTS = 1 << 15
 """Maximum elements of a row that one program holds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProductPlan:
     """How the product of a weight is computed; see :func:`outrider_triton.jit.quantized.linear_quantized`."""
 
     mode: str
@@ -43,21 +43,23 @@ class Plan:
     """Maximum columns per multiplication; 0: a whole tile."""
     planes: bool = False
     """Multiply in nibble planes, by :func:`outrider_triton.jit.nibble_planes.linear_planes`."""
-    ring: bool = False
+    can_stream: bool = False
     """A streamed kernel exists: :func:`outrider_triton.jit.nibble_planes_streamed.streamed_planes` with ``planes``, else
     :func:`outrider_triton.jit.streamed.streamed_linear`.
     """
 
-    def stored(self, format: str) -> Stored:
+    def stored(self, format: str) -> OperandStorage:
         """Return the operand storage for the estimate of this plan."""
         instructions = 0.0 if self.native else _CONVERT_INSTRUCTIONS[format] * (1.0 if self.mode != "fine" else 1.3)
         instructions = 1.4 if self.planes else instructions
         bits = 4 if format == "int4" else 8
         least = 8 if self.planes or self.native else 16
-        return Stored(bits, 1 if self.native else 2, self.at_once, instructions, not self.planes, least, self.ring)
+        return OperandStorage(
+            bits, 1 if self.native else 2, self.at_once, instructions, not self.planes, least, self.can_stream
+        )
 
 
-def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) -> Plan | None:
+def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) -> ProductPlan | None:
     """Return the plan for a weight, or None if the kernel can't multiply it. ``planes``: nibble planes may be used.
 
     The kernel can't multiply three kinds: groups of columns (of the weight or its activations) that are neither a power of
@@ -83,14 +85,18 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) ->
     takes_format = {"fp8": facts.fp8, "int8": facts.capability >= 80}.get(weight.format, False)
     native = takes_format and weight.activations == weight.format and not zeros and mode != "fine"
     in_planes = (
-        planes and weight.format == "int4" and mode != "fine" and k % UNIT.value == 0 and weight.data.data_ptr() % 4 == 0
+        planes
+        and weight.format == "int4"
+        and mode != "fine"
+        and k % UNIT_COLUMNS.value == 0
+        and weight.data.data_ptr() % 4 == 0
     )
     in_planes = in_planes and weight.activations is None
-    ring = in_planes and not zeros and mode == "block" and weight.block == (1, UNIT.value)
-    ring = ring or (native and weight.format == "fp8" and mode == "row" and not group and k % UNIT.value == 0)
-    ring = ring and facts.rings and weight.data.data_ptr() % 16 == 0 and weight.scales.is_contiguous()
+    ring = in_planes and not zeros and mode == "block" and weight.block == (1, UNIT_COLUMNS.value)
+    ring = ring or (native and weight.format == "fp8" and mode == "row" and not group and k % UNIT_COLUMNS.value == 0)
+    ring = ring and facts.streams_products and weight.data.data_ptr() % 16 == 0 and weight.scales.is_contiguous()
     ring = ring and weight.data.is_contiguous()
-    return Plan(mode, native, columns, at_once, in_planes, ring)
+    return ProductPlan(mode, native, columns, at_once, in_planes, ring)
 
 
 def _power_of_two_factor(value: int) -> int:
@@ -108,7 +114,7 @@ def quantized_rows(
     m, k = x.shape
     group = group if 0 < group < k else k
     groups = -(-k // group)
-    expect(group <= LONGEST, lambda: f"activations in groups of {group}, expected at most {LONGEST}")
+    expect(group <= MAX_ROW_ELEMENTS, lambda: f"activations in groups of {group}, expected at most {MAX_ROW_ELEMENTS}")
     out = torch.empty((m, k), dtype=dtype, device=x.device)
     scales = torch.empty((m, groups), dtype=torch.float32, device=x.device)
     block = power_of_two(group)
@@ -130,11 +136,11 @@ define(
     "quantize_rows.triton(Tensor x, str format, int group, Tensor? input_scale, ScalarType dtype, bool pdl) -> "
     "(Tensor, Tensor)",
     quantized_rows,
-    lambda x, format, group, input_scale, dtype, pdl: room_quantized(x, x.shape[1], group, dtype),
+    lambda x, format, group, input_scale, dtype, pdl: allocate_quantized(x, x.shape[1], group, dtype),
 )
 
 
-def record(
+def weight_of_operands(
     data: Tensor,
     scales: Tensor,
     zero_points: Tensor | None,
@@ -197,7 +203,7 @@ def _linear_quantized(
 
     ``parts``: return a split product in parts, float32 [split, T, N], without the bias.
     """
-    weight = record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
+    weight = weight_of_operands(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     tiling = MatmulConfig(*config)
     is_streamed = tiling.descriptor == STREAMED and native and format == "fp8" and mode == "row"
     expect(is_streamed or not tiling.descriptor, lambda: f"a product with a quantised weight can't be tiled as {config}")
@@ -209,7 +215,7 @@ def _linear_quantized(
     if activations:
         group = activation_group if activation_group < k else 0
         if x_scales is None:
-            flat, x_scales = quantized_rows(flat, activations, group, input_scale, kept_dtype(data, native), pdl)
+            flat, x_scales = quantized_rows(flat, activations, group, input_scale, activation_dtype(data, native), pdl)
         groups = x_scales.shape[1]
     if is_streamed and x_scales is not None:
         multiply_quantized(flat, data, bias, product[0], (x_scales, scales, block[0]), tiling, pdl)
@@ -218,13 +224,13 @@ def _linear_quantized(
     if packed and (flat.data_ptr() % 4 or flat.stride(0) % 2):
         flat = flat.clone(memory_format=torch.contiguous_format)
     row_bytes = k // 2 if packed else k
-    rows_per_program = tiling.each or tiling.block_n
+    rows_per_program = tiling.rows_per_program or tiling.block_n
     launch(
         quantized.linear_quantized,
         (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m), tiling.split),
         *(flat, x_scales, data.view(torch.int8) if format == "fp8" and not native else data),
         *(scales, zero_points, bias if tiling.split == 1 else None, product, m, n, k, flat.stride(0), groups),
-        *(scales.shape[1], rows_per_program, tiling.ahead if row_bytes % 16 == 0 else 0),
+        *(scales.shape[1], rows_per_program, tiling.prefetch_columns if row_bytes % 16 == 0 else 0),
         FORMAT=format,
         NATIVE=native,
         MODE=mode,
@@ -246,7 +252,7 @@ def _linear_quantized(
     return product if parts else sum_parts(product, bias, x, dtype, pdl)
 
 
-def kept_dtype(data: Tensor, native: bool) -> torch.dtype:
+def activation_dtype(data: Tensor, native: bool) -> torch.dtype:
     """Return the dtype of quantised activations: the weight's, or float16, which holds the values of either format."""
     return data.dtype if native else torch.float16
 
@@ -330,7 +336,7 @@ define(
 )
 
 
-def room_quantized(like: Tensor, k: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def allocate_quantized(like: Tensor, k: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Allocate quantised rows of ``k`` elements, as many as ``like`` has, and their scales."""
     m = like.numel() // like.shape[-1]
     scales = torch.empty((m, -(-k // group) if group else 1), dtype=torch.float32, device=like.device)
@@ -357,7 +363,7 @@ def _add_rms_norm_quantize(
         lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
     )
     (m, size), block = residual.shape, power_of_two(residual.shape[1])
-    out, scales = room_quantized(residual, size, group, dtype)
+    out, scales = allocate_quantized(residual, size, group, dtype)
     launch(
         jit_activations.add_rms_norm_quantize,
         (m,),
@@ -377,7 +383,7 @@ define(
     "add_rms_norm.triton_quantize(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, str format, "
     "int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
     _add_rms_norm_quantize,
-    lambda x, bias, residual, weight, eps, format, group, dtype, pdl: room_quantized(
+    lambda x, bias, residual, weight, eps, format, group, dtype, pdl: allocate_quantized(
         residual, residual.shape[-1], group, dtype
     ),
 )
@@ -386,7 +392,7 @@ define(
 def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:
     size = gate_up.shape[-1] // 2
     block = power_of_two(size)
-    out, scales = room_quantized(gate_up, size, group, dtype)
+    out, scales = allocate_quantized(gate_up, size, group, dtype)
     launch(
         jit_activations.silu_mul_quantize,
         (out.shape[0],),
@@ -403,5 +409,5 @@ def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dt
 define(
     "silu_mul.triton_quantize(Tensor gate_up, str format, int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
     _silu_mul_quantize,
-    lambda gate_up, format, group, dtype, pdl: room_quantized(gate_up, gate_up.shape[-1] // 2, group, dtype),
+    lambda gate_up, format, group, dtype, pdl: allocate_quantized(gate_up, gate_up.shape[-1] // 2, group, dtype),
 )

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider_triton.table import ANY, parse, slug
+from outrider_triton.table import ANY_LAYER, parse, table_name
 
 _PRODUCT = ("operator", "dtype", "n", "k", "m", "layer")
 _ATTENTION = ("groups", "head_size", "group", "layer")
-_DEFAULTS = {"head_size": 128, "group": 4, "layer": ANY}
+_DEFAULTS = {"head_size": 128, "group": 4, "layer": ANY_LAYER}
 """Values of keys that a row lacks: attention with these heads, and every layer."""
 
 
@@ -49,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", required=True, help="as the device calls itself: 'NVIDIA H200'")
     parser.add_argument("--date", required=True, help="of the measurements: 2026-11-24")
     options = parser.parse_args(arguments)
-    if options.table.name != f"{slug(options.device)}.json":
-        parser.error(f"the table of {options.device!r} is called {slug(options.device)}.json, not {options.table.name}")
+    if options.table.name != f"{table_name(options.device)}.json":
+        parser.error(f"the table of {options.device!r} is called {table_name(options.device)}.json, not {options.table.name}")
     folders = {path.resolve().parent for path in options.choices}
-    name = slug(options.device)
+    name = table_name(options.device)
     if len(folders) != 1 or not next(iter(folders)).parent.name.startswith(f"{name}-"):
         parser.error(f"choices must lie in one folder of {options.device!r}: {name}-ARCHITECTURE-PROCESSORS/VERSIONS")
     torch, triton, _ = folders.pop().name.rsplit("-", 2)

@@ -10,9 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from outrider.device.kernels.checks import expect
-from outrider_triton.derive import brings, whole_boxes
+from outrider_triton.derive import can_stream, has_whole_boxes
 from outrider_triton.jit import large_m_gates, nibble_planes_gated, nibble_planes_streamed, streamed
-from outrider_triton.jit.tma_pipeline import PAIRS, PIECE
+from outrider_triton.jit.tma_pipeline import PAIRS, PIECE_COLUMNS
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.table import MatmulConfig
 
@@ -24,7 +24,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config
     """Multiply ``x [m, k]`` into ``out [m, n]``, or into the parts ``[split, m, n]``."""
     m, n, fold = x.shape[0], weight.shape[0], config.split == 1
     expect(fold or bias is None, lambda: "parts of a product have no bias")
-    operands = bias, None, None, out, m, n, config.each
+    operands = bias, None, None, out, m, n, config.rows_per_program
     flags = {"HAS_BIAS": bias is not None, "ROWS": 0, "FOLD": fold, "ADD": False}
     pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
     _launch(streamed.streamed_linear, x, weight, config, operands, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
@@ -47,7 +47,7 @@ def multiply_quantized(
     """
     expect(config.split == 1, lambda: f"a streamed product of quantised operands has no parts: {config}")
     x_scales, scales, rows = quantized
-    operands = bias, x_scales, scales, out, x.shape[0], weight.shape[0], config.each
+    operands = bias, x_scales, scales, out, x.shape[0], weight.shape[0], config.rows_per_program
     flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "FOLD": True, "ADD": add}
     _launch(
         streamed.streamed_linear, x, weight, config, operands, pairs=weight.shape[0], half=_PAIRS, pdl=pdl, fold=True, **flags
@@ -68,8 +68,11 @@ def add(
 
     With a norm, also store the scaled row and its partial sums of squares to the two tensors of ``made``.
     """
-    expect(config.each <= _PAIRS, lambda: f"{config.each} rows: a product that is added has {_PAIRS} at most")
-    operands = bias, residual, norm, *made, x.shape[0], weight.shape[0], config.each
+    expect(
+        config.rows_per_program <= _PAIRS,
+        lambda: f"{config.rows_per_program} rows: a product that is added has {_PAIRS} at most",
+    )
+    operands = bias, residual, norm, *made, x.shape[0], weight.shape[0], config.rows_per_program
     flags = {"HAS_BIAS": bias is not None, "NORM": norm is not None}
     pairs = weight.shape[0]
     _launch(streamed.streamed_linear_add, x, weight, config, operands, pairs=pairs, half=_PAIRS, pdl=pdl, fold=True, **flags)
@@ -96,35 +99,35 @@ def silu_mul(
     (m, k), n = x.shape, weight.shape[0] // 2
     shares, flags = _scaled(squares, bias)
     x_scales, scales, rows = quantized or (None, None, 0)
-    operands = squares, bias, out, eps, m, n, k, shares, config.each, x_scales, scales, maxima
+    operands = squares, bias, out, eps, m, n, k, shares, config.rows_per_program, x_scales, scales, maxima
     flags |= {"ROWS": rows}
     _launch(streamed.streamed_silu_mul, x, weight, config, operands, pairs=n, half=n, pdl=pdl, **flags)
 
 
-def silu_mul_tall(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
+def silu_mul_large_m(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
     """Run :func:`silu_mul` for normalised rows with tiles for large M (:mod:`outrider_triton.jit.large_m_gates`)."""
     (m, k), n, box, groups = x.shape, weight.shape[0] // 2, config.block_n, config.warps // 4
     expect(
-        brings("linear_silu_mul", config, n=2 * n, k=k),
+        can_stream("linear_silu_mul", config, n=2 * n, k=k),
         lambda: (
             f"gates of {tuple(weight.shape)} can't be tiled as {config}: expected columns in multiples of {config.block_k}, "
             f"64 or more, boxes of {large_m_gates.UNIT.value} rows or more that divide {n}, {large_m_gates.GROUP.value} and "
-            f"{config.each}, "
+            f"{config.rows_per_program}, "
             "8 to 128 tokens, 4 or 8 warps, no parts, and two stages or more of both operands"
         ),
     )
     launch(
         large_m_gates.tall_silu_mul,
-        (-(-n // config.each), -(-m // config.block_m)),
+        (-(-n // config.rows_per_program), -(-m // config.block_m)),
         *(_of_tokens(x, config.block_m, config.block_k), descriptor(weight, box, config.block_k)),
-        *(bias, out, m, n, config.each),
+        *(bias, out, m, n, config.rows_per_program),
         HAS_BIAS=bias is not None,
         GROUPS=groups,
         STEPS=k // config.block_k,
         BLOCK_M=config.block_m,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
-        TOKEN_STAGES=config.ahead,
+        TOKEN_STAGES=config.prefetch_columns,
         # so few that the preceding norm fits on the multiprocessor; the multiplying warps are allocated more
         maxnreg=112 if groups == 1 else 128,
         pdl=pdl,
@@ -154,7 +157,7 @@ def rope_write_cache(
     shares, flags = _scaled(squares, bias)
     operands = squares, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, shares, q.shape[1], kv_heads
     x_scales, scales, rows = quantized or (None, None, 0)
-    strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.each, x_scales, scales
+    strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.rows_per_program, x_scales, scales
     pairs, half = weight.shape[0] // 2, size // 2
     flags |= {"HALF": half, "ROWS": rows}
     _launch(
@@ -186,7 +189,7 @@ def multiply_gated_planes(
     k, columns = 2 * data.shape[1], nibble_planes_gated.COLUMNS.value
     contiguous = both.shape == (1, 2 * k) and both.is_contiguous() and both.data_ptr() % 16 == 0
     expect(
-        contiguous and config.ahead == columns,
+        contiguous and config.prefetch_columns == columns,
         lambda: (
             f"gate and up {tuple(both.shape)} for a product with {tuple(data.shape)} bytes tiled as {config}: expected one "
             f"row of {2 * k} that begins at a multiple of 16 bytes, and tiles of {columns} columns"
@@ -235,28 +238,29 @@ def _launch_planes(
 ) -> None:
     (n, k), box = (data.shape[0], 2 * data.shape[1]), config.block_n
     height = nibble_planes_streamed.ROWS.value // (2 if half else 1)  # height of a tile in the unit of ``each``
-    columns, groups = config.ahead, config.warps // 4
+    columns, groups = config.prefetch_columns, config.warps // 4
     m, steps = 1 if grains is None else x.shape[0] // 2, config.block_k // max(columns, 1)
     expect(
         k == config.split * config.block_k
         and columns in (256, 512)
-        and (config.block_k % columns, config.warps % 4, height % box, config.each % box) == (0, 0, 0, 0)
+        and (config.block_k % columns, config.warps % 4, height % box, config.rows_per_program % box) == (0, 0, 0, 0)
         and max(m, 4) <= config.block_m  # components of four tokens are the matrix unit's minimum
         and 0 < groups <= min(steps, 2)
         # Otherwise a pipeline stage would alternate between warpgroups, and one would take its last contents for the next.
         and config.stages % groups == 0
-        and (steps % groups == 0 or config.each <= height)
+        and (steps % groups == 0 or config.rows_per_program <= height)
         and config.stages > 1,
         lambda: (
             f"a product of {m} tokens and a weight of {n} x {k} in planes can't be tiled as {config}: expected all columns, "
-            f"in multiples of {columns}, boxes of rows that divide {height} and {config.each}, no more tokens, and stages ("
+            f"in multiples of {columns}, boxes of rows that divide {height} and {config.rows_per_program}, no "
+            f"more tokens, and stages ("
             f"and units of several tiles) in multiples of {groups}"
         ),
     )
     wide = groups > 1 and columns > 256
     launch(
         nibble_planes_streamed.streamed_planes,
-        (-(-n // (config.each * (2 if half else 1))), config.split),
+        (-(-n // (config.rows_per_program * (2 if half else 1))), config.split),
         *(
             x if grains is None else descriptor(x, 2 * config.block_m, columns),
             descriptor(data.view(torch.int8), box, columns // 2),
@@ -270,14 +274,14 @@ def _launch_planes(
             n,
             scales.shape[1],
             0 if grains is None else grains.stride(0),
-            config.each,
+            config.rows_per_program,
             steps,
             *rotary,
         ),
         HAS_BIAS=bias is not None,
         GROUPS=groups,
         STEPS=steps,
-        TILES=-(-config.each // height),
+        TILES=-(-config.rows_per_program // height),
         HALF=half,
         GATED=grains is None,
         BLOCK_M=config.block_m,
@@ -332,18 +336,19 @@ def _launch(
     **flags: Any,
 ) -> None:
     (m, k), box, span = x.shape, config.block_n, config.split * config.block_k * (2 if fold else 1)
-    columns = config.block_k if x.element_size() > 1 else PIECE.value
+    columns = config.block_k if x.element_size() > 1 else PIECE_COLUMNS.value
     expect(
-        whole_boxes(config, k=k, folded=2 if fold else 1, inside=half) and config.block_k in (columns, 2 * columns),
+        has_whole_boxes(config, k=k, folded=2 if fold else 1, inside=half) and config.block_k in (columns, 2 * columns),
         lambda: (
             f"a streamed product of {tuple(weight.shape)} can't be tiled as {config}: expected columns in multiples of "
-            f"{span}, boxes of rows that divide {half}, {_PAIRS} and {config.each}, two stages or more, and of 8 bits one or "
-            f"two pieces of {PIECE.value} columns"
+            f"{span}, boxes of rows that divide {half}, {_PAIRS} and {config.rows_per_program}, two stages or "
+            f"more, and of 8 bits one or "
+            f"two pieces of {PIECE_COLUMNS.value} columns"
         ),
     )
     launch(
         kernel,
-        (-(-pairs // config.each), config.split, -(-m // config.block_m)),
+        (-(-pairs // config.rows_per_program), config.split, -(-m // config.block_m)),
         *(_of_tokens(x, config.block_m, columns), descriptor(weight, box, columns), *operands),
         **flags,
         STEPS=k // span,

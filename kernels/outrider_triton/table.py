@@ -25,9 +25,9 @@ BUCKETS = (8, 16, 32, 64, 128)
 """Upper bounds of token counts with separate configurations."""
 STREAMED = 2
 """``descriptor`` of streamed products: a warp of its own loads their operands."""
-TALL = 3
+LARGE_M = 3
 """``descriptor`` of gates with tiles for large M."""
-ANY = ""
+ANY_LAYER = ""
 """Layer name of measurements outside a layer, and of rows without a layer; such entries apply to every layer."""
 
 Key = tuple[str, str, int, int]
@@ -54,7 +54,7 @@ class MatmulConfig:
     """Tile configuration of a skinny matrix product. Operators and JSON tables carry it as a list in field order.
 
     A streamed product (``descriptor`` :data:`STREAMED`) uses :mod:`outrider_triton.jit.streamed`, with four-bit weights
-    :mod:`outrider_triton.jit.nibble_planes_streamed`. Gates for large M (:data:`TALL`) use
+    :mod:`outrider_triton.jit.nibble_planes_streamed`. Gates for large M (:data:`LARGE_M`) use
     :mod:`outrider_triton.jit.large_m_gates`. These kernels reinterpret some fields.
     """
 
@@ -70,14 +70,14 @@ class MatmulConfig:
     """Warps per program; streamed with four-bit weights or large M: four per warpgroup."""
     stages: int
     """Stages of loads in flight."""
-    ahead: int
+    prefetch_columns: int
     """Weight columns, a multiple of 256, prefetched before the preceding kernel has ended.
 
     Streamed: 0; with four-bit weights, columns per tile; with large M, pipeline stages of tokens.
     """
     descriptor: int
-    """0: pointers; 1: the copy engine loads the weight; :data:`STREAMED`; :data:`TALL`."""
-    each: int = 0
+    """0: pointers; 1: the copy engine loads the weight; :data:`STREAMED`; :data:`LARGE_M`."""
+    rows_per_program: int = 0
     """Weight rows per program, 0 for a whole block; streamed: pairs of rows, or folded rows without a split."""
 
     def as_list(self) -> list[int]:
@@ -97,7 +97,7 @@ class MatmulConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class ProductEntry:
     """The measurement of one matrix product."""
 
     m: int
@@ -120,7 +120,7 @@ class AttentionConfig:
     """Programs that share a sequence's cached tokens."""
     warps: int
     stages: int
-    ring: bool = False
+    streamed: bool = False
     """True if a TMA pipeline loads keys and values."""
 
 
@@ -138,7 +138,7 @@ class AttentionEntry:
     """Elements per head."""
     group: int = 4
     """Query heads per key head."""
-    layer: str = ANY
+    layer: str = ANY_LAYER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,13 +147,13 @@ class Table:
 
     device: str
     software: Mapping[str, str]
-    entries: Mapping[Key, Mapping[str, tuple[Entry, ...]]]
+    entries: Mapping[Key, Mapping[str, tuple[ProductEntry, ...]]]
     """Entries of each product by layer, in the order of layer names, then by number of tokens; see :func:`by_layer`."""
     kernels: Mapping[str, bool]
     """True for each other kernel with which Triton was faster."""
     attention: tuple[AttentionEntry, ...] = ()
 
-    def attention_config(self, groups: int, head_size: int, group: int, *, layer: str = ANY) -> AttentionConfig | None:
+    def attention_config(self, groups: int, head_size: int, group: int, *, layer: str = ANY_LAYER) -> AttentionConfig | None:
         """Return the configuration of the nearest measurement with such heads, or None.
 
         The nearest measurement has half to twice as many programs. None means no measurement, or that the derived
@@ -161,13 +161,13 @@ class Table:
         cached tokens doesn't matter: a capture only knows its maximum, and a program takes its share of the actual length.
         """
         same_heads = [entry for entry in self.attention if (entry.head_size, entry.group) == (head_size, group)]
-        for layer_name in dict.fromkeys((layer, ANY, *sorted(entry.layer for entry in same_heads))):
+        for layer_name in dict.fromkeys((layer, ANY_LAYER, *sorted(entry.layer for entry in same_heads))):
             found = _nearest([entry for entry in same_heads if entry.layer == layer_name], groups)
             if found is not None:
                 return found.config
         return None
 
-    def entry(self, operator: str, dtype: str, *, n: int, k: int, m: int, layer: str = ANY) -> Entry | None:
+    def entry(self, operator: str, dtype: str, *, n: int, k: int, m: int, layer: str = ANY_LAYER) -> ProductEntry | None:
         """Return the entry for ``m`` tokens, or None.
 
         This is the entry with the fewest tokens not below ``m`` in the same bucket. Otherwise it is the entry with the most
@@ -178,22 +178,22 @@ class Table:
         measured = self.entries.get((operator, dtype, n, k))
         if measured is None:
             return None
-        for layer_name in (layer, ANY, *measured):
+        for layer_name in (layer, ANY_LAYER, *measured):
             found = _serving(measured.get(layer_name, ()), m)
             if found is not None:
                 return found
         return None
 
 
-def by_layer(entries: Iterable[tuple[str, Entry]]) -> dict[str, tuple[Entry, ...]]:
+def by_layer(entries: Iterable[tuple[str, ProductEntry]]) -> dict[str, tuple[ProductEntry, ...]]:
     """Group one product's entries by layer, sorted by tokens; a later entry replaces an earlier one with the same tokens."""
-    found: dict[str, dict[int, Entry]] = {}
+    found: dict[str, dict[int, ProductEntry]] = {}
     for layer, entry in entries:
         found.setdefault(layer, {})[entry.m] = entry
     return {layer: tuple(found[layer][m] for m in sorted(found[layer])) for layer in sorted(found)}
 
 
-def _serving(measured: Sequence[Entry], m: int) -> Entry | None:
+def _serving(measured: Sequence[ProductEntry], m: int) -> ProductEntry | None:
     in_bucket = (entry for entry in measured if entry.m >= m and bucket(entry.m) == bucket(m))
     fitting = (e for e in reversed(measured) if e.m < m and e.config is not None and e.config.block_m >= m)
     return next(in_bucket, None) or next(fitting, None)
@@ -207,14 +207,14 @@ def _nearest(entries: Sequence[AttentionEntry], groups: int) -> AttentionEntry |
     return nearest if nearest.groups <= 2 * groups and groups <= 2 * nearest.groups else None
 
 
-def slug(device: str) -> str:
+def table_name(device: str) -> str:
     """Return the file name stem of a device's table: ``NVIDIA H200`` → ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def load(device: str) -> Table | None:
     """Return the table of the device named ``device``, or None. Raises :class:`BackendLoadError` for a damaged file."""
-    file = resources.files("outrider_triton").joinpath("tuned", f"{slug(device)}.json")
+    file = resources.files("outrider_triton").joinpath("tuned", f"{table_name(device)}.json")
     if not file.is_file():
         return None
     try:
@@ -228,12 +228,12 @@ def load(device: str) -> Table | None:
 
 def parse(data: Mapping[str, Any]) -> Table:
     """Build a table from parsed JSON. Rows without a layer apply to every layer."""
-    entries: dict[Key, list[tuple[str, Entry]]] = {}
+    entries: dict[Key, list[tuple[str, ProductEntry]]] = {}
     for item in data["matmul"]:
         config = None if item["config"] is None else MatmulConfig(*item["config"])
-        entry = Entry(m=int(item["m"]), config=config, us=float(item["us"]), torch_us=float(item["torch_us"]))
+        entry = ProductEntry(m=int(item["m"]), config=config, us=float(item["us"]), torch_us=float(item["torch_us"]))
         product = item["operator"], item["dtype"], int(item["n"]), int(item["k"])
-        entries.setdefault(product, []).append((str(item.get("layer", ANY)), entry))
+        entries.setdefault(product, []).append((str(item.get("layer", ANY_LAYER)), entry))
     return Table(
         device=str(data["device"]),
         software=dict(data["software"]),
@@ -245,7 +245,7 @@ def parse(data: Mapping[str, Any]) -> Table:
                 config=None if item["config"] is None else AttentionConfig(*item["config"]),
                 head_size=int(item.get("head_size", 128)),
                 group=int(item.get("group", 4)),
-                layer=str(item.get("layer", ANY)),
+                layer=str(item.get("layer", ANY_LAYER)),
             )
             for item in data.get("attention", ())
         ),

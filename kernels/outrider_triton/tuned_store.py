@@ -20,9 +20,19 @@ from typing import Any
 import torch
 import triton
 
-from outrider_triton.derive import MOST, OPERATORS, brings, shared_bytes
-from outrider_triton.facts import DeviceFacts
-from outrider_triton.table import ANY, STREAMED, TALL, AttentionConfig, MatmulConfig, Table, by_layer, parse, slug
+from outrider_triton.derive import MAX_TOKENS_TUNED, OPERATORS, can_stream, shared_bytes
+from outrider_triton.device_facts import DeviceFacts
+from outrider_triton.table import (
+    ANY_LAYER,
+    LARGE_M,
+    STREAMED,
+    AttentionConfig,
+    MatmulConfig,
+    Table,
+    by_layer,
+    parse,
+    table_name,
+)
 
 _WARPS = (1, 2, 4, 8, 16, 32)
 _PREFETCH_COLUMNS = 256  # columns of one prefetch request
@@ -30,7 +40,7 @@ _MAX_SPLITS_OR_STAGES = 64  # maximum splits, and maximum pipeline stages
 _ATTENTION_WARPS, _MAX_ATTENTION_STAGES = (1, 2, 4, 8), 4  # limits without a pipeline; larger values were never tried
 _MIN_BLOCK, _MAX_BLOCK = 16, 1024  # limits of a block: the matrix unit's minimum, and the largest value tried
 
-Row = Mapping[str, Any]
+ChoiceRow = Mapping[str, Any]
 """A choice as a table's file stores it, of a product (with the key ``operator``) or of attention.
 
 ``layer`` is the layer that it was measured in (:func:`outrider_triton.table.layer_of`); without it, every layer.
@@ -55,9 +65,9 @@ class TunedStore:
         self._facts = facts
         found = software()
         versions = "-".join(re.sub(r"[^A-Za-z0-9.+]+", "-", found[name]) for name in ("torch", "triton", "kernels"))
-        self.home = directory / "triton" / f"{slug(facts.name)}-{facts.architecture}-{facts.processors}" / versions
+        self.home = directory / "triton" / f"{table_name(facts.name)}-{facts.architecture}-{facts.processors}" / versions
 
-    def read(self) -> list[Row]:
+    def load(self) -> list[ChoiceRow]:
         """Return every choice that can be read and launched."""
         try:
             files = sorted(self.home.glob("*.json"))
@@ -65,7 +75,7 @@ class TunedStore:
             return []
         return [row for row in map(self._row, files) if row is not None]
 
-    def _row(self, path: Path) -> Row | None:
+    def _row(self, path: Path) -> ChoiceRow | None:
         try:
             row = json.loads(path.read_text(encoding="utf-8"))
             parse(_table_json(self._facts.name, [row]))
@@ -74,32 +84,32 @@ class TunedStore:
             return None
         return row if sane else None
 
-    def _fits(self, row: Row) -> bool:
+    def _fits(self, row: ChoiceRow) -> bool:
         """Return True if a launch with this choice is valid. A damaged file is found here, before its values reach a
         compiler.
         """
         table = parse(_table_json("", [row]))
         if "operator" not in row:
             (found,) = table.attention
-            valid = found.config is None or _is_valid_attention(found.config, rings=self._facts.rings)
+            valid = found.config is None or _is_valid_attention(found.config, rings=self._facts.streams_products)
             return min(found.groups, found.max_kv) > 0 and valid
         ((entries,),) = (found.values() for found in table.entries.values())
         (entry,), operator = entries, row["operator"]
-        if not 0 < entry.m <= MOST or operator not in OPERATORS:
+        if not 0 < entry.m <= MAX_TOKENS_TUNED or operator not in OPERATORS:
             return False
         config = entry.config
         if config is None:
             return True
         if not _is_valid_product(config):
             return False
-        if config.descriptor in (STREAMED, TALL):
+        if config.descriptor in (STREAMED, LARGE_M):
             n, k = row["n"], row["k"]
-            fits = self._facts.rings and config.each <= n and brings(operator, config, n=n, k=k)
+            fits = self._facts.streams_products and config.rows_per_program <= n and can_stream(operator, config, n=n, k=k)
         else:  # a program with more rows than a block would leave rows out
-            fits = config.each * (2 if operator == "linear_rope" else 1) <= config.block_n
+            fits = config.rows_per_program * (2 if operator == "linear_rope" else 1) <= config.block_n
         return fits and shared_bytes(self._facts, operator, config) <= self._facts.shared_bytes
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[ChoiceRow]) -> None:
         """Store choices; each replaces the file of the same name. Raises OSError if the directory can't be written."""
         self.home.mkdir(parents=True, exist_ok=True)
         for row in rows:
@@ -117,7 +127,7 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def merged(table: Table | None, facts: DeviceFacts, rows: Sequence[Row]) -> Table | None:
+def merge_choices(table: Table | None, facts: DeviceFacts, rows: Sequence[ChoiceRow]) -> Table | None:
     """Return ``table`` with ``rows`` in place of its entries for the same operands and layer; None without table and rows."""
     if not rows:
         return table
@@ -135,7 +145,7 @@ def merged(table: Table | None, facts: DeviceFacts, rows: Sequence[Row]) -> Tabl
 
 def _is_valid_product(config: MatmulConfig) -> bool:
     """Return True if some device's product kernels accept this configuration."""
-    is_streamed = config.descriptor in (STREAMED, TALL)
+    is_streamed = config.descriptor in (STREAMED, LARGE_M)
     return (
         all(type(value) is int for value in config.as_list())
         and all(map(_is_power_of_two, (config.block_m, config.block_n, config.block_k, config.split)))
@@ -144,16 +154,16 @@ def _is_valid_product(config: MatmulConfig) -> bool:
         and config.warps in _WARPS
         and 0 < config.stages <= _MAX_SPLITS_OR_STAGES
         and _has_valid_prefetch(config)
-        and config.descriptor in (0, 1, STREAMED, TALL)
-        and config.each >= int(is_streamed)
+        and config.descriptor in (0, 1, STREAMED, LARGE_M)
+        and config.rows_per_program >= int(is_streamed)
     )
 
 
 def _has_valid_prefetch(config: MatmulConfig) -> bool:
     """Return True if ``ahead`` is a number of prefetched columns, or with tiles for large M a number of pipeline stages."""
-    if config.descriptor == TALL:
-        return 1 < config.ahead <= _MAX_SPLITS_OR_STAGES
-    return config.ahead >= 0 and config.ahead % _PREFETCH_COLUMNS == 0
+    if config.descriptor == LARGE_M:
+        return 1 < config.prefetch_columns <= _MAX_SPLITS_OR_STAGES
+    return config.prefetch_columns >= 0 and config.prefetch_columns % _PREFETCH_COLUMNS == 0
 
 
 def _is_valid_attention(config: AttentionConfig, *, rings: bool) -> bool:
@@ -163,12 +173,12 @@ def _is_valid_attention(config: AttentionConfig, *, rings: bool) -> bool:
     """
     valid = (
         all(type(value) is int for value in (config.block_kv, config.split, config.warps, config.stages))
-        and type(config.ring) is bool
+        and type(config.streamed) is bool
         and _is_power_of_two(config.block_kv)
         and _is_power_of_two(config.split)
         and config.split <= _MAX_SPLITS_OR_STAGES
     )
-    if config.ring:
+    if config.streamed:
         return (
             valid
             and rings
@@ -185,7 +195,7 @@ def _is_power_of_two(size: int) -> bool:
     return size > 0 and size & (size - 1) == 0
 
 
-def _table_json(device: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _table_json(device: str, rows: Sequence[ChoiceRow]) -> dict[str, Any]:
     return {
         "device": device,
         "software": {},
@@ -195,8 +205,8 @@ def _table_json(device: str, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _file_name(row: Row) -> str:
-    layer = row.get("layer", ANY)
+def _file_name(row: ChoiceRow) -> str:
+    layer = row.get("layer", ANY_LAYER)
     suffix = f"-layer-{layer}" if layer else ""
     if "operator" in row:
         return f"{row['operator']}-{row['dtype']}-{row['n']}x{row['k']}-{row['m']}{suffix}.json"

@@ -2,9 +2,9 @@
 
 The estimate ranks candidates. Products inside a layer are timed in a chain of layers, others against the library, and the
 fastest candidate is stored. A product that is fast alone may delay its neighbours, so a choice is the candidate with the
-fastest layer while all other choices stay. The two products that end a block have two forms: parts that a norm adds up, or
-an addition to the residual in the product. Both are tried. Token counts come in the order of :data:`SIZES`, and the choices
-for one are stored before the next begins.
+fastest layer while all other choices stay. The two products that end a block have two forms: parts that a norm adds up, or an
+addition to the residual in the product. Both are tried. Token counts come in the order of :data:`MEASURED_BATCHES`, and the
+choices for one are stored before the next begins.
 
 A choice applies to layers of the tuned shape. All choices of such a layer are stored, also unchanged ones and losses. Tuning
 another shape with the same product later therefore changes nothing here. Choices outside layers apply to every layer.
@@ -25,26 +25,26 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSet, TuningProgress, TuningResult
-from outrider_triton.compiling import AttentionJob, Compilers, Job, ProductJob
-from outrider_triton.derive import choose, rank
+from outrider_triton.compiling import AttentionJob, Job, KernelCompilers, ProductJob
+from outrider_triton.derive import choose_config, rank_configs
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import (
-    ANY,
-    TALL,
+    ANY_LAYER,
+    LARGE_M,
     AttentionConfig,
     AttentionEntry,
-    Entry,
     Key,
     MatmulConfig,
+    ProductEntry,
     Table,
     by_layer,
     layer_of,
 )
-from outrider_triton.tuned_store import Row, TunedStore, merged
+from outrider_triton.tuned_store import ChoiceRow, TunedStore, merge_choices
 from outrider_tune.chain import LayerChain, normal
 from outrider_tune.timing import microseconds
 
-SIZES = {8: (1, 4), 32: (8, 4), 128: (32, 4), 16: (4, 4), 64: (16, 4)}
+MEASURED_BATCHES = {8: (1, 4), 32: (8, 4), 128: (32, 4), 16: (4, 4), 64: (16, 4)}
 """Measured sequences and new tokens per sequence, by the maximum tokens that a choice is for; the most important first."""
 _MAX_CANDIDATES = 4
 _STEPS_PER_FORM = 4
@@ -81,7 +81,7 @@ class Chain(LayerChain):
 def with_choice(table: Table, product: Key, m: int, config: MatmulConfig | None, *, layer: str) -> Table:
     """Return ``table`` with another configuration for ``m`` tokens in ``layer``; None: the library's kernel."""
     old = [(name, entry) for name, found in table.entries.get(product, {}).items() for entry in found]
-    entry = Entry(m=m, config=config, us=0.0, torch_us=0.0)
+    entry = ProductEntry(m=m, config=config, us=0.0, torch_us=0.0)
     return replace(table, entries={**table.entries, product: by_layer([*old, (layer, entry)])})
 
 
@@ -103,7 +103,7 @@ class _Keys:
     alone: tuple[Key, ...]
 
     @classmethod
-    def of(cls, shape: DecoderShape) -> _Keys:
+    def for_shape(cls, shape: DecoderShape) -> _Keys:
         dtype, attention = str(shape.dtype)[6:], shape.heads * shape.head_size
         rows = attention + 2 * shape.kv_heads * shape.head_size
         alone = [("linear", dtype, shape.vocabulary, shape.hidden)]
@@ -143,15 +143,15 @@ def candidates(kernels: TritonKernels, shape: DecoderShape, key: Key, m: int) ->
     """Return the best-ranked candidates, at most two with equal tiles, and the best one for large M."""
     found: list[MatmulConfig] = []
     similar: dict[tuple[int, ...], int] = {}
-    ranked = rank(kernels.facts, key[0], m=m, n=key[2], k=key[3], half=shape.head_size // 2)
+    ranked = rank_configs(kernels.facts, key[0], m=m, n=key[2], k=key[3], half=shape.head_size // 2)
     for config in ranked:
-        tiles = config.descriptor, config.block_n, config.split, config.each
+        tiles = config.descriptor, config.block_n, config.split, config.rows_per_program
         similar[tiles] = similar.get(tiles, 0) + 1
         if similar[tiles] <= _MAX_SIMILAR:
             found.append(config)
         if len(found) == _MAX_CANDIDATES:
             break
-    large_m = next((config for config in ranked if config.descriptor == TALL), None)
+    large_m = next((config for config in ranked if config.descriptor == LARGE_M), None)
     return found if large_m is None or large_m in found else [*found, large_m]
 
 
@@ -173,11 +173,11 @@ def tune(
             raise ConfigError(f"kernels are tuned for bfloat16, not {shape.dtype}: choose that dtype, or leave tuning out")
     end = time.monotonic() + deadline_s
     store, results = TunedStore(directory, kernels.facts), []
-    with Compilers(device, pdl=kernels.pdl, workers=workers) as compilers:
+    with KernelCompilers(device, pdl=kernels.pdl, workers=workers) as compilers:
         for number, shape in enumerate(shapes):
             # Share the remaining time evenly among the remaining shapes.
             share = (end - time.monotonic()) / (len(shapes) - number)
-            results.append(_Tuner(kernels, shape, device, store, compilers, time.monotonic() + share, progress).run())
+            results.append(_Tuner(kernels, shape, device, store, compilers, time.monotonic() + share, progress).tune())
             torch.get_device_module(device).empty_cache()
     return tuple(results)
 
@@ -191,7 +191,7 @@ class _Tuner:
         shape: DecoderShape,
         device: torch.device,
         store: TunedStore,
-        compilers: Compilers,
+        compilers: KernelCompilers,
         end: float,
         progress: TuningProgress | None,
     ) -> None:
@@ -199,24 +199,24 @@ class _Tuner:
         self._layer_name = layer_of(shape)
         self._store, self._compilers, self._end = store, compilers, end
         self._progress = progress or (lambda done, total, text: None)
-        self._keys = _Keys.of(shape)
+        self._keys = _Keys.for_shape(shape)
         self._module = torch.get_device_module(device)
         self._measured = self._stored_count = self._done = 0
         self._before_us = self._after_us = 0.0
-        self._total = len(SIZES) * (2 * _STEPS_PER_FORM + len(self._keys.alone))
+        self._total = len(MEASURED_BATCHES) * (2 * _STEPS_PER_FORM + len(self._keys.alone))
 
-    def run(self) -> TuningResult:
+    def tune(self) -> TuningResult:
         began, complete = time.monotonic(), True
         try:
             if self._end > began:
-                for m in SIZES:
+                for m in MEASURED_BATCHES:
                     self._compilers.ask(self._jobs(m))
                 chain = Chain(
                     self._shape, self._kernels, self._device, most_bytes=self._module.mem_get_info(self._device)[0] // 2
                 )
-                for m in SIZES:
+                for m in MEASURED_BATCHES:
                     self._tune_layer(chain, m)
-                for key, m in itertools.product(self._keys.alone, SIZES):
+                for key, m in itertools.product(self._keys.alone, MEASURED_BATCHES):
                     self._tune_outside_layer(key, m)
             else:
                 complete = False
@@ -245,7 +245,7 @@ class _Tuner:
 
     def _tune_layer(self, chain: Chain, m: int) -> None:
         """Choose configurations for ``m`` tokens in a chain of layers and store them, also after a missed deadline."""
-        batch, width = SIZES[m]
+        batch, width = MEASURED_BATCHES[m]
         chain.prepare(batch, width, 640)
         start = self._kernels.table or _empty_table(self._kernels.facts.name)
         before = best = self._attempt(chain, start)
@@ -264,7 +264,7 @@ class _Tuner:
                 table, best = trial, us
         rows = [] if table is start else self._rows(chain, table, m, best, before)
         kept = bool(rows) and self._wins(chain, start, rows)
-        if kept and not self._is_correct(chain, merged(start, self._kernels.facts, rows) or start):
+        if kept and not self._is_correct(chain, merge_choices(start, self._kernels.facts, rows) or start):
             self._progress(self._done, self._total, f"{m} tokens: what was fastest is wrong, and left out")
             kept = False
         self._before_us += before
@@ -277,7 +277,7 @@ class _Tuner:
         if deadline is not None:
             raise deadline
 
-    def _rows(self, chain: Chain, table: Table, m: int, us: float, before: float) -> list[Row]:
+    def _rows(self, chain: Chain, table: Table, m: int, us: float, before: float) -> list[ChoiceRow]:
         """Return rows for everything that a layer looks up with ``m`` tokens, derived choices included.
 
         A later process then uses exactly the configurations that were timed.
@@ -295,14 +295,14 @@ class _Tuner:
         entry = table.entry(*key[:2], n=key[2], k=key[3], m=m, layer=self._layer_name)
         if entry is not None:
             return entry.config
-        return choose(self._kernels.facts, key[0], m=m, n=key[2], k=key[3], half=self._shape.head_size // 2)
+        return choose_config(self._kernels.facts, key[0], m=m, n=key[2], k=key[3], half=self._shape.head_size // 2)
 
-    def _wins(self, chain: Chain, start: Table, rows: list[Row]) -> bool:
+    def _wins(self, chain: Chain, start: Table, rows: list[ChoiceRow]) -> bool:
         """Return True if layers with ``rows`` are faster than without, alternating both.
 
         The first measurement may have run on a cooler device. This check also runs after the deadline.
         """
-        table = merged(start, self._kernels.facts, rows) or start
+        table = merge_choices(start, self._kernels.facts, rows) or start
         pairs = [(chain.attempt(start), chain.attempt(table)) for _ in range(3)]
         return min(after for _, after in pairs) < min(before for before, _ in pairs) * _WIN_FACTOR
 
@@ -355,10 +355,10 @@ class _Tuner:
     def _is_correct(self, chain: Chain, table: Table) -> bool:
         """Return True if layers with ``table`` agree with torch's kernels."""
         self._kernels.table = table
-        actual = chain.run(0).double()
+        actual = chain.run_layers(0).double()
         chain.kernels, kernels = KernelSet(), chain.kernels  # type: ignore[assignment]
         try:
-            expected = chain.run(0).double()
+            expected = chain.run_layers(0).double()
         finally:
             chain.kernels = kernels
         return bool((actual - expected).norm() < _MAX_RELATIVE_ERROR * expected.norm())
@@ -367,10 +367,10 @@ class _Tuner:
 
     def _attention_candidates(self, m: int) -> Iterator[AttentionConfig]:
         """Yield block sizes with splits of 4 and 8, or 1 and 4; a launch uses at least the derived number of splits."""
-        batch, _ = SIZES[m]
+        batch, _ = MEASURED_BATCHES[m]
         is_small = batch * self._shape.kv_heads < self._kernels.processors
         launches = [(*launch, False) for launch in _ATTENTION]
-        if self._kernels.cut_up(*self._sample_operands(), batch, 1, 640, None).ring:
+        if self._kernels.attention_launch(*self._sample_operands(), batch, 1, 640, None).streamed:
             launches += [(*launch, True) for launch in _STREAMED_ATTENTION]
         for (block, warps, stages, ring), split in itertools.product(launches, (8, 4) if is_small else (1, 4)):
             yield AttentionConfig(block, split, warps, stages, ring)
@@ -388,8 +388,8 @@ class _Tuner:
                 )
 
     def _attention_job(self, m: int, config: AttentionConfig) -> AttentionJob:
-        batch, width = SIZES[m]
-        launch = self._kernels.cut_up(*self._sample_operands(), batch, width, 640, config)
+        batch, width = MEASURED_BATCHES[m]
+        launch = self._kernels.attention_launch(*self._sample_operands(), batch, width, 640, config)
         return AttentionJob(self._shape, tuple(launch.as_list()), width)
 
     def _sample_operands(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -405,7 +405,7 @@ class _Tuner:
         operator, _, n, k = key
         copies = max(2, -(-_ROTATE_BYTES // (n * k * 2)))
         weights = [normal(self._device, n, k) for _ in range(copies)]
-        tokens = SIZES[m][0] * SIZES[m][1]
+        tokens = MEASURED_BATCHES[m][0] * MEASURED_BATCHES[m][1]
         x, residual = normal(self._device, tokens, k), normal(self._device, tokens, n)
         calls = max(8, copies)
 
@@ -428,7 +428,7 @@ class _Tuner:
                 if us < best[0]:
                     best = us, config
         chosen = None if best[1] is None else best[1].as_list()
-        self._store_rows([_row(key, m, chosen, best[0], library, layer=ANY)])
+        self._store_rows([_row(key, m, chosen, best[0], library, layer=ANY_LAYER)])
         self._step(f"{m} tokens, {operator} {n}x{k}: {best[0]:.1f} us, the library {library:.1f}")
 
     # -- candidates and results ---------------------------------------------------------------------------------------
@@ -440,10 +440,10 @@ class _Tuner:
         except TimeoutError:
             raise _DeadlinePassed from None
 
-    def _store_rows(self, rows: list[Row]) -> None:
+    def _store_rows(self, rows: list[ChoiceRow]) -> None:
         self._store.write(rows)
         self._stored_count += len(rows)
-        self._kernels.take(rows)
+        self._kernels.use_choices(rows)
 
 
 def _enqueue(operator: str, x: Tensor, residual: Tensor, config: MatmulConfig, pdl: bool, weight: Tensor) -> None:
@@ -458,7 +458,7 @@ def _empty_table(device: str) -> Table:
     return Table(device=device, software={}, entries={}, kernels={})
 
 
-def _row(key: Key, m: int, config: list[int] | None, us: float, torch_us: float, *, layer: str) -> Row:
+def _row(key: Key, m: int, config: list[int] | None, us: float, torch_us: float, *, layer: str) -> ChoiceRow:
     operator, dtype, n, k = key
     times: dict[str, Any] = {"us": round(us, 2), "torch_us": round(torch_us, 2)}
     layer_field = {"layer": layer} if layer else {}
@@ -467,6 +467,6 @@ def _row(key: Key, m: int, config: list[int] | None, us: float, torch_us: float,
 
 def _attention_row(
     groups: int, max_kv: int, head_size: int, group: int, config: AttentionConfig | None, *, layer: str
-) -> Row:
+) -> ChoiceRow:
     fields = None if config is None else list(astuple(config))
     return {"groups": groups, "max_kv": max_kv, "head_size": head_size, "group": group, "layer": layer, "config": fields}

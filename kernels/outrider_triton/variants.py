@@ -14,16 +14,16 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
 
 from outrider.device import KernelSet
-from outrider_triton.derive import MOST, every
-from outrider_triton.facts import DeviceFacts
-from outrider_triton.launch import power_of_two, shares
-from outrider_triton.table import ANY, BUCKETS, MatmulConfig, Table
+from outrider_triton.derive import MAX_TOKENS_TUNED, every_config
+from outrider_triton.device_facts import DeviceFacts
+from outrider_triton.launch import power_of_two, vocabulary_shares
+from outrider_triton.table import ANY_LAYER, BUCKETS, MatmulConfig, Table
 
 _MAX_ROWS = 1024
 _MAX_REQUESTS = 256
 
 
-class Scope:
+class VariantScope:
     """The state of a warm-up: whether variants are being compiled, and which were. All copies of a kernel set share one."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Scope:
         self._compiled_keys: set[object] = set()
         self._configs: dict[object, tuple[tuple[int, ...], ...]] = {}
 
-    def first(self, key: object) -> bool:
+    def must_compile(self, key: object) -> bool:
         """Return True if the variants of ``key`` must be compiled now: inside the scope, and for the first time."""
         if not self.depth or key in self._compiled_keys:
             return False
@@ -71,7 +71,7 @@ class WarmedKernels(KernelSet):
     facts: DeviceFacts
     processors: int
     pdl: bool
-    _scope: Scope
+    _scope: VariantScope
 
     @abstractmethod
     def _uses(self, kernel: str, *operands: Tensor) -> bool:
@@ -86,16 +86,16 @@ def _compiling() -> Iterator[None]:
         with mode:
             yield
         for future in mode.future_kernels.values():
-            with that_fit():
+            with ignore_unfitting():
                 _ = future.result().run  # Triton loads a kernel onto the device at the first access
 
 
-def that_fit() -> AbstractContextManager[None]:
+def ignore_unfitting() -> AbstractContextManager[None]:
     """Ignore variants that need more resources than the device has: only a call that uses one must fail."""
     return suppress(OutOfResources)
 
 
-def products(
+def product_configs(
     facts: DeviceFacts,
     table: Table | None,
     operator: str,
@@ -104,14 +104,14 @@ def products(
     n: int,
     k: int,
     half: int = 0,
-    layer: str = ANY,
+    layer: str = ANY_LAYER,
 ) -> tuple[MatmulConfig, ...]:
     """Return every configuration of this weight in ``layer`` for any number of tokens."""
-    counts = () if table is None else range(1, MOST + 1)
+    counts = () if table is None else range(1, MAX_TOKENS_TUNED + 1)
     tuned = {m: table.entry(operator, dtype, n=n, k=k, m=m, layer=layer) for m in counts} if table else {}
     found = dict.fromkeys(entry.config for entry in tuned.values() if entry is not None and entry.config is not None)
     served = {m for m in BUCKETS if tuned.get(m) is not None}
-    found.update(dict.fromkeys(every(facts, operator, n=n, k=k, half=half, but=served)))
+    found.update(dict.fromkeys(every_config(facts, operator, n=n, k=k, half=half, but=served)))
     return tuple(found)
 
 
@@ -130,7 +130,7 @@ def attention_configs(
 
 def share_counts(vocabulary: int, processors: int) -> tuple[int, ...]:
     """Return every number of programs that may share a vocabulary."""
-    return tuple(dict.fromkeys(shares(count, vocabulary, processors) for count in _powers(_MAX_ROWS)))
+    return tuple(dict.fromkeys(vocabulary_shares(count, vocabulary, processors) for count in _powers(_MAX_ROWS)))
 
 
 def _powers(limit: int) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ class LayerChain:
         angle = torch.rand(rows, shape.head_size, device=device)
         self._angles = angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
 
-    def run(self, _: int) -> Tensor:
+    def run_layers(self, _: int) -> Tensor:
         """All layers once; the last one's sum and norm."""
         kernels, shape = self.kernels, self.shape
         size = shape.head_size
@@ -117,4 +117,4 @@ class LayerChain:
 
     def layer_us(self) -> float:
         """Return the device microseconds of one layer with the currently chosen kernels."""
-        return microseconds(self._module, self.run, calls=1, replays=7) / self.layers
+        return microseconds(self._module, self.run_layers, calls=1, replays=7) / self.layers

@@ -3,10 +3,10 @@
 import time
 from collections import deque
 
-from outrider.apart.decode_side import DecodeSide
-from outrider.apart.landing import OneLanding, RankLandings
-from outrider.apart.prefill_side import PrefillSide
-from outrider.apart.wire import Decoder
+from outrider.disaggregation.decode_worker import DecodeWorker
+from outrider.disaggregation.page_landing import LandingRegistry, SingleRankLanding
+from outrider.disaggregation.prefill_worker import PrefillWorker
+from outrider.disaggregation.wire import MessageDecoder
 
 PEER = 1
 LIMIT_S = 60
@@ -16,7 +16,7 @@ class Couple:
     """``transport``: one object for both sides, or two."""
 
     def __init__(self, giver, taker, transport, **options):
-        self.prefill, self.decode = PrefillSide(giver), DecodeSide(taker, **options)
+        self.prefill, self.decode = PrefillWorker(giver), DecodeWorker(taker, **options)
         self.transport = transport
         self.outputs, self.ended = {}, {}
         self.connect()
@@ -26,14 +26,14 @@ class Couple:
         self.to_prefill, self.to_decode = deque(), deque()
         giver, taker = self.prefill.engine, self.decode.engine
         there = self.transport.open(taker.page_memory, taker.backend, accepts=False, host="127.0.0.1")
-        landing = OneLanding(there) if taker.groups == 1 else RankLandings(taker).make(there, "127.0.0.1")
+        landing = SingleRankLanding(there) if taker.groups == 1 else LandingRegistry(taker).open_landing(there, "127.0.0.1")
         offers = landing.offers()
         links = [self.transport.open(giver.page_memory, giver.backend, accepts=True, host="127.0.0.1") for _ in offers]
         for link, offer in zip(links, offers, strict=True):
             link.connect(offer)
         landing.connect([link.offer() for link in links])
-        self.prefill.joined(PEER, lambda message: self.to_decode.append(message.encode()), links)
-        self.decode.joined(PEER, lambda message: self.to_prefill.append(message.encode()), landing)
+        self.prefill.add_peer(PEER, lambda message: self.to_decode.append(message.encode()), links)
+        self.decode.add_peer(PEER, lambda message: self.to_prefill.append(message.encode()), landing)
 
     def submit(self, state):
         got, key = [], len(self.outputs)
@@ -53,13 +53,13 @@ class Couple:
         for queue, side in ((self.to_prefill, self.prefill), (self.to_decode, self.decode)):
             for frame in list(queue):
                 queue.popleft()
-                for message in Decoder(1 << 24).feed(frame):
-                    side.receive(PEER, message)
+                for message in MessageDecoder(1 << 24).feed(frame):
+                    side.handle_message(PEER, message)
 
     def turn(self):
         self.deliver()
-        busy = self.prefill.turn()
-        return self.decode.turn() or busy
+        busy = self.prefill.run_iteration()
+        return self.decode.run_iteration() or busy
 
     def run(self, until=None):
         end = time.monotonic() + LIMIT_S
@@ -78,8 +78,8 @@ class Couple:
         """A side dies: what it has said last may not arrive, and the other one learns of it."""
         self.to_prefill.clear()
         self.to_decode.clear()
-        (self.decode if side == "prefill" else self.prefill).left(PEER)
+        (self.decode if side == "prefill" else self.prefill).remove_peer(PEER)
 
     def close(self):
-        self.prefill.left(PEER)
-        self.decode.left(PEER)
+        self.prefill.remove_peer(PEER)
+        self.decode.remove_peer(PEER)

@@ -5,12 +5,12 @@ import pytest
 from apart.couple import Couple
 from apart.test_sides import NEW, prompts, state
 from outrider import Engine
-from outrider.apart.landing import RankPages
 from outrider.device import ConfigError, EngineStopped
+from outrider.disaggregation.page_landing import FollowerLinks
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.records import RanksFailed
 from outrider.errors import RequestError
-from outrider.transports.local import LocalTransport
+from outrider.transports.local_transport import LocalTransport
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, decoder
@@ -35,8 +35,8 @@ def on_ranks(name, lead, data=2, **fields):
         before = engine.free_pages, engine.free_rows
         found = None
         if engine.follows:
-            pages = RankPages(engine, transport, rank=ranks.rank)
-            engine.follow(pages.answer)
+            pages = FollowerLinks(engine, transport, rank=ranks.rank)
+            engine.follow(pages.execute_query)
             assert not pages._links
         else:
             try:

@@ -7,8 +7,8 @@ from apart.couple import Couple
 from apart.test_sides import NEW, state
 from model.cached_checkpoints import write_cached
 from outrider import Engine, SamplingParams
-from outrider.apart.codec import fit_of
-from outrider.transports.local import LocalTransport
+from outrider.disaggregation.codec import engine_fit
+from outrider.transports.local_transport import LocalTransport
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import write_eagle
 from outrider_proof.tiny import plain_config
@@ -45,5 +45,5 @@ def test_tokens_are_those_of_one_engine(written):
 
 
 def test_engines_whose_caches_differ_do_not_fit(written):
-    kept, wide = fit_of(engine_of(written)), fit_of(engine_of(written, kv_dtype="plain"))
+    kept, wide = engine_fit(engine_of(written)), engine_fit(engine_of(written, kv_dtype="plain"))
     assert {name for name in kept if kept[name] != wide[name]} == {"kv_dtype"}

@@ -10,16 +10,16 @@ import pytest
 
 from apart.test_sides import NEW, engine, prompts
 from outrider import DecodeClient, SamplingParams
-from outrider.apart.connections import Address, Hub, Role
-from outrider.apart.server import DecodeServer, PrefillServer
-from outrider.apart.wire import VERSION, Decoder, Message, WireError
 from outrider.cli.disaggregation import _ended_by_signals
 from outrider.cli.stopping import SignalStop
 from outrider.device import ConfigError
-from outrider.transports.local import LocalTransport
+from outrider.disaggregation.connections import ConnectionHub, PeerAddress, ProcessRole
+from outrider.disaggregation.server import DecodeServer, PrefillServer
+from outrider.disaggregation.wire import VERSION, MessageDecoder, WireError, WireMessage
+from outrider.transports.local_transport import LocalTransport
 from outrider_proof import tiny
 
-ANY = Address("127.0.0.1", 0)
+ANY = PeerAddress("127.0.0.1", 0)
 LIMIT_S = 60
 PARAMS = SamplingParams(max_tokens=NEW)
 
@@ -62,7 +62,7 @@ class House:
         return tuple(token for output in self.outputs[number] for token in output.tokens)
 
     def linked(self):
-        return self.client.servers and self.decode.side.peers and self.prefill.side.peers
+        return self.client.num_servers and self.decode.side.peers and self.prefill.side.peers
 
     def close(self):
         self.client.close()
@@ -125,26 +125,26 @@ def test_who_does_not_know_the_secret_is_not_heard():
     house.until(lambda: house.decode.side.peers)
     for _ in range(50):
         house.turn()
-    assert not house.client.servers
+    assert not house.client.num_servers
     house.close()
 
 
 def test_an_address_for_all_needs_a_secret():
     with pytest.raises(ConfigError, match="--api-key-file"):
-        Hub(Role.PREFILL, listen=Address("0.0.0.0", 0))
+        ConnectionHub(ProcessRole.PREFILL, listen=PeerAddress("0.0.0.0", 0))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_no_message_ends_the_connection_and_nothing_else(house, seed):
     rng = random.Random(seed)
-    frame = Message("hello", {"version": VERSION, "role": "client", "nonce": "00" * 32}).encode()
+    frame = WireMessage("hello", {"version": VERSION, "role": "client", "nonce": "00" * 32}).encode()
     broken = [
         rng.randbytes(200),
         frame[:20] + rng.randbytes(30) + frame[50:],
         b"ORPD" + b"\xff" * 12,
-        Message("submit", {"id": 1}).encode(),
-        Message("hello", {"version": 99}).encode(),
-        frame + Message("proof", {"proof": [1]}).encode(),
+        WireMessage("submit", {"id": 1}).encode(),
+        WireMessage("hello", {"version": 99}).encode(),
+        frame + WireMessage("proof", {"proof": [1]}).encode(),
     ][seed]
     house.until(house.linked)
     for server in (house.prefill, house.decode):
@@ -169,37 +169,41 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(house, seed):
 @pytest.mark.parametrize(
     "message",
     [
-        Message("submit", {"id": 1}),
-        Message("submit", {"id": 1, "state": {"prompt": [1.5]}}),
-        Message("submit", {"id": 1, "state": {}}),
-        Message("abort", {}),
-        Message("abort", {"id": "x"}),
-        Message("ready", {"ticket": 1}),
-        Message("submit", {"id": 1, "state": None}, (b"x",)),
+        WireMessage("submit", {"id": 1}),
+        WireMessage("submit", {"id": 1, "state": {"prompt": [1.5]}}),
+        WireMessage("submit", {"id": 1, "state": {}}),
+        WireMessage("abort", {}),
+        WireMessage("abort", {"id": "x"}),
+        WireMessage("ready", {"ticket": 1}),
+        WireMessage("submit", {"id": 1, "state": None}, (b"x",)),
     ],
 )
 def test_a_client_that_speaks_nonsense_is_dropped_alone(house, message):
     house.until(house.linked)
     other = DecodeClient([house.decode.address], secret=b"0123456789abcdef")
-    house.until(lambda: other.poll(0.0) or other.servers)
+    house.until(lambda: other.poll(0.0) or other.num_servers)
     (peer,) = other._samples_of_peer
     other._hub._reconnect_at.clear()
     other._hub.send(peer, message)
-    house.until(lambda: other.poll(0.0) or not other.servers)
+    house.until(lambda: other.poll(0.0) or not other.num_servers)
     other.close()
     assert house.client.servers == 1
 
 
 def test_frames_in_any_pieces():
-    sent = [Message("a", {"x": [1, 2]}, (b"", b"123")), Message("b", {}, ()), Message("c", {"y": "ü"}, (b"\0" * 999,))]
+    sent = [
+        WireMessage("a", {"x": [1, 2]}, (b"", b"123")),
+        WireMessage("b", {}, ()),
+        WireMessage("c", {"y": "ü"}, (b"\0" * 999,)),
+    ]
     whole = b"".join(message.encode() for message in sent)
     for size in (1, 7, 100, len(whole)):
-        decoder, got = Decoder(1 << 16), []
+        decoder, got = MessageDecoder(1 << 16), []
         for start in range(0, len(whole), size):
             got.extend(decoder.feed(whole[start : start + size]))
         assert got == sent
     with pytest.raises(WireError, match="too long"):
-        list(Decoder(100).feed(whole))
+        list(MessageDecoder(100).feed(whole))
 
 
 def test_a_signal_that_a_server_takes_ends_no_process_while_requests_run():

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from apart.couple import LIMIT_S, Couple
 from outrider import Engine, SamplingParams
-from outrider.apart import codec
-from outrider.apart.decode_side import Alone
-from outrider.apart.wire import WireError
 from outrider.cli.models import bundled
-from outrider.engine import Choice, Ebnf, JsonObject, JsonSchema, Regex
+from outrider.disaggregation import codec
+from outrider.disaggregation.decode_worker import StandaloneMode
+from outrider.disaggregation.wire import WireError
+from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.request_state import RequestState
 from outrider.errors import RequestError
 from outrider.registry.transports import get_transport
-from outrider.transports.local import LocalTransport
+from outrider.transports.local_transport import LocalTransport
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
 from speculative.test_proposers import PROPOSERS
@@ -29,7 +29,7 @@ TEXT = st.text('ab é"x😀', min_size=1, max_size=6)
 GUIDE = st.one_of(
     st.builds(JsonObject),
     st.builds(Ebnf, TEXT, root=TEXT),
-    st.builds(Choice, st.lists(TEXT, min_size=1, max_size=3)),
+    st.builds(ChoiceGuide, st.lists(TEXT, min_size=1, max_size=3)),
     st.builds(Regex, st.sampled_from(["[a-z]{3}", "é|\\d", "(a|b)*"])),
     TEXT.map(lambda text: JsonSchema({"type": "object", "properties": {text: {"const": text}}})),
 )
@@ -95,7 +95,7 @@ def test_over_transports_of_processes(transport):
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("alone", list(Alone))
+@pytest.mark.parametrize("alone", list(StandaloneMode))
 @pytest.mark.parametrize("moment", range(0, 12, 3))
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_side_dies_at_any_moment(side, moment, alone):
@@ -202,7 +202,7 @@ GUIDES = {
     "schema": JsonSchema({"type": "object", "properties": {"n": {"enum": ["a", "bb"]}}, "required": ["n"]}),
     "regex": Regex("(ab|cd){2,4}x"),
     "grammar": Ebnf('root ::= "(" root ")" | "x"'),
-    "choice": Choice(["yes", "no, never"]),
+    "choice": ChoiceGuide(["yes", "no, never"]),
     "object": JsonObject(),
     "none": None,
 }
@@ -247,7 +247,7 @@ def test_a_guide_that_does_not_compile_ends_its_request_alone(guided, side):
     (giver, taker), prompt, params, wanted = guided
     sides = Couple(giver, taker, LocalTransport())
     if side == "prefill":  # as if this side's library took it
-        sides.decode._compilers.begin = lambda params: None
+        sides.decode._compilers.start_compilation = lambda params: None
     before = free(sides)
     bad, _ = sides.submit(RequestState(prompt=prompt, params=SamplingParams(guide=Ebnf('start ::= "a"'))))
     good, _ = sides.submit(RequestState(prompt=prompt, params=params["regex"]))
@@ -280,14 +280,14 @@ def test_requests_do_not_wait_for_a_guide(guided, monkeypatch):
 @settings(max_examples=30, deadline=None)
 def test_any_guide_travels(guide, reordered):
     state = RequestState(prompt=(1,), params=SamplingParams(guide=guide))
-    body, blobs = codec.state_to(state)
+    body, blobs = codec.encode_state(state)
     read = json.loads(json.dumps(body))
-    assert codec.state_from(read, blobs) == state
+    assert codec.decode_state(read, blobs) == state
     if reordered:
         (name,) = read["params"]["guide"]
         read["params"]["guide"][name]["unknown"] = 1
         with pytest.raises(WireError, match="doesn't know"):
-            codec.state_from(read, blobs)
+            codec.decode_state(read, blobs)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_any_guide_travels(guide, reordered):
     ],
 )
 def test_a_guide_that_is_none_is_refused(given):
-    body, blobs = codec.state_to(RequestState(prompt=(1,), params=SamplingParams()))
+    body, blobs = codec.encode_state(RequestState(prompt=(1,), params=SamplingParams()))
     body["params"]["guide"] = given
     with pytest.raises((WireError, RequestError)):
-        codec.state_from(body, blobs)
+        codec.decode_state(body, blobs)

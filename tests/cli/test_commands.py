@@ -102,7 +102,7 @@ def test_what_does_not_says_why(app, name):
 
 def test_outrider_help_shows_the_reason(outrider, monkeypatch):
     """The installed commands and a broken one: ``outrider --help`` is exit code 0, and the command is exit code 1."""
-    real = table.installed
+    real = table.installed_entry_points
 
     def found(group):
         have = real(group)

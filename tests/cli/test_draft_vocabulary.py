@@ -28,7 +28,7 @@ def test_the_commonest_tokens_come_first_and_the_end_of_text_is_among_them(outri
     assert [counts[token] for token in kept[1:]] == [count for _, count in counts.most_common(11)]
     assert (said["tokens"], said["counted"], said["different"]) == (12, len(ids), len(counts))
     assert said["share"] == pytest.approx(sum(counts[token] for token in kept) / len(ids))
-    assert DraftVocabulary.read(out).ids.tolist() == sorted(kept)
+    assert DraftVocabulary.load(out).ids.tolist() == sorted(kept)
 
 
 def test_a_text_of_few_tokens_gives_few_and_several_files_count_together(outrider, text, tmp_path):

@@ -40,12 +40,12 @@ def test_a_request_that_ends_with_an_error_is_exit_1(outrider, monkeypatch):
     from outrider.engine.state.probes import BadValue
     from outrider.engine.state.results import Results
 
-    redeem = Results.redeem
+    redeem = Results.read_results
 
     def bad(self, ticket, copied):
         outcomes = redeem(self, ticket, copied)
         if ticket.batch.decode:
-            outcomes[0].bad[ticket.batch.decode[0].id] = (BadValue("target.logits", 3, None, None),)
+            outcomes[0].bad_values[ticket.batch.decode[0].id] = (BadValue("target.logits", 3, None, None),)
         return outcomes
 
     monkeypatch.setattr(Results, "redeem", bad)

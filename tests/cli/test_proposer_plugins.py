@@ -11,7 +11,7 @@ from outrider.cli.models import bundled
 from outrider.device import BackendLoadError, ConfigError
 from outrider.registry import get_backend
 from outrider.speculative import build
-from outrider.speculative.names import OWN_PROPOSERS
+from outrider.speculative.names import BUILTIN_PROPOSERS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GROUP = "outrider.proposers"
@@ -39,7 +39,7 @@ def generate(outrider, name):
 
 
 def test_every_builder_has_a_name_that_people_can_type():
-    assert set(build._BUILDER_OF) == set(OWN_PROPOSERS)
+    assert set(build._BUILDER_OF) == set(BUILTIN_PROPOSERS)
 
 
 def test_the_api_finds_the_plugins_that_the_command_line_finds(guess):
@@ -56,11 +56,11 @@ def test_the_api_finds_the_plugins_that_the_command_line_finds(guess):
 
 def test_a_builder_that_is_given_comes_before_a_plugin(guess):
     from outrider.engine.engine import Engine
-    from outrider.speculative.proposer import PlainProposer
+    from outrider.speculative.proposer import NonSpeculativeProposer
 
     guess()
     engine = Engine.from_checkpoint(
-        bundled("target"), get_backend("cpu"), speculate="guess", builders={"guess": lambda options: PlainProposer()}
+        bundled("target"), get_backend("cpu"), speculate="guess", builders={"guess": lambda options: NonSpeculativeProposer()}
     )
     assert engine.generate([[1, 2, 3]])[0].token_ids
 

@@ -106,7 +106,7 @@ def test_a_start_takes_over_what_is_kept_and_tunes_where_it_is_asked(tunes):
     made = prepare_kernels(backend, config, directory=tunes, seconds=2.0, progress=lambda *line: told.append(line))
     assert made.result == RESULT
     assert told == [(1, 1, "hidden 64, 2 s")]
-    assert prepare_kernels(backend, config, directory=tunes).taken == 1
+    assert prepare_kernels(backend, config, directory=tunes).num_loaded == 1
     assert "1 tuned choices" in str(prepare_kernels(backend, config, directory=tunes))
     with pytest.raises(CapabilityError, match="no directory"):
         prepare_kernels(backend, config, directory=None, seconds=1.0)

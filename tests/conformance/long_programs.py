@@ -70,22 +70,22 @@ def carry_out(spec: str, programs: int, seed: int, families: list[str]) -> int:
         importlib.import_module("outrider_npu.machine").version_mismatch = lambda *_: None
     from outrider.device import ENTRY_POINT_GROUP
     from outrider.registry import Registry
-    from outrider_conformance.programs.trial import convict, share
+    from outrider_conformance.programs.trial import program_count, try_programs
 
     registry = Registry([EntryPoint(name, f"outrider_{name}.plugin", ENTRY_POINT_GROUP)])
     tried = 0
     for family in families:
         opened = lambda: registry.create(registry.select(spec))  # noqa: E731
-        count = share(family, programs)
-        tried += convict(opened, backend=spec, family=family, count=count, start=seed)
+        count = program_count(family, programs)
+        tried += try_programs(opened, backend=spec, family=family, count=count, start=seed)
     return tried
 
 
 def written(place: Path) -> str:
     """Write the package for a device without a torch module; returns its name."""
-    from outrider_conformance.commands.new_backend import Kind, skeleton
+    from outrider_conformance.commands.new_backend import DeviceKind, skeleton
 
-    for path, text in skeleton("acme", Kind.OWN_QUEUE).items():
+    for path, text in skeleton("acme", DeviceKind.OWN_QUEUE).items():
         (place / path).parent.mkdir(parents=True, exist_ok=True)
         (place / path).write_text(text, encoding="utf-8")
     sys.path.insert(0, str(place / "src"))

@@ -52,7 +52,7 @@ class _Orders:
             steps, path = hosts[number]
             if steps:
                 step, at = steps[0], (*path, self._total(path) - len(steps))
-                if isinstance(step, lang.Together):
+                if isinstance(step, lang.ThreadsStep):
                     yield ((steps[1:], path), (step.first, (*at, 0)), (step.second, (*at, 1))), *state[1:]
                 elif (after := self._host(state, step, at)) is not None:
                     moved = tuple((steps[1:], path) if n == number else host for n, host in enumerate(hosts))
@@ -110,19 +110,19 @@ class _Orders:
             now["slot", step.slot.of] = tuple(content)
             return queues, tuple(sorted(now.items())), events, over
         works = self._works(step, path, events)
-        if isinstance(step, lang.Record):
+        if isinstance(step, lang.RecordStep):
             events = tuple(path if n == step.event else event for n, event in enumerate(events))
         queues = tuple((*queue, *works) if n == step.stream else queue for n, queue in enumerate(queues))
         return queues, memory, events, over
 
     def _works(self, step, path, events):
-        if isinstance(step, lang.Record):
+        if isinstance(step, lang.RecordStep):
             return [("done", path)]
-        if isinstance(step, lang.Wait):
+        if isinstance(step, lang.WaitStep):
             return [("wait", events[step.event])]
         if isinstance(step, lang.Item):
             return [("item", path, ("buffer", step.of))]
-        if isinstance(step, lang.Fill):
+        if isinstance(step, lang.FillStep):
             return [("move", _value(step.value, step.to.count), ("buffer", step.to.of), _places(step.to), None)]
         if isinstance(step, lang.Download):
             to, source = (("slot", step.slot.of), step.slot), (("buffer", step.source.of), step.source)

@@ -10,8 +10,8 @@ from outrider.registry import get_backend
 from outrider_conformance import engines
 from outrider_conformance.causes import CAUSES, cause_of, diagnose
 from outrider_conformance.lab import BrokenPromiseError, expect
-from outrider_conformance.programs.judging import PROMISES
-from outrider_conformance.programs.trial import Convicted
+from outrider_conformance.programs.explanation import PROMISES
+from outrider_conformance.programs.trial import ProgramFailed
 
 CHECKED = ("SpeculativeSync.step_modes", "The modes that are right on this device.")
 
@@ -47,7 +47,7 @@ def test_the_kits_own_check_is_about_the_tests_promise():
 
 
 def test_a_program_names_its_own_promise():
-    found = diagnose(("Stream", "…"), Convicted("said", ("Stream.record", "words")))
+    found = diagnose(("Stream", "…"), ProgramFailed("said", ("Stream.record", "words")))
     assert found.promise == ("Stream.record", "words")
     assert found.causes[0].startswith(CAUSES["Stream.record"])
     assert "`_record`" in found.causes[0]

@@ -9,8 +9,8 @@ import torch
 
 from outrider.device import DecoderShape, InterfaceError, KernelSet, WrappedKernels
 from outrider.registry import get_backend
-from outrider_conformance import observed
-from outrider_conformance.counting import KERNELS, counting
+from outrider_conformance import observed_kernels
+from outrider_conformance.kernel_calls import KERNELS, counting
 from outrider_conformance.lab import Lab
 from outrider_conformance.own_attention import SHAPES, check_joined
 
@@ -154,7 +154,7 @@ def test_kernels_of_experts_and_of_quantised_layers_are_observed():
     backend = get_backend("cpu")
     backend.use_kernels(Rare())
     with counting(backend.kernels_in_use) as calls:
-        observed._drawn(backend, calls)
+        observed_kernels._drawn(backend, calls)
     assert {call.kernel for call in calls.counts} == {"route", "attention_norm_linear_quantized"}
     assert all(calls.count(kernel, own=True) for kernel in ("route", "attention_norm_linear_quantized"))
 
@@ -234,10 +234,10 @@ def test_an_override_without_another_path_is_told_from_one_whose_path_never_ran(
         kernels.silu_mul(torch.ones(2, 6))
         kernels.linear_silu_mul(X, W)
     assert all(calls.count(name, own=False) and not calls.count(name, own=True) for name in calls.overridden["passing"])
-    assert (calls.other_way("passing", "linear"), calls.other_way("passing", "rms_norm")) == ("", "")
+    assert (calls.unrun_path("passing", "linear"), calls.unrun_path("passing", "rms_norm")) == ("", "")
     lines = Path(__file__).read_text().splitlines()
     for kernel, text in (("silu_mul", "gate, up ="), ("linear_silu_mul", "> 99")):
-        file, _, line = calls.other_way("passing", kernel).rpartition(":")
+        file, _, line = calls.unrun_path("passing", kernel).rpartition(":")
         assert file == __file__
         assert text in lines[int(line) - 1]
 

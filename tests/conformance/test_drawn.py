@@ -10,12 +10,12 @@ from outrider.device import KernelSet, QuantizedProduct
 from outrider.device.kernels import kernel_names
 from outrider.device.kernels.philox import uniforms
 from outrider.registry import get_backend
-from outrider_conformance.drawn import bounds, laws, noise
-from outrider_conformance.drawn.judging import judge_with
-from outrider_conformance.drawn.kernels import KERNELS, problem
 from outrider_conformance.kit import Kit
-from outrider_conformance.lab import Lab, Pace
-from outrider_conformance.observed import observe
+from outrider_conformance.lab import Lab, StreamDelay
+from outrider_conformance.observed_kernels import observe
+from outrider_conformance.random_kernels import bounds, laws, noise
+from outrider_conformance.random_kernels.checks import judge_with
+from outrider_conformance.random_kernels.kernels import KERNELS, problem
 from outrider_conformance.run import conform
 from outrider_cpu import backend as cpu_backend
 
@@ -42,7 +42,7 @@ def small(name):
     ],
 )
 def test_a_slow_dtype_gets_fewer_operand_sets(half_s, single_s, sets):
-    pace = Pace(product_s={torch.float16: half_s, torch.float32: single_s})
+    pace = StreamDelay(product_s={torch.float16: half_s, torch.float32: single_s})
     lab = Lab(get_backend("cpu"), pace, draws=6)
     assert (lab.draws_in(torch.float16), lab.draws_in(torch.float32)) == (sets, 6)
 
@@ -69,7 +69,7 @@ def test_every_override_of_the_reference_backend_computes_something(monkeypatch,
     observed = observe(Kit("cpu"))
     overrides = {name for _, names, unused in observed.layers for name in names - set(unused)}
     assert "linear" in overrides
-    assert {name for name in overrides if not observed.own(name) and not observed.passed_on(name)} == set()
+    assert {name for name in overrides if not observed.calls_computed(name) and not observed.passed_on(name)} == set()
 
 
 def test_every_kernel_is_drawn_for():
@@ -394,7 +394,7 @@ def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
 
     def watched(call, planes, *ways):
         rows = joined(replace(call, scale=call.scale * scale), planes, *ways)
-        laid.append(rows.laid)
+        laid.append(rows.in_planes)
         return rows
 
     monkeypatch.setattr(kernels, "_joined", watched)
@@ -428,13 +428,13 @@ def test_laws_refuse_what_is_a_little_off():
     law = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0], dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     right = torch.multinomial(law, laws.ROWS, replacement=True, generator=generator)
-    laws.follows(right, law, "right")
+    laws.check_distribution(right, law, "right")
     for wrong in ([0.44, 0.28, 0.19, 0.09, 0.0], [0.4, 0.3, 0.2, 0.099, 0.001]):
         drawn = torch.multinomial(torch.tensor(wrong), laws.ROWS, replacement=True, generator=generator)
         with pytest.raises(AssertionError):
-            laws.follows(drawn, law, "wrong")
+            laws.check_distribution(drawn, law, "wrong")
     with pytest.raises(AssertionError, match="aren't independent"):
-        laws.independent(right, (right + 1) % 5, law, law.roll(1), "a draw and its neighbour")
+        laws.check_independence(right, (right + 1) % 5, law, law.roll(1), "a draw and its neighbour")
 
 
 @pytest.mark.sample(20, per="which")

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from conformance.orders import outcomes
 from outrider_conformance.programs import flows
 from outrider_conformance.programs import language as lang
-from outrider_conformance.programs.language import Memory, Program, Span
+from outrider_conformance.programs.language import DeviceProgram, ElementSpan, ProgramMemory
 from outrider_conformance.programs.model import Model, judge
-from outrider_conformance.programs.nodes import Senseless, Unordered
+from outrider_conformance.programs.nodes import ForbiddenStep, Unordered
 
-SIZES = {"streams": 3, "buffers": (Memory("int64", 2),) * 3, "slots": (Memory("int64", 2),) * 2, "events": 2}
+SIZES = {"streams": 3, "buffers": (ProgramMemory("int64", 2),) * 3, "slots": (ProgramMemory("int64", 2),) * 2, "events": 2}
 STREAM, EVENT, SLOT = st.integers(0, 2), st.integers(0, 1), st.integers(0, 1)
 PARTS = st.sampled_from([(0, 2), (0, 2), (0, 1), (1, 1)])
 
@@ -21,7 +21,7 @@ PARTS = st.sampled_from([(0, 2), (0, 2), (0, 1), (1, 1)])
 def spans(draw, one, other):
     """Two of one length."""
     (start, count), at = draw(PARTS), draw(st.integers(0, 1))
-    return Span(draw(one), start, count), Span(draw(other), at if count == 1 else 0, count)
+    return ElementSpan(draw(one), start, count), ElementSpan(draw(other), at if count == 1 else 0, count)
 
 
 @st.composite
@@ -39,17 +39,19 @@ def steps(draw, within=False):
         return [lang.Mix(stream, to, source, 1) if kind == "mix" else lang.Copy(stream, to, source, True)]
     if kind == "order":
         event = draw(EVENT)
-        return [lang.Record(stream, event), lang.Wait(draw(STREAM), event)]
+        return [lang.RecordStep(stream, event), lang.WaitStep(draw(STREAM), event)]
     if kind == "host":
         slot, wait = draw(SLOT), draw(st.sampled_from([("stream", stream), ("device", 0)]))
-        read = st.sampled_from([lang.HostRead(slot), lang.HostWrite(Span(slot, 0, 2), 9), lang.Item(stream, stream, 0)])
+        read = st.sampled_from(
+            [lang.HostRead(slot), lang.HostWrite(ElementSpan(slot, 0, 2), 9), lang.Item(stream, stream, 0)]
+        )
         return [draw(st.sampled_from([lang.Synchronize(*wait), lang.Query("stream", stream, slot)])), draw(read)]
     if kind == "together" and not within:
         return [
-            lang.Together(*(tuple(s for more in draw(st.lists(steps(True), max_size=2)) for s in more) for _ in range(2)))
+            lang.ThreadsStep(*(tuple(s for more in draw(st.lists(steps(True), max_size=2)) for s in more) for _ in range(2)))
         ]
     to, _ = draw(spans(STREAM, STREAM))
-    return [lang.Fill(stream, to, draw(st.integers(1, 3)))]
+    return [lang.FillStep(stream, to, draw(st.integers(1, 3)))]
 
 
 @st.composite
@@ -63,24 +65,24 @@ def races(draw):
     )
     reads = draw(st.lists(onward, min_size=1, max_size=2))
     reads += [lang.HostRead(slot.of)] * draw(st.booleans())
-    write = lang.Fill(other, Span(source.of, 0, 2), 5)
+    write = lang.FillStep(other, ElementSpan(source.of, 0, 2), 5)
     between = [draw(st.lists(steps(), max_size=1)) for _ in range(3)]
     before, after, last = ([step for more in part for step in more] for part in between)
-    apart = [lang.Together(tuple(reads), (write,))] if draw(st.integers(0, 2)) == 0 else [*reads, *after, write]
+    apart = [lang.ThreadsStep(tuple(reads), (write,))] if draw(st.integers(0, 2)) == 0 else [*reads, *after, write]
     return [*before, lang.Download(racing, slot, source, racy=True), *apart, *last]
 
 
 def taken(drawn):
     """The program of those steps that the model takes, and the model."""
-    program = Program(steps=(), **SIZES)
+    program = DeviceProgram(steps=(), **SIZES)
     model, kept = Model(program), []
     for step in drawn:
         try:
             model.apply(step, (len(kept),))
-        except (Unordered, Senseless):
+        except (Unordered, ForbiddenStep):
             continue
         kept.append(step)
-    program = Program(steps=tuple(kept), **SIZES)
+    program = DeviceProgram(steps=tuple(kept), **SIZES)
     return program, judge(program)
 
 
@@ -94,24 +96,24 @@ def beyond(program, model):
                 yield path, key, content
 
 
-ALL = Span(1, 0, 2)
+ALL = ElementSpan(1, 0, 2)
 LATE = (
-    lang.Download(0, Span(0, 0, 2), ALL, racy=True),
-    lang.Upload(0, Span(0, 0, 2), Span(0, 0, 2)),
-    lang.Mix(0, Span(2, 0, 1), Span(0, 1, 1), 1),
-    lang.Fill(1, ALL, 5),
+    lang.Download(0, ElementSpan(0, 0, 2), ALL, racy=True),
+    lang.Upload(0, ElementSpan(0, 0, 2), ElementSpan(0, 0, 2)),
+    lang.Mix(0, ElementSpan(2, 0, 1), ElementSpan(0, 1, 1), 1),
+    lang.FillStep(1, ALL, 5),
 )
 """The write that the download races with comes when the slot has been copied on, and its copy too."""
 APART = (
-    lang.Download(0, Span(0, 0, 2), ALL, racy=True),
-    lang.Together((lang.Synchronize("stream", 0), lang.HostRead(0)), (lang.Fill(1, ALL, 5),)),
+    lang.Download(0, ElementSpan(0, 0, 2), ALL, racy=True),
+    lang.ThreadsStep((lang.Synchronize("stream", 0), lang.HostRead(0)), (lang.FillStep(1, ALL, 5),)),
 )
 """The other thread's write isn't behind the read, though the program says it later."""
 
 
 @pytest.mark.parametrize("program", [LATE, APART])
 def test_a_race_reaches_what_was_read_before_the_program_says_it(program):
-    program = Program(steps=program, **SIZES)
+    program = DeviceProgram(steps=program, **SIZES)
     model = judge(program)
     assert not list(beyond(program, model))
     contents = outcomes(program)
@@ -133,5 +135,5 @@ def test_values_in_a_circle_come_to_an_end():
     made = flows.Flows({}, {})
     one, other = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     made.join(one, other, lambda content: content + 1, itself=False)
-    with pytest.raises(Senseless, match="too many outcomes"):
+    with pytest.raises(ForbiddenStep, match="too many outcomes"):
         made.join(other, one, lambda content: content + 1, itself=True)

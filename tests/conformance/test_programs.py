@@ -11,23 +11,29 @@ import torch
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
 from outrider_conformance.programs import language as lang
+from outrider_conformance.programs.execution import SharedStreams, WrongProgramValue
+from outrider_conformance.programs.explanation import script
 from outrider_conformance.programs.families import FAMILIES, Abilities
-from outrider_conformance.programs.judging import script
-from outrider_conformance.programs.language import Memory, Program, Span
+from outrider_conformance.programs.language import DeviceProgram, ElementSpan, ProgramMemory
 from outrider_conformance.programs.model import judge
-from outrider_conformance.programs.nodes import Senseless, Unordered
-from outrider_conformance.programs.running import Stage, WrongValue
-from outrider_conformance.programs.trial import Convicted, convict, share, try_program
+from outrider_conformance.programs.nodes import ForbiddenStep, Unordered
+from outrider_conformance.programs.trial import ProgramFailed, program_count, try_program, try_programs
 
-WHOLE = Span(0, 0, 4)
-WRITE, READ = lang.Fill(0, WHOLE, 7), lang.Download(1, WHOLE, WHOLE)
-RECORD, WAIT = lang.Record(0, 0), lang.Wait(1, 0)
+WHOLE = ElementSpan(0, 0, 4)
+WRITE, READ = lang.FillStep(0, WHOLE, 7), lang.Download(1, WHOLE, WHOLE)
+RECORD, WAIT = lang.RecordStep(0, 0), lang.WaitStep(1, 0)
 LONG = Path(__file__).parent / "long_programs.py"
 
 
 def program(*steps, **more):
-    sizes = {"streams": 2, "buffers": (Memory("int64", 4),), "slots": (Memory("int64", 4),), "events": 2, **more}
-    return Program(steps=steps, **sizes)
+    sizes = {
+        "streams": 2,
+        "buffers": (ProgramMemory("int64", 4),),
+        "slots": (ProgramMemory("int64", 4),),
+        "events": 2,
+        **more,
+    }
+    return DeviceProgram(steps=steps, **sizes)
 
 
 def expected(model, key):
@@ -43,10 +49,10 @@ def expected(model, key):
         ((WRITE, RECORD, READ, WAIT), False),  # the wait is too late
         ((WRITE, RECORD, WAIT, READ, WRITE), False),  # nothing keeps the second write behind the read
         ((WRITE, RECORD, lang.Synchronize("within", 0), READ), True),
-        ((WRITE, RECORD, lang.Record(1, 0), WAIT, READ), False),  # a later generation, of another stream
+        ((WRITE, RECORD, lang.RecordStep(1, 0), WAIT, READ), False),  # a later generation, of another stream
         ((WRITE, lang.Synchronize("stream", 1), READ), False),
         ((WRITE, lang.Elsewhere((RECORD, WAIT)), READ), True),
-        ((WRITE, lang.Together((RECORD,), (lang.Slow(1),)), READ), False),
+        ((WRITE, lang.ThreadsStep((RECORD,), (lang.Slow(1),)), READ), False),
         ((WRITE, RECORD, WAIT, READ, lang.HostRead(0)), False),  # the host waited for nothing
     ],
 )
@@ -59,40 +65,40 @@ def test_the_model_takes_what_edges_order_and_nothing_else(steps, free):
 
 
 def test_the_model_refuses_what_the_contract_forbids():
-    for steps in ((WAIT,), (lang.Replay(0, 0),), (lang.Together((WRITE,), (lang.Record(0, 0),)),)):
-        with pytest.raises(Senseless):
+    for steps in ((WAIT,), (lang.ReplayStep(0, 0),), (lang.ThreadsStep((WRITE,), (lang.RecordStep(0, 0),)),)):
+        with pytest.raises(ForbiddenStep):
             judge(program(*steps))
 
 
 def test_a_racy_read_may_find_each_write_that_nothing_orders_it_with():
-    steps = [lang.Fill(0, WHOLE, 1), RECORD, WAIT, lang.Fill(0, WHOLE, 2)]
-    steps += [lang.Download(1, WHOLE, WHOLE, racy=True), lang.Fill(0, WHOLE, 3), lang.Synchronize("device")]
-    model = judge(program(*steps, lang.Fill(0, WHOLE, 4)))
+    steps = [lang.FillStep(0, WHOLE, 1), RECORD, WAIT, lang.FillStep(0, WHOLE, 2)]
+    steps += [lang.Download(1, WHOLE, WHOLE, racy=True), lang.FillStep(0, WHOLE, 3), lang.Synchronize("device")]
+    model = judge(program(*steps, lang.FillStep(0, WHOLE, 4)))
     found = {int(allowed[0]) for allowed in expected(model, ("slot", 0)).allowed}
     assert found == {1, 2, 3}  # not what was there before, nor what was written when it was over
 
 
 def test_replays_count_and_scalars_are_frozen():
-    buffers = (Memory("int64", 2), Memory("int64", 2))
-    body = (lang.Mix(0, Span(0, 0, 2), Span(0, 0, 2), "scalar"),)
-    steps = (lang.Capture(0, 0, body, scalar=5, value=1), lang.Replay(0, 0, times=3))
+    buffers = (ProgramMemory("int64", 2), ProgramMemory("int64", 2))
+    body = (lang.Mix(0, ElementSpan(0, 0, 2), ElementSpan(0, 0, 2), "scalar"),)
+    steps = (lang.CaptureStep(0, 0, body, scalar=5, value=1), lang.ReplayStep(0, 0, times=3))
     model = judge(program(*steps, buffers=buffers))
     assert expected(model, ("buffer", 0)).allowed[0].tolist() == [92, 92]  # 1 → 8 → 29 → 92
     for name in ("cpu", "sim"):
-        try_program(Stage(Lab(get_backend(name))), model)
+        try_program(SharedStreams(Lab(get_backend(name))), model)
 
 
 def test_a_device_without_graphs_replays_on_the_stream_of_the_replay(monkeypatch):
     """Its callable runs at each replay, and places its work there by name, whatever stream the capture was on."""
-    buffers = (Memory("int64", 2), Memory("int64", 2))
-    mix = lang.Mix(0, Span(0, 0, 2), Span(0, 0, 2), "scalar")
-    capture = lang.Capture(0, 0, (mix,), scalar=5, value=1, fork=2, branch=(mix,), tail=(mix,))
-    behind = (lang.Record(0, 0), lang.Wait(1, 0), lang.Slow(1), lang.Fill(1, Span(0, 0, 2), 2))
-    model = judge(program(capture, *behind, lang.Replay(0, 1, times=2), buffers=buffers, streams=3))
+    buffers = (ProgramMemory("int64", 2), ProgramMemory("int64", 2))
+    mix = lang.Mix(0, ElementSpan(0, 0, 2), ElementSpan(0, 0, 2), "scalar")
+    capture = lang.CaptureStep(0, 0, (mix,), scalar=5, value=1, fork=2, branch=(mix,), tail=(mix,))
+    behind = (lang.RecordStep(0, 0), lang.WaitStep(1, 0), lang.Slow(1), lang.FillStep(1, ElementSpan(0, 0, 2), 2))
+    model = judge(program(capture, *behind, lang.ReplayStep(0, 1, times=2), buffers=buffers, streams=3))
     backend = get_backend("sim")
     declared = replace(backend.capabilities, captures_graphs=False, forks_in_capture=False)
     monkeypatch.setattr(type(backend), "capabilities", declared)
-    try_program(Stage(Lab(backend)), model, 1)  # in orders of which one shows it
+    try_program(SharedStreams(Lab(backend)), model, 1)  # in orders of which one shows it
 
 
 def test_a_pattern_has_every_kind_of_bits():
@@ -103,8 +109,8 @@ def test_a_pattern_has_every_kind_of_bits():
 
 
 def test_shares_come_to_the_whole():
-    assert sum(share(family, 300) for family in FAMILIES) == 300
-    assert Abilities.of(get_backend("cpu")).params
+    assert sum(program_count(family, 300) for family in FAMILIES) == 300
+    assert Abilities.declared_by(get_backend("cpu")).params
 
 
 BROKEN = "sim:events=recycled"  # an event has one completed flag for all its records
@@ -112,8 +118,8 @@ BROKEN = "sim:events=recycled"  # an event has one completed flag for all its re
 
 @pytest.fixture(scope="module")
 def conviction():
-    with pytest.raises(Convicted) as caught:
-        convict(lambda: get_backend(BROKEN), backend=BROKEN, family="order", count=50)
+    with pytest.raises(ProgramFailed) as caught:
+        try_programs(lambda: get_backend(BROKEN), backend=BROKEN, family="order", count=50)
     return str(caught.value)
 
 
@@ -133,9 +139,9 @@ def test_a_failing_program_is_a_script_that_runs_alone(conviction, backend, code
 
 def test_a_script_names_the_steps_of_its_graphs():
     """A kernel may be nowhere but in the body of a capture."""
-    copy = lang.Copy(0, Span(0, 0, 4), Span(1, 0, 4), False)
-    signal = lang.Signal(0, 0, 0, 1, lang.Fill(0, WHOLE, 7), lang.Mix(1, WHOLE, WHOLE, 1), False)
-    steps = (lang.Capture(0, 0, (copy,), scalar=1, value=2), signal)
+    copy = lang.Copy(0, ElementSpan(0, 0, 4), ElementSpan(1, 0, 4), False)
+    signal = lang.Signal(0, 0, 0, 1, lang.FillStep(0, WHOLE, 7), lang.Mix(1, WHOLE, WHOLE, 1), False)
+    steps = (lang.CaptureStep(0, 0, (copy,), scalar=1, value=2), signal)
     text = script(program(*steps), "sim").partition("if __name__")[0]
     found = {}
     exec(compile(text, "failing.py", "exec"), found)
@@ -143,8 +149,8 @@ def test_a_script_names_the_steps_of_its_graphs():
 
 
 def test_the_same_seed_draws_the_same_programs(conviction):
-    with pytest.raises(Convicted) as again:
-        convict(lambda: get_backend(BROKEN), backend=BROKEN, family="order", count=50)
+    with pytest.raises(ProgramFailed) as again:
+        try_programs(lambda: get_backend(BROKEN), backend=BROKEN, family="order", count=50)
     assert str(again.value).partition("A random program")[0] == conviction.partition("A random program")[0]
 
 
@@ -153,8 +159,8 @@ def test_a_wrong_byte_is_found_among_many():
     backend = get_backend("cpu")
     copy = backend._copy_async
     backend._copy_async = lambda to, source: copy(to[:-1], source[:-1])
-    with pytest.raises(WrongValue, match="element 3 is"):
-        try_program(Stage(Lab(backend)), model)
+    with pytest.raises(WrongProgramValue, match="element 3 is"):
+        try_program(SharedStreams(Lab(backend)), model)
 
 
 @pytest.mark.parametrize("count", [pytest.param(250, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)])

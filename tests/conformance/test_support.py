@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider.device import Capabilities, ConfigError
-from outrider_conformance.support import Record, Tier, from_report, load_records, parse_record, render
+from outrider_conformance.support import EvidenceRecord, Tier, from_report, load_records, parse_record, render
 from outrider_conformance.waivers import read_waivers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def test_a_cell_says_what_its_record_shows():
 
 def test_the_best_evidence_wins_and_static_evidence_shows_no_ability():
     run = from_report(REPORT | {"tier": REPORT["tier"] | {"kind": "run on a device", "device": "Chip 9"}})
-    static = Record(backend="chip", tier=Tier.STATIC, device="its wheel", date="2026-11-21", command="pytest")
+    static = EvidenceRecord(backend="chip", tier=Tier.STATIC, device="its wheel", date="2026-11-21", command="pytest")
     assert cell(render([from_report(REPORT), run, static], "command"), "captures_graphs") == "run"
     alone = render([static, from_report(REPORT | {"backend": {"name": "other"}})], "command")
     assert cell(alone, "captures_graphs") == "not run"

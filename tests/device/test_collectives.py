@@ -215,7 +215,7 @@ def test_ranks_must_be_distinct_and_hold_this_one(ranks, rank, timeout_s):
 
 
 def test_without_the_ability_there_is_no_group():
-    backend = CpuBackend().declaring(collectives=False)
+    backend = CpuBackend().with_capabilities(collectives=False)
     with pytest.raises(CapabilityError, match="one rank"):
         backend.create_group("none", ranks=(0,), rank=0, store=HashStore())
 

@@ -234,7 +234,7 @@ def test_freed_memory_stays_with_the_process():
 
     By itself glibc raises the size from which it gives a block back, and then it hangs on what lies behind one: so it's set.
     """
-    if not memory.keep_freed():
+    if not memory.retain_freed_memory():
         pytest.skip("the C library of this system has no mallopt, which the option sets")
     program = """
 import resource, sys, torch
@@ -257,7 +257,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 64)
 
 def test_a_c_library_without_the_setting(monkeypatch):
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
-    assert not memory.keep_freed()
+    assert not memory.retain_freed_memory()
     assert get_backend("cpu").name == "cpu"
     with pytest.raises(CapabilityError, match="no setting for freed=kept"):
         get_backend("cpu:freed=kept")

@@ -49,7 +49,7 @@ def test_kernels_and_policy_are_made_of_the_backend_and_once():
 
 def test_a_view_declares_more_and_shares_the_rest():
     backend = CpuBackend()
-    view = backend.declaring(event_timing=True)
+    view = backend.with_capabilities(event_timing=True)
     assert view.create_event("timed", timing=True).timing
     with pytest.raises(CapabilityError):
         backend.create_event("timed", timing=True)
@@ -60,4 +60,4 @@ def test_a_view_declares_more_and_shares_the_rest():
     with pytest.raises(InterfaceError), backend.on(stream):
         pass
     with pytest.raises(TypeError, match="no_such_ability"):
-        backend.declaring(no_such_ability=True)
+        backend.with_capabilities(no_such_ability=True)

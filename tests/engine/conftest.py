@@ -12,7 +12,7 @@ from outrider import Engine, SamplingParams
 from outrider.engine import prefill_graphs
 from outrider.model import load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
-from outrider.speculative.proposer import PlainProposer
+from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
@@ -37,7 +37,11 @@ class Bundle:
         if speculate == "tree":
             proposer = EagleTreeProposer(self.head, DynamicTree(topk=2, depth=config.draft_tokens))
         else:
-            proposer = EagleProposer(self.head, draft_tokens=config.draft_tokens) if speculate == "eagle" else PlainProposer()
+            proposer = (
+                EagleProposer(self.head, draft_tokens=config.draft_tokens)
+                if speculate == "eagle"
+                else NonSpeculativeProposer()
+            )
         return Engine(self.target, self.backend, proposer=proposer, config=config)
 
     def plain(self, prompt, max_tokens):

@@ -66,14 +66,14 @@ def test_a_router_hits_what_the_pool_hits(history, page_size, count):
         assert len(hit) <= believed
         if drop == 8:
             pool.give_back(hit)
-            pool.forget_all()
+            pool.unregister_all()
             assert not router.tokens
             continue
         needed = -(-len(tokens) // page_size)
         if needed - len(hit) > pool.available:
             pool.give_back(hit)
         else:
-            pages = [*hit, *(pool.take() for _ in range(needed - len(hit)))]
+            pages = [*hit, *(pool.allocate() for _ in range(needed - len(hit)))]
             pool.register(pages, tokens, len(tokens), key, len(hit))
             holders.append(pages)
             assert router.hits(tokens, page_size) == len(tokens) // page_size
@@ -92,7 +92,7 @@ def _chain(key):
 def test_who_comes_late_hears_what_is_known():
     pool, early, late = PagePool(count=9, page_size=2, ahead=1, share=True), Router(), Router()
     pool.watch(CacheEvents(early.hear))
-    pages = [pool.take() for _ in range(3)]
+    pages = [pool.allocate() for _ in range(3)]
     pool.register(pages, (1, 2, 3, 4, 5), 5, None, 0)
     pool.watch(CacheEvents(late.hear))
     assert early == late
@@ -104,14 +104,14 @@ def test_pages_that_differ_in_the_token_ahead_are_one_to_a_router():
     pool = PagePool(count=9, page_size=2, ahead=1, share=True)
     pool.watch(CacheEvents(heard.append))
     for ahead in (7, 8):
-        pages = [pool.take(), pool.take()]
+        pages = [pool.allocate(), pool.allocate()]
         pool.register(pages, (1, 2, ahead), 3, None, 0)
         pool.give_back(pages)
     (stored,) = heard
     assert stored == BlockStored(hashes=stored.hashes, parent=None, tokens=(1, 2), extras=(None,))
-    held = [pool.take() for _ in range(7)]  # one of the two pages goes to another request
+    held = [pool.allocate() for _ in range(7)]  # one of the two pages goes to another request
     assert len(heard) == 1
-    held.append(pool.take())
+    held.append(pool.allocate())
     assert heard[1:] == [BlockRemoved(stored.hashes)]
 
 
@@ -126,7 +126,7 @@ def test_an_engine_tells_of_its_prefixes_and_of_a_spoilt_cache():
     engine.watch_prefix_cache(None)
     engine.generate([[1] * 9], SamplingParams(max_tokens=1))
     assert set(router.tokens) == hashes, "nobody was to be told"
-    engine._scheduler.pages.forget_all()
+    engine._scheduler.pages.unregister_all()
     other = tiny.engine(EagleProposer(tiny.eagle_head(), draft_tokens=2), max_requests=2, page_size=4)
     router = Router()
     other.watch_prefix_cache(router.hear)

@@ -7,7 +7,13 @@ import pytest
 from outrider.device import ConfigError
 from outrider.engine.config import EngineConfig
 from outrider.engine.engine import Engine
-from outrider.engine.requests.draft_length import DraftCosts, FixedLength, FollowLoad, LengthSchedule, usual_lengths
+from outrider.engine.requests.draft_length import (
+    DraftCosts,
+    FixedLength,
+    LengthSchedule,
+    LoadDraftLength,
+    default_draft_lengths,
+)
 from outrider.engine.requests.sampling import SamplingParams
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
@@ -44,18 +50,18 @@ def run(policy, *, requests, shares, iterations=200):
     [(8, (0.8, 0.8, 0.8), 3), (128, (0.8, 0.8, 0.8), 1), (128, (0.1, 0.1, 0.1), 0), (8, (0.05, 0.05, 0.05), 0)],
 )
 def test_the_fastest_length_is_found(requests, shares, length):
-    chosen = run(FollowLoad(COSTS), requests=requests, shares=shares)
+    chosen = run(LoadDraftLength(COSTS), requests=requests, shares=shares)
     assert chosen[-1] == length
     assert sum(a != b for a, b in pairwise(chosen)) <= 3
 
 
 def test_a_length_stays_where_no_other_is_much_faster():
     close = DraftCosts({(0, 8): 5.0, (1, 8): 8.5, (2, 8): 11.1})  # with the prior 0.2, 0.2 and 0.197 tokens a second
-    assert set(run(FollowLoad(close), requests=8, shares=(0.7, 0.7))) == {2}
+    assert set(run(LoadDraftLength(close), requests=8, shares=(0.7, 0.7))) == {2}
 
 
 def test_acceptance_that_comes_back_is_found_out():
-    policy = FollowLoad(COSTS)
+    policy = LoadDraftLength(COSTS)
     run(policy, requests=8, shares=(0.0, 0.0, 0.0))
     assert policy.choose(8, 0) == 0
     chosen = run(policy, requests=8, shares=(0.9, 0.9, 0.9), iterations=8000)
@@ -65,7 +71,7 @@ def test_acceptance_that_comes_back_is_found_out():
 def test_cached_tokens_make_longer_drafts_worth_it():
     """Reading the cache costs the same for each length: the more of it, the less the others' difference weighs."""
     costs = DraftCosts(COSTS.base, dict.fromkeys(range(4), 2e-05 / 640))
-    policy = FollowLoad(costs)
+    policy = LoadDraftLength(costs)
     assert policy.preferred(128, 0) < policy.preferred(128, 128 * 32768)
 
 
@@ -75,7 +81,7 @@ def test_a_batch_beyond_what_was_measured_costs_as_the_largest():
 
 
 def test_usual_lengths():
-    assert [usual_lengths(most) for most in (1, 3, 8)] == [(0, 1), (0, 1, 2, 3), (0, 1, 6, 8)]
+    assert [default_draft_lengths(most) for most in (1, 3, 8)] == [(0, 1), (0, 1, 2, 3), (0, 1, 6, 8)]
 
 
 CHAINS = ["eagle", "eagle3", "mtp", "peagle", "draft-model", "ngram", "suffix", "dflash", "suffix+eagle"]

@@ -15,7 +15,7 @@ from outrider.engine.requests.request import FinishReason
 from outrider.errors import RequestError
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
-from outrider.speculative.proposer import PlainProposer
+from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_proof.guides import Residues, guide
 from outrider_proof.tiny import plain_config
@@ -39,7 +39,7 @@ MODES = {"staged": {}, "graphs": {"graphs": True}, "fused": {"mode": "fused"}}
 def engine_on(device, speculate, *, overlap=True, mode="staged"):
     backend, target, head = device
     proposers = {
-        "none": PlainProposer,
+        "none": NonSpeculativeProposer,
         "eagle": lambda: EagleProposer(head, draft_tokens=3),
         "tree": lambda: EagleTreeProposer(head, DynamicTree(topk=2, depth=2)),
     }

@@ -5,7 +5,7 @@ import pytest
 from outrider.engine.fences import FENCES
 from outrider.registry import get_backend
 from outrider_proof.decode_program import MOVING, DecodeExplorer
-from outrider_proof.fence_log import Drop, Edge, FenceLog
+from outrider_proof.fence_log import Drop, FenceEdge, FenceLog
 from outrider_sanitizer import RaceError
 
 BY_POLICY = {"lengths_on_host", "params_free", "params_bound"}
@@ -40,7 +40,7 @@ def test_with_every_fence_the_sanitizer_is_silent(backend):
     explorer = DecodeExplorer(backend, speculate="eagle")
     for seed in range(PROGRAMS):
         backend.control.reset()
-        explorer.run(explorer.program(seed), backend)
+        explorer.run_program(explorer.program(seed), backend)
 
 
 @pytest.mark.sample(6)
@@ -69,7 +69,7 @@ def test_many_programs_each_under_its_own_schedule(backend, speculate, topk):
         program = explorer.program(seed)
         backend.control.reset()
         result = backend.control.explore(
-            lambda device, program=program: explorer.run(program, device), strategy="mixed", iterations=1, seed=seed
+            lambda device, program=program: explorer.run_program(program, device), strategy="mixed", iterations=1, seed=seed
         )
         assert result.failure is None, (seed, program, str(result.failure.error))
 
@@ -77,15 +77,15 @@ def test_many_programs_each_under_its_own_schedule(backend, speculate, topk):
 def test_a_finding_implies_the_fence_that_would_have_ordered_it():
     log = FenceLog(lambda stream: 0)
     log.edges = [
-        Edge("kept", "a", 5, "b", 5, True),
-        Edge("dropped", "b", 7, "c", 3, False),
-        Edge("elsewhere", "a", 2, "c", 9, False),
+        FenceEdge("kept", "a", 5, "b", 5, True),
+        FenceEdge("dropped", "b", 7, "c", 3, False),
+        FenceEdge("elsewhere", "a", 2, "c", 9, False),
     ]
     assert log.implied(("a", 4), ("c", 3)) == ("dropped",)
     assert log.implied(("a", 5), ("c", 3)) == ()
     assert log.implied(("a", 1), ("c", 9)) == ("dropped", "elsewhere")
     assert log.implied(("a", 4), ("c", 2)) == ()
     assert log.implied(("a", 4), ("b", 5)) == ()  # ordered as it is: nothing to imply
-    log.edges.append(Edge("read back", "c", 4, "host", 8, False))
+    log.edges.append(FenceEdge("read back", "c", 4, "host", 8, False))
     assert log.implied(("c", 3), ("host", 8)) == ("read back",)
     assert log.implied(("c", 3), ("host", 7)) == ()  # the host read before that wait

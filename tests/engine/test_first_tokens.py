@@ -14,7 +14,7 @@ from outrider.engine.requests.batch import PrefillChunk
 from outrider.engine.state.staging import _counted, _slots
 from outrider.registry import get_backend
 from outrider_proof import tiny
-from outrider_trace.timeline import record
+from outrider_trace.timeline import record_timeline
 
 PROMPT = [index % tiny.VOCABULARY for index in range(1, 40)]
 
@@ -25,12 +25,12 @@ def test_a_first_token_does_not_wait_for_the_draft(mode, monkeypatch):
     backend = get_backend("sim")
     engine = Tiny(backend).engine(max_requests=2, max_context=128, mode=mode)
     engine.add_request(PROMPT, SamplingParams(max_tokens=1, ignore_eos=True))
-    with record(backend) as found:
+    with record_timeline(backend) as found:
         while engine.has_unfinished:
             engine.step()
         engine.drain()
-    copied = found.lane("copy")[-1].end
-    behind = [span.name for span in found.lane("forward") if span.start >= copied]
+    copied = found.spans_of("copy")[-1].end
+    behind = [span.name for span in found.spans_of("forward") if span.start >= copied]
     assert behind.count("aten::mm") >= 5  # the fusion, a layer, the output head
 
 

@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM
 from engine.guided_schemas import SCHEMAS, check_fits
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
-from outrider.engine import Choice, Ebnf, JsonObject, JsonSchema, Regex
+from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.requests import grammars, guidance
 from outrider.engine.requests.grammars import Grammars
-from outrider.engine.requests.guidance import Guidance, words_of
+from outrider.engine.requests.guidance import Guidance, mask_words
 from outrider.engine.requests.request import FinishReason
 from outrider.errors import RequestError
 from outrider.model import Tokenizer, load_decoder, load_eagle
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
-from outrider.speculative.proposer import PlainProposer
+from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.guides import Residues
@@ -41,7 +41,7 @@ GUIDES = {
     "schema": JsonSchema(SCHEMA),
     "regex": Regex("(ab|cd){2,4}x\\d*"),
     "grammar": Ebnf('root ::= "(" root ")" | "x"'),
-    "choice": Choice(["yes", "no, never", "maybe"]),
+    "choice": ChoiceGuide(["yes", "no, never", "maybe"]),
 }
 LONGEST = 28
 ENDS = frozenset((0,))
@@ -61,7 +61,7 @@ class Bundled:
 
     def engine(self, speculate="eagle", **config):
         proposers = {
-            "none": PlainProposer,
+            "none": NonSpeculativeProposer,
             "eagle": lambda: EagleProposer(self.head, draft_tokens=3),
             "tree": lambda: EagleTreeProposer(self.head, DynamicTree(topk=2, depth=3)),
         }
@@ -223,7 +223,7 @@ def test_samples_of_a_prompt_are_guided_each(one):
 def test_other_options_come_behind_the_mask(one, cpu):
     ((done, text),) = one(Regex("(foo|bar)+"), temperature=1.0, top_k=1, frequency_penalty=2.0, max_tokens=30)
     assert re.fullmatch("(foo|bar)+", text) or done.finish_reason is FinishReason.LENGTH
-    ((_, text),) = one(Choice(["foo", "bar"]), logit_bias=dict.fromkeys(cpu.tokenizer.encode("bar"), 50.0))
+    ((_, text),) = one(ChoiceGuide(["foo", "bar"]), logit_bias=dict.fromkeys(cpu.tokenizer.encode("bar"), 50.0))
     assert text == "bar"
 
 
@@ -232,15 +232,15 @@ def test_a_special_token_is_refused_without_a_word_and_an_end_is_taken(cpu, capf
     params, (letter,) = SamplingParams(guide=Regex("a*")), cpu.tokenizer.encode("a", special_tokens=False)
     state = made.guidance(params, frozenset())
     for token in (1, cpu.tokenizer.vocab_size + 2):  # the other special one, and one that the tokenizer doesn't know
-        assert "isn't allowed by the guide" in state.take(token)
-    assert [state.take(token) for token in (letter, 0)] == [None, None]
-    assert made.guidance(params, frozenset((1,))).take(1) is None  # a stop token of the request
+        assert "isn't allowed by the guide" in state.accept_token(token)
+    assert [state.accept_token(token) for token in (letter, 0)] == [None, None]
+    assert made.guidance(params, frozenset((1,))).accept_token(1) is None  # a stop token of the request
     assert capfd.readouterr() == ("", "")
 
 
 def test_log_probabilities_are_the_models_own(one, cpu):
     ((free, _),) = one(None, max_tokens=1, logprobs=3)
-    ((guided, _),) = one(Choice(["zebra"]), max_tokens=1, logprobs=3)
+    ((guided, _),) = one(ChoiceGuide(["zebra"]), max_tokens=1, logprobs=3)
     assert guided.logprobs[0].top == free.logprobs[0].top
     assert guided.logprobs[0].logprob < free.logprobs[0].top[-1][1]
 
@@ -349,8 +349,8 @@ WRONG = {
     "assert": lambda: Regex("a(?=b)"),
     "an anchor inside": lambda: Regex("a^b"),
     "65536 times": lambda: Regex("a{100000}"),
-    "1 to 4096 strings": lambda: Choice([]),
-    "strings that": lambda: Choice(["a", ""]),
+    "1 to 4096 strings": lambda: ChoiceGuide([]),
+    "strings that": lambda: ChoiceGuide(["a", ""]),
     "half a character": lambda: Ebnf('root ::= "\ud800"'),
     "guide is 'json'": lambda: SamplingParams(guide="json"),
 }
@@ -441,9 +441,9 @@ def test_masks_along_a_tree_are_those_of_a_walk_to_each_node(data):
     state, taken = Guidance(Residues(vocabulary), vocabulary=vocabulary), []
     for choice in output:
         taken.append(3 * choice + (sum(taken) + len(taken)) % 3)
-        assert state.take(taken[-1]) is None
-    masks = torch.zeros((size + 1, words_of(vocabulary)), dtype=torch.int32)
-    state.along(tokens, parents, masks)
+        assert state.accept_token(taken[-1]) is None
+    masks = torch.zeros((size + 1, mask_words(vocabulary)), dtype=torch.int32)
+    state.fill_draft_masks(tokens, parents, masks)
     for node in range(size + 1):
         way, at = [], node
         while at > 0:
@@ -456,7 +456,7 @@ def test_masks_along_a_tree_are_those_of_a_walk_to_each_node(data):
         wanted = {t for t in range(vocabulary) if not allowed or t % 3 == (sum(walked) + len(walked)) % 3}
         bits = [int(masks[node, t // 32]) >> (t % 32) & 1 for t in range(vocabulary)]
         assert {t for t, bit in enumerate(bits) if bit} == wanted
-    refused = state.take((sum(taken) + len(taken) + 1) % 3)
+    refused = state.accept_token((sum(taken) + len(taken) + 1) % 3)
     assert "isn't allowed by the guide" in refused
 
 
@@ -468,9 +468,9 @@ def test_what_an_interrupted_walk_left_is_undone_before_the_next_mask():
             super().fill(words, index)
 
     state = Guidance(Interrupted(9), vocabulary=9)
-    masks, wanted = torch.zeros((2, words_of(9)), dtype=torch.int32), torch.zeros((1, words_of(9)), dtype=torch.int32)
+    masks, wanted = torch.zeros((2, mask_words(9)), dtype=torch.int32), torch.zeros((1, mask_words(9)), dtype=torch.int32)
     with pytest.raises(KeyboardInterrupt):
-        state.along((0,), (-1, 0), masks)
-    state.first(masks, 0)
+        state.fill_draft_masks((0,), (-1, 0), masks)
+    state.fill_next_mask(masks, 0)
     Residues(9).fill(wanted, 0)
     assert torch.equal(masks[:1], wanted)

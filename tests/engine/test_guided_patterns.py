@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider import SamplingParams
 from outrider.engine import JsonSchema, Regex
 from outrider.engine.requests.grammars import Grammars
-from outrider.engine.requests.guidance import words_of
+from outrider.engine.requests.guidance import mask_words
 from outrider.model import Tokenizer
 
 ENDS = frozenset((0,))
@@ -47,7 +47,7 @@ def test_what_a_pattern_allows_is_what_python_matches(tokenizer, compiler, patte
     assume(not in_json or "|" not in pattern)
     guide = JsonSchema({"type": "string", "pattern": pattern}) if in_json else Regex(pattern)
     state = compiler.guidance(SamplingParams(guide=guide), ENDS)
-    dice, masks, tokens = torch.Generator().manual_seed(seed), torch.zeros((1, words_of(2048)), dtype=torch.int32), []
+    dice, masks, tokens = torch.Generator().manual_seed(seed), torch.zeros((1, mask_words(2048)), dtype=torch.int32), []
     while not state.over:
         state.first(masks, 0)
         allowed = ((masks[0].unsqueeze(-1) >> torch.arange(32)) & 1).flatten().nonzero().flatten()

@@ -9,7 +9,7 @@ from tests.engine.conftest import Bundle
 
 from outrider import SamplingParams
 from outrider.device import CapabilityError, InterfaceError
-from outrider.engine.state.attention_plans import AttentionPlans, Planned
+from outrider.engine.state.attention_plans import AttentionBatchKind, AttentionPlans
 from outrider.model import EagleHead
 from outrider.registry import get_backend
 from outrider_proof import tiny
@@ -18,7 +18,7 @@ from outrider_proof.proposers import NEW_TOKENS, PROMPTS, decoder, program
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError, watch
 from outrider_sim.explore import run_once
-from outrider_sim.host_plans import HostPlan
+from outrider_sim.planned_attention import HostPlan
 from outrider_sim.strategies import Strategy, make_strategy
 
 PROPOSERS = ["eagle", "eagle-tree", "eagle3", "mtp", "draft-model", "draft-model-tree", "ngram-tree", "none"]
@@ -89,8 +89,8 @@ def test_a_chain_is_planned_once_and_a_tree_also_along_its_path(name, graphs, mo
     monkeypatch.setattr(AttentionPlans, "plan", lambda self, what, *rest: (planned.append(what), plan(self, what, *rest))[1])
     backend = get_backend("sim:kernels=host-plans")
     assert run_once(backend, program(name, graphs=graphs), Strategy()) is None
-    assert planned.count(Planned.VERIFY) > 4
-    assert planned.count(Planned.PATH) == (planned.count(Planned.VERIFY) if name == "eagle-tree" else 0)
+    assert planned.count(AttentionBatchKind.VERIFY) > 4
+    assert planned.count(AttentionBatchKind.PATH) == (planned.count(AttentionBatchKind.VERIFY) if name == "eagle-tree" else 0)
 
 
 # -- what is found -------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def stale(when):
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
-@pytest.mark.parametrize(("name", "when"), [("eagle", Planned.VERIFY), ("eagle-tree", Planned.PATH)])
+@pytest.mark.parametrize(("name", "when"), [("eagle", AttentionBatchKind.VERIFY), ("eagle-tree", AttentionBatchKind.PATH)])
 def test_a_stale_plan_is_an_error(name, when, graphs, monkeypatch):
     # Of a path's tokens only the last one goes on behind the last layer's keys and values, and isn't planned.
     one = tiny.eagle_head()
@@ -154,7 +154,7 @@ def test_a_fence_left_out_is_found_and_named(fence):
     for seed in range(4):
         backend.control.reset()
         try:
-            explorer.run(explorer.program(seed), backend)
+            explorer.run_program(explorer.program(seed), backend)
         except RaceError:
             break
     assert fence in explorer.implied()

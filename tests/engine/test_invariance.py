@@ -9,7 +9,7 @@ from drawing import some_and_many
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
-from outrider.speculative.proposer import PlainProposer
+from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
@@ -140,7 +140,7 @@ def makers(bundle, *, invariant):
         if speculate == "tree":
             proposer = EagleTreeProposer(head, DynamicTree(topk=2, depth=3, nodes=5))
         else:
-            proposer = EagleProposer(head, draft_tokens=3) if speculate == "eagle" else PlainProposer()
+            proposer = EagleProposer(head, draft_tokens=3) if speculate == "eagle" else NonSpeculativeProposer()
         return Engine(target, bundle.backend, proposer=proposer, config=config)
 
     return make

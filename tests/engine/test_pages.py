@@ -15,15 +15,15 @@ from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
 
 def test_a_row_is_never_free_twice():
     rows = FreeList("request row", 3)
-    row = rows.take()
+    row = rows.allocate()
     rows.give_back(row)
     for number in (row, 0):
         with pytest.raises(InterfaceError, match="isn't taken"):
             rows.give_back(number)
-    rows.take()
-    rows.take()
+    rows.allocate()
+    rows.allocate()
     with pytest.raises(InterfaceError, match="no request row left"):
-        rows.take()
+        rows.allocate()
 
 
 class Holder:
@@ -61,7 +61,7 @@ def test_a_hit_always_has_the_contents_that_its_tokens_say(history, page_size, a
             pool.give_back(hit)
         else:
             while len(holder.pages) < needed:
-                page = pool.take()
+                page = pool.allocate()
                 assert all(page not in other.pages for other in holders), "a page that somebody holds was handed out"
                 end = (len(holder.pages) + 1) * page_size
                 written[page] = (tokens[:end], tokens[end : end + ahead])
@@ -120,7 +120,7 @@ def test_a_draft_needs_one_token_more_than_the_page():
     """Same page, another token after it: the target's cache would do, an EAGLE head's wouldn't."""
     for ahead, expected in ((0, 1), (1, 0)):
         pool = PagePool(count=9, page_size=2, ahead=ahead, share=True)
-        first = [pool.take(), pool.take()]
+        first = [pool.allocate(), pool.allocate()]
         pool.register(first, (1, 2, 3, 4), 4, None, 0)
         assert len(pool.match((1, 2, 9, 9))[0]) == expected
 
@@ -170,7 +170,7 @@ def test_a_request_that_is_over_takes_no_more_pages():
 
 def test_giving_back_what_nobody_holds_raises():
     pool = PagePool(count=4, page_size=2, ahead=0, share=True)
-    page = pool.take()
+    page = pool.allocate()
     pool.give_back([page])
     with pytest.raises(InterfaceError, match="given back but no request holds it"):
         pool.give_back([page])

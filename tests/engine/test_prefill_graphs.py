@@ -78,7 +78,7 @@ def test_every_proposer_takes_padding_in_or_says_that_it_doesnt(name):
         proposer = MAKERS[name](tiny.target(), tiny.BACKEND)
         with replayed_prefill(size):
             engine = tiny.engine(proposer, max_requests=4, mode="fused", overlap=True)
-        replayed = size and (proposer is None or proposer.takes_padding)
+        replayed = size and (proposer is None or proposer.accepts_padding)
         assert (engine.captured_prefill is not None) == bool(replayed)
         found = engine.generate(prompts, SamplingParams(max_tokens=10))
         assert [done.token_ids for done in found] == [tiny.plain(prompt, 10) for prompt in prompts]
@@ -128,7 +128,7 @@ def test_a_bucket_is_the_least_that_holds_the_chunks(tiny64):
 def test_a_shape_is_rehearsed_once(monkeypatch):
     """On a device that runs a callable before it captures it: each size, and each way to choose tokens."""
     backend, found = get_backend("sim"), {"rehearsed": [], "captured": []}
-    capture, prefill = backend._capture, Prefill.run
+    capture, prefill = backend._capture, Prefill.enqueue_chunks
 
     def rehearsed(name, fn, context, stream, pool):
         with backend.on(stream), backend.rehearsing(context, stream):

@@ -10,7 +10,7 @@ from model.test_kept_rows import Counting
 from outrider import Engine, SamplingParams
 from outrider.model import KeptRows
 from outrider.registry import get_backend
-from outrider.speculative.proposer import PlainProposer
+from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS
 from outrider_proof.tiny import plain_config
@@ -38,7 +38,7 @@ def test_rows_that_go_through_the_last_layers(name):
     """The target's: every token where the proposer reads its states, else one of each prompt; those of what drafts: one."""
     kernels = Counting()
     target = tiny.decoder(kernels=kernels)
-    proposer = MAKERS[name](target, tiny.BACKEND) or PlainProposer()
+    proposer = MAKERS[name](target, tiny.BACKEND) or NonSpeculativeProposer()
     if hasattr(proposer, "_model"):
         proposer._model.kernels = kernels
         for layer in proposer._model._layers:
@@ -71,9 +71,9 @@ def world(request):
 
 def tokens_and_iterations(world, name, prompts, *, graphs, **config):
     with world.backend.on(world.loading):
-        proposer = MAKERS[name](world.target, world.backend) or PlainProposer()
+        proposer = MAKERS[name](world.target, world.backend) or NonSpeculativeProposer()
     world.loading.synchronize()
-    if graphs and (proposer.takes_padding or not proposer.extends):
+    if graphs and (proposer.accepts_padding or not proposer.extends):
         config |= {"mode": "fused"}
     config = plain_config(dtype="float64", max_context=64, **config)
     with replayed_prefill(12):

@@ -194,7 +194,7 @@ def test_how_likely_a_request_ends(left, decoding, accepted, chance):
 
 def test_only_what_a_guide_refuses_counts_as_refused():
     for most, reason in ((1, FinishReason.LENGTH), (2, None)):
-        output = Request(0, (1, 2), SamplingParams(max_tokens=most), frozenset()).take((5,), ())
+        output = Request(0, (1, 2), SamplingParams(max_tokens=most), frozenset()).append_tokens((5,), ())
         assert (output.finish_reason, output.refused) == (reason, False)
 
 

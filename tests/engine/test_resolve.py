@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from outrider import EngineConfig
 from outrider.device import Capabilities, ConfigError, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DecidedConfig
-from outrider.engine.resolve import GIB, Memory, Situation, choose_dtype, resolve
+from outrider.engine.resolve import GIB, CacheMemory, DeviceModelFacts, choose_dtype, resolve
 
 GPU = Capabilities(
     asynchronous=True,
@@ -25,7 +25,7 @@ NPU = replace(
     preferred_dtypes=(torch.bfloat16, torch.float16),
     page_size=128,
 )
-LLAMA_8B = Situation(
+LLAMA_8B = DeviceModelFacts(
     capabilities=GPU,
     step_modes=frozenset(StepMode),
     dtype=torch.bfloat16,
@@ -36,10 +36,10 @@ LLAMA_8B = Situation(
     prompt_token_bytes=135168,
     drafted_token_bytes=24 * 128256,
     request_bytes=4 * 128256,
-    memory=Memory(140 * GIB, 123 * GIB),
+    memory=CacheMemory(140 * GIB, 123 * GIB),
 )
 HOST = replace(
-    LLAMA_8B, capabilities=Capabilities(), memory=Memory(24 * GIB, 20 * GIB, shared=True), context=2048, token_bytes=4096
+    LLAMA_8B, capabilities=Capabilities(), memory=CacheMemory(24 * GIB, 20 * GIB, shared=True), context=2048, token_bytes=4096
 )
 
 
@@ -64,14 +64,14 @@ def test_a_large_gpu_runs_fused_overlapped_with_the_models_context():
     ("gib", "chunk", "requests"), [(141, 8192, 256), (80, 8192, 256), (48, 2048, 64), (24, 2048, 64), (8, 512, 16)]
 )
 def test_sizes_follow_the_memory(gib, chunk, requests):
-    made = decided(replace(LLAMA_8B, memory=Memory(gib * GIB, gib * GIB)))
+    made = decided(replace(LLAMA_8B, memory=CacheMemory(gib * GIB, gib * GIB)))
     assert (made.prefill_chunk, made.max_requests) == (chunk, requests)
     assert f"{gib} GiB" in why(made, "prefill_chunk")
 
 
 def test_the_context_is_what_the_memory_holds():
     """8 GiB beside the weights: less than one request of 131,072 tokens; and the work of a prompt is left room."""
-    made = decided(replace(LLAMA_8B, memory=Memory(24 * GIB, 8 * GIB)))
+    made = decided(replace(LLAMA_8B, memory=CacheMemory(24 * GIB, 8 * GIB)))
     assert made.max_context < 131072
     assert (made.num_pages - 1) * made.page_size >= made.max_context + LLAMA_8B.slots
     assert "holds no more" in why(made, "max_context")
@@ -81,9 +81,9 @@ def test_the_context_is_what_the_memory_holds():
 
 def test_a_memory_that_holds_no_request_is_an_error():
     with pytest.raises(OutOfDeviceMemory, match="room for no request"):
-        decided(replace(LLAMA_8B, memory=Memory(24 * GIB, GIB)))
+        decided(replace(LLAMA_8B, memory=CacheMemory(24 * GIB, GIB)))
     with pytest.raises(OutOfDeviceMemory, match=r"max_context is 131072: 16\.5 GiB"):
-        decided(replace(LLAMA_8B, memory=Memory(24 * GIB, 8 * GIB)), max_context=131072)
+        decided(replace(LLAMA_8B, memory=CacheMemory(24 * GIB, 8 * GIB)), max_context=131072)
 
 
 def test_a_share_of_the_memory_is_that_share():
@@ -105,7 +105,7 @@ def test_a_share_of_the_hosts_memory_leaves_some_for_others():
         with pytest.raises(OutOfDeviceMemory, match=r"kv_memory is .* host has free.* lower it to 0\.89"):
             decided(HOST, kv_memory=share)
     with pytest.raises(OutOfDeviceMemory, match="leave it out, or free memory"):
-        decided(replace(HOST, memory=Memory(24 * GIB, work, shared=True)), kv_memory=0.5)
+        decided(replace(HOST, memory=CacheMemory(24 * GIB, work, shared=True)), kv_memory=0.5)
     assert decided(kv_memory=1).num_pages == 123 * GIB // (16 * LLAMA_8B.token_bytes)  # a device says itself what doesn't fit
 
 

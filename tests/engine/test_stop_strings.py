@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.requests.request import FinishReason
-from outrider.engine.requests.text import StopText
+from outrider.engine.requests.stop_text import StopText
 from outrider.model import StreamDecoder, Tokenizer
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof.tiny import plain_config
@@ -22,12 +22,12 @@ def test_the_text_ends_before_the_first_stop_that_is_completed(parts, wanted, ov
     given_out, used, stopped = "", 0, False
     for index in range(len(parts)):
         stopped, used = watch.push(index), index + 1
-        given_out += watch.take()
+        given_out += watch.pop_certain_text()
         assert "".join(parts[:used]).startswith(given_out)
         if stopped:
             break
     stopped = watch.finish() or stopped
-    given_out += watch.take()
+    given_out += watch.pop_certain_text()
     start = len("".join(parts[:overlook]))
     text = ""
     for index, part in enumerate(parts):

@@ -229,11 +229,11 @@ class Asked(Fence):
 @pytest.mark.parametrize("limit", [None, 2.5])
 def test_the_host_waits_as_long_as_the_limit_says(limit):
     fence, watchdog = Asked(), Watchdog(limit)
-    watched = watchdog.around(lambda inner: inner)(fence)
-    assert "the host: came past no fence yet" in str(watchdog.stuck(watched, "it waits"))
+    watched = watchdog.wrapping(lambda inner: inner)(fence)
+    assert "the host: came past no fence yet" in str(watchdog.stuck_error(watched, "it waits"))
     watched.wait_host()
     assert fence.limits == [limit]
-    assert "the host: came past asked (generation 0)" in str(watchdog.stuck(watched, "it waits"))
+    assert "the host: came past asked (generation 0)" in str(watchdog.stuck_error(watched, "it waits"))
 
 
 @pytest.mark.parametrize("takes", [0.03, 0.1, 0.5, 2.0])

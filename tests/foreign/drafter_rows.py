@@ -26,9 +26,9 @@ def main(strategy: str) -> None:
 
     launches = install()
     from outrider_vllm import engine
-    from outrider_vllm.workloads import Workload, spread
+    from outrider_vllm.workloads import Workload, prompt_without_repeats
 
-    prompts = tuple(spread(3 * at, 4 + at) for at in range(8))
+    prompts = tuple(prompt_without_repeats(3 * at, 4 + at) for at in range(8))
     work = Workload(name="rows", purpose="rows go to other requests", rounds=(prompts,), stop_after=ENDS)
     batches: list[set[str]] = []
     proposals: list[tuple[Any, Any, dict[int, str]]] = []
@@ -51,7 +51,7 @@ def main(strategy: str) -> None:
         return int
 
     with tempfile.TemporaryDirectory() as folder:
-        outcome = engine.run(
+        outcome = engine.run_workload(
             backend,
             launches,
             Path(folder),

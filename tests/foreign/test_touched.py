@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider_vllm.triton_touched import MAX_RANGES, Place, Touched, runs
+from outrider_vllm.triton_recorder import MAX_RANGES, RecordedAccesses, StorageRange, merge_adjacent
 
 HERE = Path(__file__).parent
 
@@ -18,51 +18,51 @@ def at(*addresses):
 
 
 def place(base=1000, nbytes=100_000, storage=7):
-    return Place(base=base, nbytes=nbytes, storage=storage, argument="x")
+    return StorageRange(base=base, nbytes=nbytes, storage=storage, argument="x")
 
 
 def test_neighbours_are_one_range():
-    starts, ends = runs(at(16, 8, 12, 40, 44, 8), 4)
+    starts, ends = merge_adjacent(at(16, 8, 12, 40, 44, 8), 4)
     assert list(zip(starts.tolist(), ends.tolist(), strict=True)) == [(8, 20), (40, 48)]
 
 
 def test_only_what_the_mask_lets_through_is_touched():
-    touched = Touched()
-    touched.note(at(1000, 1004, 1008, 1012), np.array([True, False, False, True]), 4, write=True)
-    touched.note(at(1100), np.array(False), 4, write=False)
+    touched = RecordedAccesses()
+    touched.record_access(at(1000, 1004, 1008, 1012), np.array([True, False, False, True]), 4, write=True)
+    touched.record_access(at(1100), np.array(False), 4, write=False)
     found, nowhere = touched.accesses([place()])
     assert [(a.start, a.end, a.write) for a in found] == [(0, 4, True), (12, 16, True)]
     assert nowhere == 0
 
 
 def test_elements_of_different_sizes_are_joined_where_they_lie_over_each_other():
-    touched = Touched()
-    touched.note(at(1000, 1008), True, 8, write=False)
-    touched.note(at(1012, 1016), True, 4, write=False)
+    touched = RecordedAccesses()
+    touched.record_access(at(1000, 1008), True, 8, write=False)
+    touched.record_access(at(1012, 1016), True, 4, write=False)
     found, _ = touched.accesses([place()])
     assert [(a.start, a.end) for a in found] == [(0, 20)]
 
 
 def test_ranges_go_to_the_storage_that_they_lie_in():
-    touched = Touched()
-    touched.note(at(1000, 2000, 5000, 500), True, 4, write=True)
+    touched = RecordedAccesses()
+    touched.record_access(at(1000, 2000, 5000, 500), True, 4, write=True)
     found, nowhere = touched.accesses([place(base=2000, nbytes=8, storage=2), place(base=1000, nbytes=8, storage=1)])
     assert sorted((a.storage, a.start, a.end) for a in found) == [(1, 0, 4), (2, 0, 4)]
     assert nowhere == 2  # 5000 lies behind the last, 500 before the first
 
 
 def test_ranges_alike_at_one_distance_are_one_strided_access():
-    touched = Touched()
-    touched.note(np.arange(1000, 1000 + 64 * 50, 64, dtype=np.uint64), True, 8, write=True)
+    touched = RecordedAccesses()
+    touched.record_access(np.arange(1000, 1000 + 64 * 50, 64, dtype=np.uint64), True, 8, write=True)
     found, _ = touched.accesses([place()])
     assert len(found) == 1
     assert (found[0].shape, found[0].stride, found[0].start, found[0].end) == ((50, 8), (64, 1), 0, 64 * 49 + 8)
 
 
 def test_many_ranges_are_joined_at_the_smallest_gaps():
-    touched = Touched()
+    touched = RecordedAccesses()
     starts = np.cumsum(np.tile([8, 40], MAX_RANGES), dtype=np.uint64) + np.uint64(1000)  # gaps of 4 and 36 bytes in turn
-    touched.note(starts, True, 4, write=True)
+    touched.record_access(starts, True, 4, write=True)
     found, _ = touched.accesses([place()])
     assert len(found) == MAX_RANGES
     covered = sum(a.end - a.start for a in found)

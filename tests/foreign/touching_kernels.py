@@ -10,9 +10,9 @@ import torch
 from outrider import get_backend
 from outrider_sanitizer import watch
 from outrider_sim.tensor import SimTensor
-from outrider_vllm.install import triton_on_sim
+from outrider_vllm.install import install_triton
 
-launches = triton_on_sim()
+launches = install_triton()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
@@ -52,7 +52,7 @@ def seen(backend, steps):
 
 def main():
     backend = get_backend("sim")
-    show = launches.show
+    show = launches.host_address
     SimTensor.data_ptr = lambda self: show(self)
     found = {}
 
@@ -104,7 +104,7 @@ def main():
         torch.sim.synchronize()
 
     found["atomic"] = seen(backend, atomic)
-    found["nowhere"] = launches.nowhere
+    found["nowhere"] = launches.unknown_accesses
     print(json.dumps(found), flush=True)
     os._exit(0)  # Triton's end of process meets tensors of a device that is gone
 

@@ -22,7 +22,7 @@ from dynamo.common.backend.publisher import ZmqSource
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 from outrider.device import DeviceLost
-from outrider.engine.requests.guides import Choice
+from outrider.engine.requests.guides import ChoiceGuide
 from outrider.integrations import dynamo as adapter
 from outrider.integrations.dynamo import OutriderEngine, sampling_params
 from outrider.speculative.eagle import EagleProposer
@@ -159,7 +159,7 @@ def test_sampling_options_arrive():
     guided = sampling_params(
         {"token_ids": [1], "sampling_options": {"guided_decoding": {"choice": ["a", "b"]}}}, max_context=9
     )
-    assert guided.guide == Choice(("a", "b"))
+    assert guided.guide == ChoiceGuide(("a", "b"))
     unseeded = [sampling_params({"token_ids": [1]}, max_context=9) for _ in range(2)]
     assert unseeded[0].temperature == 1.0
     assert unseeded[0].seed != unseeded[1].seed

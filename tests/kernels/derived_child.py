@@ -26,8 +26,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from kernels.devices import DEVICES
 from kernels.test_derive import products, shards
 from outrider.model.shapes import SHAPES
-from outrider_triton.derive import choose, shared_bytes
-from outrider_triton.derive_attention import Heads, attention_bytes, cut, reads_early, ring_bytes
+from outrider_triton.derive import choose_config, shared_bytes
+from outrider_triton.derive_attention import (
+    AttentionHeads,
+    attention_bytes,
+    can_read_before_wait,
+    derive_attention_launch,
+    streamed_attention_bytes,
+)
 from outrider_triton.jit import (
     attention,
     attention_streamed,
@@ -39,12 +45,12 @@ from outrider_triton.jit import (
     quantized,
     streamed,
 )
-from outrider_triton.jit.tma_pipeline import PIECE
+from outrider_triton.jit.tma_pipeline import PIECE_COLUMNS
 from outrider_triton.launch import power_of_two
-from outrider_triton.planes_ops import activates
+from outrider_triton.nibble_plane_ops import computes_swiglu
 from outrider_triton.quantized_ops import plan
 from outrider_triton.streamed import registers
-from outrider_triton.table import BUCKETS, STREAMED, TALL
+from outrider_triton.table import BUCKETS, LARGE_M, STREAMED
 from outrider_tune.quantized import RandomFormat, random_quantized
 
 OF = {"sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "L4", "sm_90": "H100", "sm_100": "B200", "sm_120": "RTX 5090"}
@@ -66,15 +72,15 @@ def chosen(facts, shapes):
     for shape in shapes:
         half = shape.head_size // 2
         for (operator, n, k), m in itertools.product(products(shape), BUCKETS):
-            config = choose(facts, operator, m=m, n=n, k=k, half=half)
+            config = choose_config(facts, operator, m=m, n=n, k=k, half=half)
             if config is not None:
                 even = k % (config.split * config.block_k) == 0
                 found.setdefault((operator, config, even), (k, half))
         group, kv_heads = shape.heads // shape.kv_heads, shape.kv_heads
         for (batch, width), cached, item in itertools.product(((1, 1), (1, 4), (8, 8), (64, 4)), (512, 16384), (2, 4)):
             for page in (0, 16):
-                heads = Heads(group=group, kv_heads=kv_heads, size=shape.head_size, bytes=item, page=page)
-                made = cut(facts, heads, batch=batch, max_query=width, max_kv=cached, tuned=None)
+                heads = AttentionHeads(group=group, kv_heads=kv_heads, size=shape.head_size, bytes=item, page=page)
+                made = derive_attention_launch(facts, heads, batch=batch, max_query=width, max_kv=cached, tuned=None)
                 block = replace(made, split=min(made.split, 16)).as_list()
                 found.setdefault(("attention", tuple(block), item), heads)
     return found
@@ -82,7 +88,7 @@ def chosen(facts, shapes):
 
 def product(facts, operator, config, even, k, half, target):
     pdl = facts.pdl
-    if config.descriptor == TALL:
+    if config.descriptor == LARGE_M:
         ends = {"x": descriptor(config.block_m, config.block_k), "w": descriptor(config.block_n, config.block_k)}
         own = {"STEPS": k // config.block_k, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
         own |= {"TOKEN_STAGES": config.ahead, "GROUPS": config.warps // 4, "bias": None, "HAS_BIAS": False, "PDL": pdl}
@@ -160,14 +166,14 @@ def chosen_quantized(facts, shapes):
         way = way_of(facts, name)
         stored = way.stored(QUANTIZED_AS[name][0])
         for (_, n, k), m, operator in itertools.product(products(shape), BUCKETS, ("linear_parts", "linear")):
-            config = choose(facts, operator, m=m, n=n, k=k, stored=stored)
+            config = choose_config(facts, operator, m=m, n=n, k=k, stored=stored)
             if config is not None:
                 even = k % (config.split * config.block_k) == 0
                 found.setdefault(("quantized", config, even, name, "linear_parts"), (way, stored, 0))
         half = shape.head_size // 2
         for (operator, n, k), m in itertools.product(products(shape), BUCKETS):
             if (way.native and operator == "linear_silu_mul") or (way.ring and operator == "linear_rope"):
-                config = choose(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
+                config = choose_config(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
                 if config is not None:
                     found.setdefault(("quantized", config, True, name, operator), (way, stored, half))
     return found
@@ -210,7 +216,7 @@ def in_a_ring(facts, config, half, target):
     given |= {"BLOCK_M": config.block_m, "STAGES": config.stages, "HAS_BIAS": False, "bias": None, "MAX_REGISTERS": 112}
     given["GATED"] = False
     types = {**ends, "out": WIDE if config.split > 1 else HALF}
-    if not half and activates(config, 1):
+    if not half and computes_swiglu(config, 1):
         itself = {**types, "x": HALF}, {**given, "GATED": True, "grains": None, "MAX_REGISTERS": 128}
         compiled(GluonASTSource, nibble_planes_streamed.streamed_planes, *itself, target)
     return compiled(GluonASTSource, nibble_planes_streamed.streamed_planes, types, given, target)
@@ -218,7 +224,7 @@ def in_a_ring(facts, config, half, target):
 
 def e4m3_in_a_ring(facts, config, operator, half, target):
     """A product of operands in e4m3 that come through a ring."""
-    columns = min(config.block_k, PIECE.value)
+    columns = min(config.block_k, PIECE_COLUMNS.value)
     ends = {"x": descriptor(config.block_m, columns, "fp8e4nv"), "w": descriptor(config.block_n, columns, "fp8e4nv")}
     given = {**PLAIN, "FOLD": True, "ADD": False, "ROWS": 1, "HALF": half, "STEPS": 16, "PDL": facts.pdl}
     given |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
@@ -242,7 +248,7 @@ def few(facts, found):
             ring = " ring" if key[1][5] else ""
             kind, size = f"attention {key[2]}{ring}", bytes_of_attention(facts, beside, key[1])
         else:
-            kind = {STREAMED: "ring", TALL: "tall"}.get(key[1].descriptor, "product")
+            kind = {STREAMED: "ring", LARGE_M: "tall"}.get(key[1].descriptor, "product")
             size = shared_bytes(facts, key[0], key[1])
         if kind != "attention 4" and (kind not in kinds or size > kinds[kind][0]):
             kinds[kind] = size, key
@@ -255,7 +261,7 @@ def measured(facts, key, beside, target):
         way, stored, half = beside
         return quantized_product(facts, *key[1:], way, half, target), shared_bytes(facts, key[4], key[1], stored)
     if key[0] == "attention":
-        settled = facts.pdl and reads_early(key[1])
+        settled = facts.pdl and can_read_before_wait(key[1])
         made = looked_back(facts, key[1], key[2], beside, target, settled=settled)
         return made, bytes_of_attention(facts, beside, key[1])
     operator, config, even = key
@@ -264,7 +270,7 @@ def measured(facts, key, beside, target):
 
 def bytes_of_attention(facts, heads, block):
     rows, kv, _, _, stages, ring = block
-    return ring_bytes(heads, rows, kv, stages) if ring else attention_bytes(facts, heads, rows, kv)
+    return streamed_attention_bytes(heads, rows, kv, stages) if ring else attention_bytes(facts, heads, rows, kv)
 
 
 def part_of(given):
@@ -289,7 +295,7 @@ def compile_part(architecture, which, part, shapes):
             wrong += 1
             print(json.dumps({**said, "failed": f"{type(error).__name__}: {error}"[:500]}), flush=True)
             continue
-        slow = key[0] != "attention" and key[1].descriptor in (STREAMED, TALL) and one_by_one(made)
+        slow = key[0] != "attention" and key[1].descriptor in (STREAMED, LARGE_M) and one_by_one(made)
         wrong += slow or not made.metadata.shared <= expected <= facts.shared_bytes
         said |= {"one by one": True} if slow else {}
         print(json.dumps({**said, "taken": made.metadata.shared, "expected": expected}), flush=True)

@@ -27,10 +27,10 @@ from on_device import going, in_a_graph, microseconds, waited, watched, wrong
 
 from outrider.device import KernelSet
 from outrider_triton import expert_ops
-from outrider_triton.facts import facts_of
+from outrider_triton.device_facts import facts_of
 from outrider_triton.jit import experts as jit
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.launch import ahead
+from outrider_triton.launch import compile_only
 
 QWEN = 128, 8, 2048, 768
 """Experts, those of a token, hidden size, inner size."""
@@ -122,7 +122,7 @@ def compile_one(shape, tokens, size, gates, outputs):
         weights = torch.empty(experts, 2 * inner, hidden, **half), torch.empty(experts, hidden, inner, **half)
         names = torch.zeros(tokens, count, device="cuda", dtype=torch.int64)
         operands = torch.empty(tokens, hidden, **half), torch.empty(tokens, count, device="cuda"), names
-        with ahead():
+        with compile_only():
             product(operands, weights, size, gates, outputs)
     except Exception as error:  # whatever a compiler raises
         return f"{type(error).__name__}: {str(error)[:300]}"

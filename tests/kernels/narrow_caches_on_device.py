@@ -19,7 +19,7 @@ if sys.argv[1:] == ["cpu"]:
 import torch
 
 from outrider.device import AttentionMetadata, KernelSet, Product, QuantizedProduct, RotaryArgs
-from outrider_triton.facts import DeviceFacts, facts_of
+from outrider_triton.device_facts import DeviceFacts, facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 

@@ -23,12 +23,12 @@ import torch
 from on_device import going, in_a_graph, microseconds, waited, watched, wrong
 
 from outrider.device import KernelSet
-from outrider_triton import planes_ops  # noqa: F401  (registers the operator)
-from outrider_triton.derive import _plane_rings, rank, shared_bytes
-from outrider_triton.facts import facts_of
-from outrider_triton.launch import ahead
-from outrider_triton.planes_ops import DIGITS, in_planes, laying
-from outrider_triton.quantized_ops import Plan
+from outrider_triton import nibble_plane_ops  # noqa: F401  (registers the operator)
+from outrider_triton.derive import _streamed_nibbles, rank_configs, shared_bytes
+from outrider_triton.device_facts import facts_of
+from outrider_triton.launch import compile_only
+from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, permute_rows, row_layout
+from outrider_triton.quantized_ops import ProductPlan
 from outrider_triton.table import STREAMED, MatmulConfig
 from outrider_tune.quantized import random_format, random_quantized
 
@@ -38,7 +38,7 @@ ERROR = 6e-3
 """Relative to the largest number of the row: a rounding of bfloat16 is 4e-3, and the reference rounds nothing."""
 PRODUCTS = {"qkv": (6144, 4096), "output": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
 ROTATE = 200 << 20
-STORED = Plan("block", False, 128, 128, planes=True, ring=True).stored("int4")
+STORED = ProductPlan("block", False, 128, 128, planes=True, can_stream=True).stored("int4")
 KNOWN = {  # of tests/data/quantized_products_h200.json, at one token
     "qkv": (10.5, [(8, 32, 256, 4, 2, 5, 1792, 0, 0), (8, 64, 1024, 4, 4, 2, 1792, 0, 48)]),
     "output": (8.1, [(8, 32, 512, 4, 2, 4, 2560, 0, 0), (8, 64, 1024, 4, 4, 2, 2560, 0, 0)]),
@@ -63,10 +63,12 @@ def compile_one(config, n, k, biased):
         device = torch.device("cuda")
         data = torch.empty(n, k // 2, dtype=torch.uint8, device=device)
         scales = torch.empty(n, k // 128, dtype=torch.float32, device=device)
-        x = in_planes(torch.empty(min(config.block_m, 8), k, dtype=torch.bfloat16, device=device), False, laying(config))
+        x = permute_rows(
+            torch.empty(min(config.block_m, 8), k, dtype=torch.bfloat16, device=device), False, row_layout(config)
+        )
         bias = torch.empty(n, dtype=torch.bfloat16, device=device) if biased else None
         own = torch.bfloat16, "block", 128, 128, True, config.as_list(), True
-        with ahead():
+        with compile_only():
             torch.ops.outrider.linear_quantized.triton_planes(x, data, scales, None, bias, [1, 128], *own)
     except Exception as error:  # whatever a compiler raises
         return f"{type(error).__name__}: {str(error)[:300]}"
@@ -80,12 +82,12 @@ def cut(facts, n, k, *, m, split, warps, box, waves):
     """Those that fit, in units of 512 columns and of 256."""
     found = [
         config
-        for config in _plane_rings(facts, "linear_parts", m, n, k, 0, STORED)
+        for config in _streamed_nibbles(facts, "linear_parts", m, n, k, 0, STORED)
         if (config.split, config.warps, config.block_n) == (split, warps, box)
-        and config.each == -(-n * split // (facts.processors * waves * box)) * box
+        and config.rows_per_program == -(-n * split // (facts.processors * waves * box)) * box
         and shared_bytes(facts, "linear_parts", config, STORED) <= facts.shared_bytes
     ]
-    return list({config.ahead: config for config in found}.values())
+    return list({config.prefetch_columns: config for config in found}.values())
 
 
 def cases(facts):
@@ -124,7 +126,7 @@ def check(facts, compiled, device, end):
             name = f"{n} x {k}, {m} tokens, bias {biased}, {config.as_list()}"
             going(name)
             try:
-                rows = in_planes(x[:m], False, DIGITS)
+                rows = permute_rows(x[:m], False, INT8_COMPONENTS)
                 made = in_a_graph(partial(product, rows, weight, bias if biased else None, config), times=2)
                 made = made.sum(0) if config.split > 1 else made
                 off = wrong(made, right[:m] if biased else right[:m] - bias.double())
@@ -144,11 +146,15 @@ def check(facts, compiled, device, end):
 def timed(facts, name, m):
     """Cuts of a product, the derived one first; those without a ring last."""
     n, k = PRODUCTS[name]
-    found = [config for config in rank(facts, "linear_parts", m=m, n=n, k=k, stored=STORED) if config.descriptor == STREAMED]
+    found = [
+        config
+        for config in rank_configs(facts, "linear_parts", m=m, n=n, k=k, stored=STORED)
+        if config.descriptor == STREAMED
+    ]
     found = [config for config in found if config.block_n == 16 or config is found[0]]
     kinds = {}
     for config in found:  # the best of each kind first
-        kinds.setdefault((config.split, config.warps, config.ahead), []).append(config)
+        kinds.setdefault((config.split, config.warps, config.prefetch_columns), []).append(config)
     order = [
         config
         for each in zip(*(row[:2] + [None] * (2 - len(row)) for row in kinds.values()), strict=False)
@@ -172,7 +178,7 @@ def times(facts, name, compiled, device, end):
             if time.monotonic() > end or (config, n, k, False) not in compiled:
                 continue
             going(f"{name}, {config.as_list()}")
-            x = in_planes(tokens, False, laying(config))
+            x = permute_rows(tokens, False, row_layout(config))
             try:
                 us = microseconds(
                     lambda number, x=x, config=config: product(x, weights[number % len(weights)], None, config), repeats=5

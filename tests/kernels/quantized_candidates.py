@@ -16,14 +16,14 @@ import torch
 from on_device import microseconds
 
 from outrider.device import KernelSet
-from outrider_triton.derive import rank
-from outrider_triton.facts import facts_of
+from outrider_triton.derive import rank_configs
+from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.launch import ahead
-from outrider_triton.planes_ops import in_planes, laying
+from outrider_triton.launch import compile_only
+from outrider_triton.nibble_plane_ops import permute_rows, row_layout
 from outrider_triton.quantized_ops import plan, quantized_rows
 from outrider_triton.table import MatmulConfig
-from outrider_triton.variants import Scope
+from outrider_triton.variants import VariantScope
 from outrider_tune.quantized import random_format, random_quantized
 
 SHAPES = {"gate and up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096), "output": (4096, 4096)}
@@ -40,8 +40,8 @@ CUTS = {
 
 def candidates(facts, stored, m, n, k, name):
     """The derived one first; then each cut with all its rows, and with a share that all multiprocessors have alike."""
-    found = rank(facts, "linear_parts", m=m, n=n, k=k, stored=stored)[:2]
-    early = found[0].ahead
+    found = rank_configs(facts, "linear_parts", m=m, n=n, k=k, stored=stored)[:2]
+    early = found[0].prefetch_columns
     for rows, columns, warps, stages in CUTS["int4" if name.startswith("int4") else "fp8"]:
         for split in (1, 2, 4):
             shares = {0} | {-(-n * split // (facts.processors * waves * 8)) * 8 for waves in (1, 2, 3, 4, 6)}
@@ -62,7 +62,7 @@ def copied(device):
 def prepared(x, weight, way, config):
     """Tokens as the kernel before leaves them, and what goes with them."""
     if way.planes:
-        return in_planes(x, False, laying(config)), {"laid": True}
+        return permute_rows(x, False, row_layout(config)), {"laid": True}
     if weight.activations:
         rows, scales = quantized_rows(x, weight.activations, weight.activation_group, None, weight.data.dtype, False)
         return rows, {"scales": scales, "dtype": x.dtype}
@@ -92,7 +92,7 @@ def main() -> None:
         return call
 
     # All of them are compiled first, several at a time.
-    scope, small = Scope(), {}
+    scope, small = VariantScope(), {}
     with scope.entered():
         for name, _, n, k in jobs:
             weight = small.setdefault((name, k), random_quantized(random_format(name), 1024, k, device=device))
@@ -100,7 +100,7 @@ def main() -> None:
             drawn = torch.randn(tokens[0], k, device=device).to(torch.bfloat16)
             for config in candidates(facts, way.stored(weight.format), tokens[0], n, k, name):
                 x, beside = prepared(drawn, weight, way, config)
-                with ahead():
+                with compile_only():
                     call_of([weight], x, way, config, beside)(0)
     print(json.dumps({"copy_GB/s": round(rate / 1e9), "compiled_s": round(time.monotonic() - begun, 1)}), flush=True)
     reference, best = KernelSet(), {}

@@ -20,10 +20,10 @@ from on_device import in_a_graph, wrong
 from outrider.device import AttentionMetadata, KernelSet, QuantizedProduct, RotaryArgs
 from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton import variants
-from outrider_triton.derive import rank
-from outrider_triton.facts import facts_of
+from outrider_triton.derive import rank_configs
+from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.launch import ahead
+from outrider_triton.launch import compile_only
 from outrider_triton.table import load
 from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 from outrider_tune.timing import microseconds
@@ -127,8 +127,14 @@ def candidates(kernels, key, *, most=12):
     """The likeliest, no more than two of which differ in how much is on its way alone."""
     operator, stored, n, k, m, half = key
     found, alike = [], {}
-    for config in rank(kernels.facts, operator, m=m, n=n, k=k, half=half, stored=stored):
-        cut = config.split, config.warps, config.descriptor, config.each, config.ahead or config.block_n
+    for config in rank_configs(kernels.facts, operator, m=m, n=n, k=k, half=half, stored=stored):
+        cut = (
+            config.split,
+            config.warps,
+            config.descriptor,
+            config.rows_per_program,
+            config.prefetch_columns or config.block_n,
+        )
         alike[cut] = alike.get(cut, 0) + 1
         if alike[cut] <= 2 and (config.descriptor or not half):
             found.append(config)
@@ -141,7 +147,7 @@ def search(layers, chosen):
     with variants._compiling():
         for key, config in ((key, config) for key, found in ways.items() for config in found):
             old, chosen[key] = chosen[key], config
-            with ahead():
+            with compile_only():
                 layers.run()
             chosen[key] = old
     measured = {}

@@ -16,7 +16,7 @@ import torch
 from on_device import in_a_graph, wrong
 
 from outrider.device import KernelSet, QuantizedProduct, RotaryArgs
-from outrider_triton.facts import facts_of
+from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 

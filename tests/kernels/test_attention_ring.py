@@ -13,28 +13,34 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES
 from outrider.device import AttentionMetadata, KernelSet
 from outrider_triton import attention_ops
-from outrider_triton.derive_attention import Heads, cut, programs, ring_bytes, through_ring
+from outrider_triton.derive_attention import (
+    AttentionHeads,
+    can_stream_attention,
+    derive_attention_launch,
+    streamed_attention_bytes,
+    unsplit_programs,
+)
 from outrider_triton.jit import attention_streamed
 from outrider_triton.table import AttentionConfig
 
 H200 = DEVICES["H200"]
-LLAMA = Heads(group=4, kv_heads=8, size=128, bytes=2, page=16)
+LLAMA = AttentionHeads(group=4, kv_heads=8, size=128, bytes=2, page=16)
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (14, 2), (28, 4), (32, 32), (8, 1), (64, 1)])
 def test_a_ring_fits_and_fills_the_device(heads, kv_heads, size):
     for page, batch, width, cached in product((8, 16, 128), (1, 3, 8, 32, 128), (1, 4, 8), (512, 32768)):
-        of = Heads(group=heads // kv_heads, kv_heads=kv_heads, size=size, bytes=2, page=page)
+        of = AttentionHeads(group=heads // kv_heads, kv_heads=kv_heads, size=size, bytes=2, page=page)
         for tuned in (None, AttentionConfig(128, 8, 4, 2, True)):
-            made = cut(H200, of, batch=batch, max_query=width, max_kv=cached, tuned=tuned)
-            assert made.ring is (width * of.group <= 32)
-            if not made.ring:
+            made = derive_attention_launch(H200, of, batch=batch, max_query=width, max_kv=cached, tuned=tuned)
+            assert made.streamed is (width * of.group <= 32)
+            if not made.streamed:
                 continue
-            assert ring_bytes(of, made.block_rows, made.block_kv, made.stages) <= H200.shared_bytes
+            assert streamed_attention_bytes(of, made.block_rows, made.block_kv, made.stages) <= H200.shared_bytes
             assert of.group <= made.block_rows <= 32
             assert made.split * made.block_kv <= max(cached, made.block_kv)
-            filled = made.split * programs(of, made.block_rows, batch, width) > H200.processors // 2
+            filled = made.split * unsplit_programs(of, made.block_rows, batch, width) > H200.processors // 2
             assert filled or made.split == 32 or cached < 32768
             assert tuned or made.stages >= 2
 
@@ -53,16 +59,20 @@ def test_a_ring_fits_and_fills_the_device(heads, kv_heads, size):
     ids=str,
 )
 def test_others_come_by_pointers(other):
-    made = cut(H200, replace(LLAMA, **other), batch=1, max_query=1, max_kv=640, tuned=AttentionConfig(64, 8, 4, 3, True))
-    assert not made.ring
-    assert not cut(DEVICES["A100"], LLAMA, batch=1, max_query=1, max_kv=640, tuned=None).ring
+    made = derive_attention_launch(
+        H200, replace(LLAMA, **other), batch=1, max_query=1, max_kv=640, tuned=AttentionConfig(64, 8, 4, 3, True)
+    )
+    assert not made.streamed
+    assert not derive_attention_launch(DEVICES["A100"], LLAMA, batch=1, max_query=1, max_kv=640, tuned=None).streamed
 
 
 def test_what_was_measured_decides_between_them():
-    assert cut(H200, LLAMA, batch=8, max_query=4, max_kv=640, tuned=None).ring
-    assert not cut(H200, LLAMA, batch=8, max_query=4, max_kv=640, tuned=AttentionConfig(64, 4, 8, 2)).ring
-    assert through_ring(H200, LLAMA, 32)
-    assert not through_ring(H200, LLAMA, 64)
+    assert derive_attention_launch(H200, LLAMA, batch=8, max_query=4, max_kv=640, tuned=None).streamed
+    assert not derive_attention_launch(
+        H200, LLAMA, batch=8, max_query=4, max_kv=640, tuned=AttentionConfig(64, 4, 8, 2)
+    ).streamed
+    assert can_stream_attention(H200, LLAMA, 32)
+    assert not can_stream_attention(H200, LLAMA, 64)
 
 
 def drawn(lengths, width, heads, kv_heads, size, page, *, device, dtype=torch.bfloat16, tree=False, extra=0):

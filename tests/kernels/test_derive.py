@@ -20,12 +20,12 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import ConfigError
-from outrider.model.shapes import SHAPES, decoder_shape, shard
-from outrider_triton.derive import OPERATORS, choose, estimate, rank, shared_bytes
-from outrider_triton.derive_attention import Heads, attention_bytes, cut, programs
-from outrider_triton.facts import DeviceFacts, facts_of
+from outrider.model.shapes import SHAPES, decoder_shape, shard_config
+from outrider_triton.derive import OPERATORS, choose_config, estimate_seconds, rank_configs, shared_bytes
+from outrider_triton.derive_attention import AttentionHeads, attention_bytes, derive_attention_launch, unsplit_programs
+from outrider_triton.device_facts import DeviceFacts, facts_of
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import BUCKETS, STREAMED, TALL, AttentionConfig, MatmulConfig
+from outrider_triton.table import BUCKETS, LARGE_M, STREAMED, AttentionConfig, MatmulConfig
 
 MODELS = sorted(set(SHAPES) - {"tiny"})
 
@@ -54,7 +54,7 @@ def shards(name):
     config = SHAPES[name]
     for ranks in (1, 2, 4, 8):
         with suppress(ConfigError):
-            yield decoder_shape(shard(config, ranks), torch.bfloat16)
+            yield decoder_shape(shard_config(config, ranks), torch.bfloat16)
 
 
 def check(facts, operator, config, n, k, m, half):
@@ -64,7 +64,7 @@ def check(facts, operator, config, n, k, m, half):
     assert config.block_m >= m or config.descriptor != STREAMED, "a ring reads its weight once"
     if operator not in ("linear_parts",):
         assert config.split == 1
-    if config.descriptor == TALL:
+    if config.descriptor == LARGE_M:
         assert facts.rings
         assert operator == "linear_silu_mul"
         assert (k % config.block_k, n // 2 % config.block_n, config.each % config.block_n) == (0, 0, 0)
@@ -104,7 +104,7 @@ def test_every_product_has_a_configuration_that_fits(device, model):
     for shape in (whole, *(rest if device == "H100" else rest[:1])):
         for (operator, n, k), m in itertools.product(products(shape), (8, 32, 128) if shape is not whole else BUCKETS):
             half = shape.head_size // 2
-            config = choose(facts, operator, m=m, n=n, k=k, half=half)
+            config = choose_config(facts, operator, m=m, n=n, k=k, half=half)
             if config is None:  # the library's, and never where few tokens read the whole weight
                 assert m > 64 or (operator == "linear_add_scaled" and (k > 2 * n or m > 32))
                 continue
@@ -119,25 +119,25 @@ def test_attention_fits_and_fills_the_device(device, bytes_of):
     for size, (heads, kv_heads), batch, width, cached in itertools.product(
         (64, 96, 128, 256), all_heads, (1, 8, 32, 128), (1, 4, 8), (512, 32768)
     ):
-        of = Heads(group=heads // kv_heads, kv_heads=kv_heads, size=size, bytes=bytes_of)
+        of = AttentionHeads(group=heads // kv_heads, kv_heads=kv_heads, size=size, bytes=bytes_of)
         for tuned in (None, AttentionConfig(128, 8, 8, 2)):
-            made = cut(facts, of, batch=batch, max_query=width, max_kv=cached, tuned=tuned)
+            made = derive_attention_launch(facts, of, batch=batch, max_query=width, max_kv=cached, tuned=tuned)
             assert attention_bytes(facts, of, made.block_rows, made.block_kv) <= facts.shared_bytes
             assert made.block_rows >= of.group
             assert made.block_kv >= 16
             # What a long context can be shared out to, it is.
-            filled = made.split * programs(of, made.block_rows, batch, width) >= facts.processors
+            filled = made.split * unsplit_programs(of, made.block_rows, batch, width) >= facts.processors
             assert filled or made.split == 32 or cached < 32768
             assert made.split * made.block_kv <= max(cached, made.block_kv)
 
 
 def test_a_capacity_changes_no_share_of_a_short_context():
     """A capture knows the capacity alone: with many splits a short context is cut as if it were captured for itself."""
-    heads = Heads(group=4, kv_heads=8, size=128, bytes=2)
+    heads = AttentionHeads(group=4, kv_heads=8, size=128, bytes=2)
     facts = DEVICES["H200"]
 
     def shares(capacity, length):
-        made = cut(facts, heads, batch=1, max_query=4, max_kv=capacity, tuned=None)
+        made = derive_attention_launch(facts, heads, batch=1, max_query=4, max_kv=capacity, tuned=None)
         share = ceil(ceil(length / made.block_kv) / made.split) * made.block_kv
         return ceil(length / share)
 
@@ -154,15 +154,15 @@ def test_the_rule_is_near_what_was_measured():
     facts, timed = DEVICES["H200"], 0
     for row in data["matmul"]:
         operator, n, k, m = row["operator"], row["n"], row["k"], max(row["m"], 8)
-        ranked = rank(facts, operator, m=m, n=n, k=k, half=64)
-        best = estimate(facts, operator, ranked[0], m=m, n=n, k=k)
+        ranked = rank_configs(facts, operator, m=m, n=n, k=k, half=64)
+        best = estimate_seconds(facts, operator, ranked[0], m=m, n=n, k=k)
         if row["config"] is not None:
-            tuned = estimate(facts, operator, MatmulConfig(*row["config"]), m=m, n=n, k=k)
+            tuned = estimate_seconds(facts, operator, MatmulConfig(*row["config"]), m=m, n=n, k=k)
             assert best <= tuned <= 1.2 * best, (operator, n, k, m, best, tuned)
         if row.get("best"):
             us, *config = row["best"][0]
             timed += 1
-            guess = 1e6 * estimate(facts, operator, MatmulConfig(*config), m=m, n=n, k=k)
+            guess = 1e6 * estimate_seconds(facts, operator, MatmulConfig(*config), m=m, n=n, k=k)
             assert 0.67 < guess / us < 1.33, (operator, n, k, m)
     assert timed > 20
 
@@ -171,17 +171,19 @@ def test_the_table_and_the_rule_choose_the_same_kind():
     """Few tokens: rings in the layers of an H200, as measured, parts until the device is full; the library's above."""
     facts = DEVICES["H200"]
     for m, k in itertools.product((8, 16, 32), (4096, 14336)):
-        made = choose(facts, "linear_parts", m=m, n=4096, k=k)
+        made = choose_config(facts, "linear_parts", m=m, n=4096, k=k)
         assert made.descriptor == STREAMED
-        assert -(-4096 // made.each) // (1 if made.split == 1 else 2) * made.split in range(100, 265)
-    assert choose(facts, "linear", m=128, n=6144, k=4096) is None
-    assert choose(facts, "linear_silu_mul", m=128, n=28672, k=4096) == MatmulConfig(128, 16, 64, 1, 8, 4, 5, TALL, 112)
+        assert -(-4096 // made.rows_per_program) // (1 if made.split == 1 else 2) * made.split in range(100, 265)
+    assert choose_config(facts, "linear", m=128, n=6144, k=4096) is None
+    assert choose_config(facts, "linear_silu_mul", m=128, n=28672, k=4096) == MatmulConfig(
+        128, 16, 64, 1, 8, 4, 5, LARGE_M, 112
+    )
     # 132 programs of 136 pairs: 8 of them in a tile of their own, as long as a full one.
-    assert choose(facts, "linear_silu_mul", m=128, n=34816, k=5120) is None
-    assert choose(facts, "linear_add_scaled", m=8, n=4096, k=14336) is None
-    small = choose(DEVICES["RTX 4090"], "linear_parts", m=8, n=4096, k=4096)
+    assert choose_config(facts, "linear_silu_mul", m=128, n=34816, k=5120) is None
+    assert choose_config(facts, "linear_add_scaled", m=8, n=4096, k=14336) is None
+    small = choose_config(DEVICES["RTX 4090"], "linear_parts", m=8, n=4096, k=4096)
     assert small.descriptor == 0
-    assert choose(facts, "linear", m=129, n=4096, k=4096) is None
+    assert choose_config(facts, "linear", m=129, n=4096, k=4096) is None
 
 
 def test_derived_and_measured_live_together():
@@ -191,7 +193,7 @@ def test_derived_and_measured_live_together():
     known, unknown = torch.empty(6144, 4096, dtype=torch.bfloat16), torch.empty(6144, 2048, dtype=torch.bfloat16)
     assert kernels.matmul_config("linear", known[:4], known) == MatmulConfig(16, 64, 256, 1, 4, 5, 256, 0, 48)
     assert kernels.matmul_config("linear", known[:128], known) is None  # the library won
-    expected = choose(DEVICES["H200"], "linear", m=4, n=6144, k=2048)
+    expected = choose_config(DEVICES["H200"], "linear", m=4, n=6144, k=2048)
     assert kernels.matmul_config("linear", unknown[:4], unknown) == expected is not None
     assert kernels.matmul_config("linear", unknown.float()[:4], unknown.float()) is None
     wide = torch.empty(4, 8, 128, dtype=torch.float32)
@@ -206,19 +208,27 @@ def test_facts_come_from_what_a_device_says():
     )  # fmt: skip
     facts = facts_of(hopper)
     assert (facts.architecture, facts.capability, facts.shared_bytes) == ("sm_90", 90, 232448)
-    assert (facts.pdl, facts.rings) == (True, True)
+    assert (facts.pdl, facts.streams_products) == (True, True)
     assert facts.bytes_per_second == 20e9 * 132  # nothing said
     assert facts_of(SimpleNamespace(**vars(hopper), memory_clock_rate=3201000, memory_bus_width=6016)).bandwidth > 4.5e12
     older = facts_of(SimpleNamespace(major=8, minor=6, multi_processor_count=82))
     assert (older.architecture, older.shared_bytes, older.pdl) == ("sm_86", 99 << 10, False)
     amd = facts_of(SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", warp_size=64, multi_processor_count=304))
-    assert (amd.architecture, amd.capability, amd.warp, amd.shared_bytes, amd.rings) == ("gfx942", 0, 64, 65536, False)
+    assert (amd.architecture, amd.capability, amd.warp, amd.shared_bytes, amd.streams_products) == (
+        "gfx942",
+        0,
+        64,
+        65536,
+        False,
+    )
 
 
 def test_less_shared_memory_makes_smaller_programs():
     """The net itself: a device with a quarter of it is given nothing that needs more."""
     facts = replace(DEVICES["H200"], architecture="sm_89", shared_bytes=48 << 10, processor_shared=64 << 10)
-    found = [choose(facts, operator, m=m, n=4096, k=4096, half=64) for operator, m in itertools.product(OPERATORS, (8, 32))]
+    found = [
+        choose_config(facts, operator, m=m, n=4096, k=4096, half=64) for operator, m in itertools.product(OPERATORS, (8, 32))
+    ]
     assert all(config is not None for config in found)
     for (operator, _), config in zip(itertools.product(OPERATORS, (8, 32)), found, strict=True):
         assert shared_bytes(facts, operator, config) <= 48 << 10

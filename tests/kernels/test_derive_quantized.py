@@ -8,16 +8,23 @@ import pytest
 import torch
 
 from kernels.devices import DEVICES
-from outrider_triton.derive import candidates, choose, estimate, rank, shared_bytes, size_of
+from outrider_triton.derive import (
+    candidate_configs,
+    choose_config,
+    config_tokens,
+    estimate_seconds,
+    rank_configs,
+    shared_bytes,
+)
 from outrider_triton.launch import power_of_two
-from outrider_triton.quantized_ops import Plan, plan
+from outrider_triton.quantized_ops import ProductPlan, plan
 from outrider_triton.table import STREAMED, MatmulConfig
 from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 
 H200 = DEVICES["H200"]
 STORED = {
-    "int4": Plan("block", False, 128, 128, planes=True).stored("int4"),
-    "fp8": Plan("row", True, 4096, 0).stored("fp8"),
+    "int4": ProductPlan("block", False, 128, 128, planes=True).stored("int4"),
+    "fp8": ProductPlan("row", True, 4096, 0).stored("fp8"),
 }
 WEIGHTS = {
     "qkv": (6144, 4096),
@@ -39,7 +46,7 @@ def test_of_what_was_measured_a_fast_one_is_ranked_first(case):
     def expected(row):
         block_m, block_n, block_k, split, warps, stages, each, _ = row
         config = MatmulConfig(block_m, block_n, block_k, split, warps, stages, 512, 0, each)
-        return estimate(H200, "linear_parts", config, m=int(tokens), n=n, k=k, stored=STORED[form])
+        return estimate_seconds(H200, "linear_parts", config, m=int(tokens), n=n, k=k, stored=STORED[form])
 
     first, best = min(MEASURED[case], key=expected), min(MEASURED[case], key=lambda row: row[-1])
     assert first[-1] <= 1.12 * best[-1], (first, best)
@@ -61,9 +68,9 @@ def stored_as(form, facts):
 def test_of_many_tokens_a_fast_one_is_chosen(case, tokens):
     form, product, _ = case.split(", ")
     n, k = WEIGHTS[product]
-    config = choose(H200, "linear_parts", m=tokens, n=n, k=k, stored=stored_as(form, H200))
+    config = choose_config(H200, "linear_parts", m=tokens, n=n, k=k, stored=stored_as(form, H200))
     took = {tuple(row[:-1]): row[-1] for row in MANY[case]["ours"]}
-    found = took[(*config.as_list()[:6], config.each)]
+    found = took[(*config.as_list()[:6], config.rows_per_program)]
     assert found <= 1.07 * min(took.values())
     assert found < MANY[case]["library"]
 
@@ -73,11 +80,11 @@ def test_of_many_tokens_a_fast_one_is_chosen(case, tokens):
 def test_every_device_has_a_choice_for_many_tokens_that_fits(device, form):
     facts, stored = DEVICES[device], stored_as(form, DEVICES[device])
     for n, k in WEIGHTS.values():
-        ranked = rank(facts, "linear_parts", m=100, n=n, k=k, stored=stored)
+        ranked = rank_configs(facts, "linear_parts", m=100, n=n, k=k, stored=stored)
         assert ranked
         for config in ranked:
             assert shared_bytes(facts, "linear_parts", config, stored) <= facts.shared_bytes
-        assert choose(facts, "linear_parts", m=129, n=n, k=k, stored=stored) is None
+        assert choose_config(facts, "linear_parts", m=129, n=n, k=k, stored=stored) is None
 
 
 @pytest.mark.parametrize("form", STORED)
@@ -86,25 +93,25 @@ def test_every_device_has_a_choice_for_many_tokens_that_fits(device, form):
 def test_every_device_has_a_choice_that_keeps_its_processors_busy(device, form, tokens):
     facts = DEVICES[device]
     for n, k in WEIGHTS.values():
-        assert candidates(facts, "linear_parts", m=tokens, n=n, k=k, stored=STORED[form])
-        first = rank(facts, "linear_parts", m=tokens, n=n, k=k, stored=STORED[form])[0]
-        programs = -(-n // (first.each or first.block_n)) * first.split * -(-tokens // first.block_m)
+        assert candidate_configs(facts, "linear_parts", m=tokens, n=n, k=k, stored=STORED[form])
+        first = rank_configs(facts, "linear_parts", m=tokens, n=n, k=k, stored=STORED[form])[0]
+        programs = -(-n // (first.rows_per_program or first.block_n)) * first.split * -(-tokens // first.block_m)
         assert programs >= 0.4 * facts.processors, first
 
 
 RINGS = json.loads((DATA / "plane_rings_h200.json").read_text())
 """Microseconds of products of four bits through rings at one token, behind their configurations; 2026-11-24."""
-RING = Plan("block", False, 128, 128, planes=True, ring=True).stored("int4")
+RING = ProductPlan("block", False, 128, 128, planes=True, can_stream=True).stored("int4")
 
 
 @pytest.mark.parametrize("product", WEIGHTS)
 @pytest.mark.parametrize("tokens", [1, 8, 16, 32])
 def test_four_bits_come_through_a_ring_where_tokens_are_few(tokens, product):
     n, k = WEIGHTS[product]
-    first = choose(H200, "linear_parts", m=tokens, n=n, k=k, stored=RING)
+    first = choose_config(H200, "linear_parts", m=tokens, n=n, k=k, stored=RING)
     assert (first.descriptor == STREAMED) is (tokens <= 16)
     for device in ("A100", "B200", "MI300X"):
-        found = candidates(DEVICES[device], "linear_parts", m=tokens, n=n, k=k, stored=RING)
+        found = candidate_configs(DEVICES[device], "linear_parts", m=tokens, n=n, k=k, stored=RING)
         assert not any(config.descriptor for config in found), device
 
 
@@ -113,7 +120,7 @@ def test_of_the_rings_that_were_measured_a_fast_one_is_ranked_first(case):
     n, k = WEIGHTS[case.split(", ")[0]]
     first = min(
         RINGS[case],
-        key=lambda row: estimate(H200, "linear_parts", MatmulConfig(*row[:-1]), m=1, n=n, k=k, stored=RING, gap=0.0),
+        key=lambda row: estimate_seconds(H200, "linear_parts", MatmulConfig(*row[:-1]), m=1, n=n, k=k, stored=RING, gap=0.0),
     )
     best = min(RINGS[case], key=lambda row: row[-1])
     assert first[-1] <= 1.08 * best[-1], (first, best)
@@ -122,11 +129,16 @@ def test_of_the_rings_that_were_measured_a_fast_one_is_ranked_first(case):
 @pytest.mark.parametrize(("n", "k"), [*WEIGHTS.values(), (1000, 1024), (4096, 896), (512, 28672)])
 def test_a_ring_is_cut_so_that_a_launch_takes_it(n, k):
     for tokens in (8, 16):
-        found = candidates(H200, "linear_parts", m=tokens, n=n, k=k, stored=RING)
+        found = candidate_configs(H200, "linear_parts", m=tokens, n=n, k=k, stored=RING)
         for config in (config for config in found if config.descriptor == STREAMED):
             assert k == config.split * config.block_k
-            assert config.block_k % config.ahead == config.each % config.block_n == 64 % config.block_n == 0
-            assert 1 <= config.warps // 4 <= config.block_k // config.ahead
+            assert (
+                config.block_k % config.prefetch_columns
+                == config.rows_per_program % config.block_n
+                == 64 % config.block_n
+                == 0
+            )
+            assert 1 <= config.warps // 4 <= config.block_k // config.prefetch_columns
             assert (config.block_m, config.stages > 1) == (tokens, True)
             assert config.stages % (config.warps // 4) == 0  # a place belongs to one group of warps
             assert shared_bytes(H200, "linear_parts", config, RING) <= H200.shared_bytes
@@ -135,14 +147,14 @@ def test_a_ring_is_cut_so_that_a_launch_takes_it(n, k):
 @pytest.mark.parametrize(("rows", "k", "half"), [(6144, 4096, 64), (3072, 2048, 32), (4608, 3584, 64), (96, 1024, 8)])
 @pytest.mark.parametrize("tokens", [4, 8, 16])
 def test_a_ring_that_turns_is_cut_so_that_a_launch_takes_it(tokens, rows, k, half):
-    found = candidates(H200, "linear_rope", m=tokens, n=rows, k=k, half=half, stored=RING)
+    found = candidate_configs(H200, "linear_rope", m=tokens, n=rows, k=k, half=half, stored=RING)
     assert found
     for config in found:
         assert (config.descriptor, config.block_n, config.split, config.block_k) == (STREAMED, 8, 1, k)
-        assert config.each % 8 == half % 8 == 0
-        assert -(-rows // (2 * config.each)) <= 3 * H200.processors
+        assert config.rows_per_program % 8 == half % 8 == 0
+        assert -(-rows // (2 * config.rows_per_program)) <= 3 * H200.processors
         assert shared_bytes(H200, "linear_rope", config, RING) <= H200.shared_bytes
-    assert not candidates(H200, "linear_rope", m=tokens, n=rows, k=k, half=12, stored=RING)
+    assert not candidate_configs(H200, "linear_rope", m=tokens, n=rows, k=k, half=12, stored=RING)
 
 
 IN_LAYERS = json.loads((Path(__file__).resolve().parents[1] / "data" / "quantized_layers.json").read_text())
@@ -157,12 +169,12 @@ def test_in_a_layer_a_fast_one_is_ranked_first(device, case):
     layer, product = case.split(", ")
     (form, sequences), (operator, size) = layer.split(), product.split()
     tokens, (n, k) = prod(map(int, sequences.split("x"))), map(int, size.split("x"))
-    fp8 = Plan("row", True, power_of_two(k), 0, ring=True).stored("fp8")
+    fp8 = ProductPlan("row", True, power_of_two(k), 0, can_stream=True).stored("fp8")
     stored = RING if form == "int4" else fp8
-    m, rows = size_of(tokens, stored), IN_LAYERS[device][case]
+    m, rows = config_tokens(tokens, stored), IN_LAYERS[device][case]
     first = min(
         rows,
-        key=lambda row: estimate(DEVICES[device], operator, MatmulConfig(*row[:-1]), m=m, n=n, k=k, stored=stored),
+        key=lambda row: estimate_seconds(DEVICES[device], operator, MatmulConfig(*row[:-1]), m=m, n=n, k=k, stored=stored),
     )
     best = min(rows, key=lambda row: row[-1])
     assert first[-1] <= (1.02 if tokens < 16 else 1.04) * best[-1], (first, best)

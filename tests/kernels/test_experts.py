@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from drawing import some_and_many
 from kernels.devices import DEVICES
 from outrider.device import KernelSet
-from outrider.model.quantization.layouts import moved
+from outrider.model.quantization.layouts import to_device
 from outrider.model.shapes import SHAPES
 from outrider_triton.derive import shared_bytes
 from outrider_triton.expert_ops import laid_out_pairs, sorted_pairs
@@ -137,7 +137,7 @@ def test_what_is_derived_fits(name, shape):
             assert isinstance(cut, MatmulConfig)
             assert shared_bytes(kernels.facts, operator, cut) <= kernels.facts.shared_bytes
             assert cut.block_m >= (size or tokens)
-            assert not cut.each
+            assert not cut.rows_per_program
             assert cut.split == 1
 
 
@@ -167,7 +167,7 @@ def test_quantised_experts(name, tokens, kernels, device):
     down = random_quantized(way, count * hidden, inner, device=cpu, generator=dice)
     weights, names = REFERENCE.route(normal(tokens, count, seed=1), chosen, renormalize=True)
     x = normal(tokens, hidden, seed=2).half()
-    first, second = (moved(each, device) for each in (gate_up, down))
+    first, second = (to_device(each, device) for each in (gate_up, down))
     made = kernels.experts_quantized(x.to(device), weights.to(device), names.to(device), first, second).cpu()
     right = REFERENCE.experts_quantized(x.double(), weights.double(), names, gate_up, down)
     own = REFERENCE.experts_quantized(x, weights, names, gate_up, down)

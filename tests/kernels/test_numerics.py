@@ -250,12 +250,12 @@ def test_logits_are_read_once(kernels, device, monkeypatch):
 
 @pytest.mark.parametrize("vocabulary", [32000, 128256, 151936])
 def test_a_vocabulary_is_shared_out_until_each_processor_has_several_programs(vocabulary):
-    from outrider_triton.launch import shares
+    from outrider_triton.launch import vocabulary_shares
 
     for rows in (8, 16, 32, 100, 128, 512, 1024):
-        count = shares(rows, vocabulary, 132)
-        assert rows * count >= 4 * 132 or count == shares(1, vocabulary, 132)
-    assert shares(128, vocabulary, 132) > 4 or vocabulary < 2**14
+        count = vocabulary_shares(rows, vocabulary, 132)
+        assert rows * count >= 4 * 132 or count == vocabulary_shares(1, vocabulary, 132)
+    assert vocabulary_shares(128, vocabulary, 132) > 4 or vocabulary < 2**14
 
 
 def test_what_was_decided_is_published_from_within_a_larger_table(kernels, device, monkeypatch):
@@ -331,7 +331,7 @@ def test_rows_of_a_wider_tensor_are_normed_without_a_copy(kernels, device, monke
 
 
 def test_a_table_decides(device):
-    from outrider_triton.derive import choose
+    from outrider_triton.derive import choose_config
     from outrider_triton.kernelset import TritonKernels
     from outrider_triton.table import parse
 
@@ -354,8 +354,8 @@ def test_a_table_decides(device):
     assert config_for(1) == config_for(4) == MatmulConfig(*config)
     assert config_for(9) is config_for(16) is None  # torch's own was faster there
     assert config_for(5) == config_for(8) == MatmulConfig(*config)  # its tile has room for 16
-    assert config_for(17) == choose(SMALL, "linear", m=17, n=48, k=64)  # not measured, so derived
-    assert config_for(4, weight[:40]) == choose(SMALL, "linear", m=4, n=40, k=64)
+    assert config_for(17) == choose_config(SMALL, "linear", m=17, n=48, k=64)  # not measured, so derived
+    assert config_for(4, weight[:40]) == choose_config(SMALL, "linear", m=4, n=40, k=64)
     assert config_for(129) is None
     assert config_for(4, weight.double()) is None
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.device import ConfigError
-from outrider_conformance.rank_processes import RankProcesses
+from outrider_conformance.rank_processes import TaskProcesses
 from outrider_cuda import plugin
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 def two(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")]))
-    with RankProcesses("cpu", 2) as ranks:
+    with TaskProcesses("cpu", 2) as ranks:
         yield ranks
 
 

@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.test_numerics import close
 from outrider.device import KernelSet, RotaryArgs
 from outrider_triton import streamed
-from outrider_triton.facts import facts_of
+from outrider_triton.device_facts import facts_of
 from outrider_triton.jit import nibble_planes_streamed
-from outrider_triton.planes_ops import DIGITS, activates, digits_of, in_planes, room
+from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, allocate_rows, component_views, computes_swiglu, permute_rows
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import STREAMED, MatmulConfig
 from outrider_tune.quantized import random_format, random_quantized
@@ -48,14 +48,17 @@ def test_each_operand_goes_where_the_kernel_has_it(config, said):
     m = min(5, made.block_m)
     weight, x = weight_of(1000, 1024, torch.device("cpu")), torch.zeros(m, 1024, dtype=torch.bfloat16)
     out = torch.empty(made.split, m, 1000)
-    rows, grains = room(x, x.shape, DIGITS)
+    rows, grains = allocate_rows(x, x.shape, INT8_COMPONENTS)
     streamed.multiply_planes(rows.view(2 * m, -1)[:, :1024], grains, weight.data, weight.scales, None, out, made, True)
     assert set(said) - {"grid", "warps"} == set(nibble_planes_streamed.streamed_planes.arg_names)
-    assert (said["grid"], said["warps"]) == ((-(-1000 // made.each), made.split), 4)
-    assert (said["m"], said["n"], said["groups"], said["rows_per_program"]) == (m, 1000, 8, made.each)
-    assert said["steps"] == said["STEPS"] == 1024 // made.split // made.ahead
-    assert (said["TILES"], said["GROUPS"]) == (-(-made.each // 64), made.warps // 4)
-    assert (said["x"].block_shape, said["w"].block_shape) == ([2 * made.block_m, made.ahead], [made.block_n, made.ahead // 2])
+    assert (said["grid"], said["warps"]) == ((-(-1000 // made.rows_per_program), made.split), 4)
+    assert (said["m"], said["n"], said["groups"], said["rows_per_program"]) == (m, 1000, 8, made.rows_per_program)
+    assert said["steps"] == said["STEPS"] == 1024 // made.split // made.prefetch_columns
+    assert (said["TILES"], said["GROUPS"]) == (-(-made.rows_per_program // 64), made.warps // 4)
+    assert (said["x"].block_shape, said["w"].block_shape) == (
+        [2 * made.block_m, made.prefetch_columns],
+        [made.block_n, made.prefetch_columns // 2],
+    )
     assert said["w"].base.dtype is said["x"].base.dtype is torch.int8
     assert said["scales"] is weight.scales
     assert said["grains"] is grains
@@ -79,7 +82,7 @@ def test_gate_and_up_of_one_token_go_to_the_product(config, said):
     both, out = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.empty(made.split, 1, 1000)
     streamed.multiply_gated_planes(both, weight.data, weight.scales, None, out, made, True)
     assert set(said) - {"grid", "warps"} == set(nibble_planes_streamed.streamed_planes.arg_names)
-    assert (said["grid"], said["m"], said["GATED"]) == ((-(-1000 // made.each), made.split), 1, True)
+    assert (said["grid"], said["m"], said["GATED"]) == ((-(-1000 // made.rows_per_program), made.split), 1, True)
     assert said["steps"] == said["STEPS"] == 2048 // made.split // 512
     assert said["x"] is both
     assert said["grains"] is None
@@ -92,12 +95,12 @@ def test_gate_and_up_of_one_token_go_to_the_product(config, said):
 def test_which_products_take_gate_and_up():
     """One token alone, units of 512 columns, and no more of them than a group of warps has registers for."""
     takes = [4, 16, 4096, 1, 4, 4, 512, STREAMED, 64]
-    assert activates(MatmulConfig(*takes), 1)
-    assert not activates(MatmulConfig(*takes), 2)
-    assert not activates(MatmulConfig(4, 16, 4096, 1, 4, 4, 256, STREAMED, 64), 1)
-    assert not activates(MatmulConfig(4, 16, 4608, 1, 4, 4, 512, STREAMED, 64), 1)
-    assert activates(MatmulConfig(4, 16, 8192, 1, 8, 4, 512, STREAMED, 64), 1)
-    assert not activates(MatmulConfig(4, 64, 512, 1, 4, 4, 512, 0, 64), 1)
+    assert computes_swiglu(MatmulConfig(*takes), 1)
+    assert not computes_swiglu(MatmulConfig(*takes), 2)
+    assert not computes_swiglu(MatmulConfig(4, 16, 4096, 1, 4, 4, 256, STREAMED, 64), 1)
+    assert not computes_swiglu(MatmulConfig(4, 16, 4608, 1, 4, 4, 512, STREAMED, 64), 1)
+    assert computes_swiglu(MatmulConfig(4, 16, 8192, 1, 8, 4, 512, STREAMED, 64), 1)
+    assert not computes_swiglu(MatmulConfig(4, 64, 512, 1, 4, 4, 512, 0, 64), 1)
 
 
 @pytest.mark.parametrize("config", ACTIVATING, ids=str)
@@ -111,7 +114,7 @@ def test_what_a_product_gates_itself_has_the_bits_of_two_kernels(dtype, n, confi
     none[:, 128:256] = 0.0
     odd[0, 700], odd[0, 2048 + 1500] = float("inf"), float("nan")
     for each in (both, small, none, odd):
-        laid = torch.ops.outrider.silu_mul.triton(each, True, DIGITS)
+        laid = torch.ops.outrider.silu_mul.triton(each, True, INT8_COMPONENTS)
         own = dtype, "block", 128, 128, True, config, True
         held = weight.data, weight.scales, None, None, [1, 128]
         apart = torch.ops.outrider.linear_quantized.triton_planes(laid, *held, *own)
@@ -147,17 +150,22 @@ TURNING = [[4, 8, 1024, 1, 8, 2, 512, STREAMED, 24], [8, 8, 1024, 1, 4, 3, 256, 
 def test_what_turns_goes_where_the_kernel_has_it(config, said):
     heads, kv_heads, size, m = 6, 2, 64, 3
     _, rotary, q = turned_operands(heads, kv_heads, size, m, torch.device("cpu"), torch.bfloat16)
-    rows, _ = room(q, (m, 1024), DIGITS)
+    rows, _ = allocate_rows(q, (m, 1024), INT8_COMPONENTS)
     weight = weight_of((heads + 2 * kv_heads) * size, 1024, torch.device("cpu"))
     made = MatmulConfig(*config)
-    streamed.rope_write_cache_planes(*digits_of(rows, 1024), weight.data, weight.scales, None, rotary, q, made, True)
+    streamed.rope_write_cache_planes(*component_views(rows, 1024), weight.data, weight.scales, None, rotary, q, made, True)
     assert set(said) - {"grid", "warps"} == set(nibble_planes_streamed.streamed_planes.arg_names)
-    assert said["grid"] == (-(-320 // made.each), 1)
-    assert (said["HALF"], said["TILES"], said["heads"], said["kv_heads"]) == (32, -(-made.each // 32), heads, kv_heads)
+    assert said["grid"] == (-(-320 // made.rows_per_program), 1)
+    assert (said["HALF"], said["TILES"], said["heads"], said["kv_heads"]) == (
+        32,
+        -(-made.rows_per_program // 32),
+        heads,
+        kv_heads,
+    )
     assert [said[name] for name in ("cos", "sin", "k_cache", "v_cache", "slots")] == list(rotary)
     assert (said["angles_token"], said["cache_slot"], said["cache_head"]) == (size, kv_heads * size, size)
     assert said["out"] is q
-    assert said["w"].block_shape == [8, made.ahead // 2]
+    assert said["w"].block_shape == [8, made.prefetch_columns // 2]
 
 
 def turned_operands(heads, kv_heads, size, m, device, dtype):
@@ -180,11 +188,11 @@ def turned_operands(heads, kv_heads, size, m, device, dtype):
 )
 def test_a_cut_that_cannot_turn_is_refused(config, size):
     _, rotary, q = turned_operands(4, 2, size, 3, torch.device("cpu"), torch.bfloat16)
-    rows, _ = room(q, (3, 1024), DIGITS)
+    rows, _ = allocate_rows(q, (3, 1024), INT8_COMPONENTS)
     weight = weight_of(8 * size, 1024, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="can't be tiled"):
         streamed.rope_write_cache_planes(
-            *digits_of(rows, 1024), weight.data, weight.scales, None, rotary, q, MatmulConfig(*config), True
+            *component_views(rows, 1024), weight.data, weight.scales, None, rotary, q, MatmulConfig(*config), True
         )
 
 
@@ -196,7 +204,7 @@ def test_queries_and_keys_turn(dtype, heads, kv_heads, size, config, hopper):
     bias = torch.randn(weight.shape[0], device=hopper).to(dtype)
     x, rotary, _ = turned_operands(heads, kv_heads, size, 3, hopper, dtype)
     q = torch.ops.outrider.rope_write_cache.triton_linear_planes(
-        in_planes(x, True, DIGITS), weight.data, weight.scales, bias, dtype, *rotary, config, True
+        permute_rows(x, True, INT8_COMPONENTS), weight.data, weight.scales, bias, dtype, *rotary, config, True
     )
     angles, caches, slots = rotary[:2], rotary[2:4], rotary[4]
     wide = RotaryArgs(*(each.double() for each in angles), *(torch.zeros_like(each).double() for each in caches), slots)
@@ -212,12 +220,12 @@ def test_queries_and_keys_turn(dtype, heads, kv_heads, size, config, hopper):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_product(dtype, n, config, hopper):
     weight = weight_of(n, 1024, hopper)
-    assert plan(facts_of(torch.cuda.get_device_properties(hopper)), weight).ring
+    assert plan(facts_of(torch.cuda.get_device_properties(hopper)), weight).can_stream
     x = torch.randn(min(5, config[0]), 1024, device=hopper).to(dtype)
     right = KernelSet().linear_quantized(x.double(), weight)
     own = dtype, "block", 128, 128, True, config, True
     made = torch.ops.outrider.linear_quantized.triton_planes(
-        in_planes(x, True, DIGITS), weight.data, weight.scales, None, None, [1, 128], *own
+        permute_rows(x, True, INT8_COMPONENTS), weight.data, weight.scales, None, None, [1, 128], *own
     )
     made = made.sum(0).to(x.dtype) if made.dim() == 3 else made
     close(made, right.cpu(), dtype)

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from outrider.device import AttentionMetadata, KernelSet
-from outrider_triton import prompt_ops, prompts
-from outrider_triton.facts import DeviceFacts
-from outrider_triton.prompt_store import PromptStore, libraries
+from outrider_triton import prefill_attention, prefill_ops
+from outrider_triton.device_facts import DeviceFacts
+from outrider_triton.prefill_ranking_store import PromptStore, libraries
 
 REFERENCE = KernelSet()
 
@@ -56,7 +56,7 @@ def test_prompts(heads, kv_heads, size, window, copied, device, pdl):
     kv_start = None
     if copied:
         padded = max(16, 1 << (size - 1).bit_length())
-        rows = prompt_ops.copied_rows(int(lens.sum()), lens.shape[0])
+        rows = prefill_ops.copied_rows(int(lens.sum()), lens.shape[0])
         copy = torch.ops.outrider.copy_context.triton
         keys, values, kv_start = copy(keys, values, lens, table, rows, metadata.max_kv, padded, q.dtype, pdl)
     made = torch.ops.outrider.prompt_attention.triton(
@@ -75,12 +75,14 @@ def operands(new=(300,), context=(0,), dtype=torch.float16, size=16, host=True, 
     starts = tuple(metadata.query_start.tolist()) if host else None
     placed = {name: getattr(metadata, name).to(device) for name in ("query_start", "seq_lens", "block_table")}
     metadata = replace(metadata, host_query_start=starts, **placed)
-    return prompts.Prompts(*(x.to(device, dtype) for x in (q, k_cache, v_cache)), metadata, scale=0.3, window=0)
+    return prefill_attention.PrefillOperands(
+        *(x.to(device, dtype) for x in (q, k_cache, v_cache)), metadata, scale=0.3, window=0
+    )
 
 
 def test_the_fastest_of_those_that_are_right_is_chosen(monkeypatch, device):
     """By lengths, each prompt has that of the nearest. What is wrong or fails isn't used, and it says so."""
-    attention = prompts.PromptAttention(device_of(copy_engine=True))
+    attention = prefill_attention.PromptAttention(device_of(copy_engine=True))
 
     def broken(given):
         raise ValueError("no such symbol\nand more")
@@ -89,15 +91,17 @@ def test_the_fastest_of_those_that_are_right_is_chosen(monkeypatch, device):
         return attention._by_pages(given) * 3
 
     own = {"pages": attention._by_pages, "slow": attention._by_pages, "wrong": wrong, "broken": broken}
-    monkeypatch.setattr(attention, "_candidates", lambda _: tuple(prompts.Candidate(*each) for each in own.items()))
-    monkeypatch.setattr(prompts.torch, "get_device_module", lambda _: SimpleNamespace(Event=object))
+    monkeypatch.setattr(
+        attention, "_candidates", lambda _: tuple(prefill_attention.PrefillAttentionCandidate(*each) for each in own.items())
+    )
+    monkeypatch.setattr(prefill_attention.torch, "get_device_module", lambda _: SimpleNamespace(Event=object))
     times = iter([3.0, 2.0, 1.0, 2.0])
-    monkeypatch.setattr(prompts, "_milliseconds", lambda *_: next(times))
+    monkeypatch.setattr(prefill_attention, "_milliseconds", lambda *_: next(times))
     given = operands(device=device)
     attention.measure(given)
     assert attention._choice(given).name == "pages"
     assert attention._choice(operands(new=(70,))).name == "slow"
-    said = attention.said
+    said = attention.reports
     assert said["attention over 128 new tokens"] == "slow (us: slow 2000, pages 3000)"
     assert said["attention by broken"] == "not used: ValueError: no such symbol"
     assert said["attention by wrong"].startswith("not used: off by ")
@@ -106,19 +110,21 @@ def test_the_fastest_of_those_that_are_right_is_chosen(monkeypatch, device):
 
 def test_what_a_graph_replays_isnt_copied():
     """How much there is to copy isn't known then."""
-    attention = prompts.PromptAttention(device_of(architecture="sm_90"))
+    attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
     assert {each.name for each in attention._candidates(operands())} >= {"pages", "copy"}
     assert [each.name for each in attention._candidates(operands(host=False))] == ["pages"]
 
 
 def test_prompts_are_many_causal_tokens_in_16_bits(kernels, device):
-    attention = prompts.PromptAttention(device_of())
+    attention = prefill_attention.PromptAttention(device_of())
     assert attention.serves(operands().q, operands().metadata)
     assert not attention.serves(operands(dtype=torch.float32).q, operands().metadata)
     few, tree = operands(new=(3,)), replace(operands().metadata, tree_mask=torch.ones(300, 300, dtype=torch.bool))
     assert not attention.serves(few.q, few.metadata)
     assert not attention.serves(operands().q, tree)
-    busy = prompts.PromptAttention(device_of(processors=200))  # one block, a long context: shared out among more programs
+    busy = prefill_attention.PromptAttention(
+        device_of(processors=200)
+    )  # one block, a long context: shared out among more programs
     long = operands(new=(64,), context=(900,))
     assert not busy.serves(long.q, long.metadata)
     given = operands(device=device)
@@ -132,7 +138,7 @@ def test_prompts_are_many_causal_tokens_in_16_bits(kernels, device):
 @pytest.mark.parametrize("shared", [64 << 10, 99 << 10, 163 << 10, 227 << 10])
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
 def test_blocks_fit(size, shared):
-    rows, cached, warps, stages = prompts.config(size, shared)
+    rows, cached, warps, stages = prefill_attention.prefill_config(size, shared)
     width = 1 << (size - 1).bit_length()
     assert 2 * width * (rows + 2 * cached * stages) <= shared
     assert rows * width <= warps * 32 * 128  # registers for what is made
@@ -144,24 +150,24 @@ def test_blocks_fit(size, shared):
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """Start anew, with made-up candidates and times; returns what was chosen, what was said, and what ran."""
-    monkeypatch.setattr(prompts.torch, "get_device_module", lambda _: SimpleNamespace(Event=object))
+    monkeypatch.setattr(prefill_attention.torch, "get_device_module", lambda _: SimpleNamespace(Event=object))
 
     def start(times, *, broken=(), alone=(), new=300):
-        attention, ran = prompts.PromptAttention(device_of(copy_engine=True)), []
+        attention, ran = prefill_attention.PromptAttention(device_of(copy_engine=True)), []
 
         def candidate(name):
             def attend(given):
                 ran.append(name)
                 return torch.full_like(given.q, 3.0 if name in broken else 1.0)
 
-            return prompts.Candidate(name, attend, alone=name in alone)
+            return prefill_attention.PrefillAttentionCandidate(name, attend, alone=name in alone)
 
         monkeypatch.setattr(attention, "_by_pages", lambda given: torch.ones_like(given.q))
         monkeypatch.setattr(attention, "_candidates", lambda _: tuple(candidate(name) for name in times))
-        monkeypatch.setattr(prompts, "_milliseconds", lambda module, call: call() is None or times[ran[-1]])
-        attention.keep_in(PromptStore(tmp_path))
+        monkeypatch.setattr(prefill_attention, "_milliseconds", lambda module, call: call() is None or times[ran[-1]])
+        attention.use_store(PromptStore(tmp_path))
         attention.measure(operands(new=(new,)))
-        return SimpleNamespace(name=attention._choice(operands(new=(new,))).name, said=attention.said, ran=ran)
+        return SimpleNamespace(name=attention._choice(operands(new=(new,))).name, said=attention.reports, ran=ran)
 
     return start
 
@@ -190,7 +196,7 @@ def test_what_was_kept_is_measured_again_where_it_no_longer_holds(started, monke
     assert started(times).name == "slow", "which was kept in its place"
     assert started({"fast": 1.0}).name == "fast", "the other one isn't there any more"
     assert set(started({"slow": 3.0, "fast": 1.0}, new=600).ran) == {"slow", "fast"}, "other numbers of tokens"
-    monkeypatch.setattr("outrider_triton.prompt_store.libraries", lambda: {"fa3-fwd": "another"})
+    monkeypatch.setattr("outrider_triton.prefill_ranking_store.libraries", lambda: {"fa3-fwd": "another"})
     assert set(started({"slow": 3.0, "fast": 1.0}, new=600).ran) == {"slow", "fast"}
 
 

@@ -12,11 +12,11 @@ from kernels.test_numerics import close
 from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize, quantize_activations
 from outrider_triton import library_ops, quantized_ops
-from outrider_triton.derive import choose
-from outrider_triton.derive_quantized import Stored
+from outrider_triton.derive import choose_config
+from outrider_triton.derive_quantized import OperandStorage
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.planes_ops import DIGITS, PLAIN, in_planes
-from outrider_triton.quantized_ops import Plan, plan
+from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, NIBBLE_PLANES, permute_rows
+from outrider_triton.quantized_ops import ProductPlan, plan
 from outrider_triton.table import MatmulConfig
 from outrider_tune.quantized import RandomFormat, random_quantized
 
@@ -211,7 +211,7 @@ def test_every_number_of_e4m3_is_read_right(either):
     """All bytes, the two that are NaN included, against torch's own conversion."""
     bits = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).repeat(2, 1).contiguous()
     weight = QuantizedWeight(format="fp8", data=bits, scales=torch.ones(2, 1), block=(1, 256), shape=(2, 256))
-    made = library_ops.plain_weight(weight, torch.float16, fp8=False, pdl=False)
+    made = library_ops.dequantized_weight(weight, torch.float16, fp8=False, pdl=False)
     assert torch.equal(made.nan_to_num(1e4), bits.half().nan_to_num(1e4))
     assert int(made.isnan().sum()) == 4
     finite = bits.float().nan_to_num(0.0).to(torch.float8_e4m3fn)
@@ -244,7 +244,7 @@ def test_what_a_weight_stands_for_is_the_references(name, dtype, device):
     right = dequantize(*held, weight.format, weight.block, weight.shape, dtype)
     data, scales, zero_points = (None if each is None else each.to(device) for each in held)
     there = replace(weight, data=data, scales=scales, zero_points=zero_points)
-    assert torch.equal(library_ops.plain_weight(there, dtype, fp8=False, pdl=False).cpu(), right)
+    assert torch.equal(library_ops.dequantized_weight(there, dtype, fp8=False, pdl=False).cpu(), right)
 
 
 @pytest.mark.sample(2)
@@ -286,7 +286,9 @@ def test_what_the_kernel_does_not_take(device):
     wide = drawn(RandomFormat(format="int4", columns=128), 256)
     assert plan(SMALL, replace(wide, scales=wide.scales.double())) is None
     assert plan(SMALL, drawn(RandomFormat(format="fp8", activations="fp8", activation_group=16), 256)) is None
-    assert plan(DEVICES["MI300X"], drawn(RandomFormat(format="fp8", activations="fp8"), 256)) == Plan("row", False, 256, 0)
+    assert plan(DEVICES["MI300X"], drawn(RandomFormat(format="fp8", activations="fp8"), 256)) == ProductPlan(
+        "row", False, 256, 0
+    )
     kernels = TritonKernels(SMALL, everywhere=True)
     kernels.pdl = False
     weight, x = drawn(odd, 240), normal(3, 240)
@@ -304,16 +306,20 @@ def test_fewer_bits_take_less_time(device_name):
     """What is derived fits, and is estimated to take no longer than twice as many bits do; on those that are faster than
     the one that was measured, what a program does between two tiles is a larger share.
     """
-    from outrider_triton.derive import estimate, shared_bytes
+    from outrider_triton.derive import estimate_seconds, shared_bytes
 
     facts = DEVICES[device_name]
     for n, k in ((28672, 4096), (4096, 14336), (128256, 4096)):
         times = []
-        for stored in (Stored(), Stored(8, 1, least=8), Stored(4, 2, 128, 1.7, again=True)):
-            config = choose(facts, "linear_parts", m=4, n=n, k=k, stored=stored)
+        for stored in (
+            OperandStorage(),
+            OperandStorage(8, 1, min_tokens=8),
+            OperandStorage(4, 2, 128, 1.7, stores_converted=True),
+        ):
+            config = choose_config(facts, "linear_parts", m=4, n=n, k=k, stored=stored)
             assert shared_bytes(facts, "linear_parts", config, stored) <= facts.shared_bytes
             assert config.block_k % stored.at_once(config.block_k) == 0
-            times.append(estimate(facts, "linear_parts", config, m=8, n=n, k=k, stored=stored))
+            times.append(estimate_seconds(facts, "linear_parts", config, m=8, n=n, k=k, stored=stored))
         assert times[1] < (0.95 if device_name in ("B200", "MI300X") else 0.75) * times[0]
 
 
@@ -334,7 +340,7 @@ def test_weights_of_four_bits_are_multiplied_in_planes(columns, either):
 def test_rows_are_laid_out_in_planes(device):
     """Of 128 columns every fourth, then those beside them; rows that lie apart, too."""
     x = torch.arange(2 * 512, dtype=torch.float16).reshape(2, 512)[:, 128:384].to(device)
-    made = in_planes(x, False).float()
+    made = permute_rows(x, False).float()
     assert made[0, :34].tolist() == [*range(128, 256, 4), 129, 133]
     assert torch.equal(made, x.float().unflatten(1, (2, 32, 4)).transpose(2, 3).flatten(1))
 
@@ -361,9 +367,9 @@ def test_rows_for_a_ring_are_in_two_digits(by, dtype, device):
             return torch.ops.outrider.silu_mul.triton(x, False, how)
         if by == "norm":
             return torch.ops.outrider.add_parts_rms_norm.triton(x[:, k:], None, 0 * x[:, :k], norm, 1e-5, False, how)
-        return in_planes(x[:, k:], False, how)
+        return permute_rows(x[:, k:], False, how)
 
-    straight, rows = laid(PLAIN).cpu().double(), laid(DIGITS).cpu()
+    straight, rows = laid(NIBBLE_PLANES).cpu().double(), laid(INT8_COMPONENTS).cpu()
     assert (rows.shape, rows.dtype) == ((3, 2 * (k + 32)), torch.int8)
     straight = straight.unflatten(1, (6, 4, 32)).transpose(2, 3).flatten(2)  # columns as they were
     low, high = rows.view(3, 2, -1)[:, :, :k].double().unbind(1)

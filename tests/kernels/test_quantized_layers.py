@@ -15,7 +15,7 @@ from outrider.model.inputs import ForwardInput
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.pending import add
 from outrider.model.products import OtherProduct
-from outrider_triton import activated_ops, attention_ops, ops, planes_ops, quantized_ops
+from outrider_triton import attention_ops, nibble_plane_ops, ops, quantized_activation_ops, quantized_ops
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import MatmulConfig
@@ -63,7 +63,7 @@ def kernels(device, pdl):
 def launched(monkeypatch):
     """Names of the kernels that run, in their order."""
     names = []
-    for module in (activated_ops, attention_ops, ops, planes_ops, quantized_ops):
+    for module in (quantized_activation_ops, attention_ops, ops, nibble_plane_ops, quantized_ops):
         real = module.launch
 
         def counted(kernel, *args, real=real, **settings):
@@ -232,7 +232,7 @@ def test_a_norm_behind_attention(format, batch, padding, kernels):
     assert made.isfinite().all()
 
 
-@pytest.mark.parametrize("planes", [planes_ops.PLAIN, planes_ops.DIGITS])
+@pytest.mark.parametrize("planes", [nibble_plane_ops.NIBBLE_PLANES, nibble_plane_ops.INT8_COMPONENTS])
 def test_attention_leaves_rows_in_planes(planes, kernels):
     """Bit for bit what laying out its result does; rows of padding are zeros."""
     *operands, metadata = attention(3, 2, padding=2)
@@ -241,8 +241,8 @@ def test_attention_leaves_rows_in_planes(planes, kernels):
     made = torch.ops.outrider.paged_attention.triton_planes(*call, planes)
     plain = torch.ops.outrider.paged_attention.triton(*call)
     assert plain[-2:].eq(0).all()
-    laid = planes_ops.in_planes(plain.flatten(1), kernels.pdl, planes)
-    if planes == planes_ops.DIGITS:  # what lies behind the grains is nobody's
+    laid = nibble_plane_ops.permute_rows(plain.flatten(1), kernels.pdl, planes)
+    if planes == nibble_plane_ops.INT8_COMPONENTS:  # what lies behind the grains is nobody's
         k, half = HEADS * SIZE, made.shape[1] // 2
         used = [*range(k + 4 * (k // 128)), *range(half, half + k)]
         made, laid = made[:, used], laid[:, used]

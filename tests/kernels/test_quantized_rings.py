@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES
 from outrider.device import AttentionMetadata, QuantizedProduct, RotaryArgs
 from outrider_triton import streamed
-from outrider_triton.derive import choose
+from outrider_triton.derive import choose_config
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
 from outrider_triton.quantized_ops import plan
@@ -324,9 +324,9 @@ def test_what_does_not_come_through_rings(other, launched):
 def test_cuts_are_of_whole_boxes(operator, m, weights):
     """And of few tokens a unit has two pieces, so that a program waits half as often."""
     stored = plan(DEVICES["H200"], weights["turned"]).stored("fp8")
-    config = choose(DEVICES["H200"], operator, m=m, n=TURNED, k=HIDDEN, half=SIZE // 2, stored=stored)
+    config = choose_config(DEVICES["H200"], operator, m=m, n=TURNED, k=HIDDEN, half=SIZE // 2, stored=stored)
     assert (config.descriptor, config.block_k, config.split) == (STREAMED, 256, 1)
-    assert config.each % config.block_n == 0
+    assert config.rows_per_program % config.block_n == 0
     assert config.stages > 1
 
 

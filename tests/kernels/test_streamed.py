@@ -16,7 +16,7 @@ from outrider.device import KernelSet, Product, RotaryArgs
 from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton import streamed
 from outrider_triton.kernelset import TritonKernels, _boxes_fit_heads
-from outrider_triton.table import STREAMED, TALL, MatmulConfig, load
+from outrider_triton.table import LARGE_M, STREAMED, MatmulConfig, load
 from outrider_triton.tuner import Chain
 
 REFERENCE = KernelSet()
@@ -33,10 +33,10 @@ CONFIGS = [
 TOKENS = [1, 4, 16, 37]
 # One group of warps and two; shares of a tile, of part of one, of several; rings whose depths divide nothing.
 TALLER = [
-    [128, 16, 64, 1, 8, 4, 5, TALL, 112],
-    [128, 64, 64, 1, 4, 8, 5, TALL, 64],
-    [64, 8, 64, 1, 8, 4, 10, TALL, 264],
-    [64, 16, 64, 1, 4, 3, 7, TALL, 144],
+    [128, 16, 64, 1, 8, 4, 5, LARGE_M, 112],
+    [128, 64, 64, 1, 4, 8, 5, LARGE_M, 64],
+    [64, 8, 64, 1, 8, 4, 10, LARGE_M, 264],
+    [64, 16, 64, 1, 4, 3, 7, LARGE_M, 144],
 ]
 
 
@@ -161,13 +161,13 @@ def test_layers_one_after_another(batch, width, hopper):
     kernels.pdl = False
     chain = Chain(decoder_shape(shape_config("llama-3.1-8b"), HALF), kernels, hopper)
     chain.prepare(batch, width, 640)
-    wanted = chain.run(0)
+    wanted = chain.run_layers(0)
     chain.kernels.pdl = True
-    chain.run(0)
+    chain.run_layers(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = [chain.run(0) for _ in range(4)]
+        made = [chain.run_layers(0) for _ in range(4)]
     for _ in range(50):
         graph.replay()
         for each in made:

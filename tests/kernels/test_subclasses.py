@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES
 from outrider.device import KernelSet
 from outrider.device.kernels.kernelset import kernel_names, parts_of
-from outrider_conformance.drawn.kernels import KERNELS, problem
+from outrider_conformance.random_kernels.kernels import KERNELS, problem
 from outrider_triton.kernelset import TritonKernels
 
 DRAWN = {label.partition(",")[0]: drawn for label, drawn in reversed(KERNELS.items())}

@@ -14,11 +14,11 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES, SMALL
 from outrider.device import BackendLoadError, HeadNorms, KernelSet, RotaryArgs
-from outrider_conformance.drawn.kernels import KERNELS, problem
+from outrider_conformance.random_kernels.kernels import KERNELS, problem
 from outrider_triton import shipping
 from outrider_triton import table as tables
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import AttentionConfig, Table, load, parse, slug
+from outrider_triton.table import AttentionConfig, Table, load, parse, table_name
 
 SHIPPED = sorted(path.name for path in resources.files("outrider_triton").joinpath("tuned").iterdir())
 
@@ -26,7 +26,7 @@ SHIPPED = sorted(path.name for path in resources.files("outrider_triton").joinpa
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_table_of_the_package_says_what_was_measured(name):
     data = json.loads(resources.files("outrider_triton").joinpath("tuned", name).read_text())
-    assert f"{slug(data['device'])}.json" == name
+    assert f"{table_name(data['device'])}.json" == name
     table = parse(data)
     assert {"torch", "triton"} <= set(table.software)
     assert load(data["device"]) == table

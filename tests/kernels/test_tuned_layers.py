@@ -17,8 +17,8 @@ from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton import shipping, tuner
 from outrider_triton.derive import OPERATORS
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import ANY, AttentionConfig, MatmulConfig, layer_of, parse
-from outrider_triton.tuned_store import TunedStore, merged
+from outrider_triton.table import ANY_LAYER, AttentionConfig, MatmulConfig, layer_of, parse
+from outrider_triton.tuned_store import TunedStore, merge_choices
 from outrider_triton.tuner import Chain
 
 LLAMA, QWEN = (decoder_shape(shape_config(name), torch.bfloat16) for name in ("llama-3.1-8b", "qwen3-8b"))
@@ -34,7 +34,7 @@ class Tastes(Ruler):
 
     def attempt(self, table):
         self.kernels.table = table
-        given, keys = used(self.kernels, self.shape, sizes=(self.m,)), tuner._Keys.of(self.shape)
+        given, keys = used(self.kernels, self.shape, sizes=(self.m,)), tuner._Keys.for_shape(self.shape)
         size = sum(given["attention", self.m][1:])
         size += sum(
             sum(config.as_list()) for (key, _), config in given.items() if key in (keys.added, keys.output) and config
@@ -50,7 +50,7 @@ def tastes(kernels, monkeypatch):  # noqa: F811
 
 def used(kernels, shape, sizes=(1, 8, 9, 16, 24, 32, 64, 100, 128)):  # noqa: F811
     """What layers of this shape ask kernels for, and what they get."""
-    own, keys, found = kernels.for_shape(shape), tuner._Keys.of(shape), {}
+    own, keys, found = kernels.for_shape(shape), tuner._Keys.for_shape(shape), {}
     attention = torch.empty(0, shape.heads, shape.head_size, dtype=torch.bfloat16)
     cache = torch.empty(0, 16, shape.kv_heads, shape.head_size, dtype=torch.bfloat16)
     for m in sizes:
@@ -131,7 +131,7 @@ def test_all_that_a_layer_asks_for_is_kept(qk_norm, left, device, monkeypatch, u
     shape = DecoderShape(
         hidden=64, heads=4, kv_heads=2, head_size=16, inner=96, vocabulary=99, dtype=torch.bfloat16, qk_norm=qk_norm
     )
-    asked, config, keys = set(), TritonKernels.matmul_config, tuner._Keys.of(shape)
+    asked, config, keys = set(), TritonKernels.matmul_config, tuner._Keys.for_shape(shape)
 
     def counted(self, operator, x, weight, *, half=0):
         asked.add((operator, "bfloat16", *weight.shape))
@@ -140,7 +140,7 @@ def test_all_that_a_layer_asks_for_is_kept(qk_norm, left, device, monkeypatch, u
     monkeypatch.setattr(TritonKernels, "matmul_config", counted)
     chain = Chain(shape, TritonKernels(SMALL), device)
     chain.prepare(1, 4, 32)
-    chain.run(0)
+    chain.run_layers(0)
     x = torch.empty(4, 1, dtype=torch.bfloat16, device="meta")
 
     def choice(key):
@@ -197,18 +197,18 @@ def test_choices_of_an_older_release_are_every_layers(tmp_path):
     old = [row(2), {**HEADS, "config": [64, 4, 4, 2]}]
     store = TunedStore(tmp_path, FACTS)
     store.write(old)
-    table = merged(None, FACTS, store.read())
+    table = merge_choices(None, FACTS, store.load())
     assert stages_of(table) == [(2, cut)] * 3
     store.write([row(3, layer=layer_of(LLAMA)), {**HEADS, "layer": layer_of(LLAMA), "config": None}])
-    assert len(store.read()) == 4  # nothing was replaced
-    for mixed in (merged(None, FACTS, store.read()), merged(table, FACTS, store.read()[::-1])):
+    assert len(store.load()) == 4  # nothing was replaced
+    for mixed in (merge_choices(None, FACTS, store.load()), merge_choices(table, FACTS, store.load()[::-1])):
         # One's own goes first; before another layer's, what is every layer's.
         assert stages_of(mixed) == [(3, None), (2, cut), (2, cut)]
 
 
 def test_a_tile_with_room_in_ones_own_layer_goes_before_another_layers_entry():
     rows = [row(3, layer=layer_of(LLAMA)), row(4, m=16, layer=layer_of(QWEN)), {**HEADS, "config": None}]
-    assert [stages for stages, _ in stages_of(merged(None, FACTS, rows), m=16)] == [3, 4, 4]
+    assert [stages for stages, _ in stages_of(merge_choices(None, FACTS, rows), m=16)] == [3, 4, 4]
 
 
 def test_a_table_that_ships_has_a_choice_for_each_layer(tmp_path):
@@ -240,4 +240,4 @@ def test_the_name_of_a_layer():
     assert layer_of(replace(LLAMA, vocabulary=99, fused=0, dtype=torch.float16)) == layer_of(LLAMA)
     unlike = [LLAMA, *(replace(LLAMA, **{size: 2}) for size in ("hidden", "heads", "kv_heads", "head_size", "inner"))]
     unlike += [replace(LLAMA, bias=True), replace(LLAMA, qk_norm=True)]
-    assert len({layer_of(shape) for shape in unlike} | {ANY}) == 9
+    assert len({layer_of(shape) for shape in unlike} | {ANY_LAYER}) == 9

@@ -20,10 +20,10 @@ from kernels.devices import DEVICES
 from outrider.device import CapabilityError, ConfigError, KernelSet, WrappedKernels
 from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton import tuner
-from outrider_triton.derive import OPERATORS, rank
+from outrider_triton.derive import OPERATORS, rank_configs
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import TALL, MatmulConfig, layer_of
-from outrider_triton.tuned_store import TunedStore, merged
+from outrider_triton.table import LARGE_M, MatmulConfig, layer_of
+from outrider_triton.tuned_store import TunedStore, merge_choices
 
 FACTS = replace(DEVICES["H200"], name="made up")
 SHAPE = decoder_shape(shape_config("llama-3.2-1b"), torch.bfloat16)
@@ -122,7 +122,7 @@ def test_a_wrong_winner_is_left_out(kernels, tmp_path, monkeypatch):
     derived, kept = TritonKernels(FACTS), TritonKernels(FACTS)
     assert kept.use_tuned(tmp_path) == result.kept
     weight = torch.empty(2 * SHAPE.inner, SHAPE.hidden, dtype=torch.bfloat16, device="meta")
-    for name, m in itertools.product(("linear_silu_mul", "scaled_silu_mul"), tuner.SIZES):
+    for name, m in itertools.product(("linear_silu_mul", "scaled_silu_mul"), tuner.MEASURED_BATCHES):
         own, before = (each.matmul_config(name, weight[:m], weight) for each in (kept.for_shape(SHAPE), derived))
         assert own == before
 
@@ -188,12 +188,12 @@ FINE = {**ROW, "config": [16, 64, 128, 1, 4, 3, 0, 0, 0]}
 def test_a_bad_file_is_a_miss(text, tmp_path):
     store = TunedStore(tmp_path, FACTS)
     store.write([FINE])
-    assert store.read() == [FINE]
+    assert store.load() == [FINE]
     (path,) = store.home.iterdir()
     path.write_text(text)
-    assert store.read() == []
+    assert store.load() == []
     store.write([FINE])
-    assert store.read() == [FINE]
+    assert store.load() == [FINE]
 
 
 RING = {**ROW, "n": 4096, "k": 4096, "config": [8, 32, 128, 1, 4, 6, 0, 2, 32]}
@@ -206,13 +206,13 @@ ATTENTION = {"groups": 8, "max_kv": 640, "head_size": 128, "group": 4, "config":
 def test_a_damaged_cut_is_a_miss_and_not_a_launch_that_fails(row, wrong, tmp_path):
     store = TunedStore(tmp_path, FACTS)
     store.write([row])
-    assert store.read() == [row]
+    assert store.load() == [row]
     for place in range(4):  # the sizes of blocks, splits and warps
         config = list(row["config"])
         config[place] = wrong
         store.write([{**row, "config": config}])
         fewer = row is ATTENTION and place == 3 and wrong == 3  # so many stages are as good as others
-        assert store.read() == ([{**row, "config": config}] if fewer else [])
+        assert store.load() == ([{**row, "config": config}] if fewer else [])
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_ring_that_a_launch_would_refuse_is_a_miss(row, place, wrong, tmp_path
     config = list(row["config"])
     config[place] = wrong
     store.write([{**row, "config": config}])
-    assert store.read() == []
+    assert store.load() == []
 
 
 @pytest.mark.parametrize("device", ["H100", "H20", "A100"])
@@ -240,7 +240,7 @@ def test_what_is_derived_can_be_kept(device, tmp_path):
         for n, k in ((28672, 4096), (9728, 896), (4096, 14336), (1000, 64))
         for m in (1, 32, 64, 128)
     ):
-        for config in rank(DEVICES[device], operator, m=m, n=n, k=k, half=64):
+        for config in rank_configs(DEVICES[device], operator, m=m, n=n, k=k, half=64):
             row = {**ROW, "operator": operator, "n": n, "k": k, "m": m, "config": config.as_list()}
             assert store._fits(row), row
 
@@ -267,10 +267,10 @@ def test_what_is_derived_can_be_kept(device, tmp_path):
 def test_what_no_kernel_takes_is_a_miss(row, device, tmp_path):
     store = TunedStore(tmp_path, DEVICES[device])
     store.write([row])
-    assert store.read() == []
+    assert store.load() == []
 
 
-@pytest.mark.parametrize("config", [[16, 32, 64, 1, 4, 3, 0, 0, 64], [16, 32, 64, 1, 4, 3, 0, TALL, 32]], ids=str)
+@pytest.mark.parametrize("config", [[16, 32, 64, 1, 4, 3, 0, 0, 64], [16, 32, 64, 1, 4, 3, 0, LARGE_M, 32]], ids=str)
 def test_a_product_of_more_rows_than_a_block_is_refused(config):
     x, weight = torch.zeros(4, 256, dtype=torch.float16), torch.zeros(256, 256, dtype=torch.float16)
     ops, residual = torch.ops.outrider, torch.zeros(4, 256, dtype=torch.float16)
@@ -280,7 +280,7 @@ def test_a_product_of_more_rows_than_a_block_is_refused(config):
         lambda: ops.linear_add.triton(x, weight, None, residual, config, False),
         lambda: ops.scaled_silu_mul.triton(x, torch.ones(1, 4), weight, None, 1e-5, config, False),
     ]
-    if config[7] != TALL:
+    if config[7] != LARGE_M:
         calls.append(lambda: ops.linear_silu_mul.triton(x, weight, None, config, False))
     for call in calls:
         with pytest.raises(RuntimeError, match="than a block has, and an unstreamed"):
@@ -290,14 +290,14 @@ def test_a_product_of_more_rows_than_a_block_is_refused(config):
 def test_tall_tiles_are_of_gates_whose_boxes_divide_them(tmp_path):
     store = TunedStore(tmp_path, FACTS)
     store.write([{**TALLER, "operator": "scaled_silu_mul"}, {**TALLER, "operator": "linear"}, {**TALLER, "n": 28672 + 16}])
-    assert store.read() == []
+    assert store.load() == []
 
 
 def test_a_ring_brings_whole_tiles_and_attention_is_measured_with_programs(tmp_path):
     store = TunedStore(tmp_path, FACTS)
     store.write([{**RING, "k": 4096 + 128}, {**ATTENTION, "groups": 0}, {**ATTENTION, "groups": 4, "max_kv": 0}])
     store.write([{**FINE, "m": 0}, {**FINE, "m": 129}, {**RING, "config": [*RING["config"][:-1], 0]}])
-    assert store.read() == []
+    assert store.load() == []
 
 
 def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
@@ -312,7 +312,7 @@ def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", half)
     with pytest.raises(OSError, match="no space"):
         store.write([{**FINE, "us": 3.0}])
-    assert store.read() == [FINE]
+    assert store.load() == [FINE]
     assert len(os.listdir(store.home)) == 1
 
 
@@ -320,7 +320,7 @@ def test_threads_may_keep_the_same_choice_at_the_same_time(tmp_path):
     store, times = TunedStore(tmp_path, FACTS), range(100)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: store.write([{**FINE, "us": float(number)}]), times))
-    (kept,) = store.read()
+    (kept,) = store.load()
     assert kept["us"] in times
     assert len(os.listdir(store.home)) == 1
 
@@ -334,7 +334,7 @@ def test_a_choice_of_this_machine_goes_before_the_shipped_one():
         {**FINE, "n": 6144, "k": 4096, "config": config},
         {"groups": 8, "max_kv": 640, "head_size": 128, "group": 4, "config": [64, 4, 4, 2]},
     ]
-    table = merged(shipped, FACTS, rows)
+    table = merge_choices(shipped, FACTS, rows)
     assert table.entry("linear", "bfloat16", n=6144, k=4096, m=8).config == MatmulConfig(*config)
     assert table.entry("linear", "bfloat16", n=6144, k=4096, m=4) == shipped.entry("linear", "bfloat16", n=6144, k=4096, m=4)
     assert table.attention_config(8, 128, 4).block_kv == 64

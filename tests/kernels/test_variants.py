@@ -16,12 +16,21 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.devices import DEVICES, SMALL
 from outrider.device import AttentionMetadata, DecoderShape, KernelSet
-from outrider_triton import attended, choices, kernelset
-from outrider_triton.derive import OPERATORS, choose
+from outrider_triton import cache_attention, kernelset, token_choice
+from outrider_triton.derive import OPERATORS, choose_config
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.launch import ahead, launch, shares
-from outrider_triton.table import ANY, AttentionConfig, AttentionEntry, Entry, MatmulConfig, Table, layer_of, load
-from outrider_triton.variants import Scope, attention_configs, products, share_counts
+from outrider_triton.launch import compile_only, launch, vocabulary_shares
+from outrider_triton.table import (
+    ANY_LAYER,
+    AttentionConfig,
+    AttentionEntry,
+    MatmulConfig,
+    ProductEntry,
+    Table,
+    layer_of,
+    load,
+)
+from outrider_triton.variants import VariantScope, attention_configs, product_configs, share_counts
 
 TINY = MatmulConfig(16, 16, 32, 1, 4, 2, 0, 0)
 SPLIT = MatmulConfig(16, 16, 32, 2, 4, 2, 0, 0)
@@ -33,9 +42,9 @@ TABLE = Table(
     kernels=dict.fromkeys(("add_rms_norm", "paged_attention", "sample", "move_cache", "verify_chain"), True),
     entries={
         (operator, "bfloat16", 32, 64): {
-            ANY: (
-                Entry(m=4, config=small, us=1.0, torch_us=2.0),
-                Entry(m=128, config=large, us=1.0, torch_us=2.0),
+            ANY_LAYER: (
+                ProductEntry(m=4, config=small, us=1.0, torch_us=2.0),
+                ProductEntry(m=128, config=large, us=1.0, torch_us=2.0),
             )
         }
         for operator, small, large in (("linear", TINY, None), ("linear_parts", TINY, SPLIT))
@@ -80,18 +89,18 @@ def test_every_attention_is_known_beforehand(facts, table, dtype, heads):
 def test_every_share_is_known_beforehand():
     for vocabulary in (257, 32000, 128256):
         known = share_counts(vocabulary, 132)
-        assert {shares(rows, vocabulary, 132) for rows in range(1, 300)} <= set(known)
+        assert {vocabulary_shares(rows, vocabulary, 132) for rows in range(1, 300)} <= set(known)
 
 
 def test_every_product_is_known_beforehand():
     own, weight = TritonKernels(FACTS, table=TABLE), torch.empty(32, 64, dtype=torch.bfloat16)
     for operator, tuned in (("linear_parts", {TINY, SPLIT}), ("linear", {TINY})):
-        known = set(products(FACTS, TABLE, operator, "bfloat16", n=32, k=64))
+        known = set(product_configs(FACTS, TABLE, operator, "bfloat16", n=32, k=64))
         x = torch.empty(128, 64, dtype=torch.bfloat16)
         assert {own.matmul_config(operator, x[:m], weight) for m in range(1, 129)} - {None} == known > tuned
     for operator, table in itertools.product(OPERATORS, (None, TABLE)):
-        known = products(FACTS, table, operator, "bfloat16", n=4096, k=1024, half=64)
-        made = {choose(FACTS, operator, m=m, n=4096, k=1024, half=64) for m in (1, 8, 9, 17, 33, 65, 129)}
+        known = product_configs(FACTS, table, operator, "bfloat16", n=4096, k=1024, half=64)
+        made = {choose_config(FACTS, operator, m=m, n=4096, k=1024, half=64) for m in (1, 8, 9, 17, 33, 65, 129)}
         assert made - {None} == set(known)
 
 
@@ -99,7 +108,7 @@ def test_every_product_is_known_beforehand_in_each_layer():
     """A target and a draft may have a weight of one size, and each its own choice for it."""
     shapes = [DecoderShape(hidden=64, heads=2, kv_heads=2, head_size=16, inner=size, vocabulary=99) for size in (64, 96)]
     one, other = (
-        {layer_of(shape): (Entry(m=8, config=c, us=1.0, torch_us=2.0),)} for shape, c in zip(shapes, BOTH, strict=True)
+        {layer_of(shape): (ProductEntry(m=8, config=c, us=1.0, torch_us=2.0),)} for shape, c in zip(shapes, BOTH, strict=True)
     )
     table = replace(TABLE, entries={("linear", "bfloat16", 32, 64): {**one, **other}})
     kernels = TritonKernels(FACTS, table=table)
@@ -134,7 +143,7 @@ def launched(monkeypatch):
         def __getattr__(self, name):
             return Packet(name)
 
-    for module in (attended, kernelset, choices):
+    for module in (cache_attention, kernelset, token_choice):
         monkeypatch.setattr(module, "_TRITON", Namespace())
     return calls
 
@@ -186,7 +195,7 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
         inside = run()
     for before, after in zip(outside, inside, strict=True):
         assert torch.equal(before, after)
-    known = products(SMALL, TABLE, "linear_parts", "bfloat16", n=32, k=64)
+    known = product_configs(SMALL, TABLE, "linear_parts", "bfloat16", n=32, k=64)
     assert {call for call in launched if call[0] == "linear_parts"} == {("linear_parts", tuple(c.as_list())) for c in known}
     assert {TINY, SPLIT} < set(known)
     assert len({call for call in launched if call[0] == "paged_attention"}) >= 3
@@ -211,7 +220,7 @@ def test_what_is_only_compiled_is_not_launched():
             calls.append((arguments, grid, warmup, settings))
 
     launch(Kernel(), (2,), "x", pdl=True, warps=4)
-    with ahead():
+    with compile_only():
         launch(Kernel(), (3,), "y", pdl=False, warps=8)
         launch(Kernel(), (0,), "z", pdl=False, warps=8)
     launch(Kernel(), (4,), "x", pdl=False, warps=4)
@@ -240,7 +249,7 @@ def test_variants_are_compiled_by_threads_and_are_on_the_device_behind_the_scope
         both.wait()  # it takes two threads to get here
         return Made(name)
 
-    scope = Scope()
+    scope = VariantScope()
     with scope.entered(), scope.entered():
         mode = active_mode.get()
         for name in ("one", "two") if os.cpu_count() > 1 else ():
@@ -262,7 +271,7 @@ def test_ways_to_attend_are_listed_once_for_alike_sizes():
         asked.append((batch, queries, cached))
         return [queries]
 
-    scope = Scope()
+    scope = VariantScope()
     with scope.entered():
         found = [scope.attention_configs("heads", config, max_query=each, capacity=64) for each in (5, 8, 7)]
         once = len(asked)

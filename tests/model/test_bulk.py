@@ -8,7 +8,7 @@ from outrider.errors import CheckpointError
 from outrider.model import bulk
 from outrider.model.files import open_checkpoint
 from outrider.model.pieces import Piece, Target
-from outrider.model.tensors import load_tensors, placed
+from outrider.model.tensor_loading import load_tensors, loading_stream
 from outrider.registry import get_backend
 
 SHAPES = {"a": (37, 5), "b": (3, 5), "c": (64,), "d": (1, 2, 3), "e": (700,)}
@@ -29,7 +29,7 @@ TARGETS = [
 
 def loaded(directory, backend, dtype=torch.bfloat16, progress=None):
     files = open_checkpoint(directory)
-    with placed(backend, dtype) as stream:
+    with loading_stream(backend, dtype) as stream:
         weights = load_tensors(files, TARGETS, dtype=dtype, backend=backend, stream=stream, progress=progress)
     return {name: tensor.cpu() for name, tensor in weights.items()}
 
@@ -72,6 +72,6 @@ def test_a_file_that_shrinks_meanwhile_is_told(tmp_path, backend):
     device = get_backend(backend)
     with (
         pytest.raises(CheckpointError, match=r"model\.safetensors.*tensor '.'.*bytes early"),
-        placed(device, torch.bfloat16) as stream,
+        loading_stream(device, torch.bfloat16) as stream,
     ):
         load_tensors(files, TARGETS, dtype=torch.bfloat16, backend=device, stream=stream, progress=None)

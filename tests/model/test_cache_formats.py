@@ -80,7 +80,7 @@ def test_modelopt_says_so_in_words_of_its_own(tmp_path, backend, beside):
     rewrite(tmp_path / "made", lambda state, raw: (state | scales, raw))
     kept = load_decoder(tmp_path / "made", backend=backend, dtype=torch.float32)
     assert kept.cache_dtype is torch.float8_e4m3fn
-    assert [float(layer.cache.after[0]) for layer in kept.weights.layers] == [0.125, 1.125]
+    assert [float(layer.cache.output_scales[0]) for layer in kept.weights.layers] == [0.125, 1.125]
     plain = load_decoder(tmp_path / "made", backend=backend, dtype=torch.float32, kv_dtype="plain")
     assert plain.cache_dtype is torch.float32
     rewrite(
@@ -113,7 +113,7 @@ def test_without_a_scheme_the_scales_are_one(tmp_path, backend):
     write_checkpoint(tmp_path, "llama")
     kept = load_decoder(tmp_path, backend=backend, dtype=torch.float32, kv_dtype="fp8")
     assert kept.cache_dtype is torch.float8_e4m3fn
-    assert kept.weights.layers[0].cache.before is None
+    assert kept.weights.layers[0].cache.input_scales is None
     assert load_decoder(tmp_path, backend=backend, dtype=torch.float32).cache_dtype is torch.float32
 
 

@@ -24,9 +24,9 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
-from outrider.model.config_fields import checked, number, record, whole
-from outrider.model.reading import read_json, reading
-from outrider.model.rotary import rotary
+from outrider.model.config_fields import check_fields, number, record, whole_number
+from outrider.model.reading import read_json, wrap_read_errors
+from outrider.model.rotary import make_rotary
 from outrider_proof.checkpoints import (
     byte_level_tokenizer,
     picture,
@@ -149,7 +149,7 @@ def test_a_long_context_has_no_table(copy, backend):
     edit(directory / "config.json", max_position_embeddings=1 << 24)
     rope, size = RopeConfig(), 128
     one = {"kernels": backend.kernels_in_use, "dtype": torch.float32, "device": backend.device}
-    short, long = rotary(rope, size, 1 << 17, **one), rotary(rope, size, 1 << 24, **one)
+    short, long = make_rotary(rope, size, 1 << 17, **one), make_rotary(rope, size, 1 << 24, **one)
     assert type(short) is not type(long)
     positions = torch.tensor([0, 1, 65535, 65536, (1 << 17) + 255])
     for ours, wanted in zip(long.gather(positions, None), short.gather(positions, None), strict=True):
@@ -479,7 +479,7 @@ class PanicException(BaseException):
 def test_the_guard(tmp_path, error):
     with (
         pytest.raises(CheckpointError, match=f"f: can't be read as a thing: {type(error).__name__}") as caught,
-        reading(tmp_path / "f", "a thing"),
+        wrap_read_errors(tmp_path / "f", "a thing"),
     ):
         raise error
     assert "\n" not in str(caught.value)
@@ -487,12 +487,12 @@ def test_the_guard(tmp_path, error):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), RequestError("x")], ids=repr)
 def test_what_passes_the_guard(tmp_path, error):
-    with pytest.raises(type(error)), reading(tmp_path, "a thing"):
+    with pytest.raises(type(error)), wrap_read_errors(tmp_path, "a thing"):
         raise error
 
 
 def test_fields():
-    fields = {"a": whole(1, 3), "b": record({"c": number(0, 1, empty=False)})}
-    assert checked({"a": None, "b": {"c": 0.5, "d": 1}, "e": 1}, fields) == {"a": None, "b": {"c": 0.5}}
+    fields = {"a": whole_number(1, 3), "b": record({"c": number(0, 1, empty=False)})}
+    assert check_fields({"a": None, "b": {"c": 0.5, "d": 1}, "e": 1}, fields) == {"a": None, "b": {"c": 0.5}}
     with pytest.raises(ConfigError, match=r"b\.c is None, expected a number from 0 to 1"):
-        checked({"b": {"c": None}}, fields)
+        check_fields({"b": {"c": None}}, fields)

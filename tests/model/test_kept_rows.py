@@ -100,7 +100,7 @@ def batches():
 def ends(inputs, last=None):
     """The input with the end of each sequence kept."""
     found = inputs.attention.query_start[1:].to(torch.int64) - 1 if last is None else last
-    return replace(inputs, kept=KeptRows.ends(inputs.attention, found)), found
+    return replace(inputs, kept=KeptRows.last_of_each(inputs.attention, found)), found
 
 
 def same_rows(model, passes, padding):
@@ -144,7 +144,7 @@ test_the_ends_alone_are_what_they_are_among_all, test_many_ends_alone_are_what_t
 
 @pytest.fixture(scope="module")
 def invariant():
-    made = proposers.moved(tiny.decoder(windows=(0, 3, 4)).weights, torch.float32)
+    made = proposers.copy_to_device(tiny.decoder(windows=(0, 3, 4)).weights, torch.float32)
     return Decoder(tiny.config(windows=(0, 3, 4)), made, InvariantKernels(tiny.BACKEND.kernels))
 
 

@@ -12,7 +12,7 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import ModelConfig, ModelRanks, Shard, Shards, load_decoder
 from outrider.model.expert_configs import REFUSED
-from outrider.model.shapes import SHAPES, shard
+from outrider.model.shapes import SHAPES, shard_config
 from outrider_proof.checkpoints import MIXTURES, write_checkpoint
 
 OLD = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -179,8 +179,8 @@ def test_padding_and_company_leave_a_token_alone(tmp_path, backend, mixtral):
 def test_shapes_with_experts():
     config = SHAPES["qwen3-30b-a3b"]
     assert (config.experts.count, config.experts.per_token, config.inner_width) == (128, 8, 8 * 768)
-    assert shard(config, 4).experts.intermediate_size == 192
-    assert shard(SHAPES["mixtral-8x7b"], 2).experts.intermediate_size == 7168
+    assert shard_config(config, 4).experts.intermediate_size == 192
+    assert shard_config(SHAPES["mixtral-8x7b"], 2).experts.intermediate_size == 7168
 
 
 def test_experts_that_cannot_be_shared_out(mixtral):

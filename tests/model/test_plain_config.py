@@ -11,7 +11,7 @@ from outrider.cli.models import bundled
 from outrider.device.errors import OutriderError
 from outrider.model import ModelConfig, checkpoint_config
 from outrider.model.config_fields import config_fields
-from outrider.model.plain_config import plain_config
+from outrider.model.parsed_config import parse_config
 from outrider.model.shapes import SHAPES, shape_config
 from outrider_bench.random_checkpoint import checkpoint_config as written
 
@@ -73,22 +73,22 @@ def test_as_transformers_reads_it(name, tmp_path, monkeypatch):
         found = read(tmp_path)
         with monkeypatch.context() as patch:
             asked = []
-            patch.setattr(checkpoint_config, "plain_config", lambda *given, asked=asked: asked.append(given))
+            patch.setattr(checkpoint_config, "parse_config", lambda *given, asked=asked: asked.append(given))
             assert found == read(tmp_path), variant
-        plainly += any(plain_config(*given) is not None for given in asked)
+        plainly += any(parse_config(*given) is not None for given in asked)
     assert 20 <= plainly < len(variants)
 
 
 @pytest.mark.parametrize("published", [VICUNA_16K, QWEN_25_YARN, LLAMA_2], ids=["linear", "yarn", "no theta"])
 def test_what_is_left_to_transformers(published):
-    assert plain_config(published["model_type"], config_fields(published, vision=False)) is None
+    assert parse_config(published["model_type"], config_fields(published, vision=False)) is None
 
 
 @pytest.mark.parametrize("name", sorted(name for name in SHAPES if shape_config(name).experts is None))
 def test_each_shape_as_a_checkpoint_says_it(name):
     content = written(shape_config(name), dtype="bfloat16")
     fields = config_fields(content, vision=False)
-    assert plain_config(str(content["model_type"]), fields) is not None
+    assert parse_config(str(content["model_type"]), fields) is not None
 
 
 def test_an_engine_loads_without_transformers():

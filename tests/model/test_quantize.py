@@ -16,10 +16,10 @@ from outrider.cli.main import main
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize
 from outrider.model import load_decoder, load_eagle
-from outrider.model.pieces import Cut
+from outrider.model.pieces import TensorSlice
 from outrider.model.products import quantized_products
-from outrider.model.quantization.layouts import moved, narrowed, padded, stack
-from outrider.model.quantization.rounding import ROUND, rounded
+from outrider.model.quantization.layouts import pad_rows, slice_weight, stack_weights, to_device
+from outrider.model.quantization.rounding import ROUND_BY_FORMAT, quantize_weight
 from outrider_proof.checkpoints import write_checkpoint, write_eagle
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8]
@@ -182,14 +182,14 @@ def value(weight):
 def test_parts_stacks_and_padding_are_exact(format, rows, blocks, into, zeros, data):
     """Bit for bit, off every border of blocks and groups."""
     one, other = (drawn(format, out, into, (down, 5), zeros, out) for out, down in zip(rows, blocks, strict=True))
-    both = stack([one, other])
+    both = stack_weights([one, other])
     assert torch.equal(value(both), torch.cat((value(one), value(other))))
-    more = padded(both, 3)
+    more = pad_rows(both, 3)
     assert torch.equal(value(more), torch.nn.functional.pad(value(both), (0, 0, 0, 3)))
     dim = data.draw(st.integers(0, 1))
     start = data.draw(st.integers(0, both.shape[dim] - 1))
     stop = data.draw(st.integers(start + 1, both.shape[dim]))
-    assert torch.equal(value(narrowed(both, Cut(dim, start, stop))), value(both).narrow(dim, start, stop - start))
+    assert torch.equal(value(slice_weight(both, TensorSlice(dim, start, stop))), value(both).narrow(dim, start, stop - start))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -198,9 +198,9 @@ def test_a_scale_of_a_row_is_wide_and_one_of_a_group_as_it_is_stored(dtype):
     weight = torch.randn(8, 192, generator=torch.Generator().manual_seed(3)).to(dtype)
     wide = torch.float32 if dtype is torch.bfloat16 else dtype
     for format, kept in (("fp8", wide), ("int8", wide), ("int4", dtype)):
-        made = rounded(weight, format)
-        stored = ROUND[format](weight, group=made.block[1])["weight_scale"]
-        loaded = moved(replace(made, scales=stored), torch.device("cpu"))
+        made = quantize_weight(weight, format)
+        stored = ROUND_BY_FORMAT[format](weight, group=made.block[1])["weight_scale"]
+        loaded = to_device(replace(made, scales=stored), torch.device("cpu"))
         for each in (made, loaded):
             assert each.scales.dtype is kept
             assert torch.equal(each.scales.double(), stored.double())

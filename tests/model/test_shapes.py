@@ -10,7 +10,7 @@ import pytest
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
-from outrider.model.shapes import SHAPES, shape_config, shard
+from outrider.model.shapes import SHAPES, shape_config, shard_config
 
 
 def parameters(name: str) -> int:
@@ -33,13 +33,13 @@ def test_a_shape_has_as_many_parameters_as_its_name_says(name: str) -> None:
 def test_a_shard_has_its_share_and_keeps_one_key_head_at_least() -> None:
     half = shape_config("llama-3.1-70b/2")
     assert (half.num_heads, half.num_kv_heads, half.intermediate_size, half.hidden_size) == (32, 4, 14336, 8192)
-    assert shard(SHAPES["llama-3.1-8b"], 16).num_kv_heads == 1
+    assert shard_config(SHAPES["llama-3.1-8b"], 16).num_kv_heads == 1
 
 
 @pytest.mark.parametrize("ranks", [0, 3, 7])
 def test_a_shape_that_cannot_be_shared_out_says_so(ranks: int) -> None:
     with pytest.raises(ConfigError, match="can't be shared out"):
-        shard(SHAPES["llama-3.1-8b"], ranks)
+        shard_config(SHAPES["llama-3.1-8b"], ranks)
 
 
 def test_a_file_says_its_shape(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from outrider.engine.requests import scheduler
 from outrider.engine.requests.scheduler import Scheduler
-from outrider_proof.mutations import deck
-from outrider_proof.mutations.classes import CLASSES, class_of, sample
-from outrider_proof.mutations.sites import apply, sites
+from outrider_proof.engine_setups import MODES, PERSONALITIES, PROPOSERS, EngineSetup, random_host_program
+from outrider_proof.mutations import program_set
+from outrider_proof.mutations.classes import CLASSES, class_of, sample_sites
+from outrider_proof.mutations.mutation_sites import apply, sites
 from outrider_proof.proposers import EXTREMES
-from outrider_proof.setups import MODES, PERSONALITIES, PROPOSERS, Setup, draw
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 says it of each fork
 FREED = "Scheduler.retire: leave an operand out: r.finished and r.in_flight == 0 → r.finished"
@@ -26,7 +26,7 @@ def site(text):
 
 @pytest.fixture(scope="module")
 def every():
-    return [each for module in deck.modules() for each in sites(import_module(module))]
+    return [each for module in program_set.modules() for each in sites(import_module(module))]
 
 
 def test_changes_are_many_and_their_names_are_unique(every):
@@ -53,44 +53,46 @@ def test_a_change_is_made_in_the_process_that_makes_it():
 
 
 def test_the_deck_has_each_proposer_mode_and_personality():
-    setups = [setup for setup, _ in deck.programs()]
+    setups = [setup for setup, _ in program_set.programs()]
     assert tuple(dict.fromkeys(setup.proposer for setup in setups)) == (*PROPOSERS, *EXTREMES)
     assert {setup.mode for setup in setups} == set(MODES)
     assert {setup.like for setup in setups} == set(PERSONALITIES)
 
 
 def test_a_sample_has_its_share_of_each_class(every):
-    drawn = sample(every, 10 * (len(CLASSES) + 1), seed=3)
+    drawn = sample_sites(every, 10 * (len(CLASSES) + 1), seed=3)
     assert set(Counter(map(class_of, drawn)).values()) == {10}
-    assert drawn[:9] == sample(every, 9, seed=3)
+    assert drawn[:9] == sample_sites(every, 9, seed=3)
 
 
 @pytest.fixture(scope="module")
 def one_program():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deck, "programs", lambda: [(Setup("none", "staged"), 2)])
-        patch.setattr(deck, "FAULTY", ())
-        patch.setattr(deck, "OPTIONED", ())
-        return deck.warm([scheduler.__name__])
+        patch.setattr(program_set, "programs", lambda: [(EngineSetup("none", "staged"), 2)])
+        patch.setattr(program_set, "FAULTY", ())
+        patch.setattr(program_set, "OPTIONED", ())
+        return program_set.record_baselines([scheduler.__name__])
 
 
 def judged(change, known):
-    (trial,) = deck.judge_all([change], known, deck.Limits(processes=1, patience=60))
+    (trial,) = program_set.judge_all([change], known, program_set.Limits(processes=1, patience=60))
     return trial.result()
 
 
 def test_a_change_that_frees_rows_early_is_killed_and_no_change_survives(monkeypatch, one_program):
     assert judged(site(FREED), one_program) == ("FreedInFlight", "none, staged, cuda, 2")
-    monkeypatch.setattr(deck, "apply", lambda module, change: None)
+    monkeypatch.setattr(program_set, "apply", lambda module, change: None)
     assert judged(site(FREED), one_program) == (None, None)
 
 
 def test_what_hangs_and_what_dies_is_told(monkeypatch):
     def program(name, judge):
-        return deck.Known(name, judge, frozenset({(scheduler.__name__, site(FREED).line)}), 0.0)
+        return program_set.ProgramBaseline(name, judge, frozenset({(scheduler.__name__, site(FREED).line)}), 0.0)
 
-    monkeypatch.setattr(deck, "apply", lambda module, change: None)
-    monkeypatch.setattr(deck.signal, "setitimer", lambda which, seconds, real=deck.signal.setitimer: real(which, 0.1))
+    monkeypatch.setattr(program_set, "apply", lambda module, change: None)
+    monkeypatch.setattr(
+        program_set.signal, "setitimer", lambda which, seconds, real=program_set.signal.setitimer: real(which, 0.1)
+    )
     assert judged(site(FREED), [program("spins", lambda: "x" * sum(1 for _ in itertools.count()))]) == ("hang", "spins")
     assert judged(site(FREED), [program("dies", lambda: os._exit(3))]) == ("crash", "dies")
 
@@ -104,6 +106,6 @@ def test_only_programs_that_run_the_line_judge(one_program):
 
 def test_guided_programs_with_faults_guide_their_requests():
     """Of the engine as it is, no token is wrong."""
-    proposer, mode, like, number = deck.FAULTY[0]
-    assert any(arrival.guided for arrival in draw(number).arrivals)
-    assert deck._faulted(proposer, mode, like, number) == ""
+    proposer, mode, like, number = program_set.FAULTY[0]
+    assert any(arrival.guided for arrival in random_host_program(number).arrivals)
+    assert program_set._faulted(proposer, mode, like, number) == ""

@@ -6,21 +6,21 @@ from outrider.engine.loop import Loop
 from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.state.results import Results
 from outrider.engine.step import Step
-from outrider_proof.checks import once
-from outrider_proof.setups import Setup, draw
+from outrider_proof.engine_setups import EngineSetup, random_host_program
+from outrider_proof.program_checks import run_once_checked
 
-STAGED, CROWDED = Setup("none", "staged"), 2
+STAGED, CROWDED = EngineSetup("none", "staged"), 2
 
 
 def test_nothing_is_told_of_the_engine_as_it_is():
-    outcome = once(STAGED, draw(CROWDED))
+    outcome = run_once_checked(STAGED, random_host_program(CROWDED))
     assert outcome.error == ""
     assert 0 < outcome.counts["ran_ahead"] < outcome.counts["launches"]
 
 
 @pytest.mark.parametrize("number", [16, 32])
 def test_results_taken_in_to_preempt_are_no_lapse(number):
-    outcome = once(STAGED, draw(number))
+    outcome = run_once_checked(STAGED, random_host_program(number))
     assert outcome.error == "", outcome.text
     assert outcome.counts["preempted"] > 0
 
@@ -31,7 +31,7 @@ def changed(monkeypatch):
 
     def run(owner, name, make, *, watched=True):
         monkeypatch.setattr(owner, name, make(getattr(owner, name)))
-        return once(STAGED, draw(CROWDED), watched=watched)
+        return run_once_checked(STAGED, random_host_program(CROWDED), watched=watched)
 
     return run
 

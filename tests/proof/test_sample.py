@@ -3,26 +3,35 @@
 import pytest
 
 from outrider.device import CapabilityError
-from outrider_proof.checks import drop, once, prove, rate
+from outrider_proof.engine_setups import (
+    MODES,
+    PERSONALITIES,
+    PROPOSERS,
+    VISION,
+    EngineSetup,
+    all_setups,
+    engines_for,
+    random_host_program,
+)
+from outrider_proof.program_checks import drop_fence, measure_rate, prove_program, run_once_checked
 from outrider_proof.quantised import QUANTISED
-from outrider_proof.setups import MODES, PERSONALITIES, PROPOSERS, VISION, Setup, all_setups, draw, engines_for
 
 SAMPLE = [
-    (Setup("eagle-tree", "graphs"), 4),
-    (Setup("mtp", "fused"), 5),
-    (Setup("draft-model-tree", "staged", "rocm"), 6),
-    pytest.param(Setup("eagle3", "fused", "rocm"), 4, marks=pytest.mark.slow),
-    (Setup("none", "staged"), 0),
-    (Setup("eagle-tree, experts", "fused"), 4),
-    pytest.param(Setup("mtp, experts", "graphs", "npu"), 3, marks=pytest.mark.slow),
-    (Setup("ngram-tree", "graphs", "npu"), 3),
-    pytest.param(Setup("mtp", "graphs", "npu"), 1, marks=pytest.mark.slow),
-    pytest.param(Setup("peagle", "graphs", "npu"), 2, marks=pytest.mark.slow),
-    (Setup("dflash", "graphs", "npu"), 4),
-    (Setup("peagle", "fused"), 4),
-    (Setup("suffix+eagle", "fused"), 3),
-    (Setup(VISION, "graphs", "rocm"), 4),
-    (Setup(QUANTISED, "fused", "rocm"), 5),
+    (EngineSetup("eagle-tree", "graphs"), 4),
+    (EngineSetup("mtp", "fused"), 5),
+    (EngineSetup("draft-model-tree", "staged", "rocm"), 6),
+    pytest.param(EngineSetup("eagle3", "fused", "rocm"), 4, marks=pytest.mark.slow),
+    (EngineSetup("none", "staged"), 0),
+    (EngineSetup("eagle-tree, experts", "fused"), 4),
+    pytest.param(EngineSetup("mtp, experts", "graphs", "npu"), 3, marks=pytest.mark.slow),
+    (EngineSetup("ngram-tree", "graphs", "npu"), 3),
+    pytest.param(EngineSetup("mtp", "graphs", "npu"), 1, marks=pytest.mark.slow),
+    pytest.param(EngineSetup("peagle", "graphs", "npu"), 2, marks=pytest.mark.slow),
+    (EngineSetup("dflash", "graphs", "npu"), 4),
+    (EngineSetup("peagle", "fused"), 4),
+    (EngineSetup("suffix+eagle", "fused"), 3),
+    (EngineSetup(VISION, "graphs", "rocm"), 4),
+    (EngineSetup(QUANTISED, "fused", "rocm"), 5),
 ]
 
 
@@ -32,28 +41,28 @@ def test_every_setup_is_another():
 
 
 def test_what_is_left_out_is_refused():
-    setup = Setup("eagle", "fused", "npu")
+    setup = EngineSetup("eagle", "fused", "npu")
     assert setup not in all_setups()
     with pytest.raises(CapabilityError):
-        engines_for(setup, draw(0))
+        engines_for(setup, random_host_program(0))
 
 
 def test_programs_differ():
-    assert len({draw(number) for number in range(600)}) == 600
+    assert len({random_host_program(number) for number in range(600)}) == 600
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("setup", "number"), SAMPLE, ids=lambda value: getattr(value, "name", str(value)))
 def test_a_program_under_some_schedules(setup, number):
-    record = prove(setup, number, 2)
+    record = prove_program(setup, number, 2)
     assert record["failures"] == []
     assert record["schedules"] == 2
     assert (
         record["compared"] > 0
         or record["aborted"]
         or record["preempted"]
-        or draw(number).draft_lengths
-        or draw(number).by_load
+        or random_host_program(number).draft_lengths
+        or random_host_program(number).by_load
     )
     if setup.proposer in ("eagle-tree", "mtp", "draft-model-tree", "eagle3"):
         assert record["verified"] > record["iterations"]
@@ -63,35 +72,43 @@ def test_a_program_under_some_schedules(setup, number):
 @pytest.mark.parametrize(
     ("setup", "fence", "half", "consumer", "result"),
     [
-        (Setup("eagle-tree", "graphs"), "draft_outputs_ready", "wait", "plan", "live"),
-        (Setup("mtp", "fused"), "inputs_ready", "record", None, "live"),
-        (Setup("none", "staged"), "handed_over", "wait", "forward", "live"),
+        (EngineSetup("eagle-tree", "graphs"), "draft_outputs_ready", "wait", "plan", "live"),
+        (EngineSetup("mtp", "fused"), "inputs_ready", "record", None, "live"),
+        (EngineSetup("none", "staged"), "handed_over", "wait", "forward", "live"),
         (
-            Setup("eagle", "fused"),
+            EngineSetup("eagle", "fused"),
             "plan_ready",
             "wait",
             "forward",
             "live",
         ),  # in iterations with a guided request, which are staged
-        (Setup("eagle", "graphs"), "params_bound", "wait", "forward", "unused"),
-        (Setup("eagle", "graphs", "npu"), "params_free", "wait", "update", "live"),
-        (Setup("eagle", "graphs", "npu"), "params_bound", "wait", "forward", "live"),
-        (Setup("none", "graphs", "npu"), "params_bound", "wait", "forward", "live"),  # one rebind, the last on its stream
-        (Setup("eagle", "staged", "npu"), "lengths_on_host", "wait", "host", "live"),
+        (EngineSetup("eagle", "graphs"), "params_bound", "wait", "forward", "unused"),
+        (EngineSetup("eagle", "graphs", "npu"), "params_free", "wait", "update", "live"),
+        (EngineSetup("eagle", "graphs", "npu"), "params_bound", "wait", "forward", "live"),
+        (
+            EngineSetup("none", "graphs", "npu"),
+            "params_bound",
+            "wait",
+            "forward",
+            "live",
+        ),  # one rebind, the last on its stream
+        (EngineSetup("eagle", "staged", "npu"), "lengths_on_host", "wait", "host", "live"),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_a_fence_left_out_is_live_or_unused(setup, fence, half, consumer, result):
-    assert drop(setup, fence, half, consumer, (1, 3, 7))["result"] == result
+    assert drop_fence(setup, fence, half, consumer, (1, 3, 7))["result"] == result
 
 
 def test_without_the_sanitizer_some_schedules_show_it_by_the_tokens():
-    assert rate(Setup("eagle", "staged"), "results_copied", "host", 1, 4)["shown"]
-    assert not once(Setup("eagle", "staged"), draw(1), strategy="mixed", seed=1, watched=False).error
+    assert measure_rate(EngineSetup("eagle", "staged"), "results_copied", "host", 1, 4)["shown"]
+    assert not run_once_checked(
+        EngineSetup("eagle", "staged"), random_host_program(1), strategy="mixed", seed=1, watched=False
+    ).error
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("setup", all_setups(), ids=lambda setup: setup.name)
 def test_more_programs_of_every_setup(setup, count):
     for number in range(100, 100 + count):
-        assert prove(setup, number, 5)["failures"] == []
+        assert prove_program(setup, number, 5)["failures"] == []

@@ -8,25 +8,25 @@ import pytest
 
 from outrider.device import CollectiveError
 from outrider.registry import Registry
-from outrider_proof.rank_exploration import Devices
-from outrider_sanitizer import Kind, watch_ranks
+from outrider_proof.rank_exploration import SimulatedHosts
+from outrider_sanitizer import FindingKind, watch_ranks
 from outrider_sanitizer.races import RANK_RACES, RankRace, decision_named
 
-HOSTS = Devices(Registry())
+HOSTS = SimulatedHosts(Registry())
 ALL = [pytest.param(race, id=name) for name, race in RANK_RACES.items()]
 
 
 @pytest.mark.parametrize("race", ALL)
 def test_one_run_names_the_first_decision_with_both_call_sites(race: RankRace) -> None:
-    devices = HOSTS.of(race, 2)
+    devices = HOSTS.for_race(race, 2)
     devices[0].control.reset()
     with watch_ranks(devices) as report, suppress(CollectiveError):
-        race.run(devices, fixed=False)
+        race.run_race(devices, fixed=False)
     assert {finding.kind for finding in report} == race.kinds, str(report)
     assert decision_named(report) == race.decision
     for name in race.names:
         assert name in str(report)
-    first = next((finding for finding in report if finding.kind is Kind.DECISION), report.findings[0])
+    first = next((finding for finding in report if finding.kind is FindingKind.DECISION), report.findings[0])
     for site in (first.first, first.second):
         assert site is not None
         assert "/races/ranks" in site.location, str(report)
@@ -36,13 +36,13 @@ def test_one_run_names_the_first_decision_with_both_call_sites(race: RankRace) -
 
 @pytest.mark.parametrize("race", ALL)
 def test_the_corrected_program_is_silent_in_every_schedule(race: RankRace) -> None:
-    devices = HOSTS.of(race, 2)
+    devices = HOSTS.for_race(race, 2)
     control = devices[0].control
     assert control is not None
 
     def program(_: object) -> None:
         with watch_ranks(devices) as report:
-            race.run(devices, fixed=True)
+            race.run_race(devices, fixed=True)
         report.raise_if_any()
 
     found = control.explore(program, strategy="mixed", iterations=4, seed=0)

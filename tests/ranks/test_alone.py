@@ -16,8 +16,8 @@ from outrider.speculative.ngram import NgramProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
 from outrider_proof.checkpoints import IMAGE
+from outrider_proof.engine_setups import pictures, vision_checkpoint
 from outrider_proof.guides import ResidueGrammars, Residues
-from outrider_proof.setups import pictures, vision_checkpoint
 from outrider_proof.tiny import plain_config
 
 TENSOR, DATA = ParallelConfig(tensor=2), ParallelConfig(data=2)
@@ -29,8 +29,8 @@ GUIDED = replace(PLAIN, guide=Regex("residues"))
 class Slow(Guidance):
     """A grammar whose walk along a draft takes too long, behind a few tokens."""
 
-    def along(self, tokens, parents, words):
-        super().along(tokens, parents, words)
+    def fill_draft_masks(self, tokens, parents, words):
+        super().fill_draft_masks(tokens, parents, words)
         self._late = self._output_length >= 3
 
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.device import DeviceError
-from outrider.engine.config import Choice as Chosen
+from outrider.engine.config import ChoiceGuide as Chosen
 from outrider.engine.config import DecidedConfig, EngineConfig
 from outrider.engine.ranks import commands
 from outrider.engine.ranks.codec import RecordError, decode, encode
 from outrider.engine.ranks.commands import Command
 from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.processes import Loading, Work
-from outrider.engine.ranks.records import Record
-from outrider.engine.requests.guides import GUIDES, Choice, Ebnf, JsonObject, JsonSchema, Regex
+from outrider.engine.ranks.processes import LoadingArguments, RankWork
+from outrider.engine.ranks.records import DecisionRecord
+from outrider.engine.requests.guides import GUIDES, ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.request_state import RequestState
 from outrider.model import Media, MediaGrid
@@ -34,7 +34,7 @@ GUIDE = {
     JsonObject: st.just(JsonObject()),
     Regex: st.sampled_from(["a+", "[0-9]{2}", "é|\\d"]).map(Regex),
     Ebnf: st.tuples(TEXT, TEXT).map(lambda each: Ebnf(*each)),
-    Choice: st.lists(TEXT, min_size=1, max_size=3).map(Choice),
+    ChoiceGuide: st.lists(TEXT, min_size=1, max_size=3).map(ChoiceGuide),
 }
 PARAMS = st.builds(
     SamplingParams,
@@ -78,26 +78,26 @@ STATE = st.builds(
     logprobs=st.lists(LOGPROBS, max_size=2).map(tuple),
 )
 COMMANDS = {
-    commands.AddRequest: st.builds(commands.AddRequest, TOKENS, st.none() | PARAMS, st.integers(), MEDIA_TUPLE),
-    commands.Queue: st.builds(
-        commands.Queue,
+    commands.AddCommand: st.builds(commands.AddCommand, TOKENS, st.none() | PARAMS, st.integers(), MEDIA_TUPLE),
+    commands.QueueCommand: st.builds(
+        commands.QueueCommand,
         st.lists(TOKENS, max_size=3).map(tuple),
         st.none() | PARAMS | st.lists(st.none() | PARAMS, max_size=2).map(tuple),
         st.none() | st.lists(MEDIA_TUPLE, max_size=2).map(tuple),
     ),
-    commands.Abort: st.builds(commands.Abort, st.integers()),
-    commands.Forget: st.builds(commands.Forget, TOKENS),
-    commands.GiveOver: st.builds(commands.GiveOver, st.integers()),
-    commands.TakeOver: st.builds(commands.TakeOver, st.text()),
-    commands.Resume: st.builds(commands.Resume, STATE),
-    commands.Expect: st.builds(commands.Expect, STATE, st.integers(0, 9)),
-    commands.Arrive: st.builds(
-        commands.Arrive,
+    commands.AbortCommand: st.builds(commands.AbortCommand, st.integers()),
+    commands.DropCommand: st.builds(commands.DropCommand, TOKENS),
+    commands.HandOverCommand: st.builds(commands.HandOverCommand, st.integers()),
+    commands.TakeOverCommand: st.builds(commands.TakeOverCommand, st.text()),
+    commands.ResumeCommand: st.builds(commands.ResumeCommand, STATE),
+    commands.ExpectPagesCommand: st.builds(commands.ExpectPagesCommand, STATE, st.integers(0, 9)),
+    commands.PagesArrivedCommand: st.builds(
+        commands.PagesArrivedCommand,
         st.integers(),
         st.dictionaries(TEXT, DTYPES.map(lambda dtype: torch.arange(3).to(dtype)[None]), max_size=2),
     ),
-    commands.Forsake: st.builds(commands.Forsake, st.integers()),
-    commands.Ask: st.builds(commands.Ask, st.integers(), st.text()),
+    commands.ReleasePagesCommand: st.builds(commands.ReleasePagesCommand, st.integers()),
+    commands.VoteRequest: st.builds(commands.VoteRequest, st.integers(), st.text()),
 }
 
 
@@ -132,8 +132,8 @@ def test_a_command_comes_back_as_it_was(command):
     st.lists(st.text(), max_size=2).map(tuple),
 )
 def test_a_record_comes_back_as_it_was(decisions, told):
-    record = Record(told, "iterate", decisions)
-    assert decode(encode(record, Record), Record) == record
+    record = DecisionRecord(told, "iterate", decisions)
+    assert decode(encode(record, DecisionRecord), DecisionRecord) == record
 
 
 def test_configs_come_back_with_their_class():
@@ -152,19 +152,19 @@ def test_configs_come_back_with_their_class():
     )
     assert exact(decode(encode(made, DecidedConfig), DecidedConfig)) == exact(made)
     for config in (None, EngineConfig(kv_memory=0.1), made):
-        loading = Loading(
+        loading = LoadingArguments(
             draft_dir=Path("a"), speculate="none", config=config, through_transformers=False, trust_remote_code=False
         )
-        work = Work(
+        work = RankWork(
             rank=1,
             parallel=ParallelConfig(tensor=2),
             port=1,
             backend="b",
-            numbered=False,
+            has_device_numbers=False,
             model_dir=Path("/m"),
             loading=loading,
         )
-        assert exact(decode(encode(work, Work), Work)) == exact(work)
+        assert exact(decode(encode(work, RankWork), RankWork)) == exact(work)
 
 
 def changed(text, change):
@@ -174,7 +174,7 @@ def changed(text, change):
     return json.dumps(read)
 
 
-ADD = encode(commands.AddRequest((1, 2), SamplingParams(guide=Regex("a")), 0, ()), Command)
+ADD = encode(commands.AddCommand((1, 2), SamplingParams(guide=Regex("a")), 0, ()), Command)
 
 
 @pytest.mark.parametrize(
@@ -215,13 +215,13 @@ def test_other_text_is_refused(text, match):
 @pytest.mark.parametrize(("pixels", "match"), [("%", "base64"), ("AAAA", "can't be read"), (5, "expected Tensor")])
 def test_bytes_that_are_no_tensor_are_refused(pixels, match):
     media = Media(MediaGrid(kind="image", frames=1, rows=1, columns=1), torch.zeros(1), b"")
-    text = encode(commands.AddRequest((1,), None, 0, (media,)), Command)
+    text = encode(commands.AddCommand((1,), None, 0, (media,)), Command)
     with pytest.raises(RecordError, match=match):
         decode(changed(text, lambda given: given["media"][0].update(pixels=pixels)), Command)
 
 
 @pytest.mark.parametrize(
-    "value", [print, commands.Abort("1"), commands.Abort(None), commands.AddRequest((1.5,), None, 0, ())]
+    "value", [print, commands.AbortCommand("1"), commands.AbortCommand(None), commands.AddCommand((1.5,), None, 0, ())]
 )
 def test_what_is_no_command_is_not_written(value):
     with pytest.raises(RecordError, match="can't tell each other; expected"):

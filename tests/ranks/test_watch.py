@@ -6,16 +6,16 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
+from outrider.engine.ranks.key_value_store import STORE_LOST, KeyValueStore
 from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.room import GONE, Room
-from outrider.engine.ranks.watch import Watch, first_is_lost
+from outrider.engine.ranks.watch import RankWatch, first_rank_is_lost
 
 
 def watch_of(rank, room, *, decided=True, **named):
     """A watch whose beats the test makes."""
     group = SimpleNamespace(last_decision=("drafted", 3) if decided else None)
     ranks = SimpleNamespace(rank=rank, config=ParallelConfig(tensor=2), groups=(group,), progress=f"rank {rank} at call 7")
-    return Watch(ranks, room, speaks=False, **named)
+    return RankWatch(ranks, room, speaks=False, **named)
 
 
 def beat(watch, room, times=1, *, silent=False):
@@ -32,7 +32,7 @@ def beat(watch, room, times=1, *, silent=False):
 
 @pytest.mark.parametrize(("decided", "patience"), [(True, 10), (False, 100)])
 def test_a_rank_is_silent_for_as_many_beats_as_it_may(decided, patience):
-    room = Room(HashStore(), "test")
+    room = KeyValueStore(HashStore(), "test")
     first, second = watch_of(0, room), watch_of(1, room, decided=decided)
     assert beat(second, room) is None
     assert beat(first, room, patience) is None
@@ -43,21 +43,21 @@ def test_a_rank_is_silent_for_as_many_beats_as_it_may(decided, patience):
 
 
 def test_a_rank_that_gives_signs_or_has_ended_or_has_not_begun_is_not_lost():
-    room = Room(HashStore(), "test")
+    room = KeyValueStore(HashStore(), "test")
     first, second = watch_of(0, room), watch_of(1, room)
     assert beat(first, room, 200) is None
     for _ in range(5):
         assert beat(second, room) is None
         assert beat(first, room, 9) is None
-    room.beat(1, Room.ENDED)
+    room.publish_heartbeat(1, KeyValueStore.ENDED)
     assert beat(first, room, 200) is None
 
 
 def test_a_rank_whose_starter_has_gone_says_so():
-    room = Room(HashStore(), "test")
+    room = KeyValueStore(HashStore(), "test")
     assert watch_of(0, room, starter=os.getppid())._check_starter() is None
     said = watch_of(0, room, starter=os.getppid() + 1)._check_starter()
     assert said == "rank 0 lost the process that started it; rank 0 at call 7"
-    assert first_is_lost(said)
-    assert first_is_lost(f"{GONE}: closed")
-    assert not first_is_lost("rank 1 hangs: no sign of life for 4 s")
+    assert first_rank_is_lost(said)
+    assert first_rank_is_lost(f"{STORE_LOST}: closed")
+    assert not first_rank_is_lost("rank 1 hangs: no sign of life for 4 s")

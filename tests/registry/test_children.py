@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from outrider.registry.children import deaf_from_the_start, started, stay_deaf
+from outrider.registry.children import child_session, ignore_interruptions, interruptions_blocked_in_children
 from processes import alive, gone
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks processes up in /proc")
@@ -18,7 +18,7 @@ def test_leaving_the_scope_ends_children_of_the_child_too():
     found = []
 
     def interrupted():
-        with started(["sh", "-c", "sleep 100 & echo $!; wait"], stdout=subprocess.PIPE) as child:
+        with child_session(["sh", "-c", "sleep 100 & echo $!; wait"], stdout=subprocess.PIPE) as child:
             found.extend([child, int(child.stdout.readline())])
             assert alive(found[1])
             raise KeyboardInterrupt
@@ -33,8 +33,8 @@ def test_leaving_the_scope_ends_children_of_the_child_too():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_that_is_told_to_end_by_its_parent_is_deaf_from_its_first_moment(number):
     """Ctrl-C comes to it while it still imports what it will run; afterwards it may ignore what has come."""
-    process = multiprocessing.get_context("spawn").Process(target=stay_deaf)
-    with deaf_from_the_start():
+    process = multiprocessing.get_context("spawn").Process(target=ignore_interruptions)
+    with interruptions_blocked_in_children():
         process.start()
         os.kill(process.pid, number)
     process.join(60)

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.cli.files import write_whole
 from outrider.registry.interruptions import accepted_interruptions, interruptions_held
-from outrider_sanitizer.files import scratch_directory
+from outrider_sanitizer.scratch_files import scratch_directory
 
 
 def test_a_signal_waits_until_the_scope_is_left():

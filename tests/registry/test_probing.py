@@ -11,15 +11,15 @@ import torch
 from harmful import HARMFUL
 from outrider.device import BackendNotFound, PluginContractError
 from outrider.registry import Registry, probing
-from outrider.registry.discovery import installed
-from outrider.registry.probing import Probe, fingerprint
+from outrider.registry.discovery import installed_entry_points
+from outrider.registry.probing import PluginProbe, fingerprint
 
 LOADS = "from outrider.device.plugin import BackendInfo, hookimpl\n"
 
 
 @pytest.fixture
 def probe(tmp_path):
-    return Probe(limit_s=1.5, cache=tmp_path / "cache")
+    return PluginProbe(limit_s=1.5, cache=tmp_path / "cache")
 
 
 def by_name(registry):
@@ -53,13 +53,13 @@ def test_what_loads_without_harm_is_remembered_while_its_files_are_the_same(inst
 
     monkeypatch.setattr(probing, "in_child", counted)
     monkeypatch.setattr(probing, "_is_trusted", lambda plugin: plugin.name != "chip")
-    again = Probe(limit_s=probe.limit_s, cache=probe.cache)
+    again = PluginProbe(limit_s=probe.limit_s, cache=probe.cache)
     for each in (probe, probe, again):
         assert by_name(Registry(probe=each))["chip"].status == "usable"
     assert asked == ["chip"]
     module = next(site.glob("*.py"))
     os.utime(module, ns=(1, 1))
-    assert by_name(Registry(probe=Probe(cache=probe.cache)))["chip"].status == "usable"
+    assert by_name(Registry(probe=PluginProbe(cache=probe.cache)))["chip"].status == "usable"
     assert asked == ["chip", "chip"]
 
 
@@ -69,7 +69,7 @@ def test_a_spoiled_cache_is_made_anew(install, probe, text):
     probe.cache.mkdir()
     (probe.cache / "plugins.json").write_text(text)
     assert by_name(Registry(probe=probe))["chip"].status == "usable"
-    (entry,) = (each for each in installed("outrider.backends").entry_points if each.name == "chip")
+    (entry,) = (each for each in installed_entry_points("outrider.backends").entry_points if each.name == "chip")
     assert fingerprint(entry) in json.loads((probe.cache / "plugins.json").read_text())
 
 
@@ -77,7 +77,7 @@ def test_harm_is_not_remembered(install, probe):
     site = install("chip", "import os; os._exit(3)", probed=True)
     assert by_name(Registry(probe=probe))["chip"].status == "broken"
     next(site.glob("*.py")).write_text(LOADS)
-    assert "is missing" in by_name(Registry(probe=Probe(cache=probe.cache)))["chip"].reason
+    assert "is missing" in by_name(Registry(probe=PluginProbe(cache=probe.cache)))["chip"].reason
 
 
 def test_a_plugin_that_changes_global_state_is_told_of(install, probe, monkeypatch):
@@ -118,7 +118,7 @@ def test_a_plugin_that_changes_global_state_is_told_of(install, probe, monkeypat
 
 def found_in_child(install, name, source):
     install(name, source + LOADS, probed=True)
-    (entry,) = (each for each in installed("outrider.backends").entry_points if each.name == name)
+    (entry,) = (each for each in installed_entry_points("outrider.backends").entry_points if each.name == name)
     return probing.in_child([entry], "backend_info", limit_s=60)[entry]
 
 

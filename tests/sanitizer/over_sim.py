@@ -13,7 +13,7 @@ from torch.cuda import _gpu_trace as trace
 from outrider.device import Capabilities, KernelSet, Observer, SpeculativeSync, TorchDeviceBackend
 from outrider.device.torch_backend import TorchStream
 from outrider_sanitizer.hostsync import host_edges
-from outrider_sanitizer.storages import Known
+from outrider_sanitizer.storages import KnownStorage
 from outrider_sanitizer.torch_calls import TorchSanitizer
 from outrider_sim import torch_graphs, torch_module
 from outrider_sim.backend import SimBackend
@@ -33,16 +33,16 @@ class Storages:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, KnownStorage] = {}
 
-    def known(self, tensor: Any) -> tuple[Known, bool] | None:
+    def known(self, tensor: Any) -> tuple[KnownStorage, bool] | None:
         if not isinstance(tensor, SimTensor | PinnedTensor):
             return None
         number = self._backend.locate(tensor).storage
         new = number not in self._known
         if new:
             pinned = isinstance(tensor, PinnedTensor)
-            self._known[number] = Known(number, None, not pinned, pinned, "")
+            self._known[number] = KnownStorage(number, None, not pinned, pinned, "")
         return self._known[number], new
 
     def key(self, tensor: Any) -> int:
@@ -53,7 +53,7 @@ class Storages:
     def note(self, tensor: Any) -> None:
         pass
 
-    def gone(self) -> list[Known]:
+    def gone(self) -> list[KnownStorage]:
         return []
 
 
@@ -128,7 +128,7 @@ class OverSim(TorchSanitizer):
     def _stream_asked(self, stream: Any) -> None:
         self._stream_synchronized(handle(stream.wrapped))
 
-    def found(self, tensor: Any, known: Known) -> None:
+    def found(self, tensor: Any, known: KnownStorage) -> None:
         super().found(tensor, known)
         if known.number not in self._pooled:
             self._addresses[known.number] = known

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from outrider.device import Capabilities, Graph
 from outrider_cpu.backend import CpuBackend
-from outrider_sanitizer import Kind, watch, watching
+from outrider_sanitizer import FindingKind, watch, watching
 from outrider_sanitizer.races import RACES, Race
 
 # What can't be seen without the device's help: rows (declared as owned there) and host parameters of captured graphs.
@@ -52,7 +52,7 @@ def test_the_fault_is_named(name: str, backend: CpuBackend) -> None:
     with watch(backend) as report:
         run(race, backend)
     kinds = {finding.kind for finding in report}
-    if name in OF_THREADS and kinds == {Kind.READ_AFTER_WRITE}:  # the other thread came first
+    if name in OF_THREADS and kinds == {FindingKind.READ_AFTER_WRITE}:  # the other thread came first
         return
     assert kinds == {race.kind}, str(report)
 
@@ -66,7 +66,7 @@ def run(race: Race, backend: CpuBackend) -> None:
     try:
         race.wrong(backend)
     except AssertionError:
-        assert race.kind in (Kind.UNDEFINED, Kind.STALE_MIRROR) or race.name in OF_THREADS
+        assert race.kind in (FindingKind.UNDEFINED, FindingKind.STALE_MIRROR) or race.name in OF_THREADS
 
 
 @pytest.mark.parametrize("race", [pytest.param(r, id=n) for n, r in RACES.items() if not r.needs])
@@ -175,7 +175,7 @@ def test_rows_picked_by_data_may_be_taken_to_overlap(backend: CpuBackend, rows_a
     assert report.clean is rows_apart, str(report)
     if not rows_apart:
         (finding,) = report
-        assert (finding.kind, finding.second.operation) == (Kind.READ_AFTER_WRITE, "aten::index_select")
+        assert (finding.kind, finding.second.operation) == (FindingKind.READ_AFTER_WRITE, "aten::index_select")
     assert any("disjoint" in spot for spot in report.blind_spots) is rows_apart
 
 

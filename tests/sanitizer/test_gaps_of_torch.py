@@ -13,9 +13,9 @@ import torch
 from torch.cuda._sanitizer import EventHandler
 
 from outrider.device import Access, Backend, Event, Observer, Operation, Stream
-from outrider_sanitizer import Kind, watch
+from outrider_sanitizer import FindingKind, watch
 from outrider_sanitizer.races import RACES
-from outrider_sanitizer.races.program import filled, order
+from outrider_sanitizer.races.race import filled, order
 from outrider_sim.backend import SimBackend
 from outrider_sim.explore import run_once
 from outrider_sim.strategies import Strategy
@@ -124,12 +124,12 @@ def outside_the_dispatcher(backend: Backend) -> None:
 
 
 GAPS = {
-    "a: views at other offsets": (RACES["overlapping-views"].wrong, Kind.WRITE_AFTER_WRITE),
-    "b: memory freed and used again on another stream": (RACES["reuse-across-streams"].wrong, Kind.REUSE),
-    "c: graph replays": (RACES["input-overwritten"].wrong, Kind.WRITE_AFTER_READ),
-    "d: pinned host memory": (RACES["host-read-early"].wrong, Kind.READ_AFTER_WRITE),
-    "e: one host thread beside another": (by_another_thread, Kind.READ_AFTER_WRITE),
-    "f: kernels outside the dispatcher": (outside_the_dispatcher, Kind.READ_AFTER_WRITE),
+    "a: views at other offsets": (RACES["overlapping-views"].wrong, FindingKind.WRITE_AFTER_WRITE),
+    "b: memory freed and used again on another stream": (RACES["reuse-across-streams"].wrong, FindingKind.REUSE),
+    "c: graph replays": (RACES["input-overwritten"].wrong, FindingKind.WRITE_AFTER_READ),
+    "d: pinned host memory": (RACES["host-read-early"].wrong, FindingKind.READ_AFTER_WRITE),
+    "e: one host thread beside another": (by_another_thread, FindingKind.READ_AFTER_WRITE),
+    "f: kernels outside the dispatcher": (outside_the_dispatcher, FindingKind.READ_AFTER_WRITE),
 }
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from outrider_sanitizer import Kind, watch
+from outrider_sanitizer import FindingKind, watch
 from outrider_sim.backend import SimBackend
 from outrider_sim.options import parse_options
 
@@ -135,7 +135,7 @@ def test_what_another_thread_fills_is_sent(way: Way) -> None:
         backend.copy_async(x, staging.tensor, stream=copy)
         copy.synchronize()
     kinds = [finding.kind for finding in report]
-    assert kinds == ([Kind.READ_AFTER_WRITE] if way is variable else []), str(report)
+    assert kinds == ([FindingKind.READ_AFTER_WRITE] if way is variable else []), str(report)
 
 
 def test_a_thread_that_collects_memory_while_it_starts_keeps_its_name() -> None:

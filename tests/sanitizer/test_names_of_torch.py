@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from outrider_sanitizer import Kind, watch
+from outrider_sanitizer import FindingKind, watch
+from outrider_sanitizer.cuda_names import map_cuda_names
 from outrider_sanitizer.dispatch import DerivedSanitizer
-from outrider_sanitizer.spellings import spelled
 from outrider_sim.backend import SimBackend
 from sanitizer.over_sim import OverNames
 
@@ -25,7 +25,7 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_cuda_moves_to_the_simulated_device(way: str) -> None:
-    with spelled(SimBackend()):
+    with map_cuda_names(SimBackend()):
         x = torch.arange(4.0)
         moved = WAYS[way](x)
         assert moved.device.type == "sim"
@@ -40,12 +40,12 @@ def test_cuda_moves_to_the_simulated_device(way: str) -> None:
 @pytest.mark.parametrize("at_once", [False, True])
 def test_cuda_blocks_unless_it_is_told_not_to(at_once: bool) -> None:
     backend = SimBackend()
-    with spelled(backend), watch(backend) as report:
+    with map_cuda_names(backend), watch(backend) as report:
         host = torch.ones(1 << 12).pin_memory()
         moved = host.cuda(non_blocking=at_once)
         host.fill_(2)
         torch.cuda.synchronize()
-    assert {finding.kind for finding in report} == ({Kind.WRITE_AFTER_READ} if at_once else set()), str(report)
+    assert {finding.kind for finding in report} == ({FindingKind.WRITE_AFTER_READ} if at_once else set()), str(report)
     assert moved.device.type == "sim"
 
 

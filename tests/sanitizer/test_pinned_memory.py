@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from outrider_sanitizer import Kind
-from outrider_sanitizer.spellings import spelled
+from outrider_sanitizer import FindingKind
+from outrider_sanitizer.cuda_names import map_cuda_names
 from outrider_sanitizer.storages import Storages, extent
 from outrider_sim.backend import SimBackend
-from outrider_sim.sim import Sim
+from outrider_sim.device_state import SimDeviceState
 from sanitizer.over_sim import watched
 
 COPIES = {
@@ -28,15 +28,15 @@ KERNEL = "x.copy_(mapped(torch.ones(1024).pin_memory()))"
 @pytest.fixture
 def told(monkeypatch: Any) -> None:
     """The device tells when pinned memory is dropped, and doesn't say what its allocator makes of it."""
-    before = Sim.pinned
-    monkeypatch.setattr(Sim, "pinned", lambda self, *args, **kwargs: before(self, *args))
+    before = SimDeviceState.pinned
+    monkeypatch.setattr(SimDeviceState, "pinned", lambda self, *args, **kwargs: before(self, *args))
 
 
-def kinds(line: str, monkeypatch: Any, inference: bool = False) -> set[Kind]:
+def kinds(line: str, monkeypatch: Any, inference: bool = False) -> set[FindingKind]:
     lines = ("import torch", "from outrider_sim.launches import mapped", "x = torch.zeros(1024, device='cuda')")
     text = "\n".join((*lines, "for _ in range(3):", f"    {line}"))
     backend = SimBackend()
-    with spelled(backend), watched(backend, monkeypatch) as sanitizer, torch.inference_mode(inference):
+    with map_cuda_names(backend), watched(backend, monkeypatch) as sanitizer, torch.inference_mode(inference):
         exec(compile(text, "script.py", "exec"), {"__name__": "__main__"})
     assert sanitizer.report.operations >= 3
     return {finding.kind for finding in sanitizer.report}
@@ -49,14 +49,14 @@ def test_the_allocator_waits_for_streams_that_copied(name: str, inference: bool,
 
 
 def test_it_does_not_wait_for_a_kernel_that_reads_pinned_memory(monkeypatch: Any, told: None) -> None:
-    assert kinds(KERNEL, monkeypatch) == {Kind.REUSE}
+    assert kinds(KERNEL, monkeypatch) == {FindingKind.REUSE}
 
 
 def test_a_value_for_the_host_is_a_read_in_inference_mode(monkeypatch: Any) -> None:
     """There, composite operators aren't taken apart before they are seen."""
     for read in ("x[0].item()", "x.to('cpu')", "bool(x[0])", "x.view(32, 32).t().reshape(-1)"):
         line = f"with torch.cuda.stream(torch.cuda.Stream()): x.add_(1)\n    {read}"
-        assert Kind.READ_AFTER_WRITE in kinds(line, monkeypatch, True), read
+        assert FindingKind.READ_AFTER_WRITE in kinds(line, monkeypatch, True), read
 
 
 def storages() -> Storages:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider_sanitizer import watch
-from outrider_sanitizer.findings import Kind
+from outrider_sanitizer.findings import FindingKind
 from outrider_sim.explore import run_once
 from outrider_sim.plugin import create_backend
 from outrider_sim.strategies import make_strategy
@@ -51,7 +51,7 @@ def test_the_columns_of_a_smaller_batch_are_written_and_no_others_are_read(colum
         stream.synchronize()
 
     found = kinds(program)
-    assert found == ([] if columns == 2 else [Kind.STALE_PADDING])
+    assert found == ([] if columns == 2 else [FindingKind.STALE_PADDING])
 
 
 @pytest.mark.parametrize("rows", [20, 19])
@@ -74,7 +74,7 @@ def test_rows_side_by_side_of_a_smaller_batch_are_written_and_no_others_are_read
         stream.synchronize()
 
     found = kinds(program)
-    assert found == ([] if rows == 20 else [Kind.STALE_PADDING])
+    assert found == ([] if rows == 20 else [FindingKind.STALE_PADDING])
 
 
 @pytest.mark.parametrize("strategy", ["program", "lazy"])
@@ -96,4 +96,4 @@ def test_a_read_by_rows_before_the_mark_is_no_stale_read(strategy, again):
         backend.synchronize()
 
     found = kinds(program, strategy)
-    assert found == ([] if again else [Kind.STALE])
+    assert found == ([] if again else [FindingKind.STALE])

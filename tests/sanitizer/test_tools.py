@@ -16,13 +16,13 @@ import torch
 from outrider.cli.main import main
 from outrider.device import Backend
 from outrider_cpu.backend import CpuBackend
-from outrider_sanitizer import Kind, RaceError, Sanitizer, watch
+from outrider_sanitizer import FindingKind, RaceError, Sanitizer, watch
 from outrider_sanitizer.pytest_plugin import sanitized
 from outrider_sanitizer.races import RACES
-from outrider_sanitizer.races.program import filled, order
+from outrider_sanitizer.races.race import filled, order
 from outrider_sim.backend import SimBackend
-from outrider_trace.picture import page, svg
-from outrider_trace.timeline import record
+from outrider_trace.picture import render_page, render_svg
+from outrider_trace.timeline import record_timeline
 
 __all__ = ["sanitized"]
 
@@ -189,22 +189,22 @@ def overlapped(backend: Backend) -> None:
 @pytest.mark.parametrize("make", [SimBackend, CpuBackend])
 def test_a_timeline_has_streams_operations_and_fences(make: Any) -> None:
     backend = make()
-    with record(backend) as timeline:
+    with record_timeline(backend) as timeline:
         overlapped(backend)
     assert {name: len(lane) for name, lane in timeline.spans.items()} == {"forward": 4, "plan": 3}
-    events = timeline.perfetto()["traceEvents"]
+    events = timeline.to_perfetto()["traceEvents"]
     assert sum(e["ph"] == "X" for e in events) == 7
     assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) == 6
     starts = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
     assert all(e["ts"] >= starts[e["id"]] for e in events if e["ph"] == "f")
-    assert svg(timeline).count('<rect class="op ') == 7
-    assert "forward" in page(timeline, "a <title>")
-    assert "<title>a &lt;title&gt;" in page(timeline, "a <title>")
+    assert render_svg(timeline).count('<rect class="op ') == 7
+    assert "forward" in render_page(timeline, "a <title>")
+    assert "<title>a &lt;title&gt;" in render_page(timeline, "a <title>")
 
 
 def test_a_timeline_says_which_wait_is_on_the_critical_path() -> None:
     backend = SimBackend()
-    with record(backend) as timeline:
+    with record_timeline(backend) as timeline:
         overlapped(backend)
     costs = {cost.event: cost for cost in timeline.costs()}
     assert costs["ready"].critical_us > 0
@@ -263,7 +263,7 @@ def test_hand_overs_between_host_threads_are_seen() -> None:
             queue.put(1)
             started.append(True)
             thread.join()
-        assert {finding.kind for finding in report} == (set() if handed_over else {Kind.READ_AFTER_WRITE}), str(report)
+        assert {finding.kind for finding in report} == (set() if handed_over else {FindingKind.READ_AFTER_WRITE}), str(report)
 
 
 def test_memory_stays_bounded() -> None:

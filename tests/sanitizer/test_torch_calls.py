@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 
 from outrider.device import DeviceError
-from outrider_sanitizer import Kind, watch
+from outrider_sanitizer import FindingKind, watch
+from outrider_sanitizer.cuda_names import map_cuda_names
 from outrider_sanitizer.races import RACES
-from outrider_sanitizer.spellings import spelled
 from outrider_sim.backend import SimBackend
 from sanitizer.over_sim import watched, watched_names
 
 PROGRAMS = Path(__file__).parent / "torch_gaps"
 GAPS = {
-    "views": {Kind.WRITE_AFTER_WRITE},
-    "reuse": {Kind.REUSE},
-    "replay": {Kind.WRITE_AFTER_READ},
-    "pinned": {Kind.READ_AFTER_WRITE},
-    "threads": {Kind.READ_AFTER_WRITE},
-    "kernel": {Kind.READ_AFTER_WRITE, Kind.WRITE_AFTER_WRITE},  # interpreted, it writes what it read back
-    "flood": {Kind.WRITE_AFTER_READ},
-    "accelerator": {Kind.READ_AFTER_WRITE},
+    "views": {FindingKind.WRITE_AFTER_WRITE},
+    "reuse": {FindingKind.REUSE},
+    "replay": {FindingKind.WRITE_AFTER_READ},
+    "pinned": {FindingKind.READ_AFTER_WRITE},
+    "threads": {FindingKind.READ_AFTER_WRITE},
+    "kernel": {FindingKind.READ_AFTER_WRITE, FindingKind.WRITE_AFTER_WRITE},  # interpreted, it writes what it read back
+    "flood": {FindingKind.WRITE_AFTER_READ},
+    "accelerator": {FindingKind.READ_AFTER_WRITE},
 }
 NEEDS_MORE = ("scatters", "indexed-columns", "indexed-elements", "scatters-along-rows", "masks")
 """Rows by data: without the device's help they count as disjoint."""
@@ -49,7 +49,7 @@ def test_a_gap_is_found_on_the_simulated_device(name: str, argv: list[str]) -> N
     for word, expected in (("wrong", GAPS[name]), ("right", set())):
         argv[1:] = [word]
         backend = SimBackend()
-        with spelled(backend), watch(backend) as report:
+        with map_cuda_names(backend), watch(backend) as report:
             run(name)
         assert {finding.kind for finding in report} == expected, f"{word}: {report}"
 
@@ -59,7 +59,7 @@ def test_a_gap_is_found_by_what_torch_tells(name: str, argv: list[str], monkeypa
     for word, expected in (("wrong", GAPS[name]), ("right", set())):
         argv[1:] = [word]
         backend = SimBackend()
-        with spelled(backend), watched(backend, monkeypatch) as sanitizer:
+        with map_cuda_names(backend), watched(backend, monkeypatch) as sanitizer:
             run(name)
         assert {finding.kind for finding in sanitizer.report} == expected, f"{word}: {sanitizer.report}"
 
@@ -120,7 +120,7 @@ host.tolist()
 def test_a_query_that_says_yes_orders_the_host(monkeypatch: Any) -> None:
     for text, clean in ((QUERIES, True), (QUERIES.replace("while not done.query():\n    pass", ""), False)):
         backend = SimBackend()
-        with spelled(backend), watched(backend, monkeypatch) as sanitizer:
+        with map_cuda_names(backend), watched(backend, monkeypatch) as sanitizer:
             sanitizer.asked = True  # type: ignore[attr-defined]  # the trace has no queries
             exec(compile(text, "script.py", "exec"), {"__name__": "__main__"})
         assert sanitizer.report.clean is clean, str(sanitizer.report)

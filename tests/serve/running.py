@@ -9,7 +9,7 @@ import uvicorn
 from outrider.serve.app import create_app
 from outrider.serve.config import ServeConfig
 from outrider.serve.engine_thread import EngineThread
-from outrider.serve.prompts import Prompter, Wording
+from outrider.serve.prompt_builder import PromptBuilder, PromptResources
 
 
 class Running:
@@ -36,8 +36,8 @@ def running(make, model_dir, *, chat_template=None, response_template=None, **co
         client = server.client = make if hasattr(make, "submit") else EngineThread(make)
         try:
             info = await client.start()
-            wording = Wording(model_dir, chat_template=chat_template, response_template=response_template)
-            prompter = Prompter(model_dir, info, wording)
+            wording = PromptResources(model_dir, chat_template=chat_template, response_template=response_template)
+            prompter = PromptBuilder(model_dir, info, wording)
             app = create_app(client, prompter, ServeConfig(**{"names": ("m",)} | config))
             server.service = app.state.service
             uvicorn_ = uvicorn.Server(

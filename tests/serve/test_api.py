@@ -7,8 +7,8 @@ import time
 import httpx
 import pytest
 
+from outrider.serve.api_errors import ApiError
 from outrider.serve.config import ServeConfig
-from outrider.serve.errors import ApiError
 
 ASKED = {"model": "m", "prompt": "def f():", "max_tokens": 4, "temperature": 0}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

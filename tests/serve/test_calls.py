@@ -4,9 +4,15 @@ import json
 
 import pytest
 
-from outrider.serve.calls import FORMATS, Calls, ListReader, NamedReader, ParsedReader
-from outrider.serve.errors import ApiError
-from outrider.serve.fields import ChatRequest
+from outrider.serve.api_errors import ApiError
+from outrider.serve.request_fields import ChatRequest
+from outrider.serve.tool_calls import (
+    TOOL_CALL_FORMATS,
+    CallListReader,
+    NamedToolReader,
+    ParsedResponseReader,
+    RequestToolCalls,
+)
 
 TOOL = {
     "type": "function",
@@ -42,10 +48,10 @@ def read(reader, text, size):
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_known_formats(name, size):
     prompt, text = WRITTEN[name]
-    reader = ParsedReader(FORMATS[name], f"before{prompt}", [TOOL])
+    reader = ParsedResponseReader(TOOL_CALL_FORMATS[name], f"before{prompt}", [TOOL])
     made = read(reader, text, size)
     arguments = [3] if name == "llama3-json" else [3, 4]
     assert [(call["name"], json.loads(call["arguments"])) for call in made["calls"].values()] == [
@@ -53,32 +59,32 @@ def test_known_formats(name, size):
     ]
     assert made["content"].strip() == ""
     assert made["reasoning_content"] == ("let me see" if name == "hermes" else "")
-    assert reader.called
+    assert reader.has_calls
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 @pytest.mark.parametrize(
     "text", ["just text", "a < b, {x}: [1]", '<tool_call>{"name": broken</tool_call> and more', "[TOOL_CALLS]nothing"]
 )
 def test_what_is_no_call_is_content(name, text, size):
-    reader = ParsedReader(FORMATS[name], WRITTEN[name][0], [TOOL])
+    reader = ParsedResponseReader(TOOL_CALL_FORMATS[name], WRITTEN[name][0], [TOOL])
     made = read(reader, text, size)
     assert made["calls"] == {}
-    assert not reader.called
+    assert not reader.has_calls
     for word in ("just", "text", "a < b", "broken", "nothing"):
         assert (word in text) == (word in made["content"])
 
 
 def test_a_call_that_was_cut_off_is_content():
-    reader = ListReader()
+    reader = CallListReader()
     assert reader.feed('[{"name": "lo', last=True) == {"content": '[{"name": "lo'}
-    assert not reader.called
+    assert not reader.has_calls
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
 def test_the_arguments_of_a_named_call_come_as_they_are_written(size):
-    made = read(NamedReader("look"), '{"n": 12}', size)
+    made = read(NamedToolReader("look"), '{"n": 12}', size)
     assert made["calls"] == {0: {"name": "look", "arguments": '{"n": 12}'}}
 
 
@@ -87,13 +93,13 @@ def asked(**more):
 
 
 def test_what_is_asked_for_by_a_choice_of_tools():
-    assert Calls(asked(), None).guide is None
-    assert Calls(asked(tools=[TOOL]), None).special_tokens is False
-    assert Calls(asked(tools=[TOOL]), FORMATS["hermes"]).special_tokens is True
-    assert Calls(asked(tools=[TOOL], tool_choice="none"), FORMATS["hermes"]).special_tokens is False
-    assert '"minItems": 1' in Calls(asked(tools=[TOOL], tool_choice="required"), None).guide.schema
+    assert RequestToolCalls(asked(), None).guide is None
+    assert RequestToolCalls(asked(tools=[TOOL]), None).special_tokens is False
+    assert RequestToolCalls(asked(tools=[TOOL]), TOOL_CALL_FORMATS["hermes"]).special_tokens is True
+    assert RequestToolCalls(asked(tools=[TOOL], tool_choice="none"), TOOL_CALL_FORMATS["hermes"]).special_tokens is False
+    assert '"minItems": 1' in RequestToolCalls(asked(tools=[TOOL], tool_choice="required"), None).guide.schema
     named = {"type": "function", "function": {"name": "look"}}
-    assert json.loads(Calls(asked(tools=[TOOL], tool_choice=named), None).guide.schema)["properties"] == {
+    assert json.loads(RequestToolCalls(asked(tools=[TOOL], tool_choice=named), None).guide.schema)["properties"] == {
         "n": {"type": "integer"}
     }
     for wrong in (
@@ -101,5 +107,5 @@ def test_what_is_asked_for_by_a_choice_of_tools():
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
     ):
         with pytest.raises(ApiError) as refused:
-            Calls(asked(**wrong), None)
+            RequestToolCalls(asked(**wrong), None)
         assert refused.value.param == "tool_choice"

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.serve.command import serve
 from outrider.serve.config import ServeConfig
 from outrider.serve.engine_thread import EngineThread
-from outrider.serve.metrics import Metrics
+from outrider.serve.metrics import ServerMetrics
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
 
@@ -39,11 +39,11 @@ def metrics():
         await client.start()
         while client.snapshot is None:
             await asyncio.sleep(0.01)
-        made = Metrics(client, ServeConfig(names=("m",)))
-        made.first_token(0.1)
-        made.output(0.1, 2, 1, 2)
-        made.ended(0.1, 3, 4, ["stop"])
-        made.answered("/v1/completions", 200)
+        made = ServerMetrics(client, ServeConfig(names=("m",)))
+        made.record_first_token(0.1)
+        made.record_output(0.1, 2, 1, 2)
+        made.record_finished(0.1, 3, 4, ["stop"])
+        made.count_response("/v1/completions", 200)
         text = made.text().decode()
         await client.close()
         return text

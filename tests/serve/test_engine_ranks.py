@@ -11,9 +11,9 @@ pytest.importorskip("fastapi", reason="not run: the extra serve isn't installed"
 
 from outrider import SamplingParams
 from outrider.cli.models import Sizes, Speculation, load
-from outrider.serve.client import EngineGone, Inbox
+from outrider.serve.engine_client import EngineGone, Inbox
 from outrider.serve.engine_process import EngineProcess
-from outrider.serve.engine_ranks import EngineRanks, engine_process
+from outrider.serve.engine_ranks import EngineRanks, create_engine_client
 
 PARAMS = SamplingParams(max_tokens=16)
 PROMPT = [521, 1019, 9, 66, 13, 309]
@@ -28,7 +28,7 @@ async def tokens_of(client):
     inbox, found = Inbox(), []
     client.submit(inbox, PROMPT, PARAMS)
     while True:
-        for output in await inbox.take():
+        for output in await inbox.receive_outputs():
             found += output.tokens
             if output.finish_reason is not None:
                 return found
@@ -43,14 +43,14 @@ def gone(pid):
 
 
 def test_one_rank_is_one_process():
-    assert type(engine_process(make())) is EngineProcess
-    assert isinstance(engine_process(make(), data=2), EngineRanks)
+    assert type(create_engine_client(make())) is EngineProcess
+    assert isinstance(create_engine_client(make(), data=2), EngineRanks)
 
 
 @pytest.mark.slow
 def test_two_ranks_give_the_tokens_of_one_and_end_together():
     async def main():
-        client = engine_process(make(), tensor=2)
+        client = create_engine_client(make(), tensor=2)
         await client.start()
         try:
             pids = [client.pid, *(process.pid for process in client._followers)]
@@ -70,7 +70,7 @@ def test_two_ranks_give_the_tokens_of_one_and_end_together():
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_takes_the_engine_with_it(victim):
     async def main():
-        client = engine_process(make(), tensor=2)
+        client = create_engine_client(make(), tensor=2)
         await client.start()
         try:
             pids = [client.pid, client._followers[0].pid]

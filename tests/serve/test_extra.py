@@ -7,20 +7,20 @@ import pytest
 from outrider.cli.environment import spans_from_environment
 from outrider.cli.main import main
 from outrider.device import ConfigError
-from outrider.serve import extra
+from outrider.serve import optional_packages
 from outrider.serve.command import _read_tool_format
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(extra, "find_spec", lambda name: None if name in ("fastapi", "uvicorn") else object())
+    monkeypatch.setattr(optional_packages, "find_spec", lambda name: None if name in ("fastapi", "uvicorn") else object())
     with pytest.raises(
         ConfigError, match=r"needs fastapi, uvicorn, which are not installed; run: pip install 'outrider\[serve\]'"
     ):
-        extra.require_serve()
+        optional_packages.require_serve()
 
 
 def test_the_command_says_so_too(monkeypatch, capsys):
-    monkeypatch.setattr(extra, "find_spec", lambda name: None if name == "fastapi" else object())
+    monkeypatch.setattr(optional_packages, "find_spec", lambda name: None if name == "fastapi" else object())
     assert main(["serve"]) == 1
     assert "pip install 'outrider[serve]'" in capsys.readouterr().err
 
@@ -110,11 +110,11 @@ def test_another_exporter_of_spans_is_refused(monkeypatch):
 
 
 def test_a_tool_format_is_a_name_or_a_file(tmp_path):
-    from outrider.serve.calls import FORMATS
+    from outrider.serve.tool_calls import TOOL_CALL_FORMATS
 
     file = tmp_path / "own.json"
     file.write_text('{"fields": {}}')
-    assert _read_tool_format("hermes") == dict(FORMATS["hermes"])
+    assert _read_tool_format("hermes") == dict(TOOL_CALL_FORMATS["hermes"])
     assert _read_tool_format(str(file)) == {"fields": {}}
     file.write_text("[]")
     with pytest.raises(ConfigError, match="has a list; expected a JSON object"):

@@ -13,7 +13,7 @@ from typing import Any  # noqa: E402
 from outrider import SamplingParams  # noqa: E402
 from outrider.device import ConfigError  # noqa: E402
 from outrider.engine.requests.cache_events import AllBlocksCleared, BlockRemoved, BlockStored  # noqa: E402
-from outrider.serve.kv_events import KvEventPublisher, make_watched  # noqa: E402
+from outrider.serve.kv_events import KvEventPublisher, make_engine_with_events  # noqa: E402
 from outrider.speculative.eagle import EagleProposer  # noqa: E402
 from outrider_proof import tiny  # noqa: E402
 
@@ -133,7 +133,7 @@ def test_an_engine_is_heard(wire):
     assert (stored.token_ids, stored.block_size, stored.parent_block_hash) == (prompt[:8], 4, None)
     assert len(stored.block_hashes) == 2
     assert stored.medium == "GPU"
-    engine._scheduler.pages.forget_all()
+    engine._scheduler.pages.unregister_all()
     assert subscriber.next()[1].events == [Cleared()]
 
 
@@ -178,7 +178,7 @@ def test_what_was_told_is_published_before_the_end(tmp_path):
     subscriber = Subscriber(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r")
     hear_first(publisher, subscriber)
     for index in range(3000):
-        publisher.tell(BlockRemoved((index,)))
+        publisher.publish(BlockRemoved((index,)))
     publisher.close()
     publisher.close()
     heard = []
@@ -201,11 +201,11 @@ def test_a_made_engine_is_heard_for_as_long_as_it_lives(tmp_path):
     def make():
         return tiny.engine(EagleProposer(tiny.eagle_head(), draft_tokens=2), max_requests=1, page_size=4)
 
-    engine = make_watched(make, address, None)
+    engine = make_engine_with_events(make, address, None)
     subscriber = Subscriber(address, f"ipc://{tmp_path}/r")
     for first in range(20):  # until the subscription has arrived
         engine.generate([[first % 4, 1, 4, 1, 6, first]], SamplingParams(max_tokens=1))
-        engine._scheduler.pages.forget_all()
+        engine._scheduler.pages.unregister_all()
         if subscriber.events.poll(100):
             break
     assert subscriber.next()[1].events
@@ -214,4 +214,6 @@ def test_a_made_engine_is_heard_for_as_long_as_it_lives(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name == "outrider-kv-events"]
     subscriber.close()
     with pytest.raises(ConfigError, match="prefix_cache=True"):
-        make_watched(lambda: tiny.engine(EagleProposer(tiny.eagle_head(), draft_tokens=2), prefix_cache=False), address, None)
+        make_engine_with_events(
+            lambda: tiny.engine(EagleProposer(tiny.eagle_head(), draft_tokens=2), prefix_cache=False), address, None
+        )

@@ -19,8 +19,8 @@ from outrider.model import load_decoder, load_eagle
 from outrider.serve.app import create_app
 from outrider.serve.config import ServeConfig
 from outrider.serve.engine_thread import EngineThread
-from outrider.serve.page import policy
-from outrider.serve.prompts import Prompter, Wording
+from outrider.serve.prompt_builder import PromptBuilder, PromptResources
+from outrider.serve.web_page import content_security_policy
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 
@@ -56,10 +56,10 @@ def test_the_page_needs_nothing_from_elsewhere_and_fits_its_policy():
         assert not {"src", "href", "style"} & attributes.keys(), f"{tag} {attributes}"
         assert not [name for name in attributes if name.startswith("on")], "a policy without unsafe-inline blocks these"
     assert not re.search(r"https?://|@import|url\(|\beval\b|innerHTML|insertAdjacentHTML", PAGE)
-    said = policy(PAGE)
+    said = content_security_policy(PAGE)
     assert "unsafe" not in said
     assert "default-src 'none'" in said
-    assert policy(PAGE.replace('"use strict";', '"use strict"; alert(1);')) != said
+    assert content_security_policy(PAGE.replace('"use strict";', '"use strict"; alert(1);')) != said
 
 
 def test_every_field_has_a_label_and_every_id_is_there_once():
@@ -99,7 +99,7 @@ def served(*, template=None, **config):
         info = await client.start()
         app = create_app(
             client,
-            Prompter(BUNDLED / "target", info, Wording(BUNDLED / "target", chat_template=template)),
+            PromptBuilder(BUNDLED / "target", info, PromptResources(BUNDLED / "target", chat_template=template)),
             ServeConfig(names=(NAME,), **config),
         )
         server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, ws="none"))

@@ -4,14 +4,14 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="not run: the extra otel isn't installed")
 
-from outrider.serve.tracing import Spans
+from outrider.serve.tracing import RequestSpans
 
 
 def test_a_span_has_the_times_the_parent_and_the_fields_of_a_request():
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     kept = InMemorySpanExporter()
-    spans = Spans(kept)
+    spans = RequestSpans(kept)
     caller = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     fields = {
         "status": 200,

@@ -8,16 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.engine import Choice, Ebnf, JsonObject, JsonSchema, Regex
+from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.stats import EngineLoad, EngineStats
 from outrider.model import Media, MediaGrid
-from outrider.serve.messages import Abort, Admitted, EngineInfo, Failed, Output, Ready, Refused, Snapshot, Stop, Submit
-from outrider.serve.wire import Frames, command_of_wire, command_to_wire, event_of_wire, event_to_wire, frame
+from outrider.serve.engine_messages import (
+    AbortRequest,
+    EngineFailed,
+    EngineInfo,
+    EngineReady,
+    EngineSnapshot,
+    RequestAdmitted,
+    RequestRefused,
+    SampleOutput,
+    StopEngine,
+    SubmitRequest,
+)
+from outrider.serve.wire import FrameDecoder, command_of_wire, command_to_wire, event_of_wire, event_to_wire, frame
 
 
 def over(wire, item, size):
-    frames, data = Frames(), frame(wire(item)) + frame("next")
+    frames, data = FrameDecoder(), frame(wire(item)) + frame("next")
     pieces = [data[start : start + size] for start in range(0, len(data), size)]
     found = [each for piece in pieces for each in frames.add(piece)]
     assert found[1] == "next"
@@ -42,20 +53,26 @@ INFO = EngineInfo(
     image_token=None,
 )
 EVENTS = [
-    Ready(INFO),
-    Admitted(3),
-    Refused(4, 'no "room" \ud800'),
-    Output(5, 1, (7, 8), None, (), None, None, 1, 4),
-    Output(5, 0, (7,), "stop", (TokenLogprobs(7, -0.25, ((7, -0.25), (8, -math.inf))),), "text\0", "wrong", 0, 0, True),
-    Snapshot(EngineStats(1, 2, 3, 4, 0.5, 6, 7, 8), EngineLoad(1, 2, 3, 4, 5), 1.5),
-    Failed("gone"),
+    EngineReady(INFO),
+    RequestAdmitted(3),
+    RequestRefused(4, 'no "room" \ud800'),
+    SampleOutput(5, 1, (7, 8), None, (), None, None, 1, 4),
+    SampleOutput(5, 0, (7,), "stop", (TokenLogprobs(7, -0.25, ((7, -0.25), (8, -math.inf))),), "text\0", "wrong", 0, 0, True),
+    EngineSnapshot(EngineStats(1, 2, 3, 4, 0.5, 6, 7, 8), EngineLoad(1, 2, 3, 4, 5), 1.5),
+    EngineFailed("gone"),
 ]
 PARAMS = [
     SamplingParams(),
     SamplingParams(temperature=0.7, n=3, seed=-(2**63), stop=("a", "\n"), logit_bias={3: -math.inf, 1: 0.1}, logprobs=0),
     *(
         SamplingParams(guide=guide)
-        for guide in (JsonSchema({"type": "object"}), JsonObject(), Regex("a+"), Ebnf('root ::= "a"'), Choice(["a", "b"]))
+        for guide in (
+            JsonSchema({"type": "object"}),
+            JsonObject(),
+            Regex("a+"),
+            Ebnf('root ::= "a"'),
+            ChoiceGuide(["a", "b"]),
+        )
     ),
 ]
 
@@ -68,21 +85,21 @@ def test_events(event, size):
 
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
 def test_requests(params):
-    command = Submit(6, [1, 2, 3], params, -1, [])
+    command = SubmitRequest(6, [1, 2, 3], params, -1, [])
     assert command_of_wire(over(command_to_wire, command, 64)) == command
-    assert command_of_wire(over(command_to_wire, Abort(6), 64)) == Abort(6)
-    assert command_of_wire(over(command_to_wire, Stop(), 64)) == Stop()
+    assert command_of_wire(over(command_to_wire, AbortRequest(6), 64)) == AbortRequest(6)
+    assert command_of_wire(over(command_to_wire, StopEngine(), 64)) == StopEngine()
 
 
 def test_images():
     grid = MediaGrid(kind="video", frames=2, rows=2, columns=4, seconds_per_frame=0.5)
     media = Media(grid, torch.randn(16, 12), b"\x00\xff")
-    (found,) = command_of_wire(over(command_to_wire, Submit(1, [1], SamplingParams(), 0, [media]), 999)).media
+    (found,) = command_of_wire(over(command_to_wire, SubmitRequest(1, [1], SamplingParams(), 0, [media]), 999)).media
     assert (found.grid, found.digest) == (grid, media.digest)
     assert torch.equal(found.pixels, media.pixels)
 
 
 @given(st.lists(st.binary(max_size=40).map(list), max_size=6), st.integers(1, 50))
 def test_frames_are_cut_where_they_end(items, size):
-    frames, data = Frames(), b"".join(map(frame, items))
+    frames, data = FrameDecoder(), b"".join(map(frame, items))
     assert [each for start in range(0, len(data), size) for each in frames.add(data[start : start + size])] == items

@@ -5,8 +5,8 @@ import torch
 
 from outrider.device import BackendLoadError, CollectiveError, ConfigError, DeadlockError, Reduction
 from outrider.registry import Registry
-from outrider_sanitizer import Kind, watch, watch_ranks
-from outrider_sanitizer.races.program import order
+from outrider_sanitizer import FindingKind, watch, watch_ranks
+from outrider_sanitizer.races.race import order
 from outrider_sim.explore import explore
 
 
@@ -121,8 +121,8 @@ def test_order_comes_across_ranks_and_only_from_who_contributes(devices):
             run(devices, body(answered), 2)
         kinds = {finding.kind for finding in report}
         # What the send itself reads isn't over because its receiver went on: only what came before it is.
-        assert Kind.WRITE_AFTER_READ in kinds
-        assert (Kind.WRITE_AFTER_WRITE in kinds) is not answered, str(report)
+        assert FindingKind.WRITE_AFTER_READ in kinds
+        assert (FindingKind.WRITE_AFTER_WRITE in kinds) is not answered, str(report)
 
 
 def test_one_rank_alone_is_watched_as_before(devices):
@@ -134,7 +134,7 @@ def test_one_rank_alone_is_watched_as_before(devices):
 
     with watch(devices[0]) as report:
         run(devices, body)
-    assert {finding.kind for finding in report} <= {Kind.READ_AFTER_WRITE, Kind.WRITE_AFTER_WRITE}
+    assert {finding.kind for finding in report} <= {FindingKind.READ_AFTER_WRITE, FindingKind.WRITE_AFTER_WRITE}
     assert not report.clean
 
 

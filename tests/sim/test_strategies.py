@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from outrider.device import ConfigError, ControllableDevice
+from outrider_sim.delay_schedule import Schedule
 from outrider_sim.explore import explore, run_once
-from outrider_sim.schedule import Schedule
-from outrider_sim.strategies import Replay, make_strategy, parse_strategy
+from outrider_sim.strategies import ReplaySchedule, make_strategy, parse_strategy
 
 
 def relay(backend, *, waits=True, rounds=3):
@@ -116,7 +116,7 @@ def test_schedules_replay_exactly(sim, spec):
         for strategy in (make_strategy(name, seed, options), None):
             order = {}
             backend.sim.machine.names = order
-            chosen = strategy or Replay(Schedule.parse(texts[0]))
+            chosen = strategy or ReplaySchedule(Schedule.parse(texts[0]))
             run_once(backend, wrong_relay, chosen)
             texts.append(backend.control.schedule())
             logs.append([step for step in order if not step.startswith("host")])
@@ -146,7 +146,7 @@ def test_shrinking_names_the_missing_edge(sim):
         assert "copy to host" in copied
         assert "fill_" in filled or "host" in filled
         backend.control.reset()
-        assert isinstance(run_once(backend, wrong_relay, Replay(found.shrunk)), AssertionError)
+        assert isinstance(run_once(backend, wrong_relay, ReplaySchedule(found.shrunk)), AssertionError)
 
 
 def test_the_handle_is_a_controllable_device(sim):
@@ -252,7 +252,7 @@ def test_a_host_that_asks_until_it_is_yes_ends(sim, spec, options):
 def test_asking_replays(sim):
     backend = sim()
     texts = []
-    for chosen in (make_strategy("lazy", 0), lambda: Replay(Schedule.parse(texts[0]))):
+    for chosen in (make_strategy("lazy", 0), lambda: ReplaySchedule(Schedule.parse(texts[0]))):
         order = backend.sim.machine.names = {}
         run_once(backend, polls, chosen if not callable(chosen) else chosen())
         texts.append(backend.control.schedule())

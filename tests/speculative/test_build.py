@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
-from outrider.model import load_decoder, load_mtp, of_vocabulary
-from outrider.speculative.build import BUILDERS, DraftOptions, build
-from outrider.speculative.proposer import PlainProposer
+from outrider.model import load_decoder, load_mtp, with_vocabulary_size
+from outrider.speculative.build import BUILDERS, DraftOptions, build_proposer
+from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import (
     tiny_config,
@@ -34,7 +34,7 @@ def test_every_name_builds_a_proposer_that_changes_no_token(checkpoints, name, t
     engine = Engine.from_checkpoint(checkpoints / "target", CpuBackend(), draft_dir=draft, speculate=name, config=config)
     assert engine.proposer.name == name
     assert engine.proposer.is_tree == (topk > 1 and name != "none")
-    plain = Engine(engine.model, engine.backend, config=config, proposer=PlainProposer())
+    plain = Engine(engine.model, engine.backend, config=config, proposer=NonSpeculativeProposer())
     expected = [result.token_ids for result in plain.generate(PROMPTS, GREEDY)]
     assert [result.token_ids for result in engine.generate(PROMPTS, GREEDY)] == expected
 
@@ -51,22 +51,22 @@ def test_unknown_names_and_missing_checkpoints_are_refused(checkpoints):
         ConfigError,
         match="speculate is 'medusa'; expected one of dflash, draft-model, eagle, eagle3, mtp, ngram, none, peagle, suffix",
     ):
-        build("medusa", options(checkpoints))
+        build_proposer("medusa", options(checkpoints))
     for name in ("dflash", "eagle", "eagle3", "mtp", "peagle", "draft-model"):
         with pytest.raises(ConfigError, match=f"speculate='{name}' needs the directory"):
-            build(name, options(checkpoints))
+            build_proposer(name, options(checkpoints))
 
 
 def test_a_plugin_may_add_a_name(checkpoints):
-    made = build("mine", options(checkpoints), builders={"mine": lambda _: PlainProposer()})
-    assert isinstance(made, PlainProposer)
+    made = build_proposer("mine", options(checkpoints), builders={"mine": lambda _: NonSpeculativeProposer()})
+    assert isinstance(made, NonSpeculativeProposer)
 
 
 def test_suffix_decoding_drafts_as_many_tokens_as_the_heads_behind_it(checkpoints):
-    made = build("suffix+mtp", options(checkpoints, directory=checkpoints / "mtp", draft_tokens=4))
+    made = build_proposer("suffix+mtp", options(checkpoints, directory=checkpoints / "mtp", draft_tokens=4))
     assert (made.name, made.depth, [part.depth for part in made.parts]) == ("suffix+mtp", 2, [2, 2])
     with pytest.raises(ConfigError, match="'none' drafts nothing"):
-        build("suffix+mine", options(checkpoints), builders={"mine": lambda _: PlainProposer()})
+        build_proposer("suffix+mine", options(checkpoints), builders={"mine": lambda _: NonSpeculativeProposer()})
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_suffix_decoding_drafts_as_many_tokens_as_the_heads_behind_it(checkpoint
 )
 def test_options_that_do_not_go_together_are_refused(checkpoints, name, fields, match):
     with pytest.raises(ConfigError, match=match):
-        build(name, options(checkpoints, directory=checkpoints / name, **fields))
+        build_proposer(name, options(checkpoints, directory=checkpoints / name, **fields))
 
 
 def words(directory, count):
@@ -107,7 +107,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(checkpoints, tmp_path, r
     if used is not None:
         words(tmp_path / "other", used)
     with pytest.raises(CheckpointError, match=match):
-        build("draft-model", options(checkpoints, directory=tmp_path / "other"))
+        build_proposer("draft-model", options(checkpoints, directory=tmp_path / "other"))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -117,7 +117,7 @@ def test_rows_that_lack_are_never_the_likeliest(tmp_path, tied):
     words(tmp_path, 90)
     backend = CpuBackend()
     model = load_decoder(tmp_path, backend=backend, dtype=torch.float64)
-    made = of_vocabulary(model, 100, directory=tmp_path, backend=backend)
+    made = with_vocabulary_size(model, 100, directory=tmp_path, backend=backend)
     hidden = torch.randn(5, model.config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     logits = made.logits(hidden)
     assert torch.equal(logits[:, :96], model.logits(hidden))
@@ -146,12 +146,14 @@ def test_a_draft_model_may_differ_in_rows_that_no_token_uses(tmp_path, rows, tie
     target = load_decoder(tmp_path / "target", backend=backend, dtype=torch.float64)
     parts = {"target": target, "backend": backend, "dtype": torch.float64, "draft_tokens": 3, "topk": topk}
     prompts, params = [(3, 1, 4), (2, 7)], SamplingParams(max_tokens=21, ignore_eos=True)
-    plain = Engine(target, backend, proposer=PlainProposer(), config=plain_config(dtype="float64")).generate(prompts, params)
+    plain = Engine(target, backend, proposer=NonSpeculativeProposer(), config=plain_config(dtype="float64")).generate(
+        prompts, params
+    )
     drafted, as_many = (
         Engine(
             target,
             backend,
-            proposer=build("draft-model", DraftOptions(directory=tmp_path / name, **parts)),
+            proposer=build_proposer("draft-model", DraftOptions(directory=tmp_path / name, **parts)),
             config=plain_config(dtype="float64"),
         ).generate(prompts, params)
         for name in ("draft", "target")
@@ -164,7 +166,7 @@ def test_a_draft_model_may_differ_in_rows_that_no_token_uses(tmp_path, rows, tie
 def test_a_context_beyond_the_draft_model_is_refused(checkpoints, tmp_path):
     write_checkpoint(tmp_path / "short", "llama", num_hidden_layers=1, vocab_size=96, max_position_embeddings=32)
     made = options(checkpoints, directory=tmp_path / "short")
-    proposer = build("draft-model", made)
+    proposer = build_proposer("draft-model", made)
     with pytest.raises(ConfigError, match="max_context is 40, the proposer 'draft-model' was made for 32"):
         Engine(made.target, made.backend, proposer=proposer, config=plain_config(max_context=40))
     assert Engine(made.target, made.backend, proposer=proposer, config=plain_config()).max_context == 32
@@ -205,7 +207,7 @@ NORM = "model.mtp_layers.1.token_layernorm.weight"
 def test_damaged_heads_give_an_error_that_names_the_damage(checkpoints, tmp_path, change, match):
     made = options(checkpoints, directory=damaged(checkpoints, tmp_path, change))
     with pytest.raises(CheckpointError, match=match):
-        build("mtp", made)
+        build_proposer("mtp", made)
 
 
 def test_a_head_computes_what_its_formula_says(checkpoints):

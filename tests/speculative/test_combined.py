@@ -7,7 +7,7 @@ from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
-from outrider.speculative.proposer import PlainProposer
+from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
@@ -19,7 +19,7 @@ from outrider_proof.tiny import plain_config
 
 def combined(other=None, least=2):
     return CombinedProposer(
-        SuffixProposer.of(tiny.target(), 3), other or EagleProposer(tiny.eagle_head(), draft_tokens=3), least=least
+        SuffixProposer.for_target(tiny.target(), 3), other or EagleProposer(tiny.eagle_head(), draft_tokens=3), least=least
     )
 
 
@@ -60,7 +60,7 @@ def test_what_does_not_go_together_is_refused():
     with pytest.raises(ConfigError, match="drafts trees; expected one that drafts chains"):
         combined(EagleTreeProposer(tiny.eagle_head(), DynamicTree(topk=2, depth=3)))
     with pytest.raises(ConfigError, match="'none' drafts nothing"):
-        combined(PlainProposer())
+        combined(NonSpeculativeProposer())
     with pytest.raises(ConfigError, match="'suffix' drafts 3 tokens and 'eagle' 2"):
         combined(EagleProposer(tiny.eagle_head(), draft_tokens=2))
     with pytest.raises(ConfigError, match="at least 9 tokens; expected 1 to 8"):

@@ -10,11 +10,11 @@ from outrider.cli.models import Speculation, vocabulary_of
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import DraftVocabulary, load_decoder, load_through_transformers, with_output_head
-from outrider.model.quantization.rounding import rounded
+from outrider.model.quantization.rounding import quantize_weight
 from outrider.model.shards import Shard
-from outrider.speculative.build import BUILDERS, build
-from outrider.speculative.names import BY_TARGETS_HEAD, DRAFTLESS
-from outrider.speculative.proposer import PlainProposer
+from outrider.speculative.build import BUILDERS, build_proposer
+from outrider.speculative.names import DRAFTLESS, USES_TARGET_HEAD
+from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
 from speculative.test_build import GREEDY, PROMPTS, options
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_plain_decoding(checkpoints, file, name, topk, field
     assert engine.model.output_ids is None  # what is verified has all tokens
     (said,) = (choice for choice in engine.chosen if choice.name == "draft_vocabulary")
     assert (said.value, str(file) in said.why, "has all 96" in said.why) == (60, True, True)
-    plain = Engine(engine.model, engine.backend, config=engine.config, proposer=PlainProposer())
+    plain = Engine(engine.model, engine.backend, config=engine.config, proposer=NonSpeculativeProposer())
     expected = [result.token_ids for result in plain.generate(PROMPTS, GREEDY)]
     drafted = drafts_of(engine.proposer)
     assert [result.token_ids for result in engine.generate(PROMPTS, GREEDY)] == expected
@@ -77,7 +77,7 @@ def test_its_rows_are_those_of_the_targets_head(checkpoints, quantised):
     backend = CpuBackend()
     target = load_decoder(checkpoints / "target", backend=backend, dtype=torch.float32)
     if quantised is not None:  # a head that is quantised in its checkpoint
-        target = target.with_head(rounded(target.weights.head, quantised))
+        target = target.with_head(quantize_weight(target.weights.head, quantised))
     kept = torch.tensor(sorted(SOME))
     other = with_output_head(target, backend=backend, vocabulary=DraftVocabulary(ids=kept, origin="some"))
     assert other.output_size == len(SOME)
@@ -149,13 +149,13 @@ def test_no_token_at_all_is_refused(checkpoints, number):
         made(checkpoints, "eagle", draft_vocabulary=number)
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILDERS) - BY_TARGETS_HEAD))
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - USES_TARGET_HEAD))
 def test_proposers_that_draw_otherwise_refuse_it(checkpoints, name):
     given = options(
-        checkpoints, directory=None if name in DRAFTLESS else checkpoints / name, vocabulary=DraftVocabulary.read(40)
+        checkpoints, directory=None if name in DRAFTLESS else checkpoints / name, vocabulary=DraftVocabulary.load(40)
     )
     with pytest.raises(ConfigError, match=f"draft_vocabulary is given, but speculate='{name}' doesn't draw drafts"):
-        build(name, given)
+        build_proposer(name, given)
 
 
 @pytest.mark.parametrize("name", ["eagle", "mtp"])
@@ -168,12 +168,12 @@ def test_a_model_through_transformers_keeps_its_head(checkpoints):
     backend = CpuBackend()
     target = load_through_transformers(checkpoints / "target", backend=backend, dtype=torch.float32)
     with pytest.raises(ConfigError, match="draft_vocabulary is given, and the target runs by transformers' own code"):
-        with_output_head(target, backend=backend, vocabulary=DraftVocabulary.read(40))
+        with_output_head(target, backend=backend, vocabulary=DraftVocabulary.load(40))
 
 
 def test_a_head_quantised_in_blocks_of_rows_keeps_them(checkpoints):
-    given = options(checkpoints, directory=checkpoints / "eagle", vocabulary=DraftVocabulary.read(40))
-    whole = rounded(given.target.weights.head, "fp8")
+    given = options(checkpoints, directory=checkpoints / "eagle", vocabulary=DraftVocabulary.load(40))
+    whole = quantize_weight(given.target.weights.head, "fp8")
     block = type(whole)(
         format="fp8", data=whole.data, scales=whole.scales[:1].contiguous(), block=(128, whole.shape[1]), shape=whole.shape
     )

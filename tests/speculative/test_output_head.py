@@ -10,10 +10,10 @@ from outrider.cli.models import Speculation
 from outrider.device import CapabilityError, ConfigError, QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize
 from outrider.model import OUTPUT_FORMATS, load_decoder, load_through_transformers, with_output_head
-from outrider.model.quantization.rounding import rounded
-from outrider.speculative.build import BUILDERS, build
-from outrider.speculative.names import BY_TARGETS_HEAD, DRAFTLESS
-from outrider.speculative.proposer import PlainProposer
+from outrider.model.quantization.rounding import quantize_weight
+from outrider.speculative.build import BUILDERS, build_proposer
+from outrider.speculative.names import DRAFTLESS, USES_TARGET_HEAD
+from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
 from speculative.test_build import GREEDY, PROMPTS, options
@@ -34,7 +34,7 @@ def drawn_with(proposer):
 
 @pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("format", OUTPUT_FORMATS)
-@pytest.mark.parametrize("name", sorted(BY_TARGETS_HEAD))
+@pytest.mark.parametrize("name", sorted(USES_TARGET_HEAD))
 def test_tokens_are_those_of_plain_decoding(checkpoints, name, format):
     engine = made(checkpoints, name, draft_output_head=format)
     assert isinstance(drawn_with(engine.proposer), QuantizedWeight)
@@ -42,7 +42,7 @@ def test_tokens_are_those_of_plain_decoding(checkpoints, name, format):
     assert isinstance(engine.model.weights.head, torch.Tensor)  # what is verified takes it
     said = {choice.name: choice.value for choice in engine.chosen}
     assert said["draft_output_head"] == format
-    plain = Engine(engine.model, engine.backend, config=engine.config, proposer=PlainProposer())
+    plain = Engine(engine.model, engine.backend, config=engine.config, proposer=NonSpeculativeProposer())
     expected = [result.token_ids for result in plain.generate(PROMPTS, GREEDY)]
     assert [result.token_ids for result in engine.generate(PROMPTS, GREEDY)] == expected
 
@@ -64,25 +64,27 @@ def test_drafts_come_from_the_copy_and_nothing_else_is_copied(checkpoints, forma
     assert not torch.equal(other.logits(hidden), target.logits(hidden))
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILDERS) - BY_TARGETS_HEAD))
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - USES_TARGET_HEAD))
 def test_proposers_that_draw_otherwise_refuse_it(checkpoints, name):
     given = options(checkpoints, directory=None if name in DRAFTLESS else checkpoints / name, output_head="fp8")
     with pytest.raises(ConfigError, match=f"speculate='{name}' doesn't draw drafts with the target's output head"):
-        build(name, given)
+        build_proposer(name, given)
     if name not in DRAFTLESS:
         with pytest.raises(ConfigError, match=rf"speculate='suffix\+{name}' doesn't draw"):
-            build(f"suffix+{name}", given)
+            build_proposer(f"suffix+{name}", given)
 
 
 def test_suffix_decoding_in_front_of_a_head_takes_it(checkpoints):
-    first, behind = build("suffix+eagle", options(checkpoints, directory=checkpoints / "eagle", output_head="int8")).parts
+    first, behind = build_proposer(
+        "suffix+eagle", options(checkpoints, directory=checkpoints / "eagle", output_head="int8")
+    ).parts
     assert drawn_with(behind).format == "int8"
     assert not hasattr(first, "head")
 
 
 def test_an_unknown_format_is_refused(checkpoints):
     with pytest.raises(ConfigError, match="draft_output_head is 'fp4'; expected one of fp8, int8, int4, or None"):
-        build("eagle", options(checkpoints, directory=checkpoints / "eagle", output_head="fp4"))
+        build_proposer("eagle", options(checkpoints, directory=checkpoints / "eagle", output_head="fp4"))
 
 
 @pytest.mark.parametrize(("name", "format"), [("eagle", "fp4"), ("eagle3", "fp8")])
@@ -94,9 +96,9 @@ def test_what_cannot_be_is_said_before_the_target_is_read(checkpoints, name, for
 
 def test_a_head_that_is_quantised_already_is_refused(checkpoints):
     given = options(checkpoints, directory=checkpoints / "eagle", output_head="fp8")
-    target = given.target.with_head(rounded(given.target.weights.head, "int8"))
+    target = given.target.with_head(quantize_weight(given.target.weights.head, "int8"))
     with pytest.raises(ConfigError, match="the target's output head is int8.* already; leave draft_output_head out"):
-        build("eagle", replace(given, target=target))
+        build_proposer("eagle", replace(given, target=target))
 
 
 def test_a_model_through_transformers_keeps_its_head(checkpoints):
@@ -111,23 +113,23 @@ def test_a_backend_without_kernels_for_it_says_so(checkpoints, monkeypatch):
     declared = replace(given.backend.capabilities, quantized_formats=frozenset({"int8"}))
     monkeypatch.setattr(type(given.backend), "capabilities", declared)
     with pytest.raises(CapabilityError, match=r"is fp8, and backend 'cpu' .* has no kernels for that \(it declares int8\)"):
-        build("eagle", given)
+        build_proposer("eagle", given)
 
 
 @pytest.mark.parametrize(("columns", "group"), [(256, 128), (192, 64), (96, 32), (48, 16), (40, 8)])
 def test_groups_of_four_bits_divide_the_columns(columns, group):
-    assert rounded(torch.randn(3, columns), "int4").block == (1, group)
+    assert quantize_weight(torch.randn(3, columns), "int4").block == (1, group)
 
 
 def test_columns_without_groups_are_refused():
     with pytest.raises(ConfigError, match="a weight of 3 x 42 has no groups in int4: expected columns in multiples of 8"):
-        rounded(torch.randn(3, 42), "int4")
+        quantize_weight(torch.randn(3, 42), "int4")
 
 
 def test_many_rows_are_rounded_some_at_a_time():
     weight = torch.randn(20000, 8)
-    whole = rounded(weight, "int8")
-    last = rounded(weight[-5:], "int8")
+    whole = quantize_weight(weight, "int8")
+    last = quantize_weight(weight[-5:], "int8")
     assert torch.equal(whole.data[-5:], last.data)
     assert torch.equal(whole.scales[-5:], last.scales)
 

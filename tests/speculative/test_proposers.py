@@ -74,7 +74,7 @@ PROPOSERS = {
     "ngram": lambda: NgramProposer(vocab_size=tiny.VOCABULARY, draft_tokens=4),
     "ngram-tree": lambda: NgramProposer(vocab_size=tiny.VOCABULARY, draft_tokens=3, branches=3),
     "suffix+eagle": lambda: CombinedProposer(
-        SuffixProposer.of(tiny.target(), 3), EagleProposer(tiny.eagle_head(), draft_tokens=3), least=2
+        SuffixProposer.for_target(tiny.target(), 3), EagleProposer(tiny.eagle_head(), draft_tokens=3), least=2
     ),
     "suffix": lambda: SuffixProposer(vocab_size=tiny.VOCABULARY, draft_tokens=4),
 }

@@ -114,7 +114,7 @@ def test_certain_tokens_still_make_a_tree():
 def test_a_fixed_tree_takes_the_ranks_of_its_paths():
     model = random_model(7, 1)
     shape = FixedTree([(0, 0, 1), (1,), (2, 0), (0, 1)])
-    shape.bind(torch.device("cpu"))
+    shape.allocate_constants(torch.device("cpu"))
     paths, calls = grow(shape, model)
     ranks = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 1)]
     expected = []

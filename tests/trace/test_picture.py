@@ -9,19 +9,19 @@ from outrider.engine.fences import FENCES
 from outrider_proof import tiny
 from outrider_proof.proposers import program
 from outrider_sim.plugin import create_backend
-from outrider_trace.picture import order, svg
-from outrider_trace.stages import STAGES, bands
-from outrider_trace.timeline import Mark, Span, Timeline, Wait, record
+from outrider_trace.picture import render_svg, sort_lanes
+from outrider_trace.stages import STAGES, stage_spans
+from outrider_trace.timeline import FenceMark, OperationSpan, Timeline, WaitArrow, record_timeline
 
 
 def timeline(*marks, spans=6, stream="forward"):
     """Spans of 2 us, one after the other, and marks (fence, before which span, whether it's a wait)."""
-    lane = [Span(stream, f"op{i}", 2.0 * i, 2.0 * i + 2.0) for i in range(spans)]
-    return Timeline({stream: lane}, [], [Mark(fence, stream, at, waited) for fence, at, waited in marks])
+    lane = [OperationSpan(stream, f"op{i}", 2.0 * i, 2.0 * i + 2.0) for i in range(spans)]
+    return Timeline({stream: lane}, [], [FenceMark(fence, stream, at, waited) for fence, at, waited in marks])
 
 
 def named(timeline):
-    return [(band.name, band.start, band.end) for band in bands(timeline)]
+    return [(band.name, band.start, band.end) for band in stage_spans(timeline)]
 
 
 DECODE = (
@@ -62,9 +62,9 @@ def test_stages_are_told_by_fences_that_the_engine_has():
 
 
 def test_lanes_that_fences_join_lie_side_by_side():
-    lanes = {name: [Span(name, "op", 0.0, 1.0)] for name in ("a", "b", "c", "d")}
-    waits = [Wait("e", 1, "a", 1, other, 0, "") for other in ("c", "d")]
-    placed = order(Timeline(lanes, waits))
+    lanes = {name: [OperationSpan(name, "op", 0.0, 1.0)] for name in ("a", "b", "c", "d")}
+    waits = [WaitArrow("e", 1, "a", 1, other, 0, "") for other in ("c", "d")]
+    placed = sort_lanes(Timeline(lanes, waits))
     assert [abs(placed.index("a") - placed.index(other)) for other in ("c", "d")] == [1, 1]
 
 
@@ -72,31 +72,31 @@ def test_lanes_that_fences_join_lie_side_by_side():
 def recorded():
     tiny.plain((3,), 10)
     backend = create_backend(0, {})
-    with record(backend) as found:
+    with record_timeline(backend) as found:
         program("eagle")(backend)
     return found
 
 
 def test_the_engines_iteration_has_all_its_stages(recorded):
     expected = {name for name, *_ in STAGES} - {"copy lengths"} | {"iteration"}  # these lengths stay on the device
-    assert {band.name for band in bands(recorded)} == expected
+    assert {band.name for band in stage_spans(recorded)} == expected
 
 
 def test_every_stage_and_fence_is_named(recorded):
-    start = next(band for band in bands(recorded) if band.name == "draft").start
+    start = next(band for band in stage_spans(recorded) if band.name == "draft").start
     part = recorded.between(start - 20.0, start + 300.0)
-    picture = svg(part)
+    picture = render_svg(part)
     ElementTree.fromstring(picture)
     texts = re.findall(r'<text class="(name|text of) over"[^>]*>([^<]*)<', picture)
-    assert {text for kind, text in texts if kind == "text of"} == {band.name for band in bands(part)}
+    assert {text for kind, text in texts if kind == "text of"} == {band.name for band in stage_spans(part)}
     drawn = {wait.event.partition("[")[0] for wait in part.waits if part.ends(wait) is not None}
     assert {text for kind, text in texts if kind == "name"} == drawn >= {"plan_ready", "draft_outputs_ready"}
 
 
 def test_names_lie_beside_each_other(recorded):
     """No two names on one line of the picture overlap, whatever their width is taken for."""
-    start = next(band for band in bands(recorded) if band.name == "draft").start
-    picture = svg(recorded.between(start, start + 900.0))
+    start = next(band for band in stage_spans(recorded) if band.name == "draft").start
+    picture = render_svg(recorded.between(start, start + 900.0))
     found = re.findall(r'over" x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)">([^<]*)<', picture)
     boxes = []
     for x, y, anchor, text in found:

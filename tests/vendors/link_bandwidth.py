@@ -31,7 +31,7 @@ def side(name, device, accepts, pipe, tokens):
             notice = b"%d %d" % (number, turn)
             if accepts:
                 began = time.perf_counter()
-                transfer = link.write(chosen, chosen, notice)
+                transfer = link.start_write(chosen, chosen, notice)
                 while not transfer.done():
                     pass
                 best = min(best, time.perf_counter() - began) if turn else best

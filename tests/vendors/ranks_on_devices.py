@@ -76,16 +76,16 @@ def together(place: Any, *, count: int, tokens: int, tensor: int, data: int, wat
 
 def main() -> int:
     """Each part in turn."""
-    from outrider_conformance.rank_processes import RankProcesses
+    from outrider_conformance.rank_processes import TaskProcesses
 
     spec, *numbers = sys.argv[1:]
     count, tokens = (int(each) for each in (*numbers, "32", "64")[:2])
     wrong = 0
-    with RankProcesses(spec, 2) as ranks:
+    with TaskProcesses(spec, 2) as ranks:
 
         def run(task: str, **work: Any) -> list[Any]:
             began = time.monotonic()
-            found = ranks.run(f"ranks_on_devices:{task}", work, limit_s=150)
+            found = ranks.run_task(f"ranks_on_devices:{task}", work, limit_s=150)
             print(json.dumps({"part": task, **work, "seconds": round(time.monotonic() - began, 1)}), flush=True)
             return found
 

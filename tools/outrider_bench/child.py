@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from outrider.device.errors import OutriderError
-from outrider.registry.children import end_with_parent, kill_session, started
-from outrider_sanitizer.files import scratch_directory
+from outrider.registry.children import child_session, end_with_parent, kill_session
+from outrider_sanitizer.scratch_files import scratch_directory
 
 _LAST_LINES = 6
 _MAX_ERROR_CHARACTERS = 400
@@ -59,12 +59,12 @@ def run_child(
     child has started end with the child, so that the device is free for the next measurement. Raises :class:`ChildFailed`
     if the child fails or takes longer than ``limit_s`` seconds.
     """
-    given = json.dumps({**work, "started": time.time()})
+    given = json.dumps({**work, "child_session": time.time()})
     command = [sys.executable, "-m", __name__, function, given]
     # Files, not pipes: processes that outlive the child would keep pipes open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         environment = {**os.environ, **(variables or {})}
-        with started(command, environment=environment, stdout=out, stderr=err) as child:
+        with child_session(command, environment=environment, stdout=out, stderr=err) as child:
             try:
                 child.wait(timeout=limit_s)
             except subprocess.TimeoutExpired:
@@ -156,7 +156,7 @@ def open_session(
     with (
         scratch_directory("outrider-peers-") as scratch,
         tempfile.TemporaryFile() if log is None else log.open("w+b") as errors,
-        started(
+        child_session(
             [sys.executable, "-m", module, json.dumps({**work, "scratch": str(scratch)})],
             environment={**os.environ, **variables},
             stderr=errors,

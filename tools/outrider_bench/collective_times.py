@@ -16,7 +16,7 @@ from outrider_bench.limits import seconds_on_stream
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Group, Stream
-    from outrider_conformance.rank_processes import Place
+    from outrider_conformance.rank_processes import RankContext
 
 KINDS = ("all_reduce", "all_reduce_rms_norm", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send")
 FUSED = "fused"
@@ -44,7 +44,7 @@ class WrongResult(OutriderError):
     """Raised if a collective gives a wrong result."""
 
 
-def measure(place: Place, *, kinds: Sequence[str], tokens: Sequence[int], width: int, dtype: str) -> dict[str, Any]:
+def measure(place: RankContext, *, kinds: Sequence[str], tokens: Sequence[int], width: int, dtype: str) -> dict[str, Any]:
     """Return the rows of the table by this rank's clock. Every rank calls this function at the same time."""
     backend = place.backend
     group = backend.create_group("bench", ranks=range(place.size), rank=place.rank, store=place.store)
@@ -86,11 +86,11 @@ def _implementations(
 ) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
     """Yield (name, call, check) for each implementation of a collective; the fused kernel comes last."""
     group = bench.group
-    first, *others = group.ways
+    first, *others = group.implementations
     for way in (first, *(others if kind in ("all_reduce", "all_reduce_rms_norm", "all_gather", "broadcast") else [])):
-        group.take(way)
+        group.restrict_implementations(way)
         yield way, *_implementation(bench, kind, tokens, width, dtype, fused=False)
-    group.take(*group.ways)
+    group.restrict_implementations(*group.implementations)
     if kind == "all_reduce_rms_norm" and type(bench.kernels).all_reduce_rms_norm is not KernelSet.all_reduce_rms_norm:
         yield FUSED, *_implementation(bench, kind, tokens, width, dtype, fused=True)
 

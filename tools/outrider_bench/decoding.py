@@ -81,7 +81,7 @@ def profile_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: in
     if a request ends before all iterations have run.
     """
     from outrider_bench.device_profile import profile_timeline, profiled
-    from outrider_trace.timeline import record
+    from outrider_trace.timeline import record_timeline
 
     growth = engine.proposer.depth + 1
     most = (new_tokens - 2) // growth
@@ -104,14 +104,14 @@ def profile_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: in
         decoding.abort_requests()
         return (profile, profile.share * (lead + count)) if profile is not None and whole else None
     # The operations of a graph have names only if its capture was observed.
-    with record(engine.backend) as timeline:
+    with record_timeline(engine.backend) as timeline:
         decoding = _DecodingBatch(_copy_engine(engine), batch, prompt_tokens, new_tokens)
         decoding.run_iterations(warm_up)
-        begin = timeline.end
+        begin = timeline.end_time
         decoding.run_iterations(count)
-        end, whole = timeline.end, decoding.is_whole
+        end, whole = timeline.end_time, decoding.is_whole
         decoding.abort_requests()
-    profile = profile_timeline(timeline.between(begin, end))
+    profile = profile_timeline(timeline.part_between(begin, end))
     return (profile, count) if profile is not None and whole else None
 
 

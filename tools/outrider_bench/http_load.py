@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from outrider.device.errors import OutriderError
-from outrider.registry.children import started
+from outrider.registry.children import child_session
 from outrider_bench.child import ChildFailed, how_it_ended, printed_lines, run_child
 from outrider_bench.mixed_load import quantiles
 
@@ -254,7 +254,7 @@ def run_vllm_bench(load: HttpLoad, tokenizer: Path, *, limit_s: float = _LOAD_LI
     with tempfile.TemporaryDirectory(prefix="outrider-load-") as directory, tempfile.TemporaryFile() as output:
         result = Path(directory) / "result.json"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *vllm_arguments(load, tokenizer, result)]
-        with started(command, environment=os.environ.copy(), stdout=output, stderr=output) as child:
+        with child_session(command, environment=os.environ.copy(), stdout=output, stderr=output) as child:
             try:
                 code = child.wait(timeout=limit_s)
             except subprocess.TimeoutExpired:

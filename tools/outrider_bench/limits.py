@@ -80,7 +80,7 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
     from outrider.model import Decoder, EagleHead
     from outrider.speculative.block import BlockProposer
     from outrider.speculative.eagle import EagleProposer
-    from outrider.speculative.proposer import PlainProposer
+    from outrider.speculative.proposer import NonSpeculativeProposer
 
     target = engine.model
     if not isinstance(target, Decoder):
@@ -99,7 +99,7 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
         drafter = proposer.head
         weights += _bytes(drafter.weights) + _key_value_weight_bytes(drafter) + _output_head_bytes(drafter)
         cached += _cached_bytes(drafter.config, target.dtype.itemsize)
-    elif not isinstance(proposer, PlainProposer):
+    elif not isinstance(proposer, NonSpeculativeProposer):
         return None
     return float(weights + batch * context * cached)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outrider.engine.config import Choice, EngineConfig
     from outrider.engine.engine import Engine
     from outrider.model import LanguageModel, ModelRanks
-    from outrider.model.tuning import Prepared
+    from outrider.model.tuning import PreparedKernels
     from outrider.speculative.proposer import Proposer
 
 RANDOM_PROPOSERS = ("eagle", "dflash", "none")
@@ -107,7 +107,7 @@ class RandomModel:
         from outrider_bench.synthetic import with_synthetic_acceptance
 
         tokens = vocabulary_of(self.draft_vocabulary)
-        vocabulary = None if tokens is None else DraftVocabulary.read(tokens)
+        vocabulary = None if tokens is None else DraftVocabulary.load(tokens)
         whole = shape_config(self.shape)
         weights = None if self.quantize is None else RandomQuantization(name=self.quantize, head=self.quantize_head)
         model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks, quantization=weights, kv_dtype=kv_dtype)
@@ -147,7 +147,7 @@ class RandomModel:
         other_choices: Sequence[Choice] = (),
         joined: Joined | None = None,
         tune_seconds: float = 0.0,
-        on_prepared: Callable[[Prepared], None] = lambda prepared: None,
+        on_prepared: Callable[[PreparedKernels], None] = lambda prepared: None,
     ) -> Engine:
         """Select the backend, make the weights on it and return the engine.
 
@@ -155,11 +155,11 @@ class RandomModel:
         addition to a partly used page of each request; None: the engine chooses. ``say``: print the chosen settings and
         ``other_choices``. ``tune_seconds``: time limit for tuning kernels first; ``on_prepared`` gets the result of tuning.
         """
+        from outrider.engine.device_model_facts import situation_of
         from outrider.engine.engine import Engine
         from outrider.engine.resolve import resolve
-        from outrider.engine.situation import situation_of
         from outrider.model.shapes import shape_config
-        from outrider.speculative.proposer import PlainProposer
+        from outrider.speculative.proposer import NonSpeculativeProposer
 
         registry = Registry()
         joined = joined or Joined(1, 1)
@@ -174,7 +174,7 @@ class RandomModel:
             config = replace(config, num_pages=pages)
         part = None if ranks is None else ranks.model
         model, proposer = self.make(device, config.torch_dtype, part, kv_dtype=config.kv_dtype)
-        config = resolve(config, situation_of(device, model, proposer or PlainProposer()), own)
+        config = resolve(config, situation_of(device, model, proposer or NonSpeculativeProposer()), own)
         with show_progress(joined.leads) as tell:
             engine = Engine(
                 model,

@@ -20,11 +20,11 @@ from outrider.model.head_mapping import eagle_targets, eagle_weights
 from outrider.model.mapping import decoder_targets, decoder_weights
 from outrider.model.pieces import Target
 from outrider.model.products import Weight
-from outrider.model.quantization.cache import cache_format, decide
+from outrider.model.quantization.cache import cache_format, resolve_cache_format
 from outrider.model.ranks import ModelRanks
 from outrider.model.shapes import shape_config
 from outrider.model.shards import Shards
-from outrider.model.tensors import placed
+from outrider.model.tensor_loading import loading_stream
 from outrider_tune.quantized import random_format, random_quantized
 
 _SEEDS_PER_RANK = 1000
@@ -75,12 +75,12 @@ def random_decoder(
     The weights are the same in each run on one kind of device with the same number of ranks. ``kv_dtype``: format of the KV
     cache; its scales are 1.
     """
-    format = decide(kv_dtype, None, backend.kernels_in_use, backend, "the random model")
+    format = resolve_cache_format(kv_dtype, None, backend.kernels_in_use, backend, "the random model")
     if quantization is not None:
         quantization.check(backend)
     shards = Shards() if ranks is None else ranks.shards
     local = shards.local(config, config.family)
-    with placed(backend, dtype):
+    with loading_stream(backend, dtype):
         targets = decoder_targets(config, (), shards)
         weights = _random_weights(targets, dtype, backend.device, seed=0, shards=shards, quantization=quantization)
         record = decoder_weights(local, weights)
@@ -105,7 +105,7 @@ def random_eagle(
     whole, shards = whole or target.config, target.shards
     whole = replace(whole, num_layers=1, windows=(0,), experts=None, qk_norm=False, attention_bias=False)
     config = shards.local(whole, whole.family)
-    with placed(backend, target.dtype):
+    with loading_stream(backend, target.dtype):
         targets = eagle_targets(whole, (), shards)
         weights = _random_weights(targets, target.dtype, backend.device, seed=1, shards=shards, quantization=quantization)
         return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
@@ -131,7 +131,7 @@ def random_dflash(
         whole, family="qwen3", num_layers=layers, windows=(0,) * layers, experts=None, qk_norm=True, attention_bias=False
     )
     config = shards.local(whole, whole.family)
-    with placed(backend, target.dtype):
+    with loading_stream(backend, target.dtype):
         targets = dflash_targets(whole, len(read), shards)
         weights = _random_weights(targets, target.dtype, backend.device, seed=2, shards=shards, quantization=quantization)
         return DFlashHead(
@@ -175,7 +175,7 @@ def _random_weights(
     shared = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Weight] = {}
     for target in targets:
-        generator = own if any(piece.cut is not None for piece in target.pieces) else shared
+        generator = own if any(piece.tensor_slice is not None for piece in target.pieces) else shared
         if quantization is not None and quantization.covers(target):
             rows, columns = target.shape
             format = random_format(quantization.name)

@@ -19,7 +19,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from outrider.device.errors import OutriderError
-from outrider.registry.children import started
+from outrider.registry.children import child_session
 from outrider_bench.child import ChildFailed
 from outrider_bench.http_load import HttpLoad, StreamedAnswer, summarize
 from outrider_bench.random_checkpoint import write_configs, write_tokenizer
@@ -138,7 +138,7 @@ def start_server(engine: str, setup: ServerSetup, *, directory: Path, limit_s: f
         config = shape_config(setup.shape)
         write_tokenizer(target, size=config.vocab_size, max_context=config.max_context)
         command = _own_command(setup, target, port) if engine == "outrider" else _vllm_command(setup, target, draft, port)
-        with started(command, environment=os.environ.copy(), stdout=output, stderr=output) as child:
+        with child_session(command, environment=os.environ.copy(), stdout=output, stderr=output) as child:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(url, child, log, limit_s)
             yield RunningServer(url=url, tokenizer=target)
@@ -152,17 +152,17 @@ def serve_random_weights(work: Mapping[str, Any]) -> None:
     from outrider.serve.command import run_loop
     from outrider.serve.config import ServeConfig
     from outrider.serve.engine_process import EngineProcess
-    from outrider.serve.logs import log_to_stderr
-    from outrider.serve.prompts import Prompter
-    from outrider.serve.server import Address, serve
+    from outrider.serve.log_formats import log_to_stderr
+    from outrider.serve.prompt_builder import PromptBuilder
+    from outrider.serve.server import HttpAddress, serve_http
 
     log_to_stderr("json")
     model = Path(work["model"])
     config = ServeConfig(names=(MODEL_NAME,))
-    address = Address(port=work["port"])
+    address = HttpAddress(port=work["port"])
     engine = EngineProcess(functools.partial(make_engine, work["setup"]))
     try:
-        run_loop(serve(engine, lambda info: Prompter(model, info), config, address))
+        run_loop(serve_http(engine, lambda info: PromptBuilder(model, info), config, address))
     except OutriderError as error:
         sys.exit(str(error))
 

@@ -14,7 +14,7 @@ from outrider_conformance.levels import level_of
 _REPEAT_S = 2.0
 
 
-class Clock:
+class PhaseTimeLimit:
     """Interrupt a phase that runs for longer than ``limit`` seconds. Needs a platform with ``SIGALRM``."""
 
     def __init__(self, limit: float) -> None:

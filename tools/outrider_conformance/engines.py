@@ -34,7 +34,7 @@ _TOP_LOGPROBS = 4
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EngineRun:
     """The results of one run of the engine."""
 
     tokens: tuple[tuple[int, ...], ...]
@@ -88,23 +88,23 @@ def preferred(backend: Backend) -> str:
 
 def run(
     engine: Engine, prompts: Sequence[str] = PROMPTS, max_tokens: int = MAX_TOKENS, logprobs: int | None = None
-) -> Outcome:
+) -> EngineRun:
     """Generate greedily for all prompts in one batch. ``logprobs`` is the number of likeliest tokens to return."""
     tokens = [engine.tokenizer.encode(text) for text in prompts]
     completions = engine.generate(tokens, SamplingParams(max_tokens=max_tokens, logprobs=logprobs))
     likeliest = tuple(tuple(dict(token.top) for token in c.logprobs) for c in completions)
-    return Outcome(tuple(tuple(c.token_ids) for c in completions), engine.stats.acceptance_length, likeliest)
+    return EngineRun(tuple(tuple(c.token_ids) for c in completions), engine.stats.acceptance_length, likeliest)
 
 
 @lru_cache(maxsize=8)
 def reference(
     *, speculate: str, dtype: str = "float32", prompts: tuple[str, ...] = PROMPTS, tokens: int = MAX_TOKENS
-) -> Outcome:
+) -> EngineRun:
     """Return the results of :func:`run` on the reference backend."""
     return run(engine_on(get_backend(REFERENCE), speculate=speculate, dtype=dtype), prompts, tokens, logprobs=_TOP_LOGPROBS)
 
 
-def first_wrong_token(found: Outcome, wanted: Outcome, dtype: str) -> str:
+def first_wrong_token(found: EngineRun, wanted: EngineRun, dtype: str) -> str:
     """Return the first token of ``found`` that rounding doesn't explain, as text, or an empty string.
 
     ``found`` may hold fewer prompts than ``wanted``. A token may differ if the reference has both tokens about equally

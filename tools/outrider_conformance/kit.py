@@ -12,11 +12,11 @@ import torch
 
 from outrider.device import INTERFACE_VERSION, Backend, BackendInfo
 from outrider.registry import Registry
-from outrider.registry.probing import Verdict
-from outrider_conformance.lab import Pace
+from outrider.registry.probing import ProbeVerdict
+from outrider_conformance.lab import StreamDelay
 
 if TYPE_CHECKING:
-    from outrider_conformance.observed import Observed
+    from outrider_conformance.observed_kernels import ObservedKernels
 
 
 class Kit:
@@ -26,10 +26,10 @@ class Kit:
         self.registry = registry or Registry(once=True)  # each test opens a backend
         self._installed = registry is None
         self.spec = self.registry.select(spec)
-        self.pace = Pace()
+        self.pace = StreamDelay()
         self._facts: dict[str, Any] = {}
         self._unopenable: Exception | None = None
-        self.observed: Observed | None = None
+        self.observed: ObservedKernels | None = None
         """The implementations that answered kernel calls; the first test that needs them runs the engines."""
 
     @property
@@ -50,9 +50,9 @@ class Kit:
             self._facts = _facts(backend)
         return backend
 
-    def loading(self) -> Verdict | None:
+    def loading(self) -> ProbeVerdict | None:
         """Return the effects of loading the plugin on a child process, or None if a test passed its own registry."""
-        return self.registry.tried(self.spec.name) if self._installed else None
+        return self.registry.try_in_child(self.spec.name) if self._installed else None
 
     @property
     def facts(self) -> Mapping[str, Any]:

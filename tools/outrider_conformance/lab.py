@@ -1,8 +1,8 @@
 """Run test programs in many orders: by schedules on a device that a tool controls, by delays on other devices.
 
 A *program* is a function that creates the streams it needs on a backend, enqueues work, and checks data.
-:meth:`Lab.always` requires that the checks hold in every order that the waits allow. :meth:`Lab.sometimes` requires that
-the program observes overlap in at least one order.
+:meth:`Lab.check_in_every_order` requires that the checks hold in every order that the waits allow.
+:meth:`Lab.check_in_some_order` requires that the program observes overlap in at least one order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ longer than the kit's own work for an operand set on the host.
 """
 
 
-class Seen(Exception):
+class OverlapObserved(Exception):
     """A program observed the overlap that it looks for."""
 
 
@@ -48,7 +48,7 @@ class BrokenPromiseError(AssertionError):
 
 
 @dataclass
-class Pace:
+class StreamDelay:
     """The length of a delay, measured once per session, since devices differ by orders of magnitude."""
 
     target_ms: float = 20.0
@@ -64,11 +64,11 @@ class Pace:
 class Lab:
     """One backend under test. ``seed`` and ``draws`` are the seed and the number of random operand sets per kernel."""
 
-    def __init__(self, backend: Backend, pace: Pace | None = None, *, seed: int = 0, draws: int = 0) -> None:
+    def __init__(self, backend: Backend, pace: StreamDelay | None = None, *, seed: int = 0, draws: int = 0) -> None:
         self.backend = backend
         self.seed = seed
         self.draws = draws
-        self.pace = pace or Pace()
+        self.pace = pace or StreamDelay()
         self._delay_factor = 1
 
     @property
@@ -78,7 +78,7 @@ class Lab:
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
-    def always(self, program: Program, *, schedules: int = SCHEDULES) -> None:
+    def check_in_every_order(self, program: Program, *, schedules: int = SCHEDULES) -> None:
         """Run ``program`` in many orders. A failure on a device that takes schedules names the smallest failing schedule."""
         control = self.backend.control
         if control is None:
@@ -89,13 +89,13 @@ class Lab:
         if failure is not None:
             raise_failed_schedule(failure)
 
-    def sometimes(self, program: Program, otherwise: str) -> None:
-        """Fail with the message ``otherwise`` unless ``program`` raises :class:`Seen` in at least one order."""
+    def check_in_some_order(self, program: Program, otherwise: str) -> None:
+        """Fail with the message ``otherwise`` unless ``program`` raises :class:`OverlapObserved` in at least one order."""
         if not self._sees(program, _DELAY_FACTORS):
             raise BrokenPromiseError(otherwise)
 
     def sees(self, program: Program) -> bool:
-        """Return whether ``program`` raises :class:`Seen` in some order. Other exceptions pass through.
+        """Return whether ``program`` raises :class:`OverlapObserved` in some order. Other exceptions pass through.
 
         The longest delays, which take three quarters of the time, are left out: False isn't a failure here.
         """
@@ -105,14 +105,14 @@ class Lab:
         control = self.backend.control
         if control is not None:
             failure = control.explore(program, strategy="mixed", iterations=SIGHTINGS, seed=0).failure
-            if failure is not None and not isinstance(failure.error, Seen):
+            if failure is not None and not isinstance(failure.error, OverlapObserved):
                 raise failure.error
             return failure is not None
         try:
             for self._delay_factor in delay_factors:
                 try:
                     self._run(program)
-                except Seen:
+                except OverlapObserved:
                     return True
             return False
         finally:
@@ -231,7 +231,7 @@ class Lab:
         stream.synchronize()
         return tensor
 
-    def later(self, stream: Stream, tensor: Tensor, value: float) -> None:
+    def fill_late(self, stream: Stream, tensor: Tensor, value: float) -> None:
         """Write ``value`` into ``tensor`` on ``stream``, after a delay of the stream."""
         self.slow(stream)
         self.fill(stream, tensor, value)
@@ -246,12 +246,12 @@ class Lab:
         with self.backend.on(stream):
             destination.copy_(source)
 
-    def read(self, stream: Stream, tensor: Tensor) -> Any:
-        """Wait for ``stream``, and return the contents of ``tensor`` as :meth:`peek` does."""
+    def read_tensor(self, stream: Stream, tensor: Tensor) -> Any:
+        """Wait for ``stream``, and return the contents of ``tensor`` as :meth:`current_values` does."""
         stream.synchronize()
-        return self.peek(tensor)
+        return self.current_values(tensor)
 
-    def peek(self, tensor: Tensor) -> Any:
+    def current_values(self, tensor: Tensor) -> Any:
         """Return the current contents without waiting for other streams: one number if all elements agree, else a list."""
         values = tensor.cpu().flatten().tolist()
         return values[0] if len(set(values)) == 1 else values
@@ -279,16 +279,18 @@ class Lab:
     def expect_read(self, stream: Stream, copy: Tensor, source: Tensor, wanted: object, what: str) -> None:
         """Copy ``source`` to ``copy`` on ``stream``, wait for the stream, and fail unless the copy holds ``wanted``."""
         self.copy(stream, copy, source)
-        expect(self.read(stream, copy), wanted, what)
+        expect(self.read_tensor(stream, copy), wanted, what)
 
 
 def in_every_order(*, schedules: int = SCHEDULES) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the decorated test as a program of :meth:`Lab.always`: its checks must hold in every order that the waits allow."""
+    """Run the decorated test as a program of :meth:`Lab.check_in_every_order`: its checks must hold in every order that
+    the waits allow.
+    """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
         def check(lab: Lab, **fixtures: Any) -> None:
-            lab.always(lambda _: test(lab, **fixtures), schedules=schedules)
+            lab.check_in_every_order(lambda _: test(lab, **fixtures), schedules=schedules)
 
         return check
 
@@ -296,7 +298,8 @@ def in_every_order(*, schedules: int = SCHEDULES) -> Callable[[Callable[..., Non
 
 
 def in_some_order(otherwise: str) -> Callable[[Callable[..., bool]], Callable[..., None]]:
-    """Run the decorated test as a program of :meth:`Lab.sometimes`: the test must return True in at least one order.
+    """Run the decorated test as a program of :meth:`Lab.check_in_some_order`: the test must return True in at least one
+    order.
 
     ``otherwise`` is the message of the failure.
     """
@@ -304,7 +307,7 @@ def in_some_order(otherwise: str) -> Callable[[Callable[..., bool]], Callable[..
     def decorate(test: Callable[..., bool]) -> Callable[..., None]:
         @wraps(test)
         def check(lab: Lab, **fixtures: Any) -> None:
-            lab.sometimes(observing(lambda: test(lab, **fixtures)), otherwise)
+            lab.check_in_some_order(observing(lambda: test(lab, **fixtures)), otherwise)
 
         return check
 
@@ -312,11 +315,11 @@ def in_some_order(otherwise: str) -> Callable[[Callable[..., bool]], Callable[..
 
 
 def observing(look: Callable[[], bool]) -> Program:
-    """Return a program that raises :class:`Seen` where ``look`` returns True."""
+    """Return a program that raises :class:`OverlapObserved` where ``look`` returns True."""
 
     def program(_: Backend) -> None:
         if look():
-            raise Seen
+            raise OverlapObserved
 
     return program
 
@@ -337,7 +340,7 @@ def expect(found: object, wanted: object, what: str) -> None:
         raise AssertionError(f"{what}: found {shown}, expected {wanted}")
 
 
-def elsewhere(act: Callable[[], object]) -> None:
+def call_on_new_thread(act: Callable[[], object]) -> None:
     """Call ``act`` on a new thread, wait for it, and raise its exception here."""
     failed = run_concurrently(act)
     if failed:

@@ -19,8 +19,8 @@ from outrider.device import (
     QuantizedWeight,
     Stream,
 )
-from outrider_conformance.case import attention_metadata, in_float64, largest_error
-from outrider_conformance.counting import KernelCalls, calls_of, layers_of
+from outrider_conformance.fixed_case import attention_metadata, in_float64, largest_error
+from outrider_conformance.kernel_calls import KernelCalls, counts_of, layers_of
 from outrider_conformance.lab import Lab
 from outrider_conformance.verdict import not_applicable
 
@@ -187,7 +187,7 @@ def check_joined(lab: Lab, shape: Shape) -> None:
     if not formats:
         not_applicable("no format of quantised weights is declared")
     kernels = backend.kernels_in_use
-    calls = calls_of(kernels)
+    calls = counts_of(kernels)
     own = next((layer.name for layer in layers_of(kernels) if "paged_attention" in calls.overridden[layer.name]), None)
     if own is None:
         not_applicable("attention is the reference's")
@@ -233,7 +233,7 @@ def _ones(format: str, size: int, device: torch.device, *, rows: int = 0) -> Qua
 
 def _check_own(backend: Backend) -> None:
     """Fail if the kernel set that overrides attention left calls to the overridden method, and has a path that never ran."""
-    calls = calls_of(backend.kernels_in_use)
+    calls = counts_of(backend.kernels_in_use)
     for layer in layers_of(backend.kernels_in_use):
         if "paged_attention" not in calls.overridden[layer.name]:
             continue
@@ -241,7 +241,7 @@ def _check_own(backend: Backend) -> None:
             return
         counts = calls.counts
         left = {c.shape for c in counts if (c.kernels, c.kernel, c.own) == (layer.name, "paged_attention", False)}
-        other = calls.other_way(layer.name, "paged_attention")
+        other = calls.unrun_path(layer.name, "paged_attention")
         assert not left or not other, (
             f"{layer.name!r} left its own attention to what it overrides, with {'; '.join(sorted(left))}; see {other}"
         )

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outrider.device import Backend, BackendInfo, OutriderError
-from outrider_conformance.clock import Clock
-from outrider_conformance.counting import counting
+from outrider_conformance.clock import PhaseTimeLimit
+from outrider_conformance.kernel_calls import counting
 from outrider_conformance.kit import KIT, Kit
 from outrider_conformance.lab import Lab
 from outrider_conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_level
 from outrider_conformance.programs import DEFAULT_PROGRAMS
-from outrider_conformance.recorder import CALLS, Recorder
+from outrider_conformance.recorder import CALLS, ReportRecorder
 from outrider_conformance.verdict import judge, mark_of, test_id
 from outrider_conformance.waivers import Waiver, read_waivers
 
 if TYPE_CHECKING:
-    from outrider_conformance.observed import Observed
+    from outrider_conformance.observed_kernels import ObservedKernels
     from outrider_conformance.ranks import RankRunner
 
 TIMEOUT_S = 120.0
@@ -34,7 +34,7 @@ FIRST_KERNEL_LEVEL = 4
 """The first level whose kernel calls are counted."""
 DRAWS = 6
 WAIVERS = pytest.StashKey[Sequence[Waiver]]()
-RECORDER = pytest.StashKey[Recorder]()
+RECORDER = pytest.StashKey[ReportRecorder]()
 _CLOCK = "outrider-conformance-clock"
 
 
@@ -85,8 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[WAIVERS] = read_waivers(Path(path)) if path else ()
     except OutriderError as error:
         raise pytest.UsageError(str(error)) from error
-    config.pluginmanager.register(Clock(config.getoption("--kit-timeout")), _CLOCK)
-    recorder = Recorder(config, config.stash[KIT])
+    config.pluginmanager.register(PhaseTimeLimit(config.getoption("--kit-timeout")), _CLOCK)
+    recorder = ReportRecorder(config, config.stash[KIT])
     config.stash[RECORDER] = recorder
     config.pluginmanager.register(recorder, "outrider-conformance-recorder")
 
@@ -190,9 +190,9 @@ def backend(kit: Kit, request: pytest.FixtureRequest) -> Generator[Backend]:
 
 
 @pytest.fixture
-def observed(kit: Kit, request: pytest.FixtureRequest) -> Observed:
+def observed(kit: Kit, request: pytest.FixtureRequest) -> ObservedKernels:
     """Return which kernels answer the engine's calls. The first test of a process that uses it runs the engines."""
-    from outrider_conformance.observed import observe  # imports the engine, which the levels below L4 don't need
+    from outrider_conformance.observed_kernels import observe  # imports the engine, which the levels below L4 don't need
 
     first = kit.observed is None
     found = observe(kit)
@@ -215,13 +215,13 @@ def ranks(kit: Kit) -> Generator[RankRunner]:
 
     runner = RankRunner(kit)
     yield runner
-    runner.end()
+    runner.end_ranks()
 
 
 @pytest.fixture
 def random_programs(kit: Kit, pytestconfig: pytest.Config) -> Callable[[str], None]:
     """Return a function that tries the random programs of a family: ``random_programs("copies")``."""
-    from outrider_conformance.programs.trial import convict, share
+    from outrider_conformance.programs.trial import program_count, try_programs
 
     clock = pytestconfig.pluginmanager.get_plugin(_CLOCK)
     total, start = pytestconfig.getoption("--programs"), pytestconfig.getoption("--kit-seed")
@@ -229,13 +229,13 @@ def random_programs(kit: Kit, pytestconfig: pytest.Config) -> Callable[[str], No
     def trial(family: str) -> None:
         if total < 1:
             pytest.skip("--programs 0")
-        convict(
+        try_programs(
             kit.open,
             backend=str(kit.spec),
             family=family,
-            count=share(family, total),
+            count=program_count(family, total),
             start=start,
-            alive=clock.renew if isinstance(clock, Clock) else lambda: None,
+            alive=clock.renew if isinstance(clock, PhaseTimeLimit) else lambda: None,
         )
 
     return trial

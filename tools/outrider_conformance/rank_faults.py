@@ -25,8 +25,8 @@ from outrider.device import (
     Stream,
 )
 from outrider_conformance.lab import expect
-from outrider_conformance.rank_programs import placed
-from outrider_conformance.ranks import Rank
+from outrider_conformance.rank_programs import copy_to_device
+from outrider_conformance.ranks import RankHandle
 
 _MAX_OVERRUN_S = 20.0
 
@@ -34,7 +34,7 @@ _MAX_OVERRUN_S = 20.0
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def misuse(rank: Rank) -> None:
+def misuse(rank: RankHandle) -> None:
     """Check that wrong operands raise before anything is enqueued. The other rank makes the same mistakes."""
     with closing(rank.group()) as group:
         stream = rank.stream()
@@ -68,7 +68,7 @@ def misuse(rank: Rank) -> None:
     group.close()
 
 
-def bad_groups(rank: Rank) -> None:
+def bad_groups(rank: RankHandle) -> None:
     """Check that ranks that can't form a group are refused at once."""
     for what, ranks in (("ranks without this one", (7, 8)), ("one rank twice", (rank.index, rank.index)), ("no ranks", ())):
         _raises(
@@ -88,7 +88,7 @@ def _raises(kind: type[Exception], what: str, call: Callable[[], object]) -> Non
     raise AssertionError(f"{what}: nothing was raised, expected {kind.__name__}")
 
 
-def peer_never_joins(rank: Rank) -> None:
+def peer_never_joins(rank: RankHandle) -> None:
     """Check that creating a group fails within the limit if one rank never joins."""
     if rank.index == 1:
         return
@@ -102,7 +102,7 @@ def peer_never_joins(rank: Rank) -> None:
     assert time.monotonic() - began < rank.timeout_s + _MAX_OVERRUN_S, "the limit was far exceeded"
 
 
-def peer_dies(rank: Rank, how: str) -> None:
+def peer_dies(rank: RankHandle, how: str) -> None:
     """Check rank 0's second call after rank 1 ``"closes"`` its group, ``"exits"`` its process, or ``"hangs"`` past the
     limit.
     """
@@ -111,12 +111,12 @@ def peer_dies(rank: Rank, how: str) -> None:
     stream = rank.stream()
     x = lab.full(stream, rank.index + 1)
     group.all_reduce(x, stream=stream)
-    expect(lab.read(stream, x), 3.0, "the sum while both are there")
+    expect(lab.read_tensor(stream, x), 3.0, "the sum while both are there")
     if rank.index == 1:
         if how == "exits":
             os._exit(7)
         if how == "hangs":
-            rank.hear("given up")
+            rank.wait_for_word("given up")
         group.close()
         return
     began = time.monotonic()
@@ -128,7 +128,7 @@ def peer_dies(rank: Rank, how: str) -> None:
     else:
         raised = None
     finally:
-        rank.say("given up")
+        rank.release_waiters("given up")
     if raised is not None:
         found = (raised.group, raised.rank, raised.kind, raised.sequence)
         expect(found, (group.name, 0, "all_reduce", 2), "what the error says")
@@ -147,7 +147,7 @@ def _waited(group: Group, x: Tensor, stream: Stream) -> None:
     stream.synchronize()
 
 
-def peer_is_late(rank: Rank) -> None:
+def peer_is_late(rank: RankHandle) -> None:
     """Check that a peer that is late within the limit causes no error."""
     lab = rank.lab
     with closing(rank.group()) as group:
@@ -156,7 +156,7 @@ def peer_is_late(rank: Rank) -> None:
         if rank.index == 1:
             time.sleep(rank.timeout_s / 4)
         group.all_reduce(x, stream=stream)
-        expect(lab.read(stream, x), 3.0, "the sum with a rank that was late")
+        expect(lab.read_tensor(stream, x), 3.0, "the sum with a rank that was late")
 
 
 # -- tools -------------------------------------------------------------------------------------------------------------
@@ -180,12 +180,12 @@ class _CallLog(Observer):
         self.calls.append((group.name, name, value))
 
 
-def calls_are_reported(rank: Rank) -> None:
+def calls_are_reported(rank: RankHandle) -> None:
     """Check that an observer receives each call and decision in order, before the call waits for a peer."""
     log = _CallLog()
     with closing(rank.group()) as group:
         stream = rank.stream()
-        x, every = rank.lab.full(stream, 1), placed(rank, stream, torch.zeros(2, 64))
+        x, every = rank.lab.full(stream, 1), copy_to_device(rank, stream, torch.zeros(2, 64))
         rank.backend.attach(log)
         try:
             group.decide("bucket", 4)
@@ -217,22 +217,22 @@ def calls_are_reported(rank: Rank) -> None:
 # -- kernels, and memory of the peers ----------------------------------------------------------------------------------
 
 
-def fused_norm(rank: Rank, dtype: str, shapes: list[list[int]]) -> list[float]:
+def fused_norm(rank: RankHandle, dtype: str, shapes: list[list[int]]) -> list[float]:
     """Compare the fused all-reduce and norm with the reference, three calls per shape; return the rank's own results."""
     kind = getattr(torch, dtype)
     backend, kernels, reference = rank.backend, rank.backend.kernels_in_use, KernelSet()
     found: list[float] = []
     with closing(rank.group()) as group, closing(rank.group("plain")) as plain:
-        plain.take()
+        plain.restrict_implementations()
         stream = rank.stream()
         for rows, width in shapes:
             dice = torch.Generator().manual_seed(rows + width)
             parts = torch.randn(rank.size, rows, width, generator=dice).to(kind)
             start = torch.randn(rows, width, generator=dice).to(kind)
-            weight = placed(rank, stream, torch.rand(width, generator=dice).add_(0.5).to(kind))
-            residual, wanted = placed(rank, stream, start), placed(rank, stream, start)
+            weight = copy_to_device(rank, stream, torch.rand(width, generator=dice).add_(0.5).to(kind))
+            residual, wanted = copy_to_device(rank, stream, start), copy_to_device(rank, stream, start)
             for turn in range(3):
-                x, y = (placed(rank, stream, parts[rank.index]) for _ in range(2))
+                x, y = (copy_to_device(rank, stream, parts[rank.index]) for _ in range(2))
                 if turn % 2 == rank.index:
                     rank.lab.slow(stream)
                 with backend.on(stream):
@@ -259,7 +259,7 @@ def _near(found: Tensor, wanted: Tensor, kind: torch.dtype, what: str) -> None:
     )
 
 
-def shared_memory(rank: Rank) -> bool:
+def shared_memory(rank: RankHandle) -> bool:
     """Check that each rank finds the values that the others wrote into its buffers. False if the devices have no peer
     memory.
     """
@@ -271,16 +271,16 @@ def shared_memory(rank: Rank) -> bool:
         stream = rank.stream()
         first, second = (group.peer_buffers(name, (rank.size, 64), torch.float32) for name in ("first", "second"))
         for buffer in (*first, *second):
-            expect(lab.read(stream, buffer), 0.0, "a buffer before the first write")
+            expect(lab.read_tensor(stream, buffer), 0.0, "a buffer before the first write")
         gate = lab.full(stream, 0)
         group.all_reduce(gate, stream=stream)
         for index, buffer in enumerate(first):
             lab.fill(stream, buffer[rank.index], 10 * rank.index + index + 1)
         group.all_reduce(gate, stream=stream)
         stream.synchronize()
-        own = [lab.peek(first[rank.index][index]) for index in range(rank.size)]
+        own = [lab.current_values(first[rank.index][index]) for index in range(rank.size)]
         expect(
             own, [10.0 * index + rank.index + 1 for index in range(rank.size)], "what the ranks wrote into this one's memory"
         )
-        expect(lab.peek(second[rank.index]), 0.0, "another buffer")
+        expect(lab.current_values(second[rank.index]), 0.0, "another buffer")
     return True

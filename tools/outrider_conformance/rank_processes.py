@@ -22,12 +22,12 @@ _HOST = "127.0.0.1"
 _START_S = 120.0
 
 
-class RanksFailed(OutriderError):
+class RankTaskFailed(OutriderError):
     """A rank failed or exceeded its time limit. The message names the rank and the error."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankContext:
     """The surroundings of a task on one rank."""
 
     backend: Backend
@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankResult:
     """The result of a task on one rank."""
 
     value: Any = None
@@ -53,7 +53,7 @@ class Answer:
     """Whether the process has ended or must be killed."""
 
 
-class RankProcesses:
+class TaskProcesses:
     """``size`` processes, of which process i opens device i of ``spec``. Leaving the scope kills them.
 
     A task is ``"module:function"``, called as ``function(place, **work)`` on every rank concurrently. Arguments and results
@@ -73,9 +73,9 @@ class RankProcesses:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.end()
+        self.kill()
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill all running processes and close their pipes."""
         for rank, process in enumerate(self._ranks):
             if process is not None:
@@ -84,33 +84,33 @@ class RankProcesses:
                 process[1].close()
                 self._ranks[rank] = None
 
-    def run(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[Any]:
-        """Run a task and return each rank's value. Raises :class:`RanksFailed` if a rank fails or exceeds ``limit_s``
+    def run_task(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[Any]:
+        """Run a task and return each rank's value. Raises :class:`RankTaskFailed` if a rank fails or exceeds ``limit_s``
         seconds.
         """
-        answers = self.answers(task, work, limit_s=limit_s)
+        answers = self.task_results(task, work, limit_s=limit_s)
         wrong = [(rank, answer) for rank, answer in enumerate(answers) if answer.error]
         if wrong:  # the message names all failed ranks: one rank's timeout may follow from another rank's error
-            self.end()
-            raise RanksFailed("; ".join(f"rank {rank} of {self.size}: {answer.error}" for rank, answer in wrong))
+            self.kill()
+            raise RankTaskFailed("; ".join(f"rank {rank} of {self.size}: {answer.error}" for rank, answer in wrong))
         return [answer.value for answer in answers]
 
-    def answers(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[Answer]:
+    def task_results(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[RankResult]:
         """Run a task that may fail on some ranks, and return each rank's result. A rank beyond ``limit_s`` is killed."""
         started = [self._started(rank) for rank in range(self.size)]
         self._tasks += 1
         for _, pipe in started:
             pipe.send((task, dict(work or {}), self._tasks))
         deadline = time.monotonic() + limit_s
-        answers: list[Answer] = []
+        answers: list[RankResult] = []
         for rank, (process, pipe) in enumerate(started):
-            answer = Answer(error=f"wasn't done within {limit_s:g} s", ended=True)
+            answer = RankResult(error=f"wasn't done within {limit_s:g} s", ended=True)
             try:
                 if pipe.poll(max(0.0, deadline - time.monotonic())):
                     answer = pipe.recv()
             except (EOFError, OSError):
                 process.join()
-                answer = Answer(error=f"the process ended with exit code {process.exitcode}", ended=True)
+                answer = RankResult(error=f"the process ended with exit code {process.exitcode}", ended=True)
             if answer.ended:
                 process.kill()
                 process.join()
@@ -154,7 +154,7 @@ def _serve(pipe: Connection, spec: str, rank: int, size: int, port: int) -> None
         backend = Registry().create(Registry().select(on_device(spec, rank)))
         store = TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=_START_S))
     except Exception as error:
-        pipe.send(Answer(error=f"{type(error).__name__}: {error}", ended=True))
+        pipe.send(RankResult(error=f"{type(error).__name__}: {error}", ended=True))
         return
     while True:
         try:
@@ -163,11 +163,11 @@ def _serve(pipe: Connection, spec: str, rank: int, size: int, port: int) -> None
             return
         module, _, function = task.partition(":")
         try:
-            place = Place(backend, rank, size, PrefixStore(f"task/{number}", store))
-            answer = Answer(value=getattr(importlib.import_module(module), function)(place, **work))
+            place = RankContext(backend, rank, size, PrefixStore(f"task/{number}", store))
+            answer = RankResult(value=getattr(importlib.import_module(module), function)(place, **work))
         except CollectiveError as error:
-            answer = Answer(error=str(error), collective=(error.group, error.rank, error.sequence, error.kind))
+            answer = RankResult(error=str(error), collective=(error.group, error.rank, error.sequence, error.kind))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            answer = Answer(error=f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
+            answer = RankResult(error=f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
         pipe.send(answer)

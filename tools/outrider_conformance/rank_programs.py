@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.device import CapabilityError, Group, InterfaceError, Reduction, Stream
 from outrider_conformance.lab import expect
-from outrider_conformance.ranks import Rank
+from outrider_conformance.ranks import RankHandle
 
 _MODULUS = 7  # values and their sums stay integers that every dtype represents
 
@@ -25,14 +25,14 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0
     return (numbers % 2 if dtype == torch.bool else numbers).to(dtype).reshape(shape)
 
 
-def same(found: Tensor, wanted: Tensor, what: str) -> None:
+def check_equal(found: Tensor, wanted: Tensor, what: str) -> None:
     """Fail unless the tensors are equal in every element."""
     if not torch.equal(found.cpu().to(torch.complex128), wanted.to(torch.complex128)):
         shown = [tensor.flatten()[:6].tolist() for tensor in (found.cpu(), wanted)]
         raise AssertionError(f"{what}: found {shown[0]} …, expected {shown[1]} …")
 
 
-def placed(rank: Rank, stream: Stream, tensor: Tensor) -> Tensor:
+def copy_to_device(rank: RankHandle, stream: Stream, tensor: Tensor) -> Tensor:
     """Return a complete copy of the tensor on the rank's device."""
     with rank.backend.on(stream):
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=rank.backend.device)
@@ -51,88 +51,91 @@ def reduced(parts: list[Tensor], reduction: str) -> Tensor:
 # -- each verb ---------------------------------------------------------------------------------------------------------
 
 
-def reduces(rank: Rank, dtype: str, shapes: list[list[int]], reduction: str) -> None:
+def reduces(rank: RankHandle, dtype: str, shapes: list[list[int]], reduction: str) -> None:
     """Check all_reduce and reduce_scatter with each implementation of the group."""
     kind = getattr(torch, dtype)
     with closing(rank.group()) as group:
         stream = rank.stream()
-        for implementation in group.ways:
-            group.take(implementation)
+        for implementation in group.implementations:
+            group.restrict_implementations(implementation)
             for shape in shapes:
                 where = f"{dtype} {shape} by {implementation}"
                 parts = [values(index, tuple(shape), kind) for index in range(rank.size)]
-                tensor = placed(rank, stream, parts[rank.index])
+                tensor = copy_to_device(rank, stream, parts[rank.index])
                 group.all_reduce(tensor, stream=stream, reduction=Reduction(reduction))
                 stream.synchronize()
-                same(tensor, reduced(parts, reduction), f"all_reduce ({reduction}) of {where}")
+                check_equal(tensor, reduced(parts, reduction), f"all_reduce ({reduction}) of {where}")
                 wide = [values(index, (rank.size, *shape), kind) for index in range(rank.size)]
-                tensor, output = placed(rank, stream, wide[rank.index]), placed(rank, stream, torch.zeros(shape, dtype=kind))
+                tensor, output = (
+                    copy_to_device(rank, stream, wide[rank.index]),
+                    copy_to_device(rank, stream, torch.zeros(shape, dtype=kind)),
+                )
                 group.reduce_scatter(output, tensor, stream=stream, reduction=Reduction(reduction))
                 stream.synchronize()
-                same(output, reduced(wide, reduction)[rank.index], f"reduce_scatter ({reduction}) of {where}")
+                check_equal(output, reduced(wide, reduction)[rank.index], f"reduce_scatter ({reduction}) of {where}")
 
 
-def moves(rank: Rank, dtype: str, shapes: list[list[int]]) -> None:
+def moves(rank: RankHandle, dtype: str, shapes: list[list[int]]) -> None:
     """Check all_gather, broadcast from each root, all_to_all and messages in both directions, with each implementation."""
     kind = getattr(torch, dtype)
     with closing(rank.group()) as group:
         stream = rank.stream()
-        for implementation in group.ways:
-            group.take(implementation)
+        for implementation in group.implementations:
+            group.restrict_implementations(implementation)
             for shape in shapes:
                 where = f"{dtype} {shape} by {implementation}"
                 parts = [values(index, tuple(shape), kind) for index in range(rank.size)]
-                tensor = placed(rank, stream, parts[rank.index])
-                output = placed(rank, stream, torch.zeros((rank.size, *shape), dtype=kind))
+                tensor = copy_to_device(rank, stream, parts[rank.index])
+                output = copy_to_device(rank, stream, torch.zeros((rank.size, *shape), dtype=kind))
                 group.all_gather(output, tensor, stream=stream)
                 stream.synchronize()
-                same(output, torch.stack(parts), f"all_gather of {where}")
-                same(tensor, parts[rank.index], f"the input of all_gather of {where}")
+                check_equal(output, torch.stack(parts), f"all_gather of {where}")
+                check_equal(tensor, parts[rank.index], f"the input of all_gather of {where}")
                 for root in range(rank.size):
-                    tensor = placed(rank, stream, parts[rank.index])
+                    tensor = copy_to_device(rank, stream, parts[rank.index])
                     group.broadcast(tensor, root=root, stream=stream)
                     stream.synchronize()
-                    same(tensor, parts[root], f"broadcast from {root} of {where}")
+                    check_equal(tensor, parts[root], f"broadcast from {root} of {where}")
                 wide = [values(index, (rank.size, *shape), kind) for index in range(rank.size)]
-                tensor = placed(rank, stream, wide[rank.index])
-                output = placed(rank, stream, torch.zeros_like(wide[0]))
+                tensor = copy_to_device(rank, stream, wide[rank.index])
+                output = copy_to_device(rank, stream, torch.zeros_like(wide[0]))
                 group.all_to_all(output, tensor, stream=stream)
                 stream.synchronize()
-                same(output, torch.stack([each[rank.index] for each in wide]), f"all_to_all of {where}")
+                check_equal(output, torch.stack([each[rank.index] for each in wide]), f"all_to_all of {where}")
                 for source, target in ((0, rank.size - 1), (rank.size - 1, 0)):
-                    tensor = placed(rank, stream, parts[rank.index])
+                    tensor = copy_to_device(rank, stream, parts[rank.index])
                     if rank.index == source:
                         group.send(tensor, to=target, stream=stream)
                     elif rank.index == target:
                         group.receive(tensor, source=source, stream=stream)
                     stream.synchronize()
                     wanted = parts[source] if rank.index == target else parts[rank.index]
-                    same(tensor, wanted, f"a message from {source} to {target} of {where}")
+                    check_equal(tensor, wanted, f"a message from {source} to {target} of {where}")
 
 
-def bits(rank: Rank, dtype: str) -> list[float]:
+def sum_results(rank: RankHandle, dtype: str) -> list[float]:
     """Return the rank's own result of a sum that rounds."""
     kind = getattr(torch, dtype)
     with closing(rank.group()) as group:
         stream = rank.stream()
         found: list[float] = []
-        for implementation in group.ways:
-            group.take(implementation)
+        for implementation in group.implementations:
+            group.restrict_implementations(implementation)
             for width in (5, 1030):
                 made = torch.randn(3, width, generator=torch.Generator().manual_seed(rank.index)).to(kind)
-                tensor = placed(rank, stream, made)
+                tensor = copy_to_device(rank, stream, made)
                 group.all_reduce(tensor, stream=stream)
                 stream.synchronize()
                 found += tensor.cpu().double().flatten().tolist()
     return found
 
 
-def messages(rank: Rank) -> None:
+def messages(rank: RankHandle) -> None:
     """Check that several messages in each direction arrive in the order in which they were sent."""
     with closing(rank.group()) as group:
         stream = rank.stream()
-        made = [placed(rank, stream, values(number, (4,), torch.float32)) for number in range(4)]
-        got = [placed(rank, stream, torch.zeros(4)) for _ in range(4)]
+        made = [copy_to_device(rank, stream, values(number, (4,), torch.float32)) for number in range(4)]
+        got = [copy_to_device(rank, stream, torch.zeros(4)) for _ in range(4)]
         for first in range(2):
             for number in range(4):
                 if rank.index == first:
@@ -141,13 +144,13 @@ def messages(rank: Rank) -> None:
                     group.receive(got[number], source=first, stream=stream)
         stream.synchronize()
         for number in range(4):
-            same(got[number], values(number, (4,), torch.float32), f"message {number} to rank {rank.index}")
+            check_equal(got[number], values(number, (4,), torch.float32), f"message {number} to rank {rank.index}")
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-def groups(rank: Rank) -> None:
+def groups(rank: RankHandle) -> None:
     """Check that calls of different groups don't mix: subsets of three ranks, other orders, and two groups of the same
     ranks.
     """
@@ -157,42 +160,42 @@ def groups(rank: Rank) -> None:
         if rank.index != 1:
             with closing(rank.group("outer", (2, 0))) as outer:
                 expect((outer.rank, outer.size, outer.ranks), (int(rank.index == 0), 2, (2, 0)), "the place in group (2, 0)")
-                tensor = placed(rank, stream, parts[rank.index])
+                tensor = copy_to_device(rank, stream, parts[rank.index])
                 outer.broadcast(tensor, root=0, stream=stream)
                 stream.synchronize()
-                same(tensor, parts[2], "broadcast from the first of group (2, 0)")
-        first, second = placed(rank, stream, parts[rank.index]), placed(rank, stream, parts[rank.index] * 8)
+                check_equal(tensor, parts[2], "broadcast from the first of group (2, 0)")
+        first, second = copy_to_device(rank, stream, parts[rank.index]), copy_to_device(rank, stream, parts[rank.index] * 8)
         whole.all_reduce(first, stream=stream)
         twin.all_reduce(second, stream=stream)
         twin.broadcast(second, root=0, stream=stream)
         whole.broadcast(first, root=1, stream=stream)
         stream.synchronize()
-        same(first, reduced(parts, "sum"), "a sum in one of two groups of the same ranks")
-        same(second, reduced(parts, "sum") * 8, "a sum in the other")
+        check_equal(first, reduced(parts, "sum"), "a sum in one of two groups of the same ranks")
+        check_equal(second, reduced(parts, "sum") * 8, "a sum in the other")
     with closing(rank.group("whole")) as again:
-        tensor = placed(rank, stream, parts[rank.index])
+        tensor = copy_to_device(rank, stream, parts[rank.index])
         again.all_reduce(tensor, stream=stream)
         stream.synchronize()
-        same(tensor, reduced(parts, "sum"), "a sum in a group with the name of one that was closed")
+        check_equal(tensor, reduced(parts, "sum"), "a sum in a group with the name of one that was closed")
     with closing(rank.group("alone", (rank.index,))) as alone:
-        tensor, output = placed(rank, stream, parts[0]), placed(rank, stream, torch.zeros(1, 5))
+        tensor, output = copy_to_device(rank, stream, parts[0]), copy_to_device(rank, stream, torch.zeros(1, 5))
         alone.all_reduce(tensor, stream=stream)
         alone.all_gather(output, tensor, stream=stream)
         stream.synchronize()
-        same(output[0], parts[0], "a rank that is alone in its group")
+        check_equal(output[0], parts[0], "a rank that is alone in its group")
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-def in_order(rank: Rank, slow: int, kind: str) -> None:
+def in_order(rank: RankHandle, slow: int, kind: str) -> None:
     """Check a call between two kernels of a stream. The first kernel is late on rank ``slow``; another stream reads the
     result.
     """
     lab = rank.lab
     with closing(rank.group()) as group:
-        for implementation in group.ways:
-            group.take(implementation)
+        for implementation in group.implementations:
+            group.restrict_implementations(implementation)
             stream, other = rank.stream(), rank.stream("other")
             with rank.backend.on(stream):
                 x = torch.zeros(64, device=rank.backend.device)
@@ -244,15 +247,15 @@ def in_order(rank: Rank, slow: int, kind: str) -> None:
             stream.synchronize()
 
 
-def many_in_order(rank: Rank) -> None:
+def many_in_order(rank: RankHandle) -> None:
     """Check a long exchange on one stream: each sum uses the previous one, and operands are reused at once."""
     lab = rank.lab
     with closing(rank.group()) as group, closing(rank.group("second")) as second:
-        for implementation in group.ways:
-            group.take(implementation)
-            second.take(implementation)
+        for implementation in group.implementations:
+            group.restrict_implementations(implementation)
+            second.restrict_implementations(implementation)
             stream = rank.stream()
-            x, every = lab.full(stream, 1), placed(rank, stream, torch.zeros(rank.size, 64))
+            x, every = lab.full(stream, 1), copy_to_device(rank, stream, torch.zeros(rank.size, 64))
             for turn in range(12):
                 if turn % 4 == 2 * rank.index:
                     lab.slow(stream)
@@ -265,33 +268,33 @@ def many_in_order(rank: Rank) -> None:
             value = 1.0
             for _ in range(12):
                 value = value % 5.0 + (2 * value) % 5.0
-            expect(lab.read(stream, x), value, f"a sum of sums by {implementation} on rank {rank.index}")
+            expect(lab.read_tensor(stream, x), value, f"a sum of sums by {implementation} on rank {rank.index}")
 
 
-def returns_at_once(rank: Rank) -> None:
+def returns_at_once(rank: RankHandle) -> None:
     """Check on an asynchronous device that a call returns, with its stream busy, before the other rank has called."""
     lab = rank.lab
     with closing(rank.group()) as group:
         stream = rank.stream()
         x = lab.full(stream, rank.index + 1)
-        for implementation in group.ways:  # the first call of each implementation may initialise a library
-            group.take(implementation)
+        for implementation in group.implementations:  # the first call of each implementation may initialise a library
+            group.restrict_implementations(implementation)
             group.all_reduce(x, stream=stream)
         stream.synchronize()
-        group.take(*group.ways)
+        group.restrict_implementations(*group.implementations)
         lab.fill(stream, x, rank.index + 1)
         if rank.index == 0:
             group.all_reduce(x, stream=stream)
             done = stream.query()
-            rank.say("called")
+            rank.release_waiters("called")
             assert not done, "the stream of a rank is empty though the other rank hasn't called yet"
         else:
-            rank.hear("called")
+            rank.wait_for_word("called")
             group.all_reduce(x, stream=stream)
-        expect(lab.read(stream, x), 3.0, "the sum")
+        expect(lab.read_tensor(stream, x), 3.0, "the sum")
 
 
-def has_run(rank: Rank) -> None:
+def result_is_complete(rank: RankHandle) -> None:
     """Check on a synchronous device that the result is complete when the call returns."""
     with closing(rank.group()) as group:
         stream = rank.stream()
@@ -299,24 +302,24 @@ def has_run(rank: Rank) -> None:
         if rank.index == 1:
             time.sleep(0.05)
         group.all_reduce(x, stream=stream)
-        expect(rank.lab.peek(x), 3.0, "the sum when the call has returned")
+        expect(rank.lab.current_values(x), 3.0, "the sum when the call has returned")
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
 
-def captured(rank: Rank) -> None:
+def captured(rank: RankHandle) -> None:
     """Check a graph of kernels and all verbs, replayed between calls of the same group outside the graph.
 
     Replays are eager on a device without graphs.
     """
     lab = rank.lab
     with closing(rank.group()) as group:
-        for implementation in group.ways:
-            group.take(implementation)
+        for implementation in group.implementations:
+            group.restrict_implementations(implementation)
             stream = rank.stream()
             x, total = lab.full(stream, 0), lab.full(stream, 0)
-            every, swapped = (placed(rank, stream, torch.zeros(rank.size, 64)) for _ in range(2))
+            every, swapped = (copy_to_device(rank, stream, torch.zeros(rank.size, 64)) for _ in range(2))
             part, message = lab.full(stream, 0), lab.full(stream, 0)
 
             def work(context: Any, group: Group = group, stream: Stream = stream, part: Tensor = part) -> None:
@@ -348,14 +351,14 @@ def captured(rank: Rank) -> None:
                 graph.replay(stream)
                 added = 20.0 * turn + 1
                 where = f"by {implementation} in replay {turn} on rank {rank.index}"
-                expect(lab.read(stream, message), 10.0 * turn, f"the message {where}")
-                expect(lab.peek(swapped), added, f"all_to_all {where}")
-                expect(lab.peek(total), 2 * (added + 1), f"what was reduced, scattered and broadcast {where}")
+                expect(lab.read_tensor(stream, message), 10.0 * turn, f"the message {where}")
+                expect(lab.current_values(swapped), added, f"all_to_all {where}")
+                expect(lab.current_values(total), 2 * (added + 1), f"what was reduced, scattered and broadcast {where}")
                 if eager is not None:
-                    expect(lab.peek(eager), 1.0, f"a call before the {where}")
+                    expect(lab.current_values(eager), 1.0, f"a call before the {where}")
 
 
-def closed_with_its_graphs(rank: Rank) -> None:
+def closed_with_its_graphs(rank: RankHandle) -> None:
     """Close a group whose calls a graph holds: the close must return, and a further replay must raise."""
     lab, stream = rank.lab, rank.stream()
     group = rank.group()
@@ -367,7 +370,7 @@ def closed_with_its_graphs(rank: Rank) -> None:
     graph = rank.backend.capture("calls", work, stream=stream, inputs={"x": x}, outputs={})
     lab.fill(stream, x, rank.index + 1)
     graph.replay(stream)
-    expect(lab.read(stream, x), 3.0, "the sum of a replay before its group is closed")
+    expect(lab.read_tensor(stream, x), 3.0, "the sum of a replay before its group is closed")
     stream.synchronize()
     group.close()
     try:
@@ -377,7 +380,7 @@ def closed_with_its_graphs(rank: Rank) -> None:
     raise AssertionError("a replay raised nothing, though the group whose calls it holds is closed")
 
 
-def not_captured(rank: Rank) -> None:
+def not_captured(rank: RankHandle) -> None:
     """Check that a captured call raises without ``captures_collectives``, and that the group still works."""
     lab = rank.lab
     with closing(rank.group()) as group:
@@ -392,4 +395,4 @@ def not_captured(rank: Rank) -> None:
         else:
             raise AssertionError("a captured call raised nothing, though captures_collectives isn't declared")
         group.all_reduce(x, stream=stream)
-        expect(lab.read(stream, x), 3.0, "the sum after a refused capture")
+        expect(lab.read_tensor(stream, x), 3.0, "the sum after a refused capture")

@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import Backend, CollectiveError, ControllableDevice, Group, Stream
-from outrider_conformance.lab import Lab, Pace, raise_failed_schedule, run_concurrently
-from outrider_conformance.rank_processes import Place, RankProcesses, RanksFailed
+from outrider_conformance.lab import Lab, StreamDelay, raise_failed_schedule, run_concurrently
+from outrider_conformance.rank_processes import RankContext, RankTaskFailed, TaskProcesses
 
 if TYPE_CHECKING:
     from outrider_conformance.kit import Kit
@@ -31,7 +31,7 @@ Program = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank:
+class RankHandle:
     """One rank of a running program."""
 
     index: int
@@ -41,7 +41,7 @@ class Rank:
     store: Any
     """The store through which the ranks' groups are created."""
     timeout_s: float = TIMEOUT_S
-    pace: Pace = field(default_factory=Pace)
+    pace: StreamDelay = field(default_factory=StreamDelay)
 
     @property
     def lab(self) -> Lab:
@@ -63,12 +63,12 @@ class Rank:
         """Create a stream on this rank's device."""
         return self.backend.create_stream(name)
 
-    def say(self, word: str) -> None:
-        """Release the ranks that wait in :meth:`hear` for this word."""
+    def release_waiters(self, word: str) -> None:
+        """Release the ranks that wait in :meth:`wait_for_word` for this word."""
         self.store.set(f"said/{word}", "1")
 
-    def hear(self, word: str) -> None:
-        """Wait on the host until another rank has called :meth:`say` with this word."""
+    def wait_for_word(self, word: str) -> None:
+        """Wait on the host until another rank has called :meth:`release_waiters` with this word."""
         self.store.wait([f"said/{word}"], timedelta(seconds=_MAX_TASK_S))
 
 
@@ -77,9 +77,9 @@ class RankRunner:
 
     def __init__(self, kit: Kit) -> None:
         self._kit = kit
-        self._processes: RankProcesses | None = None
+        self._processes: TaskProcesses | None = None
 
-    def run(
+    def run_program(
         self, program: Program, *args: Any, size: int = 2, timeout_s: float = TIMEOUT_S, schedules: int = SCHEDULES
     ) -> list[Any]:
         """Run ``program(rank, *args)`` on every rank, and return each rank's result. ``args`` are plain data.
@@ -93,32 +93,32 @@ class RankRunner:
         if not first.capabilities.asynchronous:
             return self._threads(first, program, args, size, timeout_s)
         work = {"program": f"{program.__module__}:{program.__qualname__}", "args": args, "timeout_s": timeout_s}
-        return self._in_processes(size).run(_SERVE, work, limit_s=_MAX_TASK_S + timeout_s)
+        return self._in_processes(size).run_task(_SERVE, work, limit_s=_MAX_TASK_S + timeout_s)
 
     def run_leaving(self, program: Program, *args: Any, leaving: int, timeout_s: float) -> None:
         """Run a program on two rank processes, of which rank ``leaving`` ends its own process."""
         work = {"program": f"{program.__module__}:{program.__qualname__}", "args": args, "timeout_s": timeout_s}
-        answers = self._in_processes(2).answers(_SERVE, work, limit_s=_MAX_TASK_S + timeout_s)
+        answers = self._in_processes(2).task_results(_SERVE, work, limit_s=_MAX_TASK_S + timeout_s)
         for rank, answer in enumerate(answers):
             if rank != leaving and answer.error:
-                raise RanksFailed(f"rank {rank} of 2: {answer.error}")
+                raise RankTaskFailed(f"rank {rank} of 2: {answer.error}")
 
     def in_processes(self) -> bool:
         """Return whether the ranks of this backend are processes."""
         first = self._kit.open()
         return first.control is None and first.capabilities.asynchronous
 
-    def end(self) -> None:
+    def end_ranks(self) -> None:
         """Kill the rank processes that still run."""
         if self._processes is not None:
-            self._processes.end()
+            self._processes.kill()
             self._processes = None
 
-    def _in_processes(self, size: int) -> RankProcesses:
+    def _in_processes(self, size: int) -> TaskProcesses:
         if self._processes is not None and self._processes.size != size:
-            self.end()
+            self.end_ranks()
         if self._processes is None:
-            self._processes = RankProcesses(str(self._kit.spec), size)
+            self._processes = TaskProcesses(str(self._kit.spec), size)
         return self._processes
 
     def _device(self, rank: int) -> Backend:
@@ -142,7 +142,7 @@ class RankRunner:
             store = control.create_store()
 
             def one(index: int) -> None:
-                rank = Rank(
+                rank = RankHandle(
                     index=index, size=size, backend=devices[index], store=store, timeout_s=timeout_s, pace=self._kit.pace
                 )
                 results[index] = program(rank, *args)
@@ -163,7 +163,7 @@ class RankRunner:
 
         def one(index: int) -> None:
             backend = first if index == 0 else self._kit.open()
-            rank = Rank(index=index, size=size, backend=backend, store=store, timeout_s=timeout_s, pace=self._kit.pace)
+            rank = RankHandle(index=index, size=size, backend=backend, store=store, timeout_s=timeout_s, pace=self._kit.pace)
             results[index] = program(rank, *args)
 
         errors = run_concurrently(*(partial(one, index) for index in range(size)))
@@ -172,13 +172,13 @@ class RankRunner:
         return results
 
 
-def serve(place: Place, *, program: str, args: Sequence[Any], timeout_s: float) -> Any:
+def serve(place: RankContext, *, program: str, args: Sequence[Any], timeout_s: float) -> Any:
     """Run one rank's part of a program in its process, and return its result."""
     module, _, function = program.partition(":")
-    rank = Rank(index=place.rank, size=place.size, backend=place.backend, store=place.store, timeout_s=timeout_s)
+    rank = RankHandle(index=place.rank, size=place.size, backend=place.backend, store=place.store, timeout_s=timeout_s)
     result = getattr(importlib.import_module(module), function)(rank, *args)
     place.backend.synchronize()
     return result
 
 
-__all__ = ["Program", "Rank", "RankRunner", "RanksFailed", "serve"]
+__all__ = ["Program", "RankHandle", "RankRunner", "RankTaskFailed", "serve"]

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from outrider_conformance.counting import merged
+from outrider_conformance.kernel_calls import merged
 from outrider_conformance.kit import Kit, host_facts
 from outrider_conformance.levels import LEVELS, REPORTED, parse_level
 from outrider_conformance.report import complete, levels_of
@@ -25,7 +25,7 @@ CALLS = "kernel calls"
 _WORST_LAST = ("passed", "not applicable", "not declared", "waived", "not run", "failed")
 
 
-class Recorder:
+class ReportRecorder:
     """The collector of one pytest process. The process that isn't an xdist worker writes the report."""
 
     def __init__(self, config: pytest.Config, kit: Kit) -> None:

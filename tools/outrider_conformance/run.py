@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from outrider.device.errors import ConfigError, OutriderError
-from outrider.registry.children import started
+from outrider.registry.children import child_session
 from outrider_conformance.levels import judged
-from outrider_sanitizer.files import scratch_directory
+from outrider_sanitizer.scratch_files import scratch_directory
 
 # `python -m pytest`, in a process that ends with this one.
 _PYTEST = (
@@ -86,7 +86,7 @@ def conform(
         environment = {**_ONE_THREAD, **os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         place = ["--rootdir", str(scratch), "-c", _settings(scratch), "--basetemp", str(scratch / "tests")]
         suite = [sys.executable, "-c", _PYTEST, "-p", "hypothesispytest", *place, *arguments]
-        with started(suite, environment=environment, cwd=scratch, stdout=output) as child:
+        with child_session(suite, environment=environment, cwd=scratch, stdout=output) as child:
             code = child.wait()
         if code == 4:
             raise ConformanceError(f"pytest refused the run for backend {backend!r}; the reason stands above")
@@ -139,7 +139,7 @@ def _post_mortem(journal: Path, code: int, backend: str) -> str:
             entry = json.loads(line)
         except ValueError:
             break  # the process ended while it wrote this line
-        running = entry.get("started", running)
+        running = entry.get("child_session", running)
         if "finished" in entry and entry["finished"]["id"] == running:
             running = ""
     how = f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -55,7 +55,7 @@ _KERNELS = "kernels"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class EvidenceRecord:
     """One piece of evidence about a backend."""
 
     backend: str
@@ -81,31 +81,31 @@ class Record:
         return {name: value for name, value in values.items() if value}
 
 
-def parse_record(text: str, where: str) -> Record:
+def parse_record(text: str, where: str) -> EvidenceRecord:
     """Parse a record. ``where`` names the file in errors. Raises :class:`ConfigError` for other content."""
     try:
         data = json.loads(text)
         tier = Tier[data.pop("tier").upper().replace("-", "_")]
-        return Record(tier=tier, **data)
+        return EvidenceRecord(tier=tier, **data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{where} isn't a record of support: {type(error).__name__}: {error}") from error
 
 
-def load_records(directory: Path) -> list[Record]:
+def load_records(directory: Path) -> list[EvidenceRecord]:
     """Return all records of a directory, ordered by file name."""
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory} with records of support")
     return [parse_record(read_utf8(path, "a record"), str(path)) for path in sorted(directory.glob("*.json"))]
 
 
-def from_report(report: Mapping[str, Any], *, tier: Tier | None = None, note: str = "") -> Record:
+def from_report(report: Mapping[str, Any], *, tier: Tier | None = None, note: str = "") -> EvidenceRecord:
     """Return the record of a conformance report. ``tier`` may lower the report's own tier, and never raises it."""
     kind = Tier.SIMULATED if report["tier"]["kind"] == "simulated" else Tier.DEVICE
     if report["tier"]["kind"] not in ("simulated", "run on a device"):
         raise ConfigError(f"the report's tier is {report['tier']['kind']!r}, which is no evidence")
     if tier is not None and tier > kind:
         raise ConfigError(f"the report says {report['tier']['kind']!r}, which isn't {WORDS[tier]!r}")
-    return Record(
+    return EvidenceRecord(
         backend=report["backend"]["name"],
         tier=kind if tier is None else tier,
         device=report["tier"]["device"],
@@ -118,17 +118,17 @@ def from_report(report: Mapping[str, Any], *, tier: Tier | None = None, note: st
     )
 
 
-def _passed(record: Record, level: str) -> bool:
+def _passed(record: EvidenceRecord, level: str) -> bool:
     return record.levels.get(level, "").startswith("passed")
 
 
-def _shows(record: Record, capability: str) -> bool:
+def _shows(record: EvidenceRecord, capability: str) -> bool:
     if capability in (_ENGINE, _KERNELS):
         return _passed(record, "L4")
     return bool(record.capabilities.get(capability)) and _passed(record, _TESTED_IN.get(capability, "L1"))
 
 
-def _cell(records: Sequence[Record], capability: str) -> str:
+def _cell(records: Sequence[EvidenceRecord], capability: str) -> str:
     """Return the word of the best evidence that a backend has for a capability."""
     showing = [record for record in records if _shows(record, capability)]
     if showing:
@@ -142,7 +142,7 @@ def _cell(records: Sequence[Record], capability: str) -> str:
     return "no"
 
 
-def render(records: Sequence[Record], command: str) -> str:
+def render(records: Sequence[EvidenceRecord], command: str) -> str:
     """Return the support page in Markdown. ``command`` is the command that writes it."""
     names = sorted({record.backend for record in records})
     by_name = {name: sorted((r for r in records if r.backend == name), key=lambda r: (-r.tier, r.date)) for name in names}

@@ -41,7 +41,7 @@ class CorpusWanted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class CorpusResult:
     """The result of one corrected program."""
 
     program: str
@@ -71,7 +71,7 @@ def explore_corpus(wanted: CorpusWanted) -> Report:
     return Report(data=data, render=lambda console: _render(console, data), exit_code=1 if alarms else 0)
 
 
-def _rows(wanted: CorpusWanted) -> Iterator[Row]:
+def _rows(wanted: CorpusWanted) -> Iterator[CorpusResult]:
     from outrider_sanitizer.races import RACES
 
     waiting = dict(RACES)
@@ -87,7 +87,7 @@ def _rows(wanted: CorpusWanted) -> Iterator[Row]:
                 yield _row(race, control, wanted)
 
 
-def _row(race: Race, control: ControllableDevice, wanted: CorpusWanted) -> Row:
+def _row(race: Race, control: ControllableDevice, wanted: CorpusWanted) -> CorpusResult:
     from outrider_sanitizer import watch
 
     schedules: set[str] = set()
@@ -104,7 +104,7 @@ def _row(race: Race, control: ControllableDevice, wanted: CorpusWanted) -> Row:
     failure = found.failure
     alarm = "" if failure is None else f"{type(failure.error).__name__}: {failure.error}\nschedule {failure.schedule}"
     seconds = round(time.monotonic() - began, 1)
-    return Row(program=race.name, runs=found.runs, distinct=len(schedules), alarm=alarm, seconds=seconds)
+    return CorpusResult(program=race.name, runs=found.runs, distinct=len(schedules), alarm=alarm, seconds=seconds)
 
 
 def _render(console: Console, data: Mapping[str, Any]) -> None:

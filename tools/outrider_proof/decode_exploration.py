@@ -23,7 +23,7 @@ _PROGRAM_ORDER = "program"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exploration:
+class DecodeExploration:
     """Options of the command, and the device."""
 
     make: Callable[[], Backend]
@@ -70,7 +70,7 @@ class Exploration:
         }
 
 
-def explore_decode(exploration: Exploration) -> Report:
+def explore_decode(exploration: DecodeExploration) -> Report:
     """Run host programs, each under a schedule of its own; stop at the first that fails."""
     device = exploration.make()
     default = "mixed" if device.control is not None else _PROGRAM_ORDER
@@ -96,7 +96,7 @@ def explore_decode(exploration: Exploration) -> Report:
     return Report(data=data, render=lambda console: _render(console, data), exit_code=1 if data["failed"] else 0)
 
 
-def _explored(chosen: Exploration, device: Backend, explorer: DecodeExplorer) -> dict[str, Any]:
+def _explored(chosen: DecodeExploration, device: Backend, explorer: DecodeExplorer) -> dict[str, Any]:
     """Run one program after the other and return the number of runs and the first failure.
 
     ``left_out`` counts waits or records that were left out in programs where no other fence gives their order.
@@ -124,19 +124,19 @@ def _explored(chosen: Exploration, device: Backend, explorer: DecodeExplorer) ->
 
 
 def _run(
-    chosen: Exploration, device: Backend, explorer: DecodeExplorer, program: HostProgram, number: int
+    chosen: DecodeExploration, device: Backend, explorer: DecodeExplorer, program: HostProgram, number: int
 ) -> tuple[BaseException | None, dict[str, Any]]:
     """Run one program once; return its error and, on a controllable device, the schedule that caused it."""
     control = device.control
     if control is None:
         try:
-            explorer.run(program, device)
+            explorer.run_program(program, device)
         except Exception as error:
             return error, {"shrunk": None, "orderings": []}
         return None, {}
     control.reset()
     result = control.explore(
-        lambda backend: explorer.run(program, backend), strategy=str(chosen.strategy), iterations=1, seed=number
+        lambda backend: explorer.run_program(program, backend), strategy=str(chosen.strategy), iterations=1, seed=number
     )
     failure = result.failure
     if failure is None:
@@ -144,7 +144,7 @@ def _run(
     return failure.error, {"shrunk": str(failure.shrunk), "orderings": list(failure.orderings)}
 
 
-def _explore_every_fence(chosen: Exploration, device: Backend) -> Report:
+def _explore_every_fence(chosen: DecodeExploration, device: Backend) -> Report:
     """Run with every fence, then without each in turn: expect no finding first, then one per fence that is used."""
     from outrider.engine.fences import FENCES
 

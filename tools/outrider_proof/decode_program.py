@@ -18,7 +18,7 @@ from outrider.errors import RequestError
 from outrider.registry import Registry
 from outrider_proof.guides import Residues, guide
 from outrider_proof.network import Network, NetworkMove
-from outrider_proof.pace import Pace
+from outrider_proof.overlap_monitor import OverlapMonitor
 from outrider_proof.subjects import Subject, bundled_text, tiny_images
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class DecodeExplorer:
         self._model, self._vision = self._subject.load(backend)
         self.findings: Findings | None = None
         self.log: FenceLog | None = None
-        self.pace = Pace()
+        self.pace = OverlapMonitor()
         self.paced = True
         """True if lost overlap, lost batching or a row freed too early fails a run."""
 
@@ -242,10 +242,11 @@ class DecodeExplorer:
             known[alike] = _plain(self._subject, alike)
         return known[alike][: arrival.max_tokens]
 
-    def run(self, program: HostProgram, backend: Backend) -> None:
+    def run_program(self, program: HostProgram, backend: Backend) -> None:
         """Run a program once, watched.
 
-        Raises :class:`RaceError` of the sanitizer, :class:`WrongTokens`, the faults of :class:`Pace`, or the engine's error.
+        Raises :class:`RaceError` of the sanitizer, :class:`WrongTokens`, the faults of :class:`OverlapMonitor`, or the
+        engine's error.
         """
         from outrider_proof.fence_log import FenceLog
         from outrider_sanitizer import watching
@@ -255,7 +256,7 @@ class DecodeExplorer:
         with watching(backend, rows_apart=False) as sanitizer:
             self.findings = sanitizer.report
             self.log = FenceLog(sanitizer.position, drop=self._drop, half=self._half, consumer=self._consumer)
-            self.pace = Pace()
+            self.pace = OverlapMonitor()
             stop = self.pace.observe(backend)
             problem: Exception | None = None
             try:
@@ -280,7 +281,7 @@ class DecodeExplorer:
 
     def _engine(self, program: HostProgram) -> Engine:
         from outrider.engine.engine import Engine
-        from outrider.speculative.build import DraftOptions, build
+        from outrider.speculative.build import DraftOptions, build_proposer
 
         config = program.config(
             CONTEXT + 16 + self._subject.extra,
@@ -298,7 +299,7 @@ class DecodeExplorer:
             draft_tokens=config.draft_tokens,
             topk=self._topk,
         )
-        proposer = build(self._speculate, options)
+        proposer = build_proposer(self._speculate, options)
         lengths = draft_length_of(program, proposer)
         with limited_prefill_graphs(program):
             engine = Engine(
@@ -324,9 +325,9 @@ class DecodeExplorer:
         engines = [self._engine(program) for _ in range(2 if moves else 1)]
         free = [(engine.free_pages, engine.free_rows) for engine in engines]
         serving = Serving(engines, program, self._subject.prompt)
-        serving.run()
+        serving.step_until_idle()
         for index, wanted in enumerate(expected):
-            got = serving.got[index]
+            got = serving.tokens[index]
             if serving.ended[index] == "abort":
                 wanted = wanted[: len(got)]
             if tuple(got) != wanted:
@@ -353,15 +354,15 @@ def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPoli
 
     Returns None for a program without draft lengths, and for a proposer that does not draft chains.
     """
-    from outrider.engine.requests.draft_length import DraftCosts, FollowLoad, LengthSchedule, usual_lengths
+    from outrider.engine.requests.draft_length import DraftCosts, LengthSchedule, LoadDraftLength, default_draft_lengths
 
     if proposer.is_tree or not proposer.nodes:
         return None
     if program.by_load:
         # The cost of a draft token grows with the batch size, so lengths change with load and with acceptance.
-        lengths, sizes = usual_lengths(proposer.nodes), range(1, program.max_requests + 1)
+        lengths, sizes = default_draft_lengths(proposer.nodes), range(1, program.max_requests + 1)
         base = {(length, size): 1.0 + 0.2 * size * length for length in lengths for size in sizes}
-        return FollowLoad(DraftCosts(base))
+        return LoadDraftLength(DraftCosts(base))
     if not program.draft_lengths:
         return None
     return LengthSchedule([min(length, proposer.nodes) for length in program.draft_lengths])
@@ -387,13 +388,13 @@ class Serving:
         self._index: dict[tuple[int, int], int] = {}  # the inverse; entries stay after a move
         self._since: dict[int, int] = {}
         self._moves = {index: list(arrival.moves) for index, arrival in enumerate(program.arrivals)}
-        self.got: dict[int, list[int]] = {index: [] for index in self._waiting}
+        self.tokens: dict[int, list[int]] = {index: [] for index in self._waiting}
         self.ended: dict[int, str] = {}
         self.moved = 0
         self._network: Network | None = None
         self._under_way: list[NetworkMove] = []
 
-    def run(self) -> None:
+    def step_until_idle(self) -> None:
         """Step the engines until every request has ended and every move is complete."""
         step = 0
         while self._waiting or self._under_way or any(engine.has_unfinished for engine in self._engines):
@@ -411,7 +412,7 @@ class Serving:
             for side, engine in enumerate(self._engines):
                 for output in engine.step():
                     index = self._index[side, output.request_id]
-                    self.got[index].extend(output.tokens)
+                    self.tokens[index].extend(output.tokens)
                     if output.finish_reason is not None and output.finish_reason != "hand_over":
                         self.ended[index] = output.finish_reason
             step += 1

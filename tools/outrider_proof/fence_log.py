@@ -23,7 +23,7 @@ class Drop(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class FenceEdge:
     """One wait for one record.
 
     Operations of ``producer`` before its position ``start`` precede operations of ``consumer`` from position ``end`` on.
@@ -60,7 +60,7 @@ class FenceLog:
         self.consumer = consumer
         self.left_out = 0
         """Number of waits or records left out; 0 at the end means that the engine does not use the fence."""
-        self.edges: list[Edge] = []
+        self.edges: list[FenceEdge] = []
         self.streams: dict[str, Stream] = {}
         """Streams that carry a fence. Operations enqueued there after a host wait come after the producer's record, too."""
 
@@ -198,6 +198,6 @@ class _Noted(WrappedFence):
     def _note(self, consumer: str, end: int, skipped: bool) -> None:
         assert self._declared is not None  # the backend interface raises for a wait that comes before any record
         done = not skipped and self._dropped is not Drop.RECORD
-        self._log.edges.append(Edge(self._name, *self._declared, consumer, end, done))
+        self._log.edges.append(FenceEdge(self._name, *self._declared, consumer, end, done))
         if self._dropped is Drop.RECORD and self._carried_out is not None:
-            self._log.edges.append(Edge(f"stale {self._name}", *self._carried_out, consumer, end, True))
+            self._log.edges.append(FenceEdge(f"stale {self._name}", *self._carried_out, consumer, end, True))

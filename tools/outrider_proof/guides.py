@@ -23,14 +23,14 @@ class Residues:
     def __init__(self, vocabulary: int) -> None:
         import torch
 
-        from outrider.engine.requests.guidance import words_with
+        from outrider.engine.requests.guidance import mask_of_tokens
 
         self._tokens: list[int] = []
-        rows = [words_with(range(residue, vocabulary, _MODULUS), vocabulary) for residue in range(_MODULUS)]
+        rows = [mask_of_tokens(range(residue, vocabulary, _MODULUS), vocabulary) for residue in range(_MODULUS)]
         self._words = torch.stack(rows)
 
     @property
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         """Return False: every output can continue."""
         return False
 
@@ -125,12 +125,14 @@ def guide(engine: Engine, request: int) -> None:
 
     Other ranks don't hear of it: an engine of several is refused.
     """
-    assert engine._course is None, "a guide is put into one engine's record of the request, which other ranks never hear of"
+    assert engine._decision_log is None, (
+        "a guide is put into one engine's record of the request, which other ranks never hear of"
+    )
     from outrider.engine.requests.guidance import Guidance
 
     record = engine._requests[request]
     vocabulary = engine.model.config.vocab_size
     record.guidance = Guidance(Residues(vocabulary), vocabulary=vocabulary)
     for token in record.output:
-        refused = record.guidance.take(token)
+        refused = record.guidance.accept_token(token)
         assert refused is None, refused

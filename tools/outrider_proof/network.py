@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider.engine.requests.lent import Expected, Lent
-    from outrider.transports import Transfer
+    from outrider.engine.requests.lent_pages import ExpectedPages, LentPages
+    from outrider.transports import PageTransfer
 
 APART = 3
 """Turns between what one side learns and what the other does. There is one host here where there would be two: what it learns
@@ -23,7 +23,7 @@ class Network:
     """The link between two engines."""
 
     def __init__(self, first: Engine, second: Engine) -> None:
-        from outrider.transports.local import LocalTransport
+        from outrider.transports.local_transport import LocalTransport
 
         self.engines = first, second
         transport = LocalTransport()
@@ -52,14 +52,14 @@ class Network:
 class NetworkMove:
     """One request on its way from the engine of ``side`` to the other one. ``arrive`` is told where it is, with its id."""
 
-    def __init__(self, network: Network, side: int, lent: Lent, arrive: Callable[[int, int], None]) -> None:
+    def __init__(self, network: Network, side: int, lent: LentPages, arrive: Callable[[int, int], None]) -> None:
         self._network, self._side = network, side
         self._lent, self._arrive = lent, arrive
         self._number = next(network.numbers)
         self._notice = b"%d" % self._number
         self._turns = 0
-        self._expected: Expected | None = None
-        self._transfer: Transfer | None = None
+        self._expected: ExpectedPages | None = None
+        self._transfer: PageTransfer | None = None
         self._there = self._back = False
 
     def _go_back(self, giver: Engine) -> bool:
@@ -79,10 +79,10 @@ class NetworkMove:
                 return self._turns > PATIENCE and self._go_back(giver)
             if not self._lent.ready.done() or not self._expected.free.done():
                 return False
-            theirs.expecting(self._notice, self._expected.written)
+            theirs.expect_notice(self._notice, self._expected.written)
             pages = self._expected.pages[: len(self._lent.pages)]
             self._turns = 0
-            self._transfer = ours.write(self._lent.pages, pages, self._notice, read=self._lent.read)
+            self._transfer = ours.start_write(self._lent.pages, pages, self._notice, read=self._lent.read)
         assert self._expected is not None
         self._turns += 1
         early, late = self._turns > 0, self._turns > APART

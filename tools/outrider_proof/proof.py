@@ -31,15 +31,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from outrider_proof.tables import RATED, Record, fences_table, programs_table, rate_table
+from outrider_proof.proof_tables import RATED, Record, fences_table, programs_table, rate_table
 
 Job = tuple[str, tuple[Any, ...]]
-"""A part, and the arguments of :func:`work` for it: a setup first."""
+"""A part, and the arguments of :func:`run_job` for it: a setup first."""
 
 PARTS = ("programs", "fences", "rate")
-DROPPED_IN = (1, 3, 7, 0, 4, 5)
+FENCE_PROGRAM_NUMBERS = (1, 3, 7, 0, 4, 5)
 """Numbers of the host programs that run without a fence, in this order, until one has a finding."""
-DIFFERENT = (
+PERSONALITY_DEPENDENT_FENCES = (
     "published",
     "lengths_on_host",
     "params_free",
@@ -50,7 +50,7 @@ DIFFERENT = (
 """Fences whose mechanism differs between personalities; other fences are dropped on one personality only."""
 
 
-def cells() -> Iterator[tuple[str, str, str | None]]:
+def fence_cells() -> Iterator[tuple[str, str, str | None]]:
     """Yield (fence, half, consumer) for every row of the table of fences."""
     from outrider.engine.fences import FENCES
 
@@ -62,7 +62,7 @@ def cells() -> Iterator[tuple[str, str, str | None]]:
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
     """Yield (part, arguments) of every job, the longest jobs first."""
-    from outrider_proof.setups import PERSONALITIES, PROPOSERS, Setup, all_setups
+    from outrider_proof.engine_setups import PERSONALITIES, PROPOSERS, EngineSetup, all_setups
 
     wanted = options.proposers or PROPOSERS
     likes = (options.through,) if options.through else PERSONALITIES
@@ -72,54 +72,54 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
             yield "programs", (setups[number % len(setups)], number, options.schedules)
     if "fences" in options.parts:
         for setup in setups:
-            for fence, half, consumer in cells():
-                if options.through or setup.like == "cuda" or fence in DIFFERENT:
+            for fence, half, consumer in fence_cells():
+                if options.through or setup.like == "cuda" or fence in PERSONALITY_DEPENDENT_FENCES:
                     yield "fences", (setup, fence, half, consumer)
     if "rate" in options.parts and not options.through:
         for proposer, mode in [each for each in RATED if each[0] in wanted]:
-            for fence, half, consumer in cells():
+            for fence, half, consumer in fence_cells():
                 if half == "wait":
                     for number in range(options.rate_programs):
-                        yield "rate", (Setup(proposer, mode), fence, consumer, number, options.schedules)
+                        yield "rate", (EngineSetup(proposer, mode), fence, consumer, number, options.schedules)
 
 
-NAMES = {"programs": (), "fences": ("fence", "half", "consumer"), "rate": ("fence", "consumer", "program")}
+JOB_FIELDS = {"programs": (), "fences": ("fence", "half", "consumer"), "rate": ("fence", "consumer", "program")}
 """Fields that identify the job in a record of each part, in addition to the setup."""
 
 
-def described(part: str, arguments: tuple[Any, ...]) -> Record:
+def describe_job(part: str, arguments: tuple[Any, ...]) -> Record:
     """Return the fields that identify a job in its record."""
     setup, *rest = arguments
     if part == "programs":
         return {"setup": setup.name, "program": rest[0]}
     of_setup = {"proposer": setup.proposer, "mode": setup.mode, "like": setup.like}
-    return of_setup | dict(zip(NAMES[part], rest, strict=False))
+    return of_setup | dict(zip(JOB_FIELDS[part], rest, strict=False))
 
 
-def work(part: str, arguments: tuple[Any, ...]) -> Record:
+def run_job(part: str, arguments: tuple[Any, ...]) -> Record:
     """Run one job in a pool process and return its record."""
     import torch
 
     torch.set_num_threads(1)
-    from outrider_proof import checks
+    from outrider_proof import program_checks
 
     setup, *rest = arguments
     if part == "programs":
-        return checks.prove(setup, *rest)
+        return program_checks.prove_program(setup, *rest)
     if part == "fences":
         fence, half, consumer = rest
-        return described(part, arguments) | checks.drop(setup, fence, half, consumer, DROPPED_IN)
-    return described(part, arguments) | checks.rate(setup, *rest)
+        return describe_job(part, arguments) | program_checks.drop_fence(setup, fence, half, consumer, FENCE_PROGRAM_NUMBERS)
+    return describe_job(part, arguments) | program_checks.measure_rate(setup, *rest)
 
 
-def earlier(options: argparse.Namespace, todo: list[Job]) -> tuple[defaultdict[str, list[Record]], list[Job]]:
+def load_earlier_records(options: argparse.Namespace, todo: list[Job]) -> tuple[defaultdict[str, list[Record]], list[Job]]:
     """Return the records of earlier runs for these jobs, by part, and the jobs without a record."""
-    by_name = {str(sorted(described(*job).items(), key=str)): job for job in todo}
+    by_name = {str(sorted(describe_job(*job).items(), key=str)): job for job in todo}
     records: defaultdict[str, list[Record]] = defaultdict(list)
     for file in options.resume:
         for part, rows in json.loads(file.read_text()).items():
             for row in rows if part in PARTS else ():
-                keys = ("setup", "program") if part == "programs" else ("proposer", "mode", "like", *NAMES[part])
+                keys = ("setup", "program") if part == "programs" else ("proposer", "mode", "like", *JOB_FIELDS[part])
                 name = str(sorted(((key, row.get(key)) for key in keys), key=str))
                 if by_name.pop(name, None) is not None:
                     records[part].append(row)
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> tuple[defaultdict[str, list[Record]], Co
     """
     todo = list(jobs(options))
     planned = Counter(part for part, _ in todo)
-    records, todo = earlier(options, todo)
+    records, todo = load_earlier_records(options, todo)
     end = time.monotonic() + options.seconds
     queue = iter(todo)
     running: dict[Future[Record], Job] = {}
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> tuple[defaultdict[str, list[Record]], Co
                 job = next(queue, None)
                 if job is None:
                     break
-                running[pool.submit(work, *job)] = job
+                running[pool.submit(run_job, *job)] = job
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:

@@ -31,7 +31,7 @@ from outrider.speculative.peagle import PEagleProposer
 from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import tiny
-from outrider_proof.parts import decoder_part, dflash_part, eagle3_part, eagle_part, mtp_part
+from outrider_proof.rank_parts import decoder_part, dflash_part, eagle3_part, eagle_part, mtp_part
 from outrider_proof.tiny import plain_config
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ PROMPTS: list[tuple[int, ...]] = [(3,), (1, 2, 3, 4, 5)]
 NEW_TOKENS = 10
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def copy_to_device(value: Any, device: torch.device) -> Any:
     """Weights, copied to a device: a tensor, or tuples and dataclasses of them; other values are returned unchanged."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, tuple):
-        return tuple(moved(each, device) for each in value)
+        return tuple(copy_to_device(each, device) for each in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: moved(getattr(value, field.name), device) for field in dataclasses.fields(value)}
+        fields = {field.name: copy_to_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     return value
 
@@ -57,7 +57,7 @@ def moved(value: Any, device: torch.device) -> Any:
 def decoder(model: Decoder, backend: Backend, ranks: ModelRanks | None = None) -> Decoder:
     """The same model on another backend, with the kernels chosen there; or the part of it that one of several ranks has."""
     shards = Shards() if ranks is None else ranks.shards
-    weights = moved(decoder_part(model.weights, model.config, shards), backend.device)
+    weights = copy_to_device(decoder_part(model.weights, model.config, shards), backend.device)
     return Decoder(shards.local(model.config, "the model"), weights, backend.kernels_in_use, ranks)
 
 
@@ -65,7 +65,7 @@ def eagle(target: Decoder) -> EagleHead:
     """The tiny EAGLE head, on the device of its target."""
     head = tiny.eagle_head()
     weights = eagle_part(head.weights, head.config, target.shards)
-    return EagleHead(_local(head.config, target), moved(weights, target.device), target)
+    return EagleHead(_local(head.config, target), copy_to_device(weights, target.device), target)
 
 
 def eagle3(target: Decoder) -> Eagle3Head:
@@ -74,7 +74,7 @@ def eagle3(target: Decoder) -> Eagle3Head:
     weights = eagle3_part(head.weights, head.config, target.shards)
     return Eagle3Head(
         _local(head.config, target),
-        moved(weights, target.device),
+        copy_to_device(weights, target.device),
         target,
         aux_hidden_state_layers=head.aux_hidden_state_layers,
     )
@@ -85,7 +85,7 @@ def peagle(target: Decoder) -> PEagleHead:
     head = tiny.peagle_head()
     return PEagleHead(
         _local(head.config, target),
-        moved(eagle3_part(head.weights, head.config, target.shards), target.device),
+        copy_to_device(eagle3_part(head.weights, head.config, target.shards), target.device),
         target,
         mask_token=head.mask_token,
         aux_hidden_state_layers=head.aux_hidden_state_layers,
@@ -97,7 +97,7 @@ def dflash(target: Decoder) -> DFlashHead:
     head = tiny.dflash_head()
     return DFlashHead(
         _local(head.config, target),
-        moved(dflash_part(head.weights, head.config, target.shards), target.device),
+        copy_to_device(dflash_part(head.weights, head.config, target.shards), target.device),
         target,
         block_size=head.block_size,
         mask_token=head.mask_token,
@@ -110,7 +110,7 @@ def mtp(target: Decoder) -> list[MtpHead]:
     return [
         MtpHead(
             _local(head.config, target),
-            moved(mtp_part(head.weights, head.config, target.shards), target.device),
+            copy_to_device(mtp_part(head.weights, head.config, target.shards), target.device),
             target,
             ahead=head.ahead,
         )
@@ -143,7 +143,9 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "ngram": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3),
     "ngram-tree": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3, branches=3),
     "suffix": lambda t, _: SuffixProposer(vocab_size=t.config.vocab_size, draft_tokens=3),
-    "suffix+eagle": lambda t, _: CombinedProposer(SuffixProposer.of(t, 3), EagleProposer(eagle(t), draft_tokens=3), least=2),
+    "suffix+eagle": lambda t, _: CombinedProposer(
+        SuffixProposer.for_target(t, 3), EagleProposer(eagle(t), draft_tokens=3), least=2
+    ),
 }
 """A proposer by its name, for a target on a backend; None: plain decoding."""
 

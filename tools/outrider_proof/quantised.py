@@ -17,7 +17,7 @@ from outrider.model.products import SplitWeight, plain
 from outrider.model.quantization.cache import cache_format
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
-from outrider_proof.proposers import moved
+from outrider_proof.proposers import copy_to_device
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -61,7 +61,7 @@ def _quantized_weight(
     return QuantizedWeight(format=format, data=data, scales=scales.float(), block=block, shape=shape, **more)
 
 
-def layer(weights: LayerWeights) -> LayerWeights:
+def quantise_layer(weights: LayerWeights) -> LayerWeights:
     """Quantise a layer: queries and keys in FP8, values unquantised, and each other weight in a different format."""
     qkv = plain(weights.qkv)
     rows = tiny.KV_HEADS * tiny.HEAD_SIZE
@@ -92,9 +92,9 @@ def target(backend: Backend) -> Decoder:
     weights = replace(
         model.weights,
         head=int4(plain(model.weights.head)),
-        layers=tuple(replace(layer(each), cache=kept) for each, kept in layers),
+        layers=tuple(replace(quantise_layer(each), cache=kept) for each, kept in layers),
     )
-    return Decoder(model.config, moved(weights, backend.device), backend.kernels_in_use)
+    return Decoder(model.config, copy_to_device(weights, backend.device), backend.kernels_in_use)
 
 
 def proposer(model: Decoder) -> Proposer:
@@ -105,8 +105,10 @@ def proposer(model: Decoder) -> Proposer:
     head = tiny.eagle_head()
     token_ids = torch.arange(tiny.VOCABULARY)[torch.arange(tiny.VOCABULARY) % 8 != 5]
     copy = fp8(plain(tiny.target().weights.head)[token_ids])
-    draft_target = model.with_head(moved(copy, model.device), token_ids.to(model.device))
+    draft_target = model.with_head(copy_to_device(copy, model.device), token_ids.to(model.device))
     weights = replace(
-        head.weights, fusion=int8(plain(head.weights.fusion)), layers=tuple(layer(each) for each in head.weights.layers)
+        head.weights,
+        fusion=int8(plain(head.weights.fusion)),
+        layers=tuple(quantise_layer(each) for each in head.weights.layers),
     )
-    return EagleProposer(EagleHead(head.config, moved(weights, model.device), draft_target), draft_tokens=3)
+    return EagleProposer(EagleHead(head.config, copy_to_device(weights, model.device), draft_target), draft_tokens=3)

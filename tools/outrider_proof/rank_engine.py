@@ -48,7 +48,7 @@ _PERSONALITIES = ("cuda", "rocm", "cuda", "npu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setup:
+class RankSetup:
     """A configuration: ``tensor`` times ``data`` ranks of personality ``like``; ``mode`` is staged, graphs or fused."""
 
     tensor: int
@@ -70,7 +70,7 @@ class Setup:
     @property
     def reads(self) -> str:
         """The proposer name of the one-rank setup with the same prompts and tokens."""
-        from outrider_proof.setups import VISION
+        from outrider_proof.engine_setups import VISION
 
         return VISION if self.images else self.proposer
 
@@ -83,7 +83,7 @@ def layouts(ranks: int) -> list[tuple[int, int]]:
     return [(tensor, ranks // tensor) for tensor in (1, 2, 4) if ranks % tensor == 0 and ranks // tensor <= ranks]
 
 
-def drawn_setup(seed: int, wanted: RanksWanted) -> Setup:
+def random_rank_setup(seed: int, wanted: RanksWanted) -> RankSetup:
     """Return the random setup of program ``seed``."""
     from outrider_proof.proposers import MAKERS
 
@@ -93,7 +93,7 @@ def drawn_setup(seed: int, wanted: RanksWanted) -> Setup:
     proposer = rng.choice(("eagle", "mtp", *IMAGES, *sorted(MAKERS)))
     if like == "npu" and (mode == "fused" or chosen[1] > 1):
         like = "cuda"  # it rebinds parameters instead of fusing, and plans on the host, which an idle rank can't
-    return Setup(tensor=chosen[0], data=chosen[1], proposer=proposer, mode=mode, like=like)
+    return RankSetup(tensor=chosen[0], data=chosen[1], proposer=proposer, mode=mode, like=like)
 
 
 class OneServing(Serving):
@@ -123,10 +123,10 @@ class OneServing(Serving):
 
 
 @dataclass
-class Outcome:
+class RankProgramResult:
     """The result of one program."""
 
-    setup: Setup
+    setup: RankSetup
     number: int
     error: str = ""
     """Class name of the error; empty if the program passed."""
@@ -161,7 +161,7 @@ class RankExplorer:
         """Function called with each rank and its new engine, or None."""
         self.report: Findings | None = None
 
-    def devices(self, setup: Setup, inject: str | None = None) -> list[Backend]:
+    def devices(self, setup: RankSetup, inject: str | None = None) -> list[Backend]:
         """Return one simulated device per rank of the setup; ``inject="memory"`` limits the last to 48 MiB."""
         key = (setup.ranks, setup.like, "memory" if inject == "memory" else "")
         if key not in self._devices:
@@ -174,16 +174,16 @@ class RankExplorer:
             ]
         return self._devices[key]
 
-    def run(self, setup: Setup, program: HostProgram, *, inject: str | None = None) -> dict[str, int]:
+    def run_program(self, setup: RankSetup, program: HostProgram, *, inject: str | None = None) -> dict[str, int]:
         """Run one program on the current schedule and return counts of its requests. Raises the first error found."""
         from outrider.engine.ranks.parallel import ParallelConfig
         from outrider.engine.ranks.ranks import Ranks
-        from outrider_proof.setups import alone, plain, prompt_and_media
+        from outrider_proof.engine_setups import prompt_and_media, reference_tokens, without_schedule
         from outrider_sanitizer.races.rank_program import control_of
 
         backends = self.devices(setup, inject)
         store = control_of(backends[0]).create_store()
-        wanted = [plain(setup.reads, alone(arrival)) for arrival in program.arrivals]
+        wanted = [reference_tokens(setup.reads, without_schedule(arrival)) for arrival in program.arrivals]
         counts: dict[str, int] = {}
         lost: list[str] = []
 
@@ -214,14 +214,14 @@ class RankExplorer:
     def _watched(self, report: Findings) -> None:
         self.report = report
 
-    def _engine(self, setup: Setup, program: HostProgram, backend: Backend, ranks: Ranks) -> Engine:
+    def _engine(self, setup: RankSetup, program: HostProgram, backend: Backend, ranks: Ranks) -> Engine:
         import torch
 
         from outrider import Engine
         from outrider.model import load_decoder, load_vision
+        from outrider_proof.engine_setups import vision_checkpoint
         from outrider_proof.guides import ResidueGrammars
         from outrider_proof.proposers import decoder
-        from outrider_proof.setups import vision_checkpoint
         from outrider_proof.tiny import target
 
         stream = backend.create_stream("load")
@@ -255,28 +255,28 @@ class RankExplorer:
         return engine
 
 
-def _proposer(setup: Setup, model: Any, backend: Backend) -> Proposer:
-    from outrider.speculative.build import DraftOptions, build
-    from outrider.speculative.proposer import PlainProposer
+def _proposer(setup: RankSetup, model: Any, backend: Backend) -> Proposer:
+    from outrider.speculative.build import DraftOptions, build_proposer
+    from outrider.speculative.proposer import NonSpeculativeProposer
     from outrider_proof.proposers import MAKERS
     from outrider_proof.subjects import tiny_images
 
     if not setup.images:
-        return MAKERS[setup.proposer](model, backend) or PlainProposer()
+        return MAKERS[setup.proposer](model, backend) or NonSpeculativeProposer()
     name = setup.proposer.partition(",")[0]
     eagle = tiny_images().eagle if name == "eagle" else None
     options = DraftOptions(target=model, backend=backend, dtype=model.dtype, directory=eagle, draft_tokens=3, topk=1)
-    return build(name, options)
+    return build_proposer(name, options)
 
 
 def _serve(
-    engine: Engine, setup: Setup, program: HostProgram, wanted: Sequence[tuple[int, ...]], prompt: Callable[..., Any]
+    engine: Engine, setup: RankSetup, program: HostProgram, wanted: Sequence[tuple[int, ...]], prompt: Callable[..., Any]
 ) -> dict[str, int]:
     """Serve all requests on the first rank and compare their tokens with those of one rank."""
     serving = OneServing([engine], program, lambda arrival: prompt(setup.reads, arrival))
-    serving.run()
+    serving.step_until_idle()
     for index, tokens in enumerate(wanted):
-        got = tuple(serving.got[index])
+        got = tuple(serving.tokens[index])
         if got != (tokens[: len(got)] if serving.ended[index] == "abort" else tokens):
             raise WrongTokens(f"request {index} got {list(got)}, one rank gives {list(tokens)}")
     return {
@@ -289,16 +289,18 @@ def _serve(
 def _inject_divergence(engine: Engine, inject: str) -> None:
     """Change the decisions that a follower rank receives, or its bucket."""
     from outrider.engine.ranks.codec import decode
-    from outrider.engine.ranks.commands import Abort, Command
+    from outrider.engine.ranks.commands import AbortCommand, Command
 
-    course: Any = engine._course
+    course: Any = engine._decision_log
     next_record = course.next
 
     def other() -> Any:
         record = next_record()
         if inject == "abort":
             decoded = [(each, decode(each, Command)) for each in record.commands]
-            changed = replace(record, commands=tuple(each for each, command in decoded if not isinstance(command, Abort)))
+            changed = replace(
+                record, commands=tuple(each for each, command in decoded if not isinstance(command, AbortCommand))
+            )
         elif record.decisions is None or inject != "length" or not record.decisions.get("drafted"):
             changed = record
         else:
@@ -323,18 +325,18 @@ def explore_engine(wanted: RanksWanted, explorer: RankExplorer | None = None) ->
 
     ``explorer`` provides open devices; None opens new ones.
     """
-    from outrider_proof.setups import draw
+    from outrider_proof.engine_setups import random_host_program
     from outrider_sanitizer.races import decision_named
 
     if wanted.inject is not None and wanted.inject not in (*TOLERATED, *NAMED):
         raise ConfigError(f"--inject {wanted.inject} on the engine: expected one of {', '.join((*TOLERATED, *NAMED))}")
     explorer = explorer or RankExplorer(wanted.registry)
-    outcomes: list[Outcome] = []
+    outcomes: list[RankProgramResult] = []
     began = time.monotonic()
     failed = False
     for number in range(wanted.seed, wanted.seed + wanted.iterations):
-        setup, program = drawn_setup(number, wanted), draw(number)
-        outcome = Outcome(setup, number)
+        setup, program = random_rank_setup(number, wanted), random_host_program(number)
+        outcome = RankProgramResult(setup, number)
         backends = explorer.devices(setup, wanted.inject)
         error = _once(explorer, backends[0], outcome, program, wanted)
         outcomes.append(outcome)
@@ -359,7 +361,7 @@ def explore_engine(wanted: RanksWanted, explorer: RankExplorer | None = None) ->
 
 
 def _once(
-    explorer: RankExplorer, backend: Backend, outcome: Outcome, program: HostProgram, wanted: RanksWanted
+    explorer: RankExplorer, backend: Backend, outcome: RankProgramResult, program: HostProgram, wanted: RanksWanted
 ) -> BaseException | None:
     """Run a program once and return its error. The schedule is random, or program order if a divergence is injected."""
     from outrider_sanitizer.races.rank_program import control_of
@@ -367,7 +369,7 @@ def _once(
     from outrider_sim.strategies import make_strategy
 
     def run(_: object) -> None:
-        outcome.counts.update(explorer.run(outcome.setup, program, inject=wanted.inject))
+        outcome.counts.update(explorer.run_program(outcome.setup, program, inject=wanted.inject))
 
     seed = outcome.number + _SCHEDULE_SEED_STRIDE * wanted.schedule
     chosen = make_strategy(wanted.strategy if wanted.inject is None else "program", seed, {})

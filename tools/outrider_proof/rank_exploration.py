@@ -62,14 +62,14 @@ class RanksWanted:
         return tensor, data
 
 
-class Devices:
+class SimulatedHosts:
     """Simulated hosts, opened once for each set of options."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._made: dict[tuple[object, ...], list[Backend]] = {}
 
-    def of(self, race: RankRace, ranks: int) -> list[Backend]:
+    def for_race(self, race: RankRace, ranks: int) -> list[Backend]:
         """Return ``ranks`` devices with the options of a program."""
         key = (ranks, *sorted(race.options.items()))
         if key not in self._made:
@@ -78,7 +78,7 @@ class Devices:
 
 
 @dataclass(kw_only=True)
-class Row:
+class RankCorpusResult:
     """The result of one program of the corpus."""
 
     race: RankRace
@@ -99,7 +99,7 @@ class Row:
         """Return the fields as JSON-compatible values."""
         return {
             "program": self.race.name,
-            "class": self.race.of,
+            "class": self.race.category,
             "inject": self.race.inject,
             "found": self.found,
             "decision": self.decision,
@@ -119,14 +119,14 @@ def explore_ranks(wanted: RanksWanted) -> Report:
     laid_out = wanted.tensor is not None or wanted.data is not None
     if not wanted.corrected and (wanted.inject is None or (laid_out and wanted.inject in (*TOLERATED, *NAMED))):
         return explore_engine(wanted)
-    devices = Devices(wanted.registry)
+    devices = SimulatedHosts(wanted.registry)
     chosen = [] if wanted.inject is None else _chosen(wanted.inject)
     if wanted.inject not in (None, EVERY) and len(chosen) == 1 and not wanted.corrected:
         return _one(_wrong(devices, chosen[0], wanted), wanted)
     began = time.monotonic()
     from outrider_sanitizer.races import RANK_RACES
 
-    rows = [_wrong(devices, race, wanted) for race in chosen] or [Row(race=race) for race in RANK_RACES.values()]
+    rows = [_wrong(devices, race, wanted) for race in chosen] or [RankCorpusResult(race=race) for race in RANK_RACES.values()]
     for number in range(wanted.iterations):
         row = rows[number % len(rows)]
         if not row.alarm:
@@ -158,14 +158,14 @@ def _chosen(name: str) -> list[RankRace]:
     return found
 
 
-def _wrong(devices: Devices, race: RankRace, wanted: RanksWanted) -> Row:
+def _wrong(devices: SimulatedHosts, race: RankRace, wanted: RanksWanted) -> RankCorpusResult:
     """Run the program with its fault once, in program order."""
     from outrider_sanitizer.races import decision_named
 
-    error, report = _run(devices.of(race, _ranks(race, wanted)), race, fixed=False)
+    error, report = _run(devices.for_race(race, _ranks(race, wanted)), race, fixed=False)
     kinds = {finding.kind for finding in report}
     named = decision_named(report)
-    return Row(
+    return RankCorpusResult(
         race=race,
         found=race.kinds <= kinds and named == race.decision,
         decision=named,
@@ -186,22 +186,22 @@ def _run(backends: Sequence[Backend], race: RankRace, *, fixed: bool) -> tuple[O
     control_of(backends[0]).reset()
     with watch_ranks(backends) as report:
         try:
-            race.run(backends, fixed=fixed)
+            race.run_race(backends, fixed=fixed)
         except OutriderError as error:
             return error, report
     return None, report
 
 
-def _alarm(devices: Devices, race: RankRace, wanted: RanksWanted, seed: int) -> str:
+def _alarm(devices: SimulatedHosts, race: RankRace, wanted: RanksWanted, seed: int) -> str:
     """Run the corrected program under one random schedule and return its error, or an empty string."""
     from outrider_sanitizer import watch_ranks
     from outrider_sanitizer.races.rank_program import control_of
 
-    backends = devices.of(race, _ranks(race, wanted))
+    backends = devices.for_race(race, _ranks(race, wanted))
 
     def program(_: object) -> None:
         with watch_ranks(backends) as report:
-            race.run(backends, fixed=True)
+            race.run_race(backends, fixed=True)
         report.raise_if_any()
 
     found = control_of(backends[0]).explore(program, strategy=wanted.strategy, iterations=1, seed=seed)
@@ -211,7 +211,7 @@ def _alarm(devices: Devices, race: RankRace, wanted: RanksWanted, seed: int) -> 
 # -- for people ---------------------------------------------------------------------------------------------------------
 
 
-def _one(row: Row, wanted: RanksWanted) -> Report:
+def _one(row: RankCorpusResult, wanted: RanksWanted) -> Report:
     """Report one divergence as a failing program."""
 
     def render(console: Console) -> None:

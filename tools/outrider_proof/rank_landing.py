@@ -19,17 +19,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider import SamplingParams
-from outrider.apart.decode_side import DecodeSide
-from outrider.apart.landing import RankLandings, RankPages
-from outrider.apart.prefill_side import PrefillSide
-from outrider.apart.wire import Message
 from outrider.device import Fence
+from outrider.disaggregation.decode_worker import DecodeWorker
+from outrider.disaggregation.page_landing import FollowerLinks, LandingRegistry
+from outrider.disaggregation.prefill_worker import PrefillWorker
+from outrider.disaggregation.wire import WireMessage
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.requests.request_state import RequestState
 from outrider.registry import Registry
-from outrider.transports.local import LocalTransport
-from outrider_proof import setups
+from outrider.transports.local_transport import LocalTransport
+from outrider_proof import engine_setups
 from outrider_proof.decode_program import HostProgram, WrongTokens
 from outrider_proof.fence_log import FenceLog
 from outrider_proof.watched_ranks import run_watched
@@ -39,29 +39,29 @@ if TYPE_CHECKING:
     from outrider.engine.requests.request import StepOutput
 
 NETWORK = ("pages_ready", "pages_read", "pages_free", "pages_written")
-PROPOSERS = ("mtp", "eagle", "eagle-tree", "draft-model", "none", setups.VISION)
+PROPOSERS = ("mtp", "eagle", "eagle-tree", "draft-model", "none", engine_setups.VISION)
 _PEER_ID = 1
 _CROWDED_FRACTION = 0.5
 """Fraction of programs whose requests arrive at once with few pages, so that each freed page gets a new owner at once."""
 
 
-class Devices:
+class SimulatedDevices:
     """Three simulated devices of one machine, opened once."""
 
     def __init__(self) -> None:
         registry = Registry()
         self.backends = [registry.create(f"sim:{rank}") for rank in range(3)]
-        self._models: dict[str, setups.Models] = {}
+        self._models: dict[str, engine_setups.Models] = {}
 
-    def prefill_models(self, proposer: str) -> setups.Models:
+    def prefill_models(self, proposer: str) -> engine_setups.Models:
         """Return the models of the prefill engine, loaded once on the first device."""
         if proposer not in self._models:
-            self._models[proposer] = setups.Models(proposer, self.backends[0])
+            self._models[proposer] = engine_setups.Models(proposer, self.backends[0])
         return self._models[proposer]
 
 
 def run(
-    devices: Devices, seed: int, *, data: int = 2, proposer: str | None = None, drop: str | None = None
+    devices: SimulatedDevices, seed: int, *, data: int = 2, proposer: str | None = None, drop: str | None = None
 ) -> dict[str, int]:
     """Run one random program on the current schedule and return counts of its requests. Raises the first error found."""
     from outrider_sanitizer.races.rank_program import control_of
@@ -69,12 +69,12 @@ def run(
     rng = random.Random(f"landing {seed}")
     chosen, mode = rng.choice(PROPOSERS), rng.choice(("staged", "graphs", "fused"))
     chosen = proposer or chosen
-    program = setups.draw(seed)
+    program = engine_setups.random_host_program(seed)
     program = replace(program, arrivals=tuple(replace(arrival, guided=False) for arrival in program.arrivals))
     if rng.random() < _CROWDED_FRACTION:
         program = replace(program, spare_pages=0, arrivals=tuple(replace(arrival, step=0) for arrival in program.arrivals))
     giver_program = replace(program, max_requests=rng.randint(2, 4), spare_pages=rng.choice((8, 40)))
-    wanted = [setups.plain(chosen, setups.alone(arrival)) for arrival in program.arrivals]
+    wanted = [engine_setups.reference_tokens(chosen, engine_setups.without_schedule(arrival)) for arrival in program.arrivals]
     backends: list[Backend] = devices.backends[:data]
     store = control_of(backends[0]).create_store()
     transport, counts, lost = LocalTransport(), dict[str, int](), list[str]()
@@ -85,16 +85,16 @@ def run(
 
     def body(rank: int) -> None:
         ranks = Ranks(backends[rank], ParallelConfig(data=data), rank=rank, store=store)
-        engine = setups.Models(chosen, backends[rank], ranks).engine(program, mode=mode, wrap=wrap)
+        engine = engine_setups.Models(chosen, backends[rank], ranks).engine(program, mode=mode, wrap=wrap)
         before = (engine.free_pages, engine.free_rows)
         if rank:
-            pages = RankPages(engine, transport, rank=rank)
-            engine.follow(pages.answer)
+            pages = FollowerLinks(engine, transport, rank=rank)
+            engine.follow(pages.execute_query)
             pages.close()
         else:
             giver = devices.prefill_models(chosen).engine(giver_program, mode=mode, wrap=wrap)
             held = (giver.free_pages, giver.free_rows)
-            counts.update(_serve(PrefillSide(giver), DecodeSide(engine), transport, program, chosen, wanted))
+            counts.update(_serve(PrefillWorker(giver), DecodeWorker(engine), transport, program, chosen, wanted))
             giver.drain()
             engine.close()
             if (giver.free_pages, giver.free_rows) != held:
@@ -111,8 +111,8 @@ def run(
 
 
 def _serve(
-    prefill: PrefillSide,
-    decode: DecodeSide,
+    prefill: PrefillWorker,
+    decode: DecodeWorker,
     transport: LocalTransport,
     program: HostProgram,
     proposer: str,
@@ -120,17 +120,17 @@ def _serve(
 ) -> dict[str, int]:
     """Serve all requests and compare their tokens; both sides run in the first rank's thread."""
     giver, taker = prefill.engine, decode.engine
-    house = RankLandings(taker)
-    landing = house.make(transport.open(taker.page_memory, taker.backend, accepts=False, host=""), "")
+    house = LandingRegistry(taker)
+    landing = house.open_landing(transport.open(taker.page_memory, taker.backend, accepts=False, host=""), "")
     offers = landing.offers()
     links = [transport.open(giver.page_memory, giver.backend, accepts=True, host="") for _ in offers]
     for link, offer in zip(links, offers, strict=True):
         link.connect(offer)
     landing.connect([link.offer() for link in links])
-    to_decode: deque[Message] = deque()
-    to_prefill: deque[Message] = deque()
-    prefill.joined(_PEER_ID, to_decode.append, links)
-    decode.joined(_PEER_ID, to_prefill.append, landing)
+    to_decode: deque[WireMessage] = deque()
+    to_prefill: deque[WireMessage] = deque()
+    prefill.add_peer(_PEER_ID, to_decode.append, links)
+    decode.add_peer(_PEER_ID, to_prefill.append, landing)
     got: list[list[int]] = [[] for _ in wanted]
     ended: dict[int, str] = {}
     groups: set[int] = set()
@@ -141,7 +141,7 @@ def _serve(
         while waiting and program.arrivals[waiting[0]].step <= step:
             index = waiting.pop(0)
             arrival = program.arrivals[index]
-            tokens, media = setups.prompt_and_media(proposer, arrival)
+            tokens, media = engine_setups.prompt_and_media(proposer, arrival)
 
             def emit(output: StepOutput, index: int = index) -> None:
                 got[index].extend(output.tokens)
@@ -162,11 +162,11 @@ def _serve(
         step += 1
         if step > 20_000:
             raise WrongTokens(f"{len(wanted) - len(ended)} requests didn't end")
-    while prefill.open or prefill.has_work or decode.has_work or to_prefill or to_decode:
+    while prefill.num_requests or prefill.has_work or decode.has_work or to_prefill or to_decode:
         _deliver(prefill, decode, to_prefill, to_decode)
     taker.drain()
-    prefill.left(_PEER_ID)
-    decode.left(_PEER_ID)
+    prefill.remove_peer(_PEER_ID)
+    decode.remove_peer(_PEER_ID)
     for index, tokens in enumerate(wanted):
         if ended[index] not in ("abort", "length", "stop"):
             raise WrongTokens(f"request {index} ended with {ended[index]}")
@@ -180,13 +180,15 @@ def _serve(
     }
 
 
-def _deliver(prefill: PrefillSide, decode: DecodeSide, to_prefill: deque[Message], to_decode: deque[Message]) -> None:
+def _deliver(
+    prefill: PrefillWorker, decode: DecodeWorker, to_prefill: deque[WireMessage], to_decode: deque[WireMessage]
+) -> None:
     while to_prefill:
-        prefill.receive(_PEER_ID, to_prefill.popleft())
+        prefill.handle_message(_PEER_ID, to_prefill.popleft())
     while to_decode:
-        decode.receive(_PEER_ID, to_decode.popleft())
-    prefill.turn()
-    decode.turn()
+        decode.handle_message(_PEER_ID, to_decode.popleft())
+    prefill.run_iteration()
+    decode.run_iteration()
 
 
 def main() -> int:
@@ -203,7 +205,7 @@ def main() -> int:
     from outrider_sim.explore import run_once
     from outrider_sim.strategies import make_strategy
 
-    devices, began = Devices(), time.monotonic()
+    devices, began = SimulatedDevices(), time.monotonic()
     total: dict[str, int] = {"programs": 0}
     errors: list[str] = []
     for seed in range(options.seed, options.seed + options.programs):

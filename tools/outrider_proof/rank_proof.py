@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider_proof.rank_engine import RankExplorer
 
-CHUNK = {"corpus": 100, "engine": 2, "injected": 1}
+RUNS_PER_JOB = {"corpus": 100, "engine": 2, "injected": 1}
 """Number of runs of one job, by part."""
 
 Job = tuple[str, int, int, int, int]
@@ -43,7 +43,7 @@ def explorer() -> RankExplorer:
     return RankExplorer(Registry())
 
 
-def work(part: str, ranks: int, first: int, count: int, schedule: int) -> dict[str, Any]:
+def run_rank_job(part: str, ranks: int, first: int, count: int, schedule: int) -> dict[str, Any]:
     """Run one job in a pool process and return its record."""
     devices = explorer()
     from outrider_proof.rank_engine import explore_engine
@@ -76,13 +76,13 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
     """Yield every job: the injected divergences first, then corpus jobs between engine jobs."""
     for place in range(3):
         yield "injected", (2, 3, 4)[place], options.seed + place, 1, 0
-    size = CHUNK["engine"]
+    size = RUNS_PER_JOB["engine"]
     engine: list[Job] = [
         ("engine", (2, 2, 4)[place % 3], options.seed + first, min(size, options.engine - first), schedule)
         for schedule in range(options.schedules)
         for place, first in enumerate(range(0, options.engine, size))
     ]
-    size = CHUNK["corpus"]
+    size = RUNS_PER_JOB["corpus"]
     corpus: list[Job] = [
         ("corpus", (2, 3, 4)[place % 3], options.seed + first, min(size, options.corpus - first), 0)
         for place, first in enumerate(range(0, options.corpus, size))
@@ -134,7 +134,7 @@ def main() -> int:
                 job = next(queue, None)
                 if job is None:
                     break
-                running.add(pool.submit(work, *job))
+                running.add(pool.submit(run_rank_job, *job))
             if not running:
                 break
             finished, running = wait(running, return_when=FIRST_COMPLETED)

@@ -47,7 +47,7 @@ class Subject:
     def prompt(self, arrival: Arrival) -> tuple[tuple[int, ...], tuple[Media, ...]]:
         """Return the tokens and the images of a request."""
         if self.images:
-            from outrider_proof.setups import VISION, prompt_and_media
+            from outrider_proof.engine_setups import VISION, prompt_and_media
 
             return prompt_and_media(VISION, arrival)
         return self.text[arrival.start : arrival.start + arrival.length], ()
@@ -77,7 +77,7 @@ def bundled_text() -> Subject:
 def tiny_images() -> Subject:
     """Return a tiny random vision-language model with a random EAGLE head, written once per process."""
     from outrider_proof.checkpoints import IMAGE, write_eagle
-    from outrider_proof.setups import text, vision_checkpoint
+    from outrider_proof.engine_setups import text, vision_checkpoint
 
     directory = vision_checkpoint()
     if not (directory / "eagle").is_dir():

@@ -33,7 +33,7 @@ from outrider.model import (
     RopeConfig,
 )
 from outrider.model.products import plain as plain_weight
-from outrider.speculative.proposer import PlainProposer
+from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def target() -> Decoder:
 def plain(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     """Return the tokens of non-speculative greedy decoding of one request."""
     own_config = plain_config(max_requests=1, max_context=len(prompt) + max_tokens, dtype="float64")
-    engine = Engine(target(), BACKEND, proposer=PlainProposer(), config=own_config)
+    engine = Engine(target(), BACKEND, proposer=NonSpeculativeProposer(), config=own_config)
     return engine.generate([prompt], SamplingParams(max_tokens=max_tokens))[0].token_ids
 
 

@@ -8,8 +8,19 @@ report.raise_if_any()
 """
 
 from outrider_sanitizer.advisor import Advice
-from outrider_sanitizer.findings import Finding, Kind, RaceError, Report, Site
+from outrider_sanitizer.findings import AccessSite, Finding, FindingKind, RaceError, Report
 from outrider_sanitizer.sanitizer import Sanitizer
 from outrider_sanitizer.session import watch, watch_ranks, watching
 
-__all__ = ["Advice", "Finding", "Kind", "RaceError", "Report", "Sanitizer", "Site", "watch", "watch_ranks", "watching"]
+__all__ = [
+    "AccessSite",
+    "Advice",
+    "Finding",
+    "FindingKind",
+    "RaceError",
+    "Report",
+    "Sanitizer",
+    "watch",
+    "watch_ranks",
+    "watching",
+]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outrider_sanitizer.lanes import Lane
+    from outrider_sanitizer.actors import Lane
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class Actor:
         return f"<Actor {self.name!r} {dict(self.clock)}>"
 
 
-class Replay:
+class GraphReplay:
     """One replay of a graph, named by the points of its operations. ``step`` names its launch in schedules."""
 
     __slots__ = ("generation", "graph", "location", "step")
@@ -117,10 +117,10 @@ class Point:
         self.location = location
         self.sequence = sequence
         self.operation = operation
-        self.replay: Replay | None = None
+        self.replay: GraphReplay | None = None
         self.step: tuple[str, int] | None = None
         self.between = False  # before ``step``, and no step itself
 
-    def before(self, other: Point) -> bool:
+    def happened_before(self, other: Point) -> bool:
         """Return True if this point happened before ``other``."""
         return self.epoch <= other.clock.get(self.number, 0)

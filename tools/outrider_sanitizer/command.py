@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SIMULATED = "sim"
 
 
-class Watched(StrEnum):
+class RequiredCount(StrEnum):
     """Counts of a report that ``--require`` can name."""
 
     OPERATIONS = "operations"
@@ -44,7 +44,7 @@ def sanitize(
         int, typer.Option(min=1, max=64, help="Run it as so many ranks of torch.distributed, on simulated devices.")
     ] = 1,
     require: Annotated[
-        list[Watched] | None,
+        list[RequiredCount] | None,
         typer.Option(help="Fail unless some of these were watched; may be given again. A run that does nothing is clean."),
     ] = None,
     json_output: JsonOption = False,
@@ -64,7 +64,7 @@ def sanitize(
     else:
         found, failure = _run(registry, registry.select(chosen), path, script)
     clean = all(report.clean for report in found)
-    counts = {name: sum(int(getattr(report, name)) for report in found) for name in map(str, Watched)}
+    counts = {name: sum(int(getattr(report, name)) for report in found) for name in map(str, RequiredCount)}
     missing = [name for name in map(str, dict.fromkeys(require or ())) if not counts[name]]
     data = {
         "clean": clean,
@@ -86,11 +86,11 @@ def sanitize(
 
 
 def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], str | None]:
-    from outrider_sanitizer.spellings import spelled
+    from outrider_sanitizer.cuda_names import map_cuda_names
 
     reports: list[Findings] = []
     first = registry.create(spec)
-    with spelled(first):
+    with map_cuda_names(first):
         code, failure = run_script(
             path, argv, first, lambda made, stack: reports.append(stack.enter_context(_watch(made, first)))
         )
@@ -104,13 +104,13 @@ def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str])
 def _run_ranks(
     registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str], ranks: int
 ) -> tuple[list[Findings], str | None]:
-    from outrider_sanitizer.ranks import Ranks
+    from outrider_sanitizer.ranks import RankClocks
     from outrider_sanitizer.session import watching
 
     if spec.ordinal:
         raise ConfigError(f"--ranks {ranks} takes devices 0 to {ranks - 1}; leave the number out of {str(spec)!r}")
     backends = [registry.create(replace(spec, ordinal=n, options=spec.options if n == 0 else {})) for n in range(ranks)]
-    shared = Ranks()
+    shared = RankClocks()
     results = run_rank_scripts(
         path, argv, backends, lambda made, stack: _ignore(stack.enter_context(watching(made, ranks=shared)))
     )

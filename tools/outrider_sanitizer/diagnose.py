@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from outrider.device import Access, ControllableDevice
+from outrider_sanitizer.actors import Lane
 from outrider_sanitizer.clocks import Actor, Point
-from outrider_sanitizer.findings import Finding, Kind, Site
+from outrider_sanitizer.findings import AccessSite, Finding, FindingKind
 from outrider_sanitizer.intervals import Record
-from outrider_sanitizer.lanes import Lane
 from outrider_sanitizer.memory import Shadow
 
 _CASTS = ("aten::_to_copy", "aten::to.", "aten::type_as")
 
 
-class Diagnosis:
+class Diagnoser:
     """Makes findings. ``control`` names schedules, where the device has it; ``labels`` maps streams to their names there.
 
     ``rank``: of the device, where there are several.
@@ -25,11 +25,11 @@ class Diagnosis:
 
     # -- sites -----------------------------------------------------------------------------------------------------
 
-    def site(self, point: Point, access: Access | None = None) -> Site:
+    def site(self, point: Point, access: Access | None = None) -> AccessSite:
         """Return the site of a point for a report."""
         operation = point.operation
         step = point.step[1] if point.step is not None else -1
-        return Site(
+        return AccessSite(
             operation=point.name,
             actor=point.actor.name,
             host=point.actor.host,
@@ -51,11 +51,11 @@ class Diagnosis:
         """Return the finding of two accesses without an order."""
         before, was = old
         if was is None:
-            kind = Kind.ALLOCATION
+            kind = FindingKind.ALLOCATION
         elif access is not None and not access.write:
-            kind = Kind.READ_AFTER_WRITE
+            kind = FindingKind.READ_AFTER_WRITE
         else:
-            kind = Kind.WRITE_AFTER_WRITE if was.write else Kind.WRITE_AFTER_READ
+            kind = FindingKind.WRITE_AFTER_WRITE if was.write else FindingKind.WRITE_AFTER_READ
         return Finding(
             kind=kind,
             first=self.site(before, was),
@@ -71,7 +71,7 @@ class Diagnosis:
         before, was = record
         when = f" (at {freed})" if freed else ""
         return Finding(
-            kind=Kind.REUSE,
+            kind=FindingKind.REUSE,
             first=self.site(before, was),
             second=self.site(point),
             missing=(
@@ -86,8 +86,8 @@ class Diagnosis:
     def dead(self, shadow: Shadow, point: Point, freed: str) -> Finding:
         """Return the finding of a replay that uses the address of freed memory."""
         return Finding(
-            kind=Kind.REUSE,
-            first=Site("release of memory", shadow.stream, shadow.stream == "host", -1, freed),
+            kind=FindingKind.REUSE,
+            first=AccessSite("release of memory", shadow.stream, shadow.stream == "host", -1, freed),
             second=self.site(point),
             missing=(
                 "a graph uses the addresses that it captured: name the tensor as an input, which the graph keeps alive, and "
@@ -100,7 +100,7 @@ class Diagnosis:
         """Return the finding of a host parameter that was written while a replay may read it."""
         name = access.argument if access else ""
         return Finding(
-            kind=Kind.REBIND,
+            kind=FindingKind.REBIND,
             first=self.site(old[0], old[1]),
             second=self.site(point, access),
             missing=self.edge(old[0], point),
@@ -112,7 +112,7 @@ class Diagnosis:
         """Return the finding of a flag whose steps can run in an order that loses one of them."""
         if what == "never":
             return Finding(
-                kind=Kind.FLAG_NEVER_SET,
+                kind=FindingKind.FLAG_NEVER_SET,
                 first=None,
                 second=self.site(second),
                 missing=f"set flag {name!r} on the stream that produces, or don't wait: {second.actor.name!r} hangs here",
@@ -120,11 +120,11 @@ class Diagnosis:
             )
         assert first is not None
         if what == "early":
-            kind, text = Kind.FLAG_RESET, "so the reset may come before that wait has passed, which then hangs"
+            kind, text = FindingKind.FLAG_RESET, "so the reset may come before that wait has passed, which then hangs"
         elif what == "lowered":
-            kind, text = Kind.FLAG_LOST, "so the set may come before the reset, which then undoes it"
+            kind, text = FindingKind.FLAG_LOST, "so the set may come before the reset, which then undoes it"
         else:
-            kind, text = Kind.FLAG_LOST, "so the second set is lost"
+            kind, text = FindingKind.FLAG_LOST, "so the second set is lost"
         fix = f"reset flag {name!r} after its waits and before it is set again" if what == "up" else self.edge(first, second)
         return Finding(
             kind=kind,

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
 from outrider.device.arrays import watched
-from outrider_sanitizer.places import here
-from outrider_sanitizer.ranks import Ranks
+from outrider_sanitizer.ranks import RankClocks
 from outrider_sanitizer.sanitizer import Sanitizer
-from outrider_sanitizer.storages import Known, Storages, extent
+from outrider_sanitizer.source_locations import caller_location
+from outrider_sanitizer.storages import KnownStorage, Storages, extent
 from outrider_sanitizer.streams import HOST
 
 if TYPE_CHECKING:
@@ -125,13 +125,13 @@ class _Pinned:
     def range_accessed(self, low: int, high: int, write: bool) -> None:
         """Check an access of the host to these bytes."""
         if self._sanitizer.watches_arrays:
-            self._sanitizer.host_accessed(Access(self._number, low, high, write, argument="array"), here())
+            self._sanitizer.host_accessed(Access(self._number, low, high, write, argument="array"), caller_location())
 
 
 class DerivedSanitizer(Sanitizer):
     """The sanitizer of a backend that reports no accesses. ``rows_apart``: see :func:`~outrider_sanitizer.watch`."""
 
-    def __init__(self, backend: Backend, ranks: Ranks | None = None, *, rows_apart: bool = True) -> None:
+    def __init__(self, backend: Backend, ranks: RankClocks | None = None, *, rows_apart: bool = True) -> None:
         super().__init__(backend, ranks)
         self.report.blind_spots.extend((_APART, *_BLIND) if rows_apart else _BLIND)
         self._rows_apart = rows_apart
@@ -158,7 +158,7 @@ class DerivedSanitizer(Sanitizer):
         self._scope.append(stream.name)
         # The scope may have brought a dispatch mode of the plugin's own, which would take the operations before an
         # outer mode sees them: ours must be the innermost.
-        mode = _Mode(self)
+        mode = _SanitizerMode(self)
         self._modes.append(mode)
         mode.__enter__()  # type: ignore[no-untyped-call]
 
@@ -168,13 +168,13 @@ class DerivedSanitizer(Sanitizer):
         self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     @property
-    def _modes(self) -> list[_Mode]:
-        found: list[_Mode] | None = getattr(self._scopes, "modes", None)
+    def _modes(self) -> list[_SanitizerMode]:
+        found: list[_SanitizerMode] | None = getattr(self._scopes, "modes", None)
         if found is None:
             found = self._scopes.modes = []
         return found
 
-    def innermost(self, mode: _Mode) -> bool:
+    def innermost(self, mode: _SanitizerMode) -> bool:
         """Return True if ``mode`` is the innermost mode of this sanitizer on the calling thread."""
         return not self._modes or self._modes[-1] is mode
 
@@ -265,11 +265,11 @@ class DerivedSanitizer(Sanitizer):
         with self._lock:
             known = self._storages.known(tensor)
             if known is not None:
-                self.host_accessed(extent(tensor, known[0], False, "", getattr(tensor, _BORN, -1)), here())
+                self.host_accessed(extent(tensor, known[0], False, "", getattr(tensor, _BORN, -1)), caller_location())
 
     def thread_scope(self) -> AbstractContextManager[Any]:
         """Return the dispatch mode in which a watched thread runs."""
-        return _Mode(self)
+        return _SanitizerMode(self)
 
     def dispatched(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Derive the accesses of an operator that has returned."""
@@ -307,7 +307,7 @@ class DerivedSanitizer(Sanitizer):
             return
         on_device = bool(self._scope) if self._host_only else any(_on(t, self.backend) for _, t in (*inputs, *outputs))
         stream = self._placed() if on_device else HOST
-        location = here()
+        location = caller_location()
         accesses: list[Access] = []
         seen: set[int] = set()
         for name, tensor in inputs:
@@ -377,7 +377,7 @@ class DerivedSanitizer(Sanitizer):
             if found is not None and found[0].pinned:
                 self.memory_shared(found[0].number, stream)
 
-    def found(self, tensor: Tensor, known: Known) -> None:
+    def found(self, tensor: Tensor, known: KnownStorage) -> None:
         """A storage was seen for the first time, as a result."""
 
     def _over(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]], blocking: bool) -> bool:
@@ -388,7 +388,7 @@ class DerivedSanitizer(Sanitizer):
         return bool(host) and (blocking or any(self._storages.known(t) is None for t in host))
 
 
-class _Mode(TorchDispatchMode):
+class _SanitizerMode(TorchDispatchMode):
     def __init__(self, sanitizer: DerivedSanitizer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sanitizer = sanitizer
@@ -410,7 +410,7 @@ class _Mode(TorchDispatchMode):
         return result
 
 
-def of_python() -> bool:
+def is_python_thread() -> bool:
     """Return True if Python's ``threading`` created the calling thread."""
     known: dict[int, threading.Thread] = getattr(threading, "_active", {})
     thread = known.get(threading.get_ident())
@@ -423,7 +423,7 @@ def _of_a_library() -> bool:
     Torch passes the mode on to C++ threads, which Python's ``threading`` does not know. C++ threads that run a backward pass
     execute operations of the program, so they return False.
     """
-    return not of_python() and torch._C._current_graph_task_id() < 0
+    return not is_python_thread() and torch._C._current_graph_task_id() < 0
 
 
 def _tensors(name: str, value: Any, into: list[tuple[str, Tensor]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from outrider.device import OutriderError
 
 
-class Kind(StrEnum):
+class FindingKind(StrEnum):
     """The kind of fault that a finding reports."""
 
     READ_AFTER_WRITE = "read after write"
@@ -37,12 +37,12 @@ class Kind(StrEnum):
 
 STALENESS = frozenset(
     {
-        Kind.UNDEFINED,
-        Kind.STALE,
-        Kind.STALE_PADDING,
-        Kind.STALE_OUTPUT,
-        Kind.STALE_MIRROR,
-        Kind.NOT_REBOUND,
+        FindingKind.UNDEFINED,
+        FindingKind.STALE,
+        FindingKind.STALE_PADDING,
+        FindingKind.STALE_OUTPUT,
+        FindingKind.STALE_MIRROR,
+        FindingKind.NOT_REBOUND,
     }
 )
 
@@ -56,7 +56,7 @@ class RaceError(OutriderError):
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class AccessSite:
     """One access, or another step that a finding names.
 
     ``actor`` is a stream or a host thread; ``index`` the operation's position among what that was given, -1 where the device
@@ -113,9 +113,9 @@ class Finding:
     ``count`` is how often it was met.
     """
 
-    kind: Kind
-    first: Site | None
-    second: Site
+    kind: FindingKind
+    first: AccessSite | None
+    second: AccessSite
     missing: str
     memory: str = ""
     hint: str = ""
@@ -160,10 +160,10 @@ class Finding:
         return "\n".join(lines)
 
 
-def _site_dict(site: Site | None) -> dict[str, Any] | None:
+def _site_dict(site: AccessSite | None) -> dict[str, Any] | None:
     if site is None:
         return None
-    return {name: getattr(site, name) for name in Site.__slots__}
+    return {name: getattr(site, name) for name in AccessSite.__slots__}
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider_sanitizer.clocks import NOTHING, Clock, Point
 
 
-class FlagState:
+class FlagProgress:
     """The state of one flag after the steps that were able to run.
 
     A wait comes after the set that it consumes. A round is safe if its reset comes after its waits, and the next set comes
@@ -21,7 +21,7 @@ class FlagState:
         self.lowered: Point | None = None
 
     @property
-    def up(self) -> bool:
+    def is_set(self) -> bool:
         """True if the flag is set, so a wait passes."""
         return self.raised is not None
 
@@ -32,7 +32,7 @@ class FlagState:
         lowered = self.lowered
         self.raised = point
         self.clock = point.actor.release()
-        if lowered is not None and not lowered.before(point):
+        if lowered is not None and not lowered.happened_before(point):
             return "lowered", lowered
         return None
 
@@ -42,7 +42,7 @@ class FlagState:
 
     def reset(self, point: Point) -> Point | None:
         """Reset the flag and return a wait of this round that may come later, or None."""
-        early = next((seen for seen in self.seen if not seen.before(point)), None)
+        early = next((seen for seen in self.seen if not seen.happened_before(point)), None)
         self.raised = None
         self.lowered = point
         self.seen = []

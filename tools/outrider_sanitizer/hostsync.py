@@ -21,8 +21,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from outrider.device import Observer
-from outrider_sanitizer.handed import Pieces, Wrapped
-from outrider_sanitizer.lanes import Once
+from outrider_sanitizer.actors import SingleUseToken
+from outrider_sanitizer.handed_over import HandOverTokens, Wrapped
 
 
 def _started() -> bool:
@@ -89,7 +89,7 @@ def _start(observer: Observer, around: Callable[[], AbstractContextManager[Any]]
 def _submit(observer: Observer) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         def submit(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            token = Once()
+            token = SingleUseToken()
             observer.host_released(token)
 
             def body(*inner: Any, **named: Any) -> Any:
@@ -285,7 +285,7 @@ def _recursive_locks(observer: Observer, before: Any) -> Any:
     return RLock
 
 
-def _simple_queues(pieces: Pieces, before: Any) -> Any:
+def _simple_queues(pieces: HandOverTokens, before: Any) -> Any:
     """Return a replacement of the C class `queue.SimpleQueue` that reports each item."""
     give, take = pieces.put(before.put), pieces.get(before.get)
 
@@ -316,7 +316,7 @@ def host_edges(observer: Observer, around: Callable[[], AbstractContextManager[A
     def done(self: Any, *_: Any) -> object:
         return second.setdefault(self, [])
 
-    pieces = Pieces(observer)
+    pieces = HandOverTokens(observer)
     changes: list[Wrapped] = [
         (threading.Thread, "start", _start(observer, around)),
         (threading.Thread, "join", _join),

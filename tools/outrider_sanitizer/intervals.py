@@ -315,7 +315,7 @@ class IntervalMap:
             sink.stale(interval.over[0], interval.over[1], point, access, self.owner or self)
 
     def _compare(self, old: Record, point: Point, access: Access, sink: Sink, late: bool, reported: set[int]) -> None:
-        if id(old) in reported or (late and point.before(old[0])):
+        if id(old) in reported or (late and point.happened_before(old[0])):
             return
         known = old[1]
         if known is not None and ((known.by_rows and access.by_rows) or not overlap(known, access)):

@@ -52,7 +52,7 @@ Reused = Callable[[Shadow, Record, Point, str], None]
 """A freed storage, its unordered access, the new allocation, and where it was freed."""
 
 
-class Memory:
+class ShadowMemory:
     """Shadows by storage, and freed storages whose addresses may be reused."""
 
     def __init__(self, reused: Reused) -> None:
@@ -90,7 +90,7 @@ class Memory:
     def _unordered(self, waiting: list[Loose], point: Point) -> None:
         for shadow, records, freed in waiting:
             for record in records:
-                if not record[0].before(point):
+                if not record[0].happened_before(point):
                     self._reused(shadow, record, point, freed)
 
     def free(self, storage: int, stream: str, releaser: Actor, location: Callable[[], str]) -> None:
@@ -134,5 +134,5 @@ class Memory:
         if old is None or point is None or old.stream == point.actor.name:
             return  # what is loose in the stream's own order was told by the allocation
         for record in old.records():
-            if record[1] is not None and not record[0].before(point) and record[0].actor.name not in old.shared:
+            if record[1] is not None and not record[0].happened_before(point) and record[0].actor.name not in old.shared:
                 self._reused(old, record, point, "")

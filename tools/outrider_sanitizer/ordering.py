@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.captured import Captured
-from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point, Replay
+from outrider_sanitizer.actors import Lane
+from outrider_sanitizer.captured_graph import CapturedGraph
+from outrider_sanitizer.clocks import NOTHING, Actor, Clock, GraphReplay, Point
 from outrider_sanitizer.intervals import IntervalMap
-from outrider_sanitizer.lanes import Lane
-from outrider_sanitizer.places import here
-from outrider_sanitizer.ranks import Half, Ranks
+from outrider_sanitizer.ranks import RankClocks, WatchedCollectivePart
+from outrider_sanitizer.source_locations import caller_location
 from outrider_sanitizer.streams import Listener, StreamOrdering
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ class Ordering(StreamOrdering):
         *,
         rows_follow: bool = False,
         steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
-        ranks: Ranks | None = None,
+        ranks: RankClocks | None = None,
     ) -> None:
         super().__init__(listener, rows_follow=rows_follow, steps=steps, ranks=ranks)
-        self._graphs: WeakKeyDictionary[Graph, Captured] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[Graph, CapturedGraph] = WeakKeyDictionary()
         self._params: WeakKeyDictionary[Graph, IntervalMap] = WeakKeyDictionary()
         self._params_sink = Listener(conflict=lambda old, new, how, graph: listener.rebind(old, new, how, str(graph)))
 
@@ -50,11 +50,11 @@ class Ordering(StreamOrdering):
 
     def capture_began(self, graph: Graph, stream: str) -> None:
         """Add the next operations of the calling thread to ``graph``."""
-        self._local.capture = self._graphs[graph] = Captured(stream)
+        self._local.capture = self._graphs[graph] = CapturedGraph(stream)
 
     def capture_ended(self, graph: Graph, failed: bool) -> None:
         """End the capture of the calling thread; a failed capture drops the graph."""
-        capture: Captured | None = getattr(self._local, "capture", None)
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
         self._local.capture = None
         if capture is None:
             return
@@ -65,7 +65,7 @@ class Ordering(StreamOrdering):
         for storage in capture.outside():
             self._users.setdefault(storage, WeakSet()).add(capture)
 
-    def captured(self, graph: Graph) -> Captured | None:
+    def captured(self, graph: Graph) -> CapturedGraph | None:
         """Return the captured steps of ``graph``, or None for a graph that runs eagerly."""
         return self._graphs.get(graph)
 
@@ -75,7 +75,7 @@ class Ordering(StreamOrdering):
         if captured is None:
             return
         lane = self.lane(stream)
-        replay = Replay(graph.name, generation, here(), self.steps(stream))
+        replay = GraphReplay(graph.name, generation, caller_location(), self.steps(stream))
         if captured.dead:
             self._enqueue(lane, lambda: self._use_dead(captured, lane, replay))
         if captured.summary is not None:
@@ -93,13 +93,13 @@ class Ordering(StreamOrdering):
         self._enqueue(lane, lambda: next(walk, True))
         self.resume_all()
 
-    def _use_dead(self, captured: Captured, lane: Lane, replay: Replay) -> bool:
+    def _use_dead(self, captured: CapturedGraph, lane: Lane, replay: GraphReplay) -> bool:
         point = self._point(lane, f"replay of graph {replay.graph!r}", replay.location)
         for shadow, freed in captured.dead.values():
             self.listener.dead(shadow, point, freed)
         return True
 
-    def _replay_point(self, actor: Actor, operation: Operation, replay: Replay) -> Point:
+    def _replay_point(self, actor: Actor, operation: Operation, replay: GraphReplay) -> Point:
         point = self._point(actor, operation.name, operation.location, operation)
         point.replay = replay
         return point
@@ -110,7 +110,7 @@ class Ordering(StreamOrdering):
             history = self._params[graph] = IntervalMap(owner=graph.name)
         return history
 
-    def _read_params(self, graph: Graph, actor: Actor, replay: Replay) -> None:
+    def _read_params(self, graph: Graph, actor: Actor, replay: GraphReplay) -> None:
         if not graph.context.params:
             return
         history = self._param_history(graph)
@@ -119,7 +119,7 @@ class Ordering(StreamOrdering):
         for at, name in enumerate(graph.context.params):
             history.touch(point, Access(0, at, at + 1, False, argument=name), self._params_sink)
 
-    def _issue(self, captured: Captured) -> Iterator[Half]:
+    def _issue(self, captured: CapturedGraph) -> Iterator[WatchedCollectivePart]:
         """Issue the halves of the collectives of a graph, in order, when a replay is enqueued."""
         halves = []
         for verb in captured.verbs:
@@ -129,7 +129,9 @@ class Ordering(StreamOrdering):
                 halves.append(self.ranks.issue(group, call, in_graph=True, location=location))
         return iter(halves)
 
-    def _walk(self, graph: Graph, captured: Captured, lane: Lane, replay: Replay, halves: Iterator[Half]) -> Generator[bool]:
+    def _walk(
+        self, graph: Graph, captured: CapturedGraph, lane: Lane, replay: GraphReplay, halves: Iterator[WatchedCollectivePart]
+    ) -> Generator[bool]:
         """Run the captured steps one after the other; yields False while a flag holds the graph."""
         edges: dict[Event, Clock] = {}
         touched: dict[str, Actor] = {captured.main: lane}
@@ -144,7 +146,7 @@ class Ordering(StreamOrdering):
                 touched[branch] = known
             return known
 
-        if not captured.flags:
+        if not captured.waits_for_flags:
             self._read_params(graph, lane, replay)
             params_read = True
         for verb in captured.verbs:
@@ -183,7 +185,7 @@ class Ordering(StreamOrdering):
         if graph not in self._graphs:
             return  # it runs eagerly and reads them on the host
         lane = self.lane(stream)
-        location = here()
+        location = caller_location()
         after = self.steps(stream)  # it was enqueued before it is told, in however many steps
         history = self._param_history(graph)
         order = list(graph.context.params)

@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Watcher(config.getoption("--outrider-backend")), "outrider-sanitize")
 
 
-class _Watched:
+class _WatchedTest:
     """The device and the report of one watched test."""
 
     def __init__(self, stack: ExitStack, reports: list[Report]) -> None:
@@ -77,7 +77,7 @@ class _Watcher:
         from outrider.registry import Registry
 
         self.backend = Registry().create(spec)
-        self.key: pytest.StashKey[_Watched] = pytest.StashKey()
+        self.key: pytest.StashKey[_WatchedTest] = pytest.StashKey()
         self.tests = 0
         self.operations = 0
         self.findings = 0
@@ -95,7 +95,7 @@ class _Watcher:
         stack.enter_context(
             with_new_backends(self.backend, lambda made, inner: reports.append(inner.enter_context(watch(made))))
         )
-        item.stash[self.key] = _Watched(stack, reports)
+        item.stash[self.key] = _WatchedTest(stack, reports)
         return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from outrider_sanitizer.clocks import Clock, Point
-from outrider_sanitizer.findings import Finding, Kind, Report, Site
+from outrider_sanitizer.findings import AccessSite, Finding, FindingKind, Report
 
 if TYPE_CHECKING:
     from outrider.device import Collective, Decision, Group
@@ -28,7 +28,7 @@ _ALIKE_HINT = "then every rank makes the same calls in the same order, with the 
 
 
 @dataclass(eq=False, slots=True)
-class Half:
+class WatchedCollectivePart:
     """One rank's part of a collective. ``clock`` is its stream's clock before the call, once the stream is there."""
 
     index: int
@@ -37,7 +37,7 @@ class Half:
     in_graph: bool
     location: str
     number: int
-    meeting: Meeting
+    meeting: WatchedCollective
     before: dict[Key, int]
     clock: Clock | None = None
     alone: bool = False
@@ -70,19 +70,19 @@ class Half:
         """Return the clocks of the ranks that this half waits for."""
         return [clock for index in self.needs if (clock := self.meeting.halves[index].clock) is not None]
 
-    def site(self, group: str) -> Site:
+    def site(self, group: str) -> AccessSite:
         """Return the site of this half for a report."""
         how = " in a graph" if self.in_graph else ""
         call = replace(self.call, sequence=self.number)  # in a graph it was counted once, and is called again and again
-        return Site(f"{call}{how} of group {group!r}", f"rank {self.rank}", True, -1, self.location, rank=self.rank)
+        return AccessSite(f"{call}{how} of group {group!r}", f"rank {self.rank}", True, -1, self.location, rank=self.rank)
 
 
 @dataclass(eq=False, slots=True)
-class Meeting:
+class WatchedCollective:
     """The halves of one collective, by the index of their rank."""
 
     members: tuple[int, ...]
-    halves: dict[int, Half] = field(default_factory=dict)
+    halves: dict[int, WatchedCollectivePart] = field(default_factory=dict)
     over: int = 0
 
 
@@ -97,9 +97,9 @@ class Decided:
     rank: int
     number: int
 
-    def site(self, group: str) -> Site:
+    def site(self, group: str) -> AccessSite:
         """Return the site of this decision for a report."""
-        return Site(
+        return AccessSite(
             f"decision {self.name} = {self.value!r} of group {group!r}",
             f"rank {self.rank}",
             True,
@@ -114,15 +114,15 @@ class Decided:
 
 
 @dataclass(eq=False, slots=True)
-class _State:
+class _GroupState:
     """The state of one group. ``has_diverged`` stops its checks, because its ranks already differ."""
 
     key: Key
-    meetings: dict[tuple[tuple[int, int] | None, int], Meeting] = field(default_factory=dict)
+    meetings: dict[tuple[tuple[int, int] | None, int], WatchedCollective] = field(default_factory=dict)
     counts: dict[tuple[int, tuple[int, int] | None], int] = field(default_factory=dict)
     decisions: dict[int, list[Decided]] = field(default_factory=dict)
-    last: dict[int, Half] = field(default_factory=dict)
-    points: dict[int, dict[int, tuple[Point, Half]]] = field(default_factory=dict)
+    last: dict[int, WatchedCollectivePart] = field(default_factory=dict)
+    points: dict[int, dict[int, tuple[Point, WatchedCollectivePart]]] = field(default_factory=dict)
     has_diverged: bool = False
     differs: bool = False
 
@@ -131,7 +131,7 @@ class _State:
         return self.key[0]
 
 
-class Ranks:
+class RankClocks:
     """State that the sanitizers of all ranks share. Not thread-safe: callers hold ``lock`` around each call."""
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -143,7 +143,7 @@ class Ranks:
         self.broken = False  # the device passed collectives that some rank never issued: later operations are not ordered
         self.differing: str = ""  # the first decision in which ranks differ
         self._numbers = itertools.count(1)
-        self._states: dict[Key, _State] = {}
+        self._states: dict[Key, _GroupState] = {}
         self._keys: WeakKeyDictionary[Group, Key] = WeakKeyDictionary()
         self._made: dict[tuple[str, tuple[int, ...], int], int] = {}
         self._progress = 0
@@ -152,7 +152,7 @@ class Ranks:
         """Return an actor number that is unique over all ranks."""
         return next(self._numbers)
 
-    def _state(self, group: Group) -> _State:
+    def _state(self, group: Group) -> _GroupState:
         key = self._keys.get(group)
         if key is None:
             of = (group.name, group.ranks, group.rank)
@@ -160,12 +160,12 @@ class Ranks:
             key = self._keys[group] = (group.name, group.ranks, count)
         state = self._states.get(key)
         if state is None:
-            state = self._states[key] = _State(key)
+            state = self._states[key] = _GroupState(key)
         return state
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def issue(self, group: Group, call: Collective, *, in_graph: bool, location: str) -> Half:
+    def issue(self, group: Group, call: Collective, *, in_graph: bool, location: str) -> WatchedCollectivePart:
         """Match a call that the host of a rank issued, alone or in a replay, with the calls of the other ranks."""
         state = self._state(group)
         channel: tuple[int, int] | None = None
@@ -174,8 +174,8 @@ class Ranks:
         count = state.counts[group.rank, channel] = state.counts.get((group.rank, channel), 0) + 1
         meeting = state.meetings.get((channel, count))
         if meeting is None:
-            meeting = state.meetings[channel, count] = Meeting(channel or tuple(range(group.size)))
-        half = Half(
+            meeting = state.meetings[channel, count] = WatchedCollective(channel or tuple(range(group.size)))
+        half = WatchedCollectivePart(
             group.rank, group.ranks[group.rank], call, in_graph, location, count, meeting, self._others_before(state, group)
         )
         for other in meeting.halves.values():
@@ -188,7 +188,7 @@ class Ranks:
         self._progress += 1
         return half
 
-    def _others_before(self, state: _State, group: Group) -> dict[Key, int]:
+    def _others_before(self, state: _GroupState, group: Group) -> dict[Key, int]:
         """Return the number of calls of this rank in each group that shares further ranks with this group."""
         mine = set(state.key[1])
         rank = group.ranks[group.rank]
@@ -198,7 +198,7 @@ class Ranks:
             if other is not state and rank in other.key[1] and len(mine.intersection(other.key[1])) > 1
         }
 
-    def _compare(self, state: _State, one: Half, two: Half) -> None:
+    def _compare(self, state: _GroupState, one: WatchedCollectivePart, two: WatchedCollectivePart) -> None:
         if state.has_diverged:
             return
         facts = (
@@ -213,7 +213,7 @@ class Ranks:
         if different:
             state.has_diverged = True
             self._found(
-                Kind.COLLECTIVE,
+                FindingKind.COLLECTIVE,
                 one.site(state.name),
                 two.site(state.name),
                 f"call number {two.number} of the group differs in {different}",
@@ -225,7 +225,7 @@ class Ranks:
             if rank != count and not (self._states[key].has_diverged or state.has_diverged):
                 state.has_diverged = True
                 self._found(
-                    Kind.COLLECTIVE_ORDER,
+                    FindingKind.COLLECTIVE_ORDER,
                     one.site(state.name),
                     two.site(state.name),
                     f"rank {one.rank} had made {count} calls of group {key[0]!r} before it, rank {two.rank} {rank}: where "
@@ -233,7 +233,7 @@ class Ranks:
                     f"call groups {state.name!r} and {key[0]!r} in one order on every rank",
                 )
 
-    def arrived(self, group: Group, half: Half, point: Point) -> None:
+    def arrived(self, group: Group, half: WatchedCollectivePart, point: Point) -> None:
         """Check that a half, reached at ``point``, comes after every earlier call of overlapping groups."""
         self._progress += 1
         state = self._state(group)
@@ -244,21 +244,27 @@ class Ranks:
             for before, earlier in other.points.get(half.rank, {}).values():
                 if earlier.kind == half.kind == "message":
                     continue  # each direction between two ranks is a communicator of its own
-                if not before.before(point) and not state.has_diverged:
+                if not before.happened_before(point) and not state.has_diverged:
                     self._unordered(state, other, (before, earlier), (point, half))
         state.points.setdefault(half.rank, {})[point.number] = (point, half)
 
-    def _unordered(self, state: _State, other: _State, one: tuple[Point, Half], two: tuple[Point, Half]) -> None:
+    def _unordered(
+        self,
+        state: _GroupState,
+        other: _GroupState,
+        one: tuple[Point, WatchedCollectivePart],
+        two: tuple[Point, WatchedCollectivePart],
+    ) -> None:
         first, then = repr(one[0].actor.name), repr(two[0].actor.name)
         self._found(
-            Kind.COLLECTIVE_UNORDERED,
+            FindingKind.COLLECTIVE_UNORDERED,
             one[1].site(other.name),
             two[1].site(state.name),
             f"nothing orders streams {first} and {then}: ranks may begin the two in different order, and wait for each other",
             f"record an event on {first} after the first and make {then} wait for it before the second",
         )
 
-    def passed(self, half: Half, group: Group) -> None:
+    def passed(self, half: WatchedCollectivePart, group: Group) -> None:
         """Record that a stream has joined the clocks that its half waited for."""
         self._progress += 1
         half.meeting.over += 1
@@ -303,7 +309,7 @@ class Ranks:
                 self._differ(state, theirs, mine)
                 return
 
-    def _differ(self, state: _State, one: Decided, two: Decided) -> None:
+    def _differ(self, state: _GroupState, one: Decided, two: Decided) -> None:
         state.differs = True
         agreed = (
             f"the {one.number - 1} decisions before it are the same on both" if one.number > 1 else "it's their first one"
@@ -311,7 +317,7 @@ class Ranks:
         text = f"the first decision in which ranks differ: {one}, {two}"
         self.differing = self.differing or text
         self._found(
-            Kind.DECISION,
+            FindingKind.DECISION,
             one.site(state.name),
             two.site(state.name),
             f"decision {one.number} of the group: {agreed}",
@@ -336,7 +342,7 @@ class Ranks:
                 last = state.last.get(missing[0])
                 who = " and ".join(f"rank {state.key[1][index]}" for index in missing)
                 self._found(
-                    Kind.COLLECTIVE_MISSING,
+                    FindingKind.COLLECTIVE_MISSING,
                     last.site(state.name) if last is not None else None,
                     half.site(state.name),
                     f"{who} never made this call"
@@ -344,7 +350,7 @@ class Ranks:
                     f"make the call on every rank of the group, or on none; {_ALIKE_HINT}",
                 )
 
-    def _shorter(self, state: _State, present: int, missing: list[int]) -> None:
+    def _shorter(self, state: _GroupState, present: int, missing: list[int]) -> None:
         """Report a decision that a rank did not take as the first difference."""
         if state.differs:
             return
@@ -354,13 +360,17 @@ class Ranks:
             if len(theirs) < len(mine):
                 extra = mine[len(theirs)]
                 rank = state.key[1][index]
-                site = theirs[-1].site(state.name) if theirs else Site("no decision", f"rank {rank}", True, -1, "", rank=rank)
+                site = (
+                    theirs[-1].site(state.name)
+                    if theirs
+                    else AccessSite("no decision", f"rank {rank}", True, -1, "", rank=rank)
+                )
                 state.differs = True
                 self.differing = self.differing or (
                     f"the first decision in which ranks differ: {extra}, and none on rank {rank}"
                 )
                 self._found(
-                    Kind.DECISION,
+                    FindingKind.DECISION,
                     site,
                     extra.site(state.name),
                     f"rank {rank} never took decision {extra.number} of the group; its last one is the first above",
@@ -368,7 +378,9 @@ class Ranks:
                     named=False,
                 )
 
-    def _found(self, kind: Kind, first: Site | None, second: Site, hint: str, missing: str, *, named: bool = True) -> None:
+    def _found(
+        self, kind: FindingKind, first: AccessSite | None, second: AccessSite, hint: str, missing: str, *, named: bool = True
+    ) -> None:
         if named and self.differing:
             hint = f"{hint}; {self.differing}"
         self.report.add(Finding(kind=kind, first=first, second=second, missing=missing, hint=hint))

@@ -16,7 +16,7 @@ _MAX_ENUMERATED_RUNS = 1 << 16
 """Maximum number of runs that the exact test enumerates; two regions that both have more runs count as overlapping."""
 
 
-class Runs(NamedTuple):
+class ByteRuns(NamedTuple):
     """A strided region as equal runs of bytes: ``count`` indices at ``stride`` for each dimension, largest stride first."""
 
     start: int
@@ -46,10 +46,10 @@ class Runs(NamedTuple):
             yield from self._starts(base + i * stride, dim + 1)
 
 
-def runs(access: Access) -> Runs:
+def byte_runs(access: Access) -> ByteRuns:
     """Return the runs of an access; contiguous dimensions are merged."""
     if access.shape is None or access.stride is None:
-        return Runs(access.start, access.end - access.start, ())
+        return ByteRuns(access.start, access.end - access.start, ())
     pairs = [(n, abs(s)) for n, s in zip(access.shape, access.stride, strict=True) if n > 1 and s != 0]
     length = access.end - access.start - sum((n - 1) * s for n, s in pairs)
     dims: list[tuple[int, int]] = []
@@ -60,7 +60,7 @@ def runs(access: Access) -> Runs:
             dims[-1] = (dims[-1][0] * count, dims[-1][1])
         else:
             dims.append((count, stride))
-    return Runs(access.start, length, tuple(reversed(dims)))
+    return ByteRuns(access.start, length, tuple(reversed(dims)))
 
 
 def overlap(one: Access, other: Access) -> bool:
@@ -69,7 +69,7 @@ def overlap(one: Access, other: Access) -> bool:
         return False
     if one.shape is None and other.shape is None:
         return True
-    a, b = runs(one), runs(other)
+    a, b = byte_runs(one), byte_runs(other)
     if a.number > b.number:
         a, b = b, a
     if a.number > _MAX_ENUMERATED_RUNS:
@@ -77,7 +77,7 @@ def overlap(one: Access, other: Access) -> bool:
     return any(_hits(b, b.start, 0, start, start + a.length) for start in a)
 
 
-def _hits(region: Runs, base: int, dim: int, low: int, high: int) -> bool:
+def _hits(region: ByteRuns, base: int, dim: int, low: int, high: int) -> bool:
     """Return True if the runs of ``region`` from dimension ``dim`` on, based at ``base``, have a byte in [low, high)."""
     if dim == len(region.dims):
         return base < high and low < base + region.length
@@ -92,7 +92,7 @@ def dense_parts(access: Access, most: int) -> tuple[tuple[int, int], ...] | None
     """Return the access as at most ``most`` intervals, or None if it has more runs."""
     if access.shape is None:
         return ((access.start, access.end),)
-    region = runs(access)
+    region = byte_runs(access)
     if region.number > most:
         return None
     return tuple((start, start + region.length) for start in region)

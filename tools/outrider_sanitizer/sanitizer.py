@@ -11,11 +11,11 @@ from weakref import WeakValueDictionary
 from outrider.device import Access, CapabilityError, InterfaceError, Observer, Operation
 from outrider_sanitizer.advisor import Advisor
 from outrider_sanitizer.clocks import Point
-from outrider_sanitizer.diagnose import Diagnosis
+from outrider_sanitizer.diagnose import Diagnoser
 from outrider_sanitizer.findings import Finding, Report
 from outrider_sanitizer.ordering import Ordering
-from outrider_sanitizer.places import here
-from outrider_sanitizer.ranks import Ranks
+from outrider_sanitizer.ranks import RankClocks
+from outrider_sanitizer.source_locations import caller_location
 from outrider_sanitizer.staleness import Staleness
 from outrider_sanitizer.streams import HOST, Listener
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class Sanitizer(Observer):
     """The base sanitizer: attach it to a backend (or use :func:`watch`), run, call :meth:`finish` and read ``report``."""
 
-    def __init__(self, backend: Backend, ranks: Ranks | None = None) -> None:
+    def __init__(self, backend: Backend, ranks: RankClocks | None = None) -> None:
         """Create a sanitizer of ``backend``. ``ranks`` is the state shared with the sanitizers of other ranks, or None."""
         self.backend = backend
-        self.ranks = ranks or Ranks(alone=True)
+        self.ranks = ranks or RankClocks(alone=True)
         self.report = self.ranks.report
         self.report.backend += f", {backend.label}" if self.report.backend else backend.label
         self._lock = self.ranks.lock
@@ -40,7 +40,7 @@ class Sanitizer(Observer):
         self._used: set[str] = set()
         # Weakly, or the names of streams that are over would stay taken.
         self._streams: WeakValueDictionary[str, Stream] = WeakValueDictionary()
-        self._diagnosis = Diagnosis(backend.control, self._labels, len(self.ranks.orderings) if ranks is not None else -1)
+        self._diagnosis = Diagnoser(backend.control, self._labels, len(self.ranks.orderings) if ranks is not None else -1)
         self._advisor = Advisor()
         self._ordering = Ordering(
             Listener(
@@ -98,7 +98,7 @@ class Sanitizer(Observer):
         return self.locate(tensor)
 
     def _read(self, point: Point, access: Access, shadow: Shadow) -> None:
-        self._staleness.read(point, access, shadow)
+        self._staleness.check_read(point, access, shadow)
 
     def _uses(self, stream: str) -> None:
         """Note that a stream received an operation."""
@@ -217,7 +217,7 @@ class Sanitizer(Observer):
 
     def decided(self, group: Group, name: str, value: Decision) -> None:
         with self._lock:
-            self.ranks.decided(group, name, value, here())
+            self.ranks.decided(group, name, value, caller_location())
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
         with self._lock:
@@ -232,7 +232,7 @@ class Sanitizer(Observer):
             self._watch_reads()
             self.report.replays += 1
             self._uses(stream.name)
-            replays, location = self.backend.replays, here()
+            replays, location = self.backend.replays, caller_location()
             self._ordering.in_order(
                 stream.name, lambda: self._staleness.replayed(graph, stream.name, generation, replays, location)
             )
@@ -251,7 +251,9 @@ class Sanitizer(Observer):
             # Renewal claims that all readers and writers have finished: model it as a write, which checks the claim.
             label = f"pinned buffer {owner!r}"
             self._ordering.memory.shadow(place.storage).label = label
-            self._ordering.host_accessed(Access(place.storage, place.start, place.end, True, argument="renew"), here())
+            self._ordering.host_accessed(
+                Access(place.storage, place.start, place.end, True, argument="renew"), caller_location()
+            )
             self._staleness.over(tensor, f"{label} was renewed for generation {generation} and not filled since")
 
     def marked_stale(self, tensor: Tensor, reason: str) -> None:

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 
 from outrider_sanitizer.findings import Report
 from outrider_sanitizer.hostsync import host_edges
-from outrider_sanitizer.ranks import Ranks
+from outrider_sanitizer.ranks import RankClocks
 from outrider_sanitizer.sanitizer import Sanitizer
 
 if TYPE_CHECKING:
     from outrider.device import Backend
 
 
-def _make(backend: Backend, rows_apart: bool, ranks: Ranks | None, torch_calls: bool) -> Sanitizer:
+def _make(backend: Backend, rows_apart: bool, ranks: RankClocks | None, torch_calls: bool) -> Sanitizer:
     if backend.capabilities.reports_accesses:
         return Sanitizer(backend, ranks)
     if torch_calls:
-        from outrider_sanitizer.torch_calls import TorchSanitizer, trace_of
+        from outrider_sanitizer.torch_calls import TorchSanitizer, torch_trace_module
 
-        trace = trace_of(backend)
+        trace = torch_trace_module(backend)
         if trace is not None:
             return TorchSanitizer(backend, trace, ranks, rows_apart=rows_apart)
     from outrider_sanitizer.dispatch import DerivedSanitizer  # it imports torch, which a command's help does without
@@ -52,7 +52,7 @@ def watch_ranks(backends: Iterable[Backend], *, rows_apart: bool = True) -> Gene
     In addition to the faults of each rank, it finds collectives that do not match, have no order or are missing on a rank. It
     names the first decision (``Group.decide``) in which ranks differ.
     """
-    ranks = Ranks()
+    ranks = RankClocks()
     with ExitStack() as stack:
         for backend in backends:
             stack.enter_context(watching(backend, rows_apart=rows_apart, ranks=ranks))
@@ -61,7 +61,7 @@ def watch_ranks(backends: Iterable[Backend], *, rows_apart: bool = True) -> Gene
 
 @contextmanager
 def watching(
-    backend: Backend, *, rows_apart: bool = True, ranks: Ranks | None = None, torch_calls: bool = False
+    backend: Backend, *, rows_apart: bool = True, ranks: RankClocks | None = None, torch_calls: bool = False
 ) -> Generator[Sanitizer]:
     """:func:`watch`, for tools that also ask where streams stand; ``ranks``: shared with the sanitizers of other ranks."""
     with ExitStack() as stack:

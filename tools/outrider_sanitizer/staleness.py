@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from outrider.device import Access
 from outrider_sanitizer.clocks import Point
-from outrider_sanitizer.findings import Finding, Kind
+from outrider_sanitizer.findings import Finding, FindingKind
 from outrider_sanitizer.intervals import Record
 from outrider_sanitizer.regions import dense_parts
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.device import Graph
-    from outrider_sanitizer.diagnose import Diagnosis
+    from outrider_sanitizer.diagnose import Diagnoser
     from outrider_sanitizer.memory import Shadow
     from outrider_sanitizer.ordering import Ordering
 
@@ -59,7 +59,7 @@ class Staleness:
     def __init__(
         self,
         ordering: Ordering,
-        diagnosis: Diagnosis,
+        diagnosis: Diagnoser,
         add: Callable[[Finding], None],
         locate: Callable[[Tensor], Access | None],
     ) -> None:
@@ -177,7 +177,7 @@ class Staleness:
                 if left is not None:
                     self._add(
                         Finding(
-                            kind=Kind.STALE_PADDING,
+                            kind=FindingKind.STALE_PADDING,
                             first=self._diagnosis.site(before, was),
                             second=self._diagnosis.site(
                                 self._replay_point(stream, age, location),
@@ -201,7 +201,7 @@ class Staleness:
             return
         self._add(
             Finding(
-                kind=Kind.NOT_REBOUND,
+                kind=FindingKind.NOT_REBOUND,
                 first=self._diagnosis.site(write[0], write[1]),
                 second=self._diagnosis.site(self._replay_point(stream, age, location)),
                 missing=(
@@ -219,7 +219,7 @@ class Staleness:
         """True if any rule needs to see reads."""
         return bool(self._mirrors or self._ages)
 
-    def read(self, point: Point, access: Access, shadow: Shadow) -> None:
+    def check_read(self, point: Point, access: Access, shadow: Shadow) -> None:
         """Check a read before it is added to the history."""
         if shadow.aged is not None and access.born >= 0 and point.replay is None:
             self._output(point, access, shadow)
@@ -239,7 +239,7 @@ class Staleness:
                 continue
             self._add(
                 Finding(
-                    kind=Kind.STALE_OUTPUT,
+                    kind=FindingKind.STALE_OUTPUT,
                     first=self._diagnosis.site(write[0], write[1]),
                     second=self._diagnosis.site(point, access),
                     missing=(
@@ -261,7 +261,7 @@ class Staleness:
             return
         self._add(
             Finding(
-                kind=Kind.STALE_MIRROR,
+                kind=FindingKind.STALE_MIRROR,
                 first=self._diagnosis.site(written[0], written[1]),
                 second=self._diagnosis.site(point, access),
                 missing=(
@@ -278,7 +278,7 @@ class Staleness:
             return  # a write may cover them that was launched before and hasn't run
         self._add(
             Finding(
-                kind=Kind.STALE if reason else Kind.UNDEFINED,
+                kind=FindingKind.STALE if reason else FindingKind.UNDEFINED,
                 first=self._diagnosis.site(origin[0]) if origin is not None else None,
                 second=self._diagnosis.site(point, access),
                 missing=(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend
 
 
-class Known:
+class KnownStorage:
     """A storage that was seen. ``base`` is its offset, in bytes, in the memory that its number identifies."""
 
     __slots__ = ("base", "device", "home", "mapped", "number", "pinned", "weak")
@@ -41,13 +41,13 @@ class Storages:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._type = backend.device.type
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, KnownStorage] = {}
         self._suspects: list[int] = []
         self._count = 0
-        self._pinned: list[tuple[int, int, Known]] = []
+        self._pinned: list[tuple[int, int, KnownStorage]] = []
         """Pinned memory by its address, in order: first, end."""
 
-    def known(self, tensor: Tensor) -> tuple[Known, bool] | None:
+    def known(self, tensor: Tensor) -> tuple[KnownStorage, bool] | None:
         """Return the storage of a tensor and True if it is new; None for host memory that the device cannot reach."""
         kind = tensor.device.type
         device = kind == self._type
@@ -66,14 +66,14 @@ class Storages:
                 return host, False
         pinned = not device and self._backend.is_pinned(tensor)
         self._count += 1
-        known = Known(self._count, StorageWeakRef(storage), device, pinned, "")
+        known = KnownStorage(self._count, StorageWeakRef(storage), device, pinned, "")
         self._known[key] = known
         if pinned:
             address = storage.data_ptr()
             insort(self._pinned, (address, address + storage.nbytes(), known), key=itemgetter(0))
         return (known, True) if device or pinned else None
 
-    def _mapped(self, storage: torch.UntypedStorage) -> Known | None:
+    def _mapped(self, storage: torch.UntypedStorage) -> KnownStorage | None:
         """The pinned memory that a storage of the device shows: with one address space both have the same address."""
         address = storage.data_ptr()
         at = bisect_right(self._pinned, address, key=itemgetter(0)) - 1
@@ -82,7 +82,7 @@ class Storages:
         first, end, host = self._pinned[at]
         if address >= end or host.weak.expired():
             return None
-        known_storage = Known(host.number, StorageWeakRef(storage), True, True, HOST)
+        known_storage = KnownStorage(host.number, StorageWeakRef(storage), True, True, HOST)
         known_storage.base, known_storage.mapped = address - first, True
         return known_storage
 
@@ -100,7 +100,7 @@ class Storages:
     def _suspect(self, key: int, _: object) -> None:
         self._suspects.append(key)
 
-    def gone(self) -> list[Known]:
+    def gone(self) -> list[KnownStorage]:
         """Return the storages that were freed since the last call."""
         found = []
         while self._suspects:
@@ -122,7 +122,7 @@ def _key(storage: Any) -> int:
     return key
 
 
-def extent(tensor: Tensor, known: Known, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
+def extent(tensor: Tensor, known: KnownStorage, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
     """Return the access of a tensor: its bytes in the memory of ``known``, strided if they have holes."""
     size, storage = tensor.element_size(), known.number
     low = known.base + int(tensor.storage_offset()) * size

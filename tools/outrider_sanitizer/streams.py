@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.captured import Captured, Verb
-from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point, Replay
-from outrider_sanitizer.flags import FlagState
+from outrider_sanitizer.actors import Lane, Lanes, LastWait
+from outrider_sanitizer.captured_graph import CapturedGraph, Verb
+from outrider_sanitizer.clocks import NOTHING, Actor, Clock, GraphReplay, Point
+from outrider_sanitizer.flags import FlagProgress
 from outrider_sanitizer.intervals import Record
-from outrider_sanitizer.lanes import Edge, Lane, Lanes
-from outrider_sanitizer.memory import Memory, Shadow
-from outrider_sanitizer.places import here
-from outrider_sanitizer.ranks import Half, Ranks
+from outrider_sanitizer.memory import Shadow, ShadowMemory
+from outrider_sanitizer.ranks import RankClocks, WatchedCollectivePart
+from outrider_sanitizer.source_locations import caller_location
 
 if TYPE_CHECKING:
     from outrider.device import Collective, Event, Flag, Group
@@ -57,7 +57,7 @@ class StreamOrdering(Lanes):
         *,
         rows_follow: bool = False,
         steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
-        ranks: Ranks | None = None,
+        ranks: RankClocks | None = None,
     ) -> None:
         super().__init__(ranks.number if ranks is not None else None)
         self.ranks = ranks
@@ -67,11 +67,11 @@ class StreamOrdering(Lanes):
         listener.settled = self.settled
         self.rows_follow = rows_follow
         self.steps = steps
-        self.memory = Memory(listener.reused)
+        self.memory = ShadowMemory(listener.reused)
         self.blind: dict[str, int] = {}
         self._events: WeakKeyDictionary[Event, _EventState] = WeakKeyDictionary()
-        self._flags: WeakKeyDictionary[Flag, FlagState] = WeakKeyDictionary()
-        self._users: dict[int, WeakSet[Captured]] = {}
+        self._flags: WeakKeyDictionary[Flag, FlagProgress] = WeakKeyDictionary()
+        self._users: dict[int, WeakSet[CapturedGraph]] = {}
         self._awaited: OrderedDict[int, deque[Point]] = OrderedDict()
         self._lost: set[str] = set()
         self._waiting_flag: dict[int, tuple[str, Point]] = {}
@@ -80,7 +80,7 @@ class StreamOrdering(Lanes):
 
     def launched(self, operation: Operation) -> None:
         """Check the accesses of an operation that was enqueued."""
-        capture: Captured | None = getattr(self._local, "capture", None)
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
         if capture is not None:
             capture.verbs.append(Verb("launch", operation.stream, operation))
             return
@@ -156,7 +156,7 @@ class StreamOrdering(Lanes):
 
     def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
         """Record an allocation in the order of a stream, or of the calling thread."""
-        capture: Captured | None = getattr(self._local, "capture", None)
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
         if capture is not None and stream != HOST:
             capture.temporaries.add(storage)
             self.memory.allocate(storage, nbytes, stream, location, None, True)
@@ -181,39 +181,39 @@ class StreamOrdering(Lanes):
 
     def freed(self, storage: int, stream: str) -> None:
         """Record a release in the order of a stream, or of the calling thread."""
-        capture: Captured | None = getattr(self._local, "capture", None)
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
         if capture is not None and stream != HOST:
             return  # the addresses stay with the graph
         users = self._users.pop(storage, None) if self._users else None
         shadow = self.memory.shadows.get(storage) if users else None
         if users and shadow is not None:
-            location = here()
+            location = caller_location()
             for captured in users:
                 captured.dead[storage] = (shadow, location)
         if stream == HOST:
-            self.memory.free(storage, stream, self.thread(), here)
+            self.memory.free(storage, stream, self.thread(), caller_location)
             return
         lane = self.lanes.get(stream) or self.lane(stream)
         if lane.held is None:
             lane.launched_by(self.thread())
             if not self._held:
-                self.memory.free(storage, stream, lane, here)
+                self.memory.free(storage, stream, lane, caller_location)
                 return
             # Accesses that came before wait to be looked at, on other streams: the memory's history must stay that long.
-            then, location = Actor(lane.number, lane.name, host=False), here()
+            then, location = Actor(lane.number, lane.name, host=False), caller_location()
             then.clock = lane.release()
             self.when_none_held(lambda: self.memory.free(storage, stream, then, lambda: location))
             return
 
         def step() -> bool:
-            self.memory.free(storage, stream, lane, here)
+            self.memory.free(storage, stream, lane, caller_location)
             return True
 
         self._enqueue(lane, step)
 
     def address_reused(self, storage: int, previous: int) -> None:
         """Check a new storage at the address of an old one; called right after its allocation."""
-        capture: Captured | None = getattr(self._local, "capture", None)
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
         if capture is not None and storage in capture.temporaries:
             self.memory.same_place(storage, previous)
             return
@@ -224,8 +224,8 @@ class StreamOrdering(Lanes):
 
     def collective(self, stream: str, group: Group, call: Collective, accesses: tuple[Access, ...]) -> None:
         """Enqueue a rank's half of a collective."""
-        location = here()
-        capture: Captured | None = getattr(self._local, "capture", None)
+        location = caller_location()
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
         if capture is not None:
             capture.verbs.append(Verb("collective", stream, (group, call, accesses, location)))
             return
@@ -241,10 +241,10 @@ class StreamOrdering(Lanes):
         self,
         actor: Actor,
         group: Group,
-        half: Half,
+        half: WatchedCollectivePart,
         accesses: tuple[Access, ...],
         step: tuple[str, int] | None,
-        replay: Replay | None = None,
+        replay: GraphReplay | None = None,
     ) -> bool:
         """Begin the half: other ranks can join the clock before it, without the half's own accesses."""
         assert self.ranks is not None
@@ -255,7 +255,7 @@ class StreamOrdering(Lanes):
         self.ranks.arrived(group, half, point)
         return True
 
-    def _meet(self, actor: Actor, group: Group, half: Half) -> bool:
+    def _meet(self, actor: Actor, group: Group, half: WatchedCollectivePart) -> bool:
         """Order the operations after the half after the contributions of the other ranks."""
         assert self.ranks is not None
         if not half.ready:
@@ -275,7 +275,7 @@ class StreamOrdering(Lanes):
 
     def recorded(self, stream: str, event: Event, generation: int) -> None:
         """Record a new generation of an event, which covers the operations enqueued on the stream so far."""
-        capture: Captured | None = getattr(self._local, "capture", None)
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
         if capture is not None:
             capture.verbs.append(Verb("record", stream, event))
             return
@@ -295,13 +295,13 @@ class StreamOrdering(Lanes):
 
     def waited(self, stream: str, event: Event, generation: int) -> None:
         """Order the next operations of ``stream`` after that generation of the event."""
-        capture: Captured | None = getattr(self._local, "capture", None)
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
         if capture is not None:
             capture.verbs.append(Verb("join" if generation else "wait", stream, (event, generation)))
             return
         lane = self.lane(stream)
         state = self._event(event)
-        location = here()
+        location = caller_location()
         self._enqueue(lane, lambda: self._wait(lane, state, generation, location))
 
     def _wait(self, lane: Lane, state: _EventState, generation: int, location: str) -> bool:
@@ -311,7 +311,7 @@ class StreamOrdering(Lanes):
         if clock is None:
             return False
         new = lane.join(clock)
-        edge = Edge(state.name, generation, location)
+        edge = LastWait(state.name, generation, location)
         for number in (*clock, state.recorders[generation]):
             lane.edges[number] = edge
         self.listener.waited(lane, state.name, generation, location, new)
@@ -350,28 +350,28 @@ class StreamOrdering(Lanes):
 
     # -- flags -------------------------------------------------------------------------------------------------------
 
-    def _flag(self, flag: Flag) -> FlagState:
+    def _flag(self, flag: Flag) -> FlagProgress:
         state = self._flags.get(flag)
         if state is None:
-            state = self._flags[flag] = FlagState()
+            state = self._flags[flag] = FlagProgress()
         return state
 
     def flag_step(self, what: str, stream: str, flag: Flag) -> None:
         """Enqueue a ``set``, ``await`` or ``reset`` of a flag."""
-        capture: Captured | None = getattr(self._local, "capture", None)
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
         if capture is not None:
             capture.verbs.append(Verb(what, stream, flag))
             return
         lane = self.lane(stream)
-        location = here()
+        location = caller_location()
         self._enqueue(lane, lambda: self._flag_verb(what, lane, flag, location, None))
         if what == "set":
             self.resume_all()
 
-    def _flag_verb(self, what: str, lane: Lane, flag: Flag, location: str, replay: Replay | None) -> bool:
+    def _flag_verb(self, what: str, lane: Lane, flag: Flag, location: str, replay: GraphReplay | None) -> bool:
         state = self._flag(flag)
         name = f"{'wait for' if what == 'await' else what} flag {flag.name!r}"
-        if what == "await" and not state.up:
+        if what == "await" and not state.is_set:
             if lane.number not in self._waiting_flag:
                 self._waiting_flag[lane.number] = (flag.name, self._point(lane, name, location))
             return False

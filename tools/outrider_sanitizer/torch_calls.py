@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.dispatch import DerivedSanitizer, of_python
-from outrider_sanitizer.places import here
-from outrider_sanitizer.ranks import Ranks
-from outrider_sanitizer.storages import Known, extent
+from outrider_sanitizer.dispatch import DerivedSanitizer, is_python_thread
+from outrider_sanitizer.ranks import RankClocks
+from outrider_sanitizer.source_locations import caller_location
+from outrider_sanitizer.storages import KnownStorage, extent
 from outrider_sanitizer.triton_launches import launches
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _COMPILED = "kernels that torch.compile launches, and torch.Event's query()"
 _NO_TRITON = "Triton isn't installed, so no launch of it was looked for"
 
 
-def trace_of(backend: Backend) -> Any:
+def torch_trace_module(backend: Backend) -> Any:
     """Return torch's trace module of the device, or None if its device module has none."""
     if backend.capabilities.reports_accesses or backend.device.type == "cpu":
         return None
@@ -45,22 +45,22 @@ def trace_of(backend: Backend) -> Any:
         return None
 
 
-class TorchEvent:
+class RawTorchEvent:
     """An event that torch created. ``edge_of`` is the capture that recorded it last."""
 
     __slots__ = ("__weakref__", "edge_of", "generation", "name")
 
     def __init__(self) -> None:
-        self.name = f"of {here() or 'torch'}"
+        self.name = f"of {caller_location() or 'torch'}"
         self.generation = 0
         self.edge_of: object | None = None
 
 
-class TorchGraph:
+class RawTorchGraph:
     """A graph that torch captured; its inputs are known only by its operations."""
 
     def __init__(self) -> None:
-        self.name = f"of {here() or 'torch'}"
+        self.name = f"of {caller_location() or 'torch'}"
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self.context = SimpleNamespace(params={})
@@ -74,16 +74,16 @@ class TorchSanitizer(DerivedSanitizer):
     reports of the interface, except the names of its streams, its graphs (with their inputs and outputs) and its marks.
     """
 
-    def __init__(self, backend: Backend, trace: Any, ranks: Ranks | None = None, *, rows_apart: bool = True) -> None:
+    def __init__(self, backend: Backend, trace: Any, ranks: RankClocks | None = None, *, rows_apart: bool = True) -> None:
         super().__init__(backend, ranks, rows_apart=rows_apart)
         self.report.blind_spots.extend((_ELSEWHERE.format(backend.device), _COMPILED))
         self._trace = trace
         self._module: Any = torch.get_device_module(backend.device)
         self._names: dict[int, str] = {0: _DEFAULT}
-        self._torch_events: dict[int, TorchEvent] = {}
-        self._graphs: WeakKeyDictionary[Any, TorchGraph] = WeakKeyDictionary()
-        self._addresses: dict[int, Known] = {}
-        self._released: list[Known] = []
+        self._torch_events: dict[int, RawTorchEvent] = {}
+        self._graphs: WeakKeyDictionary[Any, RawTorchGraph] = WeakKeyDictionary()
+        self._addresses: dict[int, KnownStorage] = {}
+        self._released: list[KnownStorage] = []
         self._in_graphs: dict[int, int] = {}
         self._pooled: set[int] = set()
         self._backward: list[tuple[Any, Any]] = []
@@ -134,10 +134,10 @@ class TorchSanitizer(DerivedSanitizer):
                 name = self._names.setdefault(handle, f"s{len(self._names)}")
         return name
 
-    def _event_of(self, handle: int) -> TorchEvent:
+    def _event_of(self, handle: int) -> RawTorchEvent:
         event = self._torch_events.get(handle)
         if event is None:
-            event = self._torch_events[handle] = TorchEvent()
+            event = self._torch_events[handle] = RawTorchEvent()
         return event
 
     @property
@@ -227,7 +227,7 @@ class TorchSanitizer(DerivedSanitizer):
     def _wrap_capture_begin(self, original: Any) -> Any:
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
             original(graph, *args, **kwargs)
-            made: Any = TorchGraph()
+            made: Any = RawTorchGraph()
             self._graphs[graph] = made
             self._scopes.native = graph
             with self._lock:
@@ -282,7 +282,7 @@ class TorchSanitizer(DerivedSanitizer):
     def _triton_launched(self, name: str, tensors: Sequence[tuple[str, Any, bool, bool]]) -> None:
         if getattr(self._scopes, "running", False):
             return  # inside an operator, whose schema says what it does
-        location = here()
+        location = caller_location()
         with self._lock:
             self._begin()
             accesses: list[Access] = []
@@ -309,7 +309,7 @@ class TorchSanitizer(DerivedSanitizer):
 
     def _begin(self) -> None:
         """Begin each report: set the calling thread and handle releases since the last report."""
-        if self._backward and not of_python():
+        if self._backward and not is_python_thread():
             # A thread of autograd's engine: it does what the thread that waits for it asked for.
             local = self._ordering._local
             local.actor, local.capture = self._backward[-1]
@@ -352,7 +352,7 @@ class TorchSanitizer(DerivedSanitizer):
             )
             self.memory_shared(known[0].number, self._stream(made.cuda_stream))
 
-    def found(self, tensor: Tensor, known: Known) -> None:
+    def found(self, tensor: Tensor, known: KnownStorage) -> None:
         """Register the address of a new storage, because torch reports a release by address."""
         if not known.device:
             return

@@ -136,12 +136,12 @@ def _walk(lines: Sequence[str], held: _Held, taken: dict[str, list[str]]) -> tup
     return read, written
 
 
-Told = Callable[[str, Sequence[tuple[str, Any, bool, bool]]], None]
+LaunchCallback = Callable[[str, Sequence[tuple[str, Any, bool, bool]]], None]
 """A kernel's name; its tensors: name, tensor, whether it's read, whether it's written."""
 
 
 @contextmanager
-def launches(report_launch: Told) -> Generator[bool]:
+def launches(report_launch: LaunchCallback) -> Generator[bool]:
     """Report each launch in this scope. Yields False if Triton is not installed, so no launch can be seen."""
     jit = _jit()
     if jit is None:

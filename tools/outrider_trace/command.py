@@ -39,8 +39,8 @@ def trace(
     Times are the device's own, or virtual ones on a simulated device. The exit code is the script's.
     """
     del json_output
-    from outrider_trace.picture import page, svg
-    from outrider_trace.timeline import record
+    from outrider_trace.picture import render_page, render_svg
+    from outrider_trace.timeline import record_timeline
 
     path = script_path(script, "trace")
     target = picture or out.with_suffix(".html")
@@ -52,28 +52,28 @@ def trace(
     timelines: list[tuple[Backend, Timeline]] = []
     first = registry.create(registry.select(backend, backend_from_environment()))
     code, failure = run_script(
-        path, script, first, lambda made, stack: timelines.append((made, stack.enter_context(record(made))))
+        path, script, first, lambda made, stack: timelines.append((made, stack.enter_context(record_timeline(made))))
     )
     # A script may create several devices. The picture shows the one with the most operations.
     device, timeline = max(timelines, key=lambda pair: sum(map(len, pair[1].spans.values())))
     title = f"{path.name} on {device.label}"
-    write_whole(out, json.dumps(timeline.perfetto()))
-    shown = timeline.between(start, timeline.end if end is None else end)
-    write_whole(target, svg(shown) if target.suffix == ".svg" else page(shown, title))
+    write_whole(out, json.dumps(timeline.to_perfetto()))
+    shown = timeline.part_between(start, timeline.end_time if end is None else end)
+    write_whole(target, render_svg(shown) if target.suffix == ".render_svg" else render_page(shown, title))
     costs = timeline.costs()
     data = {
         "trace": str(out),
         "picture": str(target),
         "operations": sum(len(lane) for lane in timeline.spans.values()),
         "streams": list(timeline.spans),
-        "end_us": timeline.end,
+        "end_us": timeline.end_time,
         "waits": [cost.as_dict() for cost in costs],
         "script_exit_code": code,
         "script_error": failure,
     }
 
     def render(console: Console) -> None:
-        console.print(f"{data['operations']} operations on {len(timeline.spans)} streams in {timeline.end:.1f} us")
+        console.print(f"{data['operations']} operations on {len(timeline.spans)} streams in {timeline.end_time:.1f} us")
         console.print(f"{out} (open it at ui.perfetto.dev), {target}")
         if costs:
             table = Table("stream", "waits for", "at", "times", "stalled, us", "critical, us", box=None, pad_edge=False)

@@ -1,7 +1,7 @@
 """An SVG picture of a timeline: a lane for each stream, bars for operations, brackets for stages and arrows for fences.
 
-The picture has light and dark colours, and its text is readable at the width of a README. :func:`page` puts the picture into
-a self-contained HTML page.
+The picture has light and dark colours, and its text is readable at the width of a README. :func:`render_page` puts the
+picture into a self-contained HTML page.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from html import escape
 from itertools import permutations
 from pathlib import Path
 
-from outrider_trace.stages import bands
-from outrider_trace.timeline import Timeline, Wait
+from outrider_trace.stages import stage_spans
+from outrider_trace.timeline import Timeline, WaitArrow
 
 WIDTH = 960
 PAGE_WIDTH = 1400
@@ -61,7 +61,7 @@ rect.op:hover{{stroke:currentColor;stroke-width:1}}</style></head>
 class _Arrow:
     """The arrow of a wait between two lanes, in pixels: from (x1, y1) to (x2, y2)."""
 
-    wait: Wait
+    wait: WaitArrow
     x1: float
     y1: float
     x2: float
@@ -114,7 +114,7 @@ class _NamePlacement:
         return x, y, anchor
 
 
-def order(timeline: Timeline) -> list[str]:
+def sort_lanes(timeline: Timeline) -> list[str]:
     """Return the streams from top to bottom, sorted so that arrows cross few lanes. More than six streams aren't sorted."""
     names = list(timeline.spans)
     pairs = {frozenset((wait.source, wait.stream)) for wait in timeline.waits}
@@ -132,9 +132,9 @@ def _relative_location(location: str) -> str:
     return location.removeprefix(f"{Path.cwd()}/")
 
 
-def svg(timeline: Timeline, width: int = WIDTH) -> str:
+def render_svg(timeline: Timeline, width: int = WIDTH) -> str:
     """Return the picture as an SVG document, ``width`` pixels wide."""
-    drawing = _Drawing(timeline, width)
+    drawing = _PictureParts(timeline, width)
     parts = [*drawing.grid(), *drawing.lanes(), *drawing.stages(), *drawing.fences(), *drawing.legend()]
     size = f'width="{width}" height="{drawing.height}" viewBox="0 0 {width} {drawing.height}"'
     marker = (
@@ -145,14 +145,14 @@ def svg(timeline: Timeline, width: int = WIDTH) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{_STYLE}{marker}{paper}{"".join(parts)}</svg>'
 
 
-class _Drawing:
+class _PictureParts:
     """The parts of a picture. Each part is a list of SVG elements."""
 
     def __init__(self, timeline: Timeline, width: int) -> None:
         self.timeline, self.width = timeline, width
-        self.rows = {name: number for number, name in enumerate(order(timeline))}
+        self.rows = {name: number for number, name in enumerate(sort_lanes(timeline))}
         self.height = _TOP_MARGIN + _LANE_HEIGHT * max(1, len(self.rows)) - _FENCES_HEIGHT // 2 + _LEGEND_HEIGHT
-        self.scale = (width - _LEFT_MARGIN - _RIGHT_MARGIN) / (timeline.end or 1.0)
+        self.scale = (width - _LEFT_MARGIN - _RIGHT_MARGIN) / (timeline.end_time or 1.0)
         self.arrows = [arrow for wait in timeline.waits[:_MAX_DRAWN] if (arrow := self._arrow(wait)) is not None]
         self.names = _NamePlacement(width, self.arrows if len(self.arrows) <= _MAX_NAMED else [])
 
@@ -167,7 +167,7 @@ class _Drawing:
     def grid(self) -> list[str]:
         """Draw nine times, each with a vertical line."""
         parts = []
-        end = self.timeline.end or 1.0
+        end = self.timeline.end_time or 1.0
         for tick in range(9):
             x = self.x(end * tick / 8)
             anchor = "end" if tick == 8 else "middle"
@@ -202,7 +202,7 @@ class _Drawing:
     def stages(self) -> list[str]:
         """Draw a bracket above the bars of each stage, and its name."""
         parts = []
-        shown = [band for band in bands(self.timeline) if band.stream in self.rows]
+        shown = [band for band in stage_spans(self.timeline) if band.stream in self.rows]
         for band in shown:  # keep names off the brackets
             self.names.occupied.append((self.x(band.start), self.x(band.end), self.top(band.stream) + 4))
         # Short stages are placed first, because their names have the fewest positions.
@@ -241,9 +241,9 @@ class _Drawing:
                 names += self._fence_name(arrow)
         return [*lines, *names]
 
-    def _arrow(self, wait: Wait) -> _Arrow | None:
+    def _arrow(self, wait: WaitArrow) -> _Arrow | None:
         """Return the arrow of a wait, or None if one of its ends isn't in the timeline."""
-        ends = self.timeline.ends(wait)
+        ends = self.timeline.wait_times(wait)
         if ends is None or wait.source not in self.rows:
             return None
         points_down = self.rows[wait.stream] > self.rows[wait.source]
@@ -289,12 +289,12 @@ class _Drawing:
         return f'<text class="{kind} over" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def page(timeline: Timeline, title: str) -> str:
+def render_page(timeline: Timeline, title: str) -> str:
     """Return an HTML page with the picture, and with a table of the costs of the waits."""
     count = sum(len(lane) for lane in timeline.spans.values())
     summary = (
-        f"{count} operations on {len(timeline.spans)} streams in {timeline.end:.1f} us; {len(timeline.waits)} waits between "
-        "streams. Bars are operations, brackets stages, arrows fences; point at one to read it."
+        f"{count} operations on {len(timeline.spans)} streams in {timeline.end_time:.1f} us; {len(timeline.waits)} waits "
+        "between streams. Bars are operations, brackets stages, arrows fences; point at one to read it."
     )
     rows = "".join(
         f"<tr><td>{escape(cost.stream)}</td><td>{escape(cost.event)}</td><td>{escape(cost.location)}</td>"
@@ -303,4 +303,4 @@ def page(timeline: Timeline, title: str) -> str:
     )
     head = "<tr><th>stream</th><th>waits for</th><th>at</th><th>times</th><th>stalled, us</th><th>critical, us</th></tr>"
     table = f"<table>{head}{rows}</table>" if rows else ""
-    return _PAGE.format(title=escape(title), summary=escape(summary), svg=svg(timeline, PAGE_WIDTH), table=table)
+    return _PAGE.format(title=escape(title), summary=escape(summary), svg=render_svg(timeline, PAGE_WIDTH), table=table)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from outrider_trace.timeline import Mark, Timeline
+    from outrider_trace.timeline import FenceMark, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class StageFence:
     """The start or the end of a stage: the position where its stream waits for a fence or records it."""
 
     fence: str
@@ -23,7 +23,7 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class StageSpan:
     """One run of a stage, from the start of its first operation to the end of its last operation, in microseconds."""
 
     stream: str
@@ -32,15 +32,15 @@ class Band:
     end: float
 
 
-def _waits(fence: str) -> Edge:
-    return Edge(fence, True)
+def _waits(fence: str) -> StageFence:
+    return StageFence(fence, True)
 
 
-def _records(fence: str) -> Edge:
-    return Edge(fence, False)
+def _records(fence: str) -> StageFence:
+    return StageFence(fence, False)
 
 
-STAGES: tuple[tuple[str, str, Edge, Edge], ...] = (
+STAGES: tuple[tuple[str, str, StageFence, StageFence], ...] = (
     ("upload", "schedule", _records("inputs_ready"), _waits("shared_reads_done")),
     ("unpack", "schedule", _waits("shared_reads_done"), _waits("published")),
     ("resolve lengths", "schedule", _waits("published"), _records("inputs_ready")),
@@ -60,25 +60,25 @@ ITERATION = "iteration"
 """Name of the stage *gather* in an iteration that has no further stage: a fused iteration, or a prefill iteration."""
 
 
-def bands(timeline: Timeline) -> list[Band]:
+def stage_spans(timeline: Timeline) -> list[StageSpan]:
     """Return the stages that ran in ``timeline``, stream by stream. A stage without an operation is left out."""
-    stages: list[Band] = []
+    stages: list[StageSpan] = []
     for stream, spans in timeline.spans.items():
         marks = [mark for mark in timeline.marks if mark.stream == stream]
         for name, first, end in _stage_ranges(stream, marks):
             if first < end <= len(spans):
-                stages.append(Band(stream, name, spans[first].start, spans[end - 1].end))
+                stages.append(StageSpan(stream, name, spans[first].start, spans[end - 1].end))
     return stages
 
 
-def _stage_ranges(stream: str, marks: list[Mark]) -> Iterator[tuple[str, int, int]]:
+def _stage_ranges(stream: str, marks: list[FenceMark]) -> Iterator[tuple[str, int, int]]:
     """Yield (stage, index of its first span, index after its last span) for each run of a stage."""
     for name, stage_stream, start_edge, end_edge in STAGES:
         if stage_stream != stream:
             continue
         first_span: int | None = None
         for number, mark in enumerate(marks):
-            edge = Edge(mark.fence, mark.waited)
+            edge = StageFence(mark.fence, mark.waited)
             if edge == end_edge and first_span is not None:
                 yield (name if name != "gather" or _has_planned_stages(marks[number:]) else ITERATION), first_span, mark.at
                 first_span = None
@@ -86,7 +86,7 @@ def _stage_ranges(stream: str, marks: list[Mark]) -> Iterator[tuple[str, int, in
                 first_span = mark.at
 
 
-def _has_planned_stages(marks: list[Mark]) -> bool:
+def _has_planned_stages(marks: list[FenceMark]) -> bool:
     """Return whether the iteration waits for a plan before the next iteration starts."""
     for mark in marks:
         if mark.waited and mark.fence in ("plan_ready", "inputs_ready"):

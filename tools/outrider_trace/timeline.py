@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import Graph, Operation, TimedObserver
-from outrider_sanitizer.places import here
+from outrider_sanitizer.source_locations import caller_location
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Event, Stream
@@ -28,7 +28,7 @@ _MAX_GENERATIONS = 16
 
 
 @dataclass
-class Span:
+class OperationSpan:
     """One operation on a stream, with its start and end in microseconds."""
 
     stream: str
@@ -40,7 +40,7 @@ class Span:
 
 
 @dataclass
-class Wait:
+class WaitArrow:
     """One wait of ``stream`` for an event that was recorded on the stream ``source``."""
 
     event: str
@@ -56,7 +56,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class FenceMark:
     """A record of a fence on a stream, or a wait for the fence."""
 
     fence: str
@@ -90,23 +90,23 @@ class WaitCost:
 class Timeline:
     """The operations of a run, and the order that fences enforce between streams."""
 
-    spans: dict[str, list[Span]] = field(default_factory=dict)
+    spans: dict[str, list[OperationSpan]] = field(default_factory=dict)
     """Operations by stream, in the order of the stream."""
-    waits: list[Wait] = field(default_factory=list)
+    waits: list[WaitArrow] = field(default_factory=list)
     """Waits of one stream for another stream."""
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[FenceMark] = field(default_factory=list)
     """All records and waits of all streams, in the order of the host's calls."""
 
-    def lane(self, stream: str) -> list[Span]:
+    def spans_of(self, stream: str) -> list[OperationSpan]:
         """Return the list of a stream's spans, to which the caller may append."""
         return self.spans.setdefault(stream, [])
 
     @property
-    def end(self) -> float:
+    def end_time(self) -> float:
         """End of the last operation, in microseconds."""
         return max((span.end for lane in self.spans.values() for span in lane), default=0.0)
 
-    def between(self, start: float, end: float) -> Timeline:
+    def part_between(self, start: float, end: float) -> Timeline:
         """Return the part of the timeline from ``start`` to ``end``, in microseconds. Its times count from ``start``."""
         part = Timeline()
         first: dict[str, int] = {}
@@ -131,7 +131,7 @@ class Timeline:
                 part.marks.append(replace(mark, at=at))
         return part
 
-    def hidden(self, stream: str, other: str) -> tuple[float, float]:
+    def overlap_with(self, stream: str, other: str) -> tuple[float, float]:
         """Return the busy time of ``stream``, and its part in which ``other`` was busy too, in microseconds."""
         others = self.spans.get(other, [])
         busy = shared = 0.0
@@ -146,7 +146,7 @@ class Timeline:
                 number += 1
         return busy, shared
 
-    def ends(self, wait: Wait) -> tuple[float, float] | None:
+    def wait_times(self, wait: WaitArrow) -> tuple[float, float] | None:
         """Return when the record of ``wait`` was reached, and when the first operation after the wait started.
 
         The result is None if no operation follows the wait.
@@ -170,8 +170,8 @@ class Timeline:
         costs = [WaitCost(*key, int(count), stall, critical_us) for key, (count, stall, critical_us) in sums.items()]
         return sorted(costs, key=lambda cost: (-cost.critical_us, -cost.stall_us))
 
-    def _stall(self, wait: Wait) -> float:
-        ends = self.ends(wait)
+    def _stall(self, wait: WaitArrow) -> float:
+        ends = self.wait_times(wait)
         if ends is None:
             return 0.0
         reached, start = ends
@@ -197,7 +197,7 @@ class Timeline:
             latest_end = self.spans[stream][at - 1].end if at > 0 else 0.0
             latest_wait: int | None = None
             for number in waits_before.get((stream, at), ()):
-                ends = self.ends(self.waits[number])
+                ends = self.wait_times(self.waits[number])
                 if ends is not None and ends[0] > latest_end:
                     latest_end, latest_wait = ends[0], number
             if latest_wait is None:
@@ -207,7 +207,7 @@ class Timeline:
             stream, at = self.waits[latest_wait].source, self.waits[latest_wait].at - 1
         return critical
 
-    def perfetto(self) -> dict[str, Any]:
+    def to_perfetto(self) -> dict[str, Any]:
         """Return the timeline in the trace-event format, which Perfetto and the tracing pages of browsers read."""
         events: list[dict[str, Any]] = []
         threads = {name: number for number, name in enumerate(self.spans, 1)}
@@ -227,7 +227,7 @@ class Timeline:
                 for span in self.spans[name]
             )
         for number, wait in enumerate(self.waits, 1):
-            ends = self.ends(wait)
+            ends = self.wait_times(wait)
             if ends is None or wait.source not in threads:
                 continue
             common = {"cat": "fence", "name": f"{wait.event} generation {wait.generation}", "id": number, "pid": 1}
@@ -262,11 +262,11 @@ class _Recorder(TimedObserver):
             source = self._records.get(event, {}).get(generation)
             if generation and source is not None and source[0] != stream.name:
                 at = self.num_launched.get(stream.name, 0)
-                self.timeline.waits.append(Wait(event.name, generation, *source, stream.name, at, here()))
+                self.timeline.waits.append(WaitArrow(event.name, generation, *source, stream.name, at, caller_location()))
 
     def _add_mark(self, stream: Stream, event: Event, *, waited: bool) -> None:
         fence = event.name.partition("[")[0]
-        self.timeline.marks.append(Mark(fence, stream.name, self.num_launched.get(stream.name, 0), waited))
+        self.timeline.marks.append(FenceMark(fence, stream.name, self.num_launched.get(stream.name, 0), waited))
 
 
 class _SimulatedRecorder(_Recorder):
@@ -289,8 +289,8 @@ class _SimulatedRecorder(_Recorder):
         if operation is None:
             return
         with self.lock:
-            lane = self.timeline.lane(stream)
-            lane.append(Span(stream, name, start_us, end_us, operation.location))
+            lane = self.timeline.spans_of(stream)
+            lane.append(OperationSpan(stream, name, start_us, end_us, operation.location))
             self.num_launched[stream] = max(self.num_launched.get(stream, 0), len(lane))
 
 
@@ -300,7 +300,7 @@ class _MeasuringRecorder(_Recorder):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self._scopes = threading.local()
-        self._pending: list[tuple[Span, Event, Event]] = []
+        self._pending: list[tuple[OperationSpan, Event, Event]] = []
         self._has_event_timing = backend.capabilities.event_timing
         self._is_recording_own_event = False
         self._start_time = time.perf_counter()
@@ -333,8 +333,8 @@ class _MeasuringRecorder(_Recorder):
             yield
             return
         with self.lock:
-            span = Span(stream.name, name, 0.0, 0.0, here())
-            self.timeline.lane(stream.name).append(span)
+            span = OperationSpan(stream.name, name, 0.0, 0.0, caller_location())
+            self.timeline.spans_of(stream.name).append(span)
             self.num_launched[stream.name] = self.num_launched.get(stream.name, 0) + 1
         if not self._has_event_timing:
             span.start = (time.perf_counter() - self._start_time) * 1e6
@@ -365,7 +365,7 @@ class _MeasuringRecorder(_Recorder):
             span.start, span.end = self._first_event.elapsed_ms(start) * 1e3, self._first_event.elapsed_ms(end) * 1e3
 
 
-class _Mode(TorchDispatchMode):
+class _TimelineMode(TorchDispatchMode):
     def __init__(self, recorder: _MeasuringRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
@@ -379,7 +379,7 @@ class _Mode(TorchDispatchMode):
 
 
 @contextmanager
-def record(backend: Backend) -> Generator[Timeline]:
+def record_timeline(backend: Backend) -> Generator[Timeline]:
     """Record the operations that the body enqueues on ``backend``. At its end the device is synchronized.
 
     The timeline is complete when the context has ended.
@@ -392,7 +392,7 @@ def record(backend: Backend) -> Generator[Timeline]:
             recorder = measuring = _MeasuringRecorder(backend)
             stack.callback(measuring.finish)
             stack.enter_context(_timed_replays(measuring))
-            stack.enter_context(_Mode(measuring))
+            stack.enter_context(_TimelineMode(measuring))
         backend.attach(recorder)
         stack.callback(backend.detach)
         yield recorder.timeline

@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from outrider_vllm.workloads import WORKLOADS, workload
+from outrider_vllm.workloads import WORKLOADS, find_workload
 
 
 def main() -> None:
@@ -40,8 +40,8 @@ def main() -> None:
 
     reverts_by_name = {revert.name: revert for revert in reverts.REVERTS}
     with tempfile.TemporaryDirectory() as folder:
-        outcome = engine.run(
-            backend, launches, Path(folder), workload(options.work), tokens=options.tokens,
+        outcome = engine.run_workload(
+            backend, launches, Path(folder), find_workload(options.work), tokens=options.tokens,
             asynchronous=not options.synchronous, speculate=options.speculate or options.draft_model,
             draft_model=options.draft_model or options.first_runner,
             revert=reverts_by_name[options.revert].apply if options.revert else None,

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from outrider_vllm.judged import judge
+from outrider_vllm.known_findings import split_known_findings
 from outrider_vllm.workloads import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class VllmRun:
     """The tokens, counts and findings of one run."""
 
     tokens: list[list[int]]
@@ -38,7 +38,7 @@ class Outcome:
     seconds: float
 
 
-def checkpoint(folder: Path, seed: int = 0) -> Path:
+def write_checkpoint(folder: Path, seed: int = 0) -> Path:
     """Write a random Llama of one layer to `folder` and return the folder. Equal seeds give equal weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,7 +54,7 @@ def checkpoint(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def expected(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+def reference_tokens(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """Return the greedy tokens of transformers on the host, `count` for each prompt."""
     from transformers import LlamaForCausalLM
 
@@ -70,10 +70,10 @@ def expected(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list
     return outputs
 
 
-def run(
+def run_workload(
     backend: Any, launches: Any, folder: Path, work: Workload, *, tokens: int, asynchronous: bool, speculate: bool,
     draft_model: bool = False, revert: Callable[[Any], Callable[[], int]] | None = None,
-) -> Outcome:  # fmt: skip
+) -> VllmRun:  # fmt: skip
     """Decode the requests of `work` under the sanitizer and return the outcome of the run.
 
     Each request gets `tokens` output tokens, unless the workload stops it earlier. `revert` removes an ordering from the
@@ -97,11 +97,11 @@ def run(
     if work.zeroing:
         vllm_config: Any = KVCacheConfig
         vllm_config.needs_kv_cache_zeroing = property(lambda config: True)
-    checkpoint(folder)
+    write_checkpoint(folder)
     last_round = work.rounds[-1]
     reference = [
         output[: work.stop_after.get(index, tokens)]
-        for index, output in enumerate(expected(folder, last_round, tokens))
+        for index, output in enumerate(reference_tokens(folder, last_round, tokens))
     ]  # fmt: skip
     started = time.monotonic()
     with watch(backend) as report:
@@ -128,8 +128,8 @@ def run(
                 engine.reset_prefix_cache()
         backend.synchronize()
     outputs = [list(result.outputs[0].token_ids) for result in results]
-    findings, judged = judge(report)
-    return Outcome(
+    findings, judged = split_known_findings(report)
+    return VllmRun(
         tokens=outputs, right=outputs == reference, operations=report.operations,
         launches=sum(launches.counts.values()), nowhere=launches.nowhere, streams=len(backend.streams),
         steps=step_count[0], findings=findings, judged=judged, skipped=count_skipped(),
@@ -141,7 +141,7 @@ def _speculation_options(folder: Path, draft_model: bool) -> dict[str, Any]:
     """Return vLLM's options for three draft tokens, from a second random Llama or from n-grams."""
     config: dict[str, Any] = {"num_speculative_tokens": 3}
     if draft_model:
-        config |= {"method": "draft_model", "model": str(checkpoint(folder / "draft", seed=1))}
+        config |= {"method": "draft_model", "model": str(write_checkpoint(folder / "draft", seed=1))}
     else:
         config |= {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     return {"speculative_config": config}

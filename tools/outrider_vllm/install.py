@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING, Any
 from outrider.device import BackendLoadError
 
 if TYPE_CHECKING:
-    from outrider_vllm.triton_launches import Launches
+    from outrider_vllm.triton_launches import TritonLaunches
 
 VLLM_VERSION = "0.33.0"
 """The vLLM version that this package supports."""
 
 
-class _State:
+class _InstallState:
     """The state of the process. vLLM and Triton can be changed only once in a process."""
 
-    launches: Launches | None = None
+    launches: TritonLaunches | None = None
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """Return whether `install` was called in this process."""
-    return _State.launches is not None
+    return _InstallState.launches is not None
 
 
-def install() -> Launches:
+def install() -> TritonLaunches:
     """Install the simulated device in vLLM: Triton's interpreter, the names of `torch.cuda` and the platform. Idempotent.
 
     A backend `sim` must exist. Raises `BackendLoadError` if vLLM or Triton has been imported, or if vLLM has another
     version. Returns the object that runs the Triton kernels.
     """
-    if _State.launches is not None:
-        return _State.launches
+    if _InstallState.launches is not None:
+        return _InstallState.launches
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -52,14 +52,14 @@ def install() -> Launches:
         os.environ.setdefault(name, "1")
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
         os.environ.setdefault(name, {"VLLM_NO_USAGE_STATS": "1"}.get(name, "0"))
-    _State.launches = triton_on_sim()
+    _InstallState.launches = install_triton()
     from outrider_vllm.torch_cuda import install_names
 
-    install_names(_State.launches.show)
-    return _State.launches
+    install_names(_InstallState.launches.host_address)
+    return _InstallState.launches
 
 
-def triton_on_sim() -> Launches:
+def install_triton() -> TritonLaunches:
     """Make each Triton launch of this process an operation of the simulated device.
 
     Call it before Triton is imported, with `TRITON_INTERPRET` set. Returns the object that runs the kernels.
@@ -68,12 +68,12 @@ def triton_on_sim() -> Launches:
     from triton.backends import backends
     from triton.runtime import interpreter
 
-    from outrider_vllm.triton_launches import Launches
+    from outrider_vllm.triton_launches import TritonLaunches
 
-    launches = Launches(interpreter.GridExecutor, interpreter.interpreter_builder)
+    launches = TritonLaunches(interpreter.GridExecutor, interpreter.interpreter_builder)
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-        launches.run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+        launches.queue_launch(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
     interpreter.InterpretedFunction.run = run
     # vLLM uses Triton if exactly one driver is active.

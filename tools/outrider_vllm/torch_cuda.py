@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from outrider_sim.meta import Metas
 from outrider_sim.tensor import SimTensor, wrap
+from outrider_sim.tensor_meta import Metas
 from outrider_sim.torch_module import SimTorchStream
 
-NAMES = (
+REDIRECTED_NAMES = (
     "Event", "Stream", "current_stream", "default_stream", "set_stream", "stream", "synchronize", "current_device",
     "device_count", "mem_get_info", "memory_allocated", "memory_reserved", "empty_cache", "set_device",
     "max_memory_allocated",
@@ -27,14 +27,14 @@ def install_names(address: Callable[[SimTensor], int]) -> None:
     Kernels load such addresses from tables of pointers and follow them.
     """
     module: Any = torch.sim  # type: ignore[attr-defined]
-    for name in NAMES:
+    for name in REDIRECTED_NAMES:
         setattr(torch.cuda, name, getattr(module, name))
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # a kernel chooses a tile size by it
     cuda_stream: Any = property(lambda stream: stream.stream_id)
     SimTorchStream.cuda_stream = cuda_stream  # type: ignore[attr-defined]
     SimTorchStream.priority_range = staticmethod(lambda: (0, -1))  # type: ignore[attr-defined]
     accelerator: Any = torch.accelerator
-    accelerator.memory_stats = stats
+    accelerator.memory_stats = memory_stats
     accelerator.memory_allocated = module.memory_allocated
     accelerator.memory_reserved = module.memory_reserved
     accelerator.get_memory_info = module.mem_get_info
@@ -43,7 +43,7 @@ def install_names(address: Callable[[SimTensor], int]) -> None:
     SimTensor.data_ptr = lambda self: address(self)  # type: ignore[method-assign]  # the bytes never move
 
 
-def stats(device: Any = None) -> dict[str, int]:
+def memory_stats(device: Any = None) -> dict[str, int]:
     """Return the two entries of `torch.accelerator.memory_stats` that vLLM reads, in bytes."""
     del device
     module: Any = torch.sim  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ _STORES = frozenset({"store"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Directions:
+class KernelDirections:
     """The names of a kernel's parameters whose memory the kernel reads or writes."""
 
     reads: frozenset[str]
@@ -30,18 +30,18 @@ class Directions:
     """Tables of pointers: the kernel writes the memory to which their elements point."""
 
 
-class AccessTable:
+class KernelAccessTable:
     """A cache of the directions of kernels. Each kernel is analysed once."""
 
     def __init__(self) -> None:
-        self._directions: dict[Callable[..., Any], Directions] = {}
+        self._directions: dict[Callable[..., Any], KernelDirections] = {}
 
-    def of(self, function: Callable[..., Any]) -> Directions:
+    def directions_of(self, function: Callable[..., Any]) -> KernelDirections:
         """Return the directions of a kernel's Python function."""
         directions = self._directions.get(function)
         if directions is None:
             # During its own analysis a kernel has no accesses. Triton doesn't support recursion.
-            self._directions[function] = Directions(reads=frozenset(), writes=frozenset())
+            self._directions[function] = KernelDirections(reads=frozenset(), writes=frozenset())
             directions = self._directions[function] = _KernelAnalysis(self, function).directions()
         return directions
 
@@ -49,7 +49,7 @@ class AccessTable:
 class _KernelAnalysis(ast.NodeVisitor):
     """The analysis of one kernel. It visits the body until a visit adds nothing, and takes the union of all branches."""
 
-    def __init__(self, table: AccessTable, function: Callable[..., Any]) -> None:
+    def __init__(self, table: KernelAccessTable, function: Callable[..., Any]) -> None:
         self.table = table
         self.function = function
         self.scope: Mapping[str, Any] = function.__globals__
@@ -59,14 +59,14 @@ class _KernelAnalysis(ast.NodeVisitor):
         self.roots: dict[str, set[str]] = {name: {name} for name in self.names}
         self.accessed: dict[str, set[str]] = {"r": set(), "w": set()}  # roots by direction
 
-    def directions(self) -> Directions:
+    def directions(self) -> KernelDirections:
         tree = ast.parse(textwrap.dedent(inspect.getsource(self.function)))
         size = -1
         while size != self._size():
             size = self._size()
             self.visit(tree)
         reads, writes = self.accessed["r"], self.accessed["w"]
-        return Directions(
+        return KernelDirections(
             reads=frozenset(n for n in reads if n[0] != "*"),
             writes=frozenset(n for n in writes if n[0] != "*"),
             reads_through=frozenset(n[1:] for n in reads if n[0] == "*"),
@@ -168,7 +168,7 @@ class _KernelAnalysis(ast.NodeVisitor):
         """Add the accesses of a called kernel to the roots of its arguments, and return the roots of its result."""
         names = list(inspect.signature(callee).parameters)
         bound = dict(zip(names, positional, strict=False)) | {name: roots for name, roots in named.items() if name}
-        inner = self.table.of(callee)
+        inner = self.table.directions_of(callee)
         for mode, direct, through in (("r", inner.reads, inner.reads_through), ("w", inner.writes, inner.writes_through)):
             for parameter, roots in bound.items():
                 if parameter in direct:

@@ -15,11 +15,11 @@ import torch
 from outrider.device import Access, ConfigError
 from outrider_sim.launches import host_view, launch
 from outrider_sim.tensor import SimTensor
-from outrider_vllm.triton_accesses import AccessTable
-from outrider_vllm.triton_touched import Place, Recorder, Touched
+from outrider_vllm.triton_accesses import KernelAccessTable
+from outrider_vllm.triton_recorder import AccessRecorder, RecordedAccesses, StorageRange
 
 
-class Launches:
+class TritonLaunches:
     """The launches of Triton kernels of this process. It replaces `InterpretedFunction.run`.
 
     `executor` is Triton's grid executor. Loads and stores go through the interpreter's `builder`, which is observed.
@@ -27,22 +27,22 @@ class Launches:
 
     def __init__(self, executor: Callable[..., Any], builder: Any) -> None:
         self.executor = executor
-        self.recorder = Recorder(builder)
-        self.table = AccessTable()
+        self.recorder = AccessRecorder(builder)
+        self.table = KernelAccessTable()
         self.counts: dict[str, int] = {}
         """Number of launches by kernel."""
-        self.nowhere: dict[str, int] = {}
+        self.unknown_accesses: dict[str, int] = {}
         """Number of accessed address ranges outside known memory, by kernel. The sanitizer doesn't see these accesses."""
-        self._in_tables: dict[int, Place] = {}
+        self._in_tables: dict[int, StorageRange] = {}
         """Storages whose addresses may be in tables of addresses, by base address."""
 
-    def show(self, tensor: SimTensor) -> int:
+    def host_address(self, tensor: SimTensor) -> int:
         """Return the host address of a tensor, and register its storage: a kernel may load the address from a table."""
         place = _storage_range(tensor, "in a table of addresses")
         self._in_tables[place.base] = place
         return int(tensor._inner.data_ptr())
 
-    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+    def queue_launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         """Enqueue one launch of `kernel` on the current simulated stream, with Triton's arguments. A warm-up does nothing.
 
         Raises `ConfigError` for a tensor on another device.
@@ -54,10 +54,10 @@ class Launches:
         arguments = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
         name = f"triton::{function.__name__}"
         self.counts[name] = self.counts.get(name, 0) + 1
-        directions = self.table.of(function)
+        directions = self.table.directions_of(function)
         reads: list[tuple[str, torch.Tensor]] = []
         writes: list[tuple[str, torch.Tensor]] = []
-        operands: dict[int, Place] = {}
+        operands: dict[int, StorageRange] = {}
         for parameter, value in arguments.items():
             if not isinstance(value, torch.Tensor):
                 continue
@@ -81,21 +81,23 @@ class Launches:
         sizes = tuple(int(n) for n in (grid if isinstance(grid, tuple | list) else (grid,)))
         if 0 in sizes:
             return
-        executor, recorder, recorded_accesses = self.executor, self.recorder, Touched()
+        executor, recorder, recorded_accesses = self.executor, self.recorder, RecordedAccesses()
 
         def run_kernel() -> None:
-            with recorder.of(recorded_accesses):
+            with recorder.recording(recorded_accesses):
                 executor(rewritten, names, sizes)(**hosts)
 
         def accesses() -> tuple[Access, ...]:
             known, nowhere = recorded_accesses.accesses({**self._in_tables, **operands}.values())
             if nowhere:
-                self.nowhere[name] = self.nowhere.get(name, 0) + nowhere
+                self.unknown_accesses[name] = self.unknown_accesses.get(name, 0) + nowhere
             return tuple(known)
 
         launch(name, run_kernel, reads=reads, writes=writes, touched=accesses)
 
 
-def _storage_range(tensor: SimTensor, argument: str) -> Place:
+def _storage_range(tensor: SimTensor, argument: str) -> StorageRange:
     base = int(tensor._inner.untyped_storage().data_ptr())
-    return Place(base=base, nbytes=tensor._inner.untyped_storage().nbytes(), storage=tensor._alloc.id, argument=argument)
+    return StorageRange(
+        base=base, nbytes=tensor._inner.untyped_storage().nbytes(), storage=tensor._alloc.id, argument=argument
+    )

@@ -9,7 +9,7 @@ from types import MappingProxyType
 Prompt = tuple[int, ...]
 
 
-def spread(first: int, length: int) -> Prompt:
+def prompt_without_repeats(first: int, length: int) -> Prompt:
     """Return a prompt without early repetitions, in which an n-gram look-up finds no proposal at first."""
     return tuple(3 + (first + position * position) % 60 for position in range(length))
 
@@ -37,8 +37,8 @@ class Workload:
 
 
 _SHORT = ((5, 6, 7, 8, 5, 6, 7), (9, 10, 11), (3, 4, 5, 3, 4, 5, 3, 4, 5, 3, 4))
-_LONG = (spread(1, 41), spread(7, 19), spread(20, 70))
-_FIRST, _SECOND = spread(1, 70), spread(7, 41)
+_LONG = (prompt_without_repeats(1, 41), prompt_without_repeats(7, 19), prompt_without_repeats(20, 70))
+_FIRST, _SECOND = prompt_without_repeats(1, 70), prompt_without_repeats(7, 41)
 
 WORKLOADS = (
     Workload(name="plain", purpose="three short requests", rounds=(_SHORT,)),
@@ -53,6 +53,6 @@ WORKLOADS = (
 )  # fmt: skip
 
 
-def workload(name: str) -> Workload:
+def find_workload(name: str) -> Workload:
     """Return the workload with this name. Raises `KeyError`."""
     return {w.name: w for w in WORKLOADS}[name]

@@ -12,7 +12,7 @@ _LARGEST = 32 << 20
 """Bytes of a block up to which it comes from the heap: glibc takes no larger value."""
 
 
-def keep_freed() -> bool:
+def retain_freed_memory() -> bool:
     """Let the C library retain up to 256 MiB of freed memory for blocks of up to 32 MiB. Return whether it accepts this.
 
     By default glibc returns freed blocks of about 100 KiB or more to the system. The next such block then causes a page

@@ -42,10 +42,10 @@ def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
         if value not in _FREED:
             raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(_FREED)}")
     from outrider_cpu.backend import CpuBackend
-    from outrider_cpu.memory import keep_freed
+    from outrider_cpu.memory import retain_freed_memory
 
     if options.get("freed") != "returned":
-        kept = keep_freed()
+        kept = retain_freed_memory()
         if "freed" in options and not kept:
             raise CapabilityError(
                 "backend 'cpu': this C library has no setting for freed=kept (glibc's mallopt); leave it out"

@@ -55,7 +55,7 @@ class CudaGroup(TorchGroup):
         super().__init__(backend, name, ranks, rank, store, timeout_s)
         self._reachable = False
         self._kept: list[Any] = []
-        self._meeting: Any = dist.PrefixStore("peers", self._meeting)
+        self._group_store: Any = dist.PrefixStore("peers", self._group_store)
         self._symmetric = ""
         self._registered: Any = None
         self._one_shot: Tensor | None = None
@@ -69,7 +69,7 @@ class CudaGroup(TorchGroup):
             self._exchange = PeerExchange(self, most_bytes=EXCHANGED_BYTES, pdl=pdl)
 
     @property
-    def ways(self) -> tuple[str, ...]:
+    def implementations(self) -> tuple[str, ...]:
         """NCCL's, and those over memory of the peers where they reach it."""
         return ("nccl", _ONE_SHOT, _EXCHANGE) if self._reachable else ("nccl",)
 
@@ -79,7 +79,7 @@ class CudaGroup(TorchGroup):
         if reduction is Reduction.SUM and self._reachable:
             if self._direct is not None and self._direct.all_reduce(tensor):
                 return
-            if self.takes(_ONE_SHOT) and self._fits_one_shot(tensor):
+            if self.allows_implementation(_ONE_SHOT) and self._fits_one_shot(tensor):
                 self._sum_in_one_shot(tensor)
                 return
         super()._all_reduce(tensor, reduction)
@@ -94,7 +94,7 @@ class CudaGroup(TorchGroup):
 
     @property
     def _direct(self) -> PeerExchange | None:
-        return self._exchange if self.takes(_EXCHANGE) else None
+        return self._exchange if self.allows_implementation(_EXCHANGE) else None
 
     def _fits_one_shot(self, tensor: Tensor) -> bool:
         known = tensor.dtype in (torch.float32, torch.bfloat16)
@@ -118,8 +118,8 @@ class CudaGroup(TorchGroup):
     def _reach_peers(self) -> bool:
         """Ask every rank, so that all come to one answer."""
         host = f"{platform.node()} {_boot_id()}"
-        self._meeting.set(f"where/{self.rank}", f"{host}|{self.backend.device.index}|{os.getpid()}")
-        said = [self._meeting.get(f"where/{rank}").decode().split("|") for rank in range(self.size)]
+        self._group_store.set(f"where/{self.rank}", f"{host}|{self.backend.device.index}|{os.getpid()}")
+        said = [self._group_store.get(f"where/{rank}").decode().split("|") for rank in range(self.size)]
         own = self.backend.device.index
         others = [int(index) for _, index, _ in said if index != str(own)]
         one_host = {each[0] for each in said} == {host} and len({each[2] for each in said}) == self.size
@@ -128,18 +128,18 @@ class CudaGroup(TorchGroup):
 
     def _all_say(self, what: str, *, said: bool) -> bool:
         """Return on every rank whether all ranks passed ``said=True`` for the question ``what``."""
-        self._meeting.set(f"{what}/{self.rank}", str(int(said)))
+        self._group_store.set(f"{what}/{self.rank}", str(int(said)))
         keys = [f"{what}/{rank}" for rank in range(self.size)]
         # A rank that waited for a failed rank arrives later by the time limit, possibly several times.
         patience = timedelta(seconds=3 * self.timeout_s + 5)
-        self._run(lambda: self._meeting.wait(keys, patience))
-        return all([self._meeting.get(f"{what}/{rank}") == b"1" for rank in range(self.size)])  # noqa: C419  (ask all)
+        self._run(lambda: self._group_store.wait(keys, patience))
+        return all([self._group_store.get(f"{what}/{rank}") == b"1" for rank in range(self.size)])  # noqa: C419  (ask all)
 
     def _try_peers(self) -> bool:
         """Make memory that the ranks share and use it, so that what can't work is known now, on every rank."""
         if self.rank == 0:
-            self._meeting.set("name", str(uuid4()))
-        self._symmetric = self._meeting.get("name").decode()
+            self._group_store.set("name", str(uuid4()))
+        self._symmetric = self._group_store.get("name").decode()
         reason = "another rank failed"
         try:
             self._register()
@@ -148,7 +148,7 @@ class CudaGroup(TorchGroup):
                 for buffer in buffers:
                     buffer[self.rank].fill_(self.rank + 1)
                 torch.cuda.synchronize(self.backend.device)
-            self._meet("written")
+            self._wait_for_all_ranks("written")
             worked = buffers[self.rank].tolist() == list(range(1, self.size + 1))
             reason = reason if worked else "what another GPU wrote isn't there"
         except Exception as error:  # whatever a driver, a container or another torch says: then it's NCCL
@@ -167,7 +167,7 @@ class CudaGroup(TorchGroup):
         """Tell torch's symmetric memory, which looks groups up by name, who this one is."""
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-        meeting = dist.PrefixStore("symmetric", self._meeting)
+        meeting = dist.PrefixStore("symmetric", self._group_store)
         group = dist.ProcessGroup(meeting, self.rank, self.size)
         kind = dist.ProcessGroup.BackendType.NCCL
         group._register_backend(self.backend.device, kind, self._native)
@@ -196,7 +196,7 @@ class CudaGroup(TorchGroup):
             self._kept.append((handle, memory))
             memory.zero_()
             torch.cuda.synchronize(device)
-        self._meet(f"made {len(self._kept)}")
+        self._wait_for_all_ranks(f"made {len(self._kept)}")
         return tuple(handle.get_buffer(rank, shape, dtype) for rank in range(self.size))
 
     def _close(self) -> None:

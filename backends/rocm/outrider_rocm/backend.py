@@ -42,7 +42,7 @@ def _triton(backend: RocmBackend) -> KernelSet:
             f"backend 'rocm': kernels=triton needs Triton, which torch's ROCm builds bring along, but importing it failed: "
             f"{error}; install triton, or choose rocm:kernels=torch"
         ) from error
-    from outrider_triton.facts import facts_of
+    from outrider_triton.device_facts import facts_of
     from outrider_triton.kernelset import TritonKernels
 
     facts = facts_of(backend.module.get_device_properties(backend.device))

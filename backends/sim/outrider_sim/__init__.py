@@ -10,5 +10,5 @@ The package is an ordinary Outrider backend (`outrider_sim.plugin`). Its parts, 
 - `graphs`: capture and replay;
 - `tap`, `backend`, `plugin`, `options`: the backend interface.
 
-Creating the backend or calling `outrider_sim.device.register` registers the device with torch; an import doesn't.
+Creating the backend or calling `outrider_sim.torch_registration.register` registers the device with torch; an import doesn't.
 """

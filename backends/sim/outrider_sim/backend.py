@@ -36,19 +36,19 @@ from outrider.device import (
 )
 from outrider_sim.collectives import create_group
 from outrider_sim.control import SimControl
-from outrider_sim.device import Current, host_of, register
-from outrider_sim.failures import fail_on_request
-from outrider_sim.graphs import Capture, Program
+from outrider_sim.device_state import SimDeviceState, host_extent
+from outrider_sim.fault_messages import fail_on_request
+from outrider_sim.graphs import GraphProgram, OpenCapture
 from outrider_sim.kernels import HostLengthKernels
 from outrider_sim.memory import Pool
 from outrider_sim.operands import extent
 from outrider_sim.options import Personality, SimOptions
 from outrider_sim.pinned import PinnedTensor
-from outrider_sim.queue import EventState, FlagState, Kind, Op, StreamQueue
-from outrider_sim.sim import Sim, host_extent
+from outrider_sim.queue import EventState, FlagState, Op, OperationKind, StreamQueue
 from outrider_sim.strategies import Strategy
 from outrider_sim.tap import ObserverTap
 from outrider_sim.tensor import SimTensor
+from outrider_sim.torch_registration import CurrentDeviceState, host_of, register
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
@@ -136,13 +136,13 @@ class SimFlag(Flag):
         self.state = state
 
     def _set(self, stream: Stream) -> None:
-        self._enqueue(Kind.FLAG_SET, stream)
+        self._enqueue(OperationKind.FLAG_SET, stream)
 
     def _wait(self, stream: Stream) -> None:
-        self._enqueue(Kind.FLAG_WAIT, stream)
+        self._enqueue(OperationKind.FLAG_WAIT, stream)
 
     def _reset(self, stream: Stream) -> None:
-        self._enqueue(Kind.FLAG_RESET, stream)
+        self._enqueue(OperationKind.FLAG_RESET, stream)
 
     def _enqueue(self, kind: int, stream: Stream) -> None:
         assert isinstance(stream, SimStream)
@@ -157,7 +157,7 @@ class SimGraph(Graph):
     def __init__(self, backend: SimBackend, name: str, context: CaptureContext, fn: GraphCallable) -> None:
         super().__init__(backend, name, context)
         self.fn = fn
-        self.program: Program | None = None
+        self.program: GraphProgram | None = None
         self.pool: Pool | None = None
         self.origin: SimStream | None = None
 
@@ -232,7 +232,7 @@ class SimBackend(Backend):
         registered = register(options.name, options)
         first = host_of(registered, options, ordinal) if ordinal else None
         if first is not None:
-            options = options.beside(first.options)
+            options = options.for_further_device(first.options)
         like = options.like
         super().__init__(
             "sim",
@@ -241,16 +241,16 @@ class SimBackend(Backend):
             kernels=HostLengthKernels if like.exact_host_lengths else KernelSet(),
             speculative_sync=SimSync,
         )
-        self.sim = Sim(options, first, ordinal)
+        self.sim = SimDeviceState(options, first, ordinal)
         self.sim.backend = weakref.ref(self)
         self.epoch = 0  # resets so far
         self._dispatcher = registered.dispatcher
         if first is None:
             self._dispatcher.current = self.sim
-            self.sim.machine.scheduler.ambient.append(Current(self._dispatcher))
+            self.sim.machine.scheduler.ambient.append(CurrentDeviceState(self._dispatcher))
             registered.backend = self
         else:
-            self._dispatcher.several = True
+            self._dispatcher.has_several_devices = True
         self._control = SimControl(self)
         # Work outside any stream scope runs on the default stream, an ordinary stream of the backend.
         self.default_stream = SimStream(self, "default", 0, self.sim.machine.default)
@@ -273,9 +273,9 @@ class SimBackend(Backend):
 
     def become_current(self) -> None:
         """Let calls that name no device come here, on the calling thread, and remember that it's this rank's."""
-        self._dispatcher.several = True
+        self._dispatcher.has_several_devices = True
         self._dispatcher.current = self.sim
-        self._dispatcher.own.sim = self.sim
+        self._dispatcher.thread_device.sim = self.sim
 
     def current_rank(self) -> int:
         """The rank that the calling thread is."""
@@ -315,12 +315,12 @@ class SimBackend(Backend):
             if backend is not None:
                 backend.forget(strategy)
 
-    def forget(self, strategy: Strategy | None) -> None:
+    def restart(self, strategy: Strategy | None) -> None:
         """Start this device over, of those that were reset."""
         machine = self.sim.machine
         machine.faults = self.sim.options.operation_faults()  # those that were injected since are over
         self.sim.memory.faults = self.sim.options.allocation_faults()
-        self.sim.diverges = frozenset()
+        self.sim.divergences = frozenset()
         self.epoch += 1
         floors: dict[int, int] = getattr(strategy, "floors", {})
         floors[machine.rank] = self.sim.memory.start_over(floors.get(machine.rank))
@@ -374,11 +374,11 @@ class SimBackend(Backend):
     def _delay(self, stream: Stream, cycles: int) -> None:
         assert isinstance(stream, SimStream)
         # A virtual clock of 1 GHz; where the order matters, strategies hold streams back better than time does.
-        self.sim.machine.enqueue(Op(Kind.LAUNCH, "delay", cost=cycles / 1000.0), stream.queue_state)
+        self.sim.machine.enqueue(Op(OperationKind.LAUNCH, "delay", cost=cycles / 1000.0), stream.queue_state)
 
     def _provoke_fault(self, stream: Stream) -> None:
         assert isinstance(stream, SimStream)
-        self.sim.machine.enqueue(Op(Kind.KERNEL, "provoked fault", fail_on_request), stream.queue_state)
+        self.sim.machine.enqueue(Op(OperationKind.KERNEL, "provoked fault", fail_on_request), stream.queue_state)
 
     def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.sim.pinned(shape, dtype)
@@ -408,9 +408,11 @@ class SimBackend(Backend):
         graph.program = self.record_program(graph, fn, stream, graph.pool, seen=True)
         return graph
 
-    def record_program(self, graph: SimGraph, fn: GraphCallable, stream: SimStream, pool: Pool, *, seen: bool) -> Program:
+    def record_program(
+        self, graph: SimGraph, fn: GraphCallable, stream: SimStream, pool: Pool, *, seen: bool
+    ) -> GraphProgram:
         """Capture `fn` on `stream`; `seen` says whether an observer learns of it. Streams are as before, whatever happens."""
-        capture = Capture(self.sim, graph.name, pool, stream.queue_state)
+        capture = OpenCapture(self.sim, graph.name, pool, stream.queue_state)
         machine = self.sim.machine
         tap, observer = machine.tap, self.observer
         if not seen:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.device import Collective, CollectiveError, DeadlockError, Group, Reduction
-from outrider_sim.exchange import STUCK, Call, Exchange, Half, Meeting
-from outrider_sim.queue import Kind, Op
-from outrider_sim.source import python_line
+from outrider_sim.exchange import STUCK, CollectiveCall, CollectivePart, CollectiveRendezvous, Exchange
+from outrider_sim.queue import Op, OperationKind
+from outrider_sim.source_lines import python_line
 from outrider_sim.tensor import SimTensor
 
 if TYPE_CHECKING:
@@ -32,17 +32,17 @@ class Operands(NamedTuple):
     write: Tensor | None
 
 
-class Captured:
+class CapturedCollective:
     """A call in a graph: each replay issues it anew. The starting operation makes the half, the ending one has it too."""
 
-    def __init__(self, member: Member, call: Call) -> None:
+    def __init__(self, member: Member, call: CollectiveCall) -> None:
         self._member = member
         self.call = call
-        self._half: Half | None = None
+        self._half: CollectivePart | None = None
 
     def again(self, op: Op) -> Op:
         """The operation for one more replay."""
-        if op.kind == Kind.COLLECTIVE_START:
+        if op.kind == OperationKind.COLLECTIVE_START:
             self._half = self._member.issue(self.call)
             self._half.captured = self
         fresh = op.again()
@@ -64,11 +64,11 @@ class SimGroup(Group):
         self.member = member
         member.error = self._failure
 
-    def _failure(self, reason: str, half: Half) -> CollectiveError:
+    def _failure(self, reason: str, half: CollectivePart) -> CollectiveError:
         if reason.startswith(STUCK):
-            text = f"{half.call.told} never ends on rank {self.rank} of group {self.name!r}: {reason}"
+            text = f"{half.call.collective} never ends on rank {self.rank} of group {self.name!r}: {reason}"
             return RanksDeadlock(text, self.name, self.rank, half.number, half.call.name)
-        told = self.failed(reason, half.call.told)
+        told = self.failed(reason, half.call.collective)
         return CollectiveError(str(told), self.name, self.rank, half.number, half.call.name)
 
     def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
@@ -95,7 +95,7 @@ class SimGroup(Group):
 
     def _issue(
         self,
-        compute: Callable[[Meeting], None],
+        compute: Callable[[CollectiveRendezvous], None],
         read: Tensor | None,
         write: Tensor | None,
         channel: tuple[int, int] | None = None,
@@ -105,21 +105,21 @@ class SimGroup(Group):
         told = self.last_call
         assert told is not None
         machine.line = python_line()
-        call = Call(
+        call = CollectiveCall(
             name=told.kind,
             channel=channel,
-            facts=facts(told, in_graph=stream.capture is not None),
+            facts=matching_facts(told, in_graph=stream.capture is not None),
             line=machine.line,
             compute=compute,
             operands=Operands(_inner(read), _inner(write)),
-            told=told,
+            collective=told,
         )
         cost = machine.like.kernel_us
-        target = Captured(self.member, call) if stream.capture is not None else self.member.issue(call)
-        for kind, what in ((Kind.COLLECTIVE_START, "start of "), (Kind.COLLECTIVE, "")):
-            op = Op(kind, f"{what}{told.kind} of {self.name}", target=target, cost=cost * (kind == Kind.COLLECTIVE))
+        target = CapturedCollective(self.member, call) if stream.capture is not None else self.member.issue(call)
+        for kind, what in ((OperationKind.COLLECTIVE_START, "start of "), (OperationKind.COLLECTIVE, "")):
+            op = Op(kind, f"{what}{told.kind} of {self.name}", target=target, cost=cost * (kind == OperationKind.COLLECTIVE))
             op.line = call.line
-            if isinstance(target, Half):
+            if isinstance(target, CollectivePart):
                 target.stream = stream
             machine.enqueue(op, stream)
 
@@ -127,7 +127,7 @@ class SimGroup(Group):
         self.member.closed = True
 
 
-def facts(call: Collective, *, in_graph: bool) -> tuple[tuple[str, object], ...]:
+def matching_facts(call: Collective, *, in_graph: bool) -> tuple[tuple[str, object], ...]:
     """Return (name, value) pairs of a collective that must be equal on all ranks."""
     return (
         ("kind", "message" if call.kind in ("send", "receive") else call.kind),
@@ -161,11 +161,11 @@ def _inner(tensor: Tensor | None) -> Tensor | None:
 # -- values: every operand is read before any is written --------------------------------------------------------------
 
 
-def _reads(meeting: Meeting) -> list[Tensor]:
+def _reads(meeting: CollectiveRendezvous) -> list[Tensor]:
     return [meeting.halves[index].call.operands.read for index in meeting.members]
 
 
-def _writes(meeting: Meeting, results: Sequence[Tensor]) -> None:
+def _writes(meeting: CollectiveRendezvous, results: Sequence[Tensor]) -> None:
     for index, result in zip(meeting.members, results, strict=True):
         meeting.halves[index].call.operands.write.copy_(result)
 
@@ -185,27 +185,27 @@ def _reduced(values: Sequence[Tensor], reduction: Reduction) -> Tensor:
     return total.to(first.dtype)
 
 
-def _reduce(meeting: Meeting, reduction: Reduction) -> None:
+def _reduce(meeting: CollectiveRendezvous, reduction: Reduction) -> None:
     total = _reduced(_reads(meeting), reduction)
     _writes(meeting, [total] * len(meeting.members))
 
 
-def _gather(meeting: Meeting) -> None:
+def _gather(meeting: CollectiveRendezvous) -> None:
     stacked = torch.stack(_reads(meeting))
     _writes(meeting, [stacked] * len(meeting.members))
 
 
-def _reduce_scatter(meeting: Meeting, reduction: Reduction) -> None:
+def _reduce_scatter(meeting: CollectiveRendezvous, reduction: Reduction) -> None:
     total = _reduced(_reads(meeting), reduction)
     _writes(meeting, [total[i].clone() for i in range(len(meeting.members))])
 
 
-def _exchange(meeting: Meeting) -> None:
+def _exchange(meeting: CollectiveRendezvous) -> None:
     parts = _reads(meeting)
     _writes(meeting, [torch.stack([part[i] for part in parts]) for i in range(len(parts))])
 
 
-def _copy(meeting: Meeting, source: int) -> None:
+def _copy(meeting: CollectiveRendezvous, source: int) -> None:
     value = meeting.halves[source].call.operands.read.clone()
     for half in meeting.halves.values():
         if half.call.operands.write is not None:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import Backend, ConfigError, ProcessView, Stream
-from outrider_sim.diverging import DIVERGENCES
-from outrider_sim.explore import Exploration, explore
+from outrider_sim.delay_schedule import Delay, Schedule, ScheduleStep
+from outrider_sim.divergent_operators import DIVERGENCES
+from outrider_sim.explore import ExplorationResult, explore
 from outrider_sim.options import FAULTS
 from outrider_sim.queue import FREE, StreamQueue
-from outrider_sim.schedule import Delay, Schedule, Step
 from outrider_sim.store import SimStore
-from outrider_sim.strategies import Replay, Strategy
+from outrider_sim.strategies import ReplaySchedule, Strategy
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
@@ -32,7 +32,7 @@ class SimControl:
 
     def set_schedule(self, schedule: str) -> None:
         """Replay a schedule from here on. Call it right after `reset`. Raises `ConfigError` for a string that is none."""
-        self.use(Replay(Schedule.parse(schedule)))
+        self.use(ReplaySchedule(Schedule.parse(schedule)))
 
     def use(self, strategy: Strategy) -> None:
         """Let `strategy` decide from here on."""
@@ -66,7 +66,7 @@ class SimControl:
 
     def delaying(self, step: tuple[str, int], after: tuple[str, int]) -> str:
         """The schedule in which `step` isn't taken before `after` has been."""
-        return str(Schedule([Delay(Step(*step), Step(*after))]))
+        return str(Schedule([Delay(ScheduleStep(*step), ScheduleStep(*after))]))
 
     def inject(self, kind: str, number: int) -> None:
         """The fault that the option `fault=kind@number` asks for, counted from here to the next reset; `number` from 1."""
@@ -87,7 +87,7 @@ class SimControl:
         if kind == "slow":
             self._machine.scheduler.slow.add(self._machine.thread)
         else:
-            self._backend.sim.diverges |= {kind}
+            self._backend.sim.divergences |= {kind}
 
     def create_store(self) -> Store:
         """Create a key-value store for ranks that are host threads of this process. Its waits are points of the schedule."""
@@ -95,13 +95,13 @@ class SimControl:
 
     def explore(
         self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0
-    ) -> Exploration:
+    ) -> ExplorationResult:
         """Run `program` under up to `iterations` schedules; see `outrider_sim.explore`."""
         return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed)
 
     def run_ranks(self, bodies: Sequence[Callable[[], None]], views: Sequence[ProcessView] = ()) -> None:
         """Run body r as rank r of a program, each seeing the process as its own; see `processes`."""
-        from outrider_sim.processes import run_ranks  # torch.distributed costs, and most programs have one rank
+        from outrider_sim.rank_processes import run_ranks  # torch.distributed costs, and most programs have one rank
 
         run_ranks(self._machine.scheduler, bodies, views)
 

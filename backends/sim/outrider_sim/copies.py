@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from outrider.device import CaptureError
-from outrider_sim.meta import Meta, contiguous
+from outrider_sim.device_state import host_extent
 from outrider_sim.operands import CPU, META, extent
 from outrider_sim.pinned import PinnedTensor, alias
-from outrider_sim.queue import Kind, Op
-from outrider_sim.sim import host_extent
+from outrider_sim.queue import Op, OperationKind
 from outrider_sim.tensor import SimTensor
+from outrider_sim.tensor_meta import Meta, contiguous
 
 if TYPE_CHECKING:
     from outrider_sim.dispatch import Dispatcher
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _COPY_OP = torch.ops.aten.copy_.default
 
 
-class Copies:
+class CopyOperators:
     """Copy operators between host and simulated device, and within the device."""
 
     def __init__(self, core: Dispatcher) -> None:
@@ -57,7 +57,7 @@ class Copies:
         cost = meta.nbytes / machine.like.link_bytes_per_us + machine.like.kernel_us
         written = extent(destination, True, "self")
         if isinstance(source, PinnedTensor) and _direct(source, meta):
-            op = Op(Kind.COPY, "copy to device", destination._inner.copy_, (alias(source),), cost=cost)
+            op = Op(OperationKind.COPY, "copy to device", destination._inner.copy_, (alias(source),), cost=cost)
             self._core.note(op, host_extent(source, False, "src"), written)
             machine.enqueue(op, stream)
         else:
@@ -70,7 +70,7 @@ class Copies:
             sim.synchronize(stream, "a copy from pageable host memory")
             staged = torch.empty(plain.shape, dtype=meta.dtype)
             staged.copy_(plain)  # always a copy: the caller may change or exchange its tensor's contents
-            op = Op(Kind.COPY, "copy to device, staged", destination._inner.copy_, (staged,), cost=cost)
+            op = Op(OperationKind.COPY, "copy to device, staged", destination._inner.copy_, (staged,), cost=cost)
             self._core.note(op, written)
             machine.enqueue(op, stream)
         if not non_blocking:
@@ -86,7 +86,7 @@ class Copies:
         cost = source._meta.nbytes / machine.like.link_bytes_per_us + machine.like.kernel_us
         read = extent(source, False, "src")
         if isinstance(destination, PinnedTensor) and destination.is_contiguous():
-            op = Op(Kind.COPY, "copy to host", alias(destination).copy_, (source._inner,), cost=cost)
+            op = Op(OperationKind.COPY, "copy to host", alias(destination).copy_, (source._inner,), cost=cost)
             self._core.note(op, read, host_extent(destination, True, "self"))
             machine.enqueue(op, stream)
             if not non_blocking:
@@ -97,7 +97,7 @@ class Copies:
                 "a copy to pageable host memory can't be captured: it waits for the stream; copy to contiguous pinned memory"
             )
         staged = torch.empty(source.shape, dtype=destination.dtype)
-        op = Op(Kind.COPY, "copy to host, staged", staged.copy_, (source._inner,), cost=cost)
+        op = Op(OperationKind.COPY, "copy to host, staged", staged.copy_, (source._inner,), cost=cost)
         self._core.note(op, read)
         machine.enqueue(op, stream)
         sim.synchronize(stream, "a copy to pageable host memory")
@@ -134,7 +134,7 @@ class Copies:
             if target.type == self._core.device.type:
                 if target.index and target != source.device:
                     raise RuntimeError(f"a copy from {source.device} to {target} isn't possible: devices meet in collectives")
-                made = self._core.allocate(sim, self._core.metas.of(looks), sim.machine.stream)
+                made = self._core.allocate(sim, self._core.metas.meta_of(looks), sim.machine.stream)
                 self.copy_(made, source)
                 return made
             if target.type != "cpu":
@@ -146,7 +146,7 @@ class Copies:
                 host = torch.empty_strided(looks.shape, looks.stride(), dtype=looks.dtype)
             self.device_to_host(host, source, non_blocking)
             return host
-        made = self._core.allocate(sim, self._core.metas.of(looks), sim.machine.stream)
+        made = self._core.allocate(sim, self._core.metas.meta_of(looks), sim.machine.stream)
         self.host_to_device(made, source, non_blocking)
         return made
 

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider_sim.meta import contiguous
 from outrider_sim.operands import CPU, META, Seeded, extent, without_generator
 from outrider_sim.opinfo import OpInfo
-from outrider_sim.queue import Kind, Op
+from outrider_sim.queue import Op, OperationKind
 from outrider_sim.tensor import SimTensor
+from outrider_sim.tensor_meta import contiguous
 
 if TYPE_CHECKING:
     from outrider_sim.dispatch import Dispatcher
 
 
-class Creation:
+class FactoryOperators:
     """Makes tensors on the device."""
 
     def __init__(self, core: Dispatcher) -> None:
@@ -106,12 +106,12 @@ class Creation:
         shape = info.func(*args, **without_generator(named))
         sim = self._core.current
         stream = sim.machine.stream
-        made = self._core.allocate(sim, self._core.metas.of(shape), stream)
+        made = self._core.allocate(sim, self._core.metas.meta_of(shape), stream)
         run: Callable[..., Any] = info.run
         named["device"] = CPU
         if info.random:
             run = Seeded(info, sim.next_seed(), named.pop("generator", None))
-        op = Op(Kind.KERNEL, info.name, run, tuple(args), named, made._inner.copy_, None, sim.machine.like.kernel_us)
+        op = Op(OperationKind.KERNEL, info.name, run, tuple(args), named, made._inner.copy_, None, sim.machine.like.kernel_us)
         self._core.note(op, extent(made, True, "out"))
         sim.machine.enqueue(op, stream)
         return made

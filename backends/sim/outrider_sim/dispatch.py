@@ -1,6 +1,6 @@
 """From a torch call to queued operations.
 
-Each operator is done in one of a few ways (`opinfo.Way`). The common one: look up what the results will look like,
+Each operator is done in one of a few ways (`opinfo.OperatorKind`). The common one: look up what the results will look like,
 allocate them in the order of the current stream, queue the host kernel on the tensors' memory, hand back wrappers.
 """
 
@@ -17,35 +17,35 @@ import torch
 from torch import Tensor
 
 from outrider.device import ROW_ACCESS, Access
-from outrider_sim import composites, rows
-from outrider_sim.copies import Copies
-from outrider_sim.creation import Creation
-from outrider_sim.diverging import diverging
-from outrider_sim.lengths import Lengths
-from outrider_sim.meta import Meta, Metas
+from outrider_sim import composites, row_accesses
+from outrider_sim.copies import CopyOperators
+from outrider_sim.creation import FactoryOperators
+from outrider_sim.device_state import SimDeviceState
+from outrider_sim.divergent_operators import divergent_implementation
+from outrider_sim.host_length_operators import HostLengthOperators
+from outrider_sim.host_reads import HostReads
 from outrider_sim.operands import (
     CPU,
     Seeded,
-    boolean_index,
+    copy_result,
+    copy_results,
+    creates_on_device,
     extent,
+    has_boolean_index,
     is_strided,
-    leaves_host,
     note_access,
     probability,
-    put,
     repin,
     results_of,
-    scatter,
 )
-from outrider_sim.opinfo import OpInfo, Plan, Way
+from outrider_sim.opinfo import OperatorKind, OpInfo, ResultPlan
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.planning import Planner
-from outrider_sim.queue import Kind, Op, StreamQueue
-from outrider_sim.reads import Reads
-from outrider_sim.sim import Sim
-from outrider_sim.source import Lines
+from outrider_sim.queue import Op, OperationKind, StreamQueue
+from outrider_sim.source_lines import SourceLines
 from outrider_sim.tensor import SimTensor, wrap
-from outrider_sim.views import Views
+from outrider_sim.tensor_meta import Meta, Metas
+from outrider_sim.views import ViewOperators
 
 _IGNORE: Mapping[str, Any] = {}
 _LIKE = frozenset({"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"})
@@ -54,19 +54,19 @@ _LIKE = frozenset({"aten::empty_like", "aten::new_empty", "aten::new_empty_strid
 class Dispatcher:
     """Carries out torch operators on the simulated device that is current. One for the process, as the device type is."""
 
-    def __init__(self, device: torch.device, current: Sim) -> None:
+    def __init__(self, device: torch.device, current: SimDeviceState) -> None:
         self.device = device
         self.current = current
-        self.own = threading.local()  # `device`: the device of the calling thread's rank
-        self.several = False  # several devices exist, so the operands determine a call's device
+        self.thread_device = threading.local()  # `device`: the device of the calling thread's rank
+        self.has_several_devices = False  # several devices exist, so the operands determine a call's device
         self.metas = Metas()
         self._planner = Planner(self, self.metas)
         self.infos: dict[Any, OpInfo] = {}
-        self._lines = Lines()
-        self.copies = copies = Copies(self)
-        self.creation = Creation(self)
-        self.views = views = Views(self)
-        self._reads = reads = Reads(self)
+        self._lines = SourceLines()
+        self.copies = copies = CopyOperators(self)
+        self.creation = FactoryOperators(self)
+        self.views = views = ViewOperators(self)
+        self._reads = reads = HostReads(self)
         self._special: dict[str, Callable[..., Any]] = {
             "aten::copy_": copies.copy_,
             "aten::_copy_from": copies.copy_from,
@@ -81,14 +81,14 @@ class Dispatcher:
             "aten::is_pinned": lambda *_: False,
         }
         self._special.update(reads.kernels())
-        self._special.update(Lengths(self).kernels())
+        self._special.update(HostLengthOperators(self).kernels())
         self._special.update((f"aten::{name}", kernel) for name, kernel in composites.kernels())
-        self._ways: dict[Way, Callable[..., Any]] = {
-            Way.COMPUTE: self.compute,
-            Way.VIEW: views.view,
-            Way.METADATA: views.metadata,
-            Way.READ: reads.read,
-            Way.DECOMPOSE: self._decompose,
+        self._ways: dict[OperatorKind, Callable[..., Any]] = {
+            OperatorKind.COMPUTE: self.compute,
+            OperatorKind.VIEW: views.view,
+            OperatorKind.METADATA: views.metadata,
+            OperatorKind.READ: reads.read_result,
+            OperatorKind.DECOMPOSE: self._decompose,
         }
         self._handlers: dict[Any, Callable[..., Any]] = {}
 
@@ -102,7 +102,7 @@ class Dispatcher:
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._learn(func)
-        if self.several:
+        if self.has_several_devices:
             home = self._home(args, kwargs or _IGNORE)
             if home is not None and home is not self.current:
                 with self.using(home):
@@ -110,7 +110,7 @@ class Dispatcher:
         return handler(args, kwargs or _IGNORE)
 
     @contextmanager
-    def using(self, sim: Sim) -> Generator[None]:
+    def using(self, sim: SimDeviceState) -> Generator[None]:
         """Make `sim` the current device inside the block."""
         other, self.current = self.current, sim
         try:
@@ -118,7 +118,7 @@ class Dispatcher:
         finally:
             self.current = other
 
-    def _home(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sim | None:
+    def _home(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimDeviceState | None:
         """The device of the same host that the first operand on a device lives on; without one, that a number names.
 
         Number 0 names the current device: that is also what a name without a number arrives as.
@@ -127,13 +127,13 @@ class Dispatcher:
         for value in args:
             first = value[0] if type(value) in (list, tuple) and value else value
             if isinstance(first, SimTensor):
-                found: Sim = first._alloc.machine_memory.sim
+                found: SimDeviceState = first._alloc.machine_memory.sim
                 return found if found.machine.scheduler is scheduler else None
         device = kwargs.get("device")
         if device is not None and device.index and device.type == self.device.type:
             for machine in scheduler.machines:
                 if machine.rank == device.index:
-                    named: Sim = machine.sim
+                    named: SimDeviceState = machine.sim
                     return named
             raise RuntimeError(f"there is no device {device}: this host has {len(scheduler.machines)}")
         return None
@@ -142,9 +142,9 @@ class Dispatcher:
         """The line of the program that calls, as reports name it."""
         return self._lines.now()
 
-    def rank_device(self) -> Sim:
+    def rank_device(self) -> SimDeviceState:
         """The device of the rank that the calling thread is; the current one, where it's none."""
-        found: Sim = getattr(self.own, "sim", self.current)
+        found: SimDeviceState = getattr(self.thread_device, "sim", self.current)
         return found
 
     def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
@@ -157,7 +157,7 @@ class Dispatcher:
         found = self.infos.get(func)
         if found is None:
             found = self.infos[func] = OpInfo(func)
-            found.resolvers = ROW_ACCESS.get(found.name.partition(".")[0]) or rows.ATEN.get(found.name, {})
+            found.resolvers = ROW_ACCESS.get(found.name.partition(".")[0]) or row_accesses.ATEN.get(found.name, {})
         return found
 
     def _learn(self, func: Any) -> Callable[..., Any]:
@@ -167,7 +167,7 @@ class Dispatcher:
             handler: Callable[..., Any] = lambda args, kwargs: special(*args, **kwargs)  # noqa: E731
         elif info.name in _LIKE:
             handler = partial(self.creation.empty_like, info)
-        elif info.way is Way.COMPUTE and any(argument.name == "device" for argument in func._schema.arguments):
+        elif info.way is OperatorKind.COMPUTE and any(argument.name == "device" for argument in func._schema.arguments):
             handler = partial(self.creation.filled_like, info)
         else:
             handler = partial(self._ways[info.way], info)
@@ -248,8 +248,8 @@ class Dispatcher:
             for name, value in kwargs.items():
                 key.append(name)
                 named[name] = self.convert(value, key, info)
-        if info.indexing and boolean_index(args):
-            return self._reads.read(info, args, kwargs)
+        if info.indexing and has_boolean_index(args):
+            return self._reads.read_result(info, args, kwargs)
         looked_up = tuple(key)
         plan = info.plans.get(looked_up)
         if plan is None:
@@ -271,16 +271,19 @@ class Dispatcher:
                 for name, made in zip(info.out_names, outs, strict=True):
                     named[name] = made._inner  # type: ignore[union-attr]  # such a plan has no result that is None
             elif len(outs) == 1 and info.fresh:
-                post = partial(put, outs[0]._inner)  # type: ignore[union-attr]  # nor has one of a single result
+                post = partial(copy_result, outs[0]._inner)  # type: ignore[union-attr]  # nor has one of a single result
             else:
-                post = partial(scatter, [None if made is None else made._inner for made in outs], info.returns)
-        if sim.diverges:
-            other = diverging(sim.diverges, info.name, info.run)
+                post = partial(copy_results, [None if made is None else made._inner for made in outs], info.returns)
+        if sim.divergences:
+            other = divergent_implementation(sim.divergences, info.name, info.run)
             if other is not None and outs:
-                run, post = other, partial(scatter, [None if made is None else made._inner for made in outs], info.returns)
+                run, post = (
+                    other,
+                    partial(copy_results, [None if made is None else made._inner for made in outs], info.returns),
+                )
                 for name in info.out_names:
                     named.pop(name, None)
-        op = Op(Kind.KERNEL, info.name, run, tuple(inner), named, post, None, plan.cost)
+        op = Op(OperationKind.KERNEL, info.name, run, tuple(inner), named, post, None, plan.cost)
         if type(run) is Seeded:
             op.seed = sim.next_seed
         if machine.tracks:
@@ -290,12 +293,12 @@ class Dispatcher:
             return outs[0]
         return results_of(info, plan, args, kwargs, outs)
 
-    def allocate(self, sim: Sim, meta: Meta, stream: StreamQueue) -> SimTensor:
+    def allocate(self, sim: SimDeviceState, meta: Meta, stream: StreamQueue) -> SimTensor:
         """A tensor of new memory in the order of `stream`."""
         allocation = sim.memory.allocate(meta.extent, stream)
         return wrap(allocation.block.inner(meta), meta, allocation, sim.device)
 
-    def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+    def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ResultPlan:
         """Return the plan of a call's results: metas, structure and implementation."""
         return self._planner.plan(info, key, args, kwargs)
 
@@ -322,7 +325,7 @@ class Dispatcher:
         op.line = machine.line
         if info.resolvers and machine.tap is not None:
             bound = dict(zip(info.names, args, strict=False)) | dict(kwargs)
-            op.rows = rows.Resolver(info.resolvers, bound, op.accesses, info.native)
+            op.rows = row_accesses.RowResolver(info.resolvers, bound, op.accesses, info.native)
             # The whole operand is a promise that the rows are told later.
             op.accesses = tuple(replace(a, by_rows=True) if a.argument in info.resolvers else a for a in accesses)
 
@@ -349,7 +352,7 @@ class Dispatcher:
         if any(issubclass(kind, SimTensor) for kind in types):
             return self(func, args, kwargs)
         info = self.info(func)
-        if leaves_host(kwargs, self.device):
+        if creates_on_device(kwargs, self.device):
             return self(func, args, kwargs)
         if info.name == "aten::is_pinned":
             return True
@@ -359,17 +362,19 @@ class Dispatcher:
             nonlocal owner
             if isinstance(value, PinnedTensor):
                 owner = value if owner is None else owner
-                return value.plain(write=None if info.way in (Way.VIEW, Way.DECOMPOSE) else name in info.writes)
+                return value.plain(
+                    write=None if info.way in (OperatorKind.VIEW, OperatorKind.DECOMPOSE) else name in info.writes
+                )
             if isinstance(value, list | tuple):
                 return type(value)(plain(name, item) for item in value)
             return value
 
-        if info.way is Way.DECOMPOSE:
+        if info.way is OperatorKind.DECOMPOSE:
             return self._decompose(info, args, kwargs)
         positional = [plain(name, value) for name, value in zip(info.names, args, strict=False)]
         named = {name: plain(name, value) for name, value in kwargs.items()}
         result = func(*positional, **named)
-        if info.way is Way.VIEW and owner is not None:
+        if info.way is OperatorKind.VIEW and owner is not None:
             return repin(result, owner)
         given = {id(p): a for p, a in zip(positional, args, strict=False)} | {id(named[k]): kwargs[k] for k in named}
         return given.get(id(result), result) if isinstance(result, Tensor) else result

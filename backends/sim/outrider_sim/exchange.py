@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outrider_sim.queue import Action, HostThread, Kind, StreamQueue, reason
+from outrider_sim.queue import Action, HostThread, OperationKind, StreamQueue, reason
 
 if TYPE_CHECKING:
-    from outrider_sim.machine import Machine
-    from outrider_sim.scheduler import Scheduler
+    from outrider_sim.host_scheduler import HostScheduler
+    from outrider_sim.stream_machine import StreamMachine
 
 STUCK = "nothing that is queued can run"
 
@@ -23,18 +23,18 @@ Channel = tuple[int, int] | None
 """(source, destination) of messages between two ranks; None: all ranks of the group."""
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One rank's collective call. `facts` are (name, value) pairs, most important first, that must be equal on all ranks."""
 
     name: str
     channel: Channel
     facts: tuple[tuple[str, object], ...]
     line: str
-    compute: Callable[[Meeting], None]
+    compute: Callable[[CollectiveRendezvous], None]
     operands: Any  # what `compute` reads and writes of this half
-    told: Any = None  # the `Collective` that was reported to tools
+    collective: Any = None  # the `Collective` that was reported to tools
 
-    def differs(self, other: Call) -> str:
+    def differs(self, other: CollectiveCall) -> str:
         """The first fact that isn't the same in `other`; empty: none."""
         for (name, mine), (_, theirs) in zip(self.facts, other.facts, strict=True):
             if mine != theirs:
@@ -42,12 +42,12 @@ class Call(NamedTuple):
         return ""
 
 
-class Half:
+class CollectivePart:
     """One rank's part of a meeting."""
 
     __slots__ = ("captured", "failed", "issued", "meeting", "member", "number", "resident", "results", "started", "stream")
 
-    def __init__(self, member: Member, call: Call, number: int, meeting: Meeting) -> None:
+    def __init__(self, member: Member, call: CollectiveCall, number: int, meeting: CollectiveRendezvous) -> None:
         self.member = member
         self.issued = call
         self.captured: Any = None  # the call in a graph that this is one replay of; a rebinding changes what it works on
@@ -59,11 +59,11 @@ class Half:
         self.stream: StreamQueue | None = None
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CollectiveCall:
         """The issued call, or the current version of a call captured in a graph."""
         if self.captured is None:
             return self.issued
-        now: Call = self.captured.call
+        now: CollectiveCall = self.captured.call
         return now
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class Half:
             self.member.machine.resident += 1
         self.meeting.time = max(self.meeting.time, now)
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Give the place back, and take the results over."""
         if self.resident:
             self.resident = False
@@ -103,7 +103,7 @@ class Half:
         self.member.group.meetings.pop(meeting.key, None)
 
 
-class Meeting:
+class CollectiveRendezvous:
     """The halves of one collective, by the index of their rank."""
 
     __slots__ = ("done", "halves", "key", "members", "time")
@@ -111,7 +111,7 @@ class Meeting:
     def __init__(self, key: tuple[Channel, int], members: tuple[int, ...]) -> None:
         self.key = key
         self.members = members
-        self.halves: dict[int, Half] = {}
+        self.halves: dict[int, CollectivePart] = {}
         self.done = False
         self.time = 0.0
 
@@ -129,17 +129,17 @@ class Meeting:
 class Member:
     """One rank's side of a group. `error` makes what a half that is given up raises."""
 
-    def __init__(self, group: RankGroup, index: int, machine: Machine, thread: HostThread) -> None:
+    def __init__(self, group: RankGroup, index: int, machine: StreamMachine, thread: HostThread) -> None:
         self.group = group
         self.index = index
         self.machine = machine
         self.thread = thread  # that made it, or that used it last
         self.closed = False
         self.counts: dict[Channel, int] = {}
-        self.last: Half | None = None
-        self.error: Callable[[str, Half], Exception] = lambda reason, half: RuntimeError(f"{half}: {reason}")
+        self.last: CollectivePart | None = None
+        self.error: Callable[[str, CollectivePart], Exception] = lambda reason, half: RuntimeError(f"{half}: {reason}")
 
-    def issue(self, call: Call) -> Half:
+    def issue(self, call: CollectiveCall) -> CollectivePart:
         """The next half in the call's channel. Raises what `error` makes where another rank asked for something else."""
         group = self.group
         number = self.counts.get(call.channel, 0) + 1
@@ -148,8 +148,8 @@ class Member:
         key = (call.channel, number)
         meeting = group.meetings.get(key)
         if meeting is None:
-            meeting = group.meetings[key] = Meeting(key, call.channel or tuple(range(group.size)))
-        half = meeting.halves[self.index] = self.last = Half(self, call, number, meeting)
+            meeting = group.meetings[key] = CollectiveRendezvous(key, call.channel or tuple(range(group.size)))
+        half = meeting.halves[self.index] = self.last = CollectivePart(self, call, number, meeting)
         if group.broken:
             half.failed = group.broken
         for other in meeting.halves.values():
@@ -177,7 +177,7 @@ class RankGroup:
         self.ranks = ranks
         self.size = len(ranks)
         self.members: dict[int, Member] = {}
-        self.meetings: dict[tuple[Channel, int], Meeting] = {}
+        self.meetings: dict[tuple[Channel, int], CollectiveRendezvous] = {}
         self.broken = ""
 
     def give_up(self, reason: str) -> None:
@@ -192,11 +192,11 @@ class RankGroup:
 class Exchange:
     """The groups of a scheduler's machines."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: HostScheduler) -> None:
         self._scheduler = scheduler
         self._groups: dict[tuple[str, tuple[int, ...]], list[RankGroup]] = {}
 
-    def forget(self) -> None:
+    def start_over(self) -> None:
         """A new run: groups of earlier ones are of no use."""
         for group in self._all():
             group.broken = group.broken or "the device was reset"
@@ -205,7 +205,7 @@ class Exchange:
     def _all(self) -> Iterable[RankGroup]:
         return (group for groups in self._groups.values() for group in groups)
 
-    def join(self, name: str, ranks: tuple[int, ...], index: int, machine: Machine) -> Member | str:
+    def join(self, name: str, ranks: tuple[int, ...], index: int, machine: StreamMachine) -> Member | str:
         """One rank's side of a new group, when every rank has come; or why one won't."""
         groups = self._groups.setdefault((name, ranks), [])
         group = next((each for each in groups if index not in each.members and not each.broken), None)
@@ -242,7 +242,7 @@ class Exchange:
         return found
 
     @staticmethod
-    def _held(half: Half) -> bool:
+    def _held(half: CollectivePart) -> bool:
         queue = half.stream.queue if half.stream is not None else None
         return bool(queue) and queue[0].target is half  # type: ignore[index,unused-ignore]  # some mypy forgets the check
 
@@ -256,7 +256,7 @@ class Exchange:
                     continue
                 op = stream.queue[0]
                 why = reason(op)
-                if op.kind in (Kind.COLLECTIVE_START, Kind.COLLECTIVE):
+                if op.kind in (OperationKind.COLLECTIVE_START, OperationKind.COLLECTIVE):
                     why = f"{op.target}, {self._why(op.target, edges)}"
                 lines.append(f"rank {machine.rank}: stream {stream.label!r} is held at operation {stream.done}: {why}")
         lines += [
@@ -269,7 +269,7 @@ class Exchange:
             lines.append("who waits for whom: " + " → ".join(f"rank {rank}" for rank in circle))
         return f"{STUCK}:\n  " + "\n  ".join(lines)
 
-    def _why(self, half: Half, edges: dict[int, set[int]]) -> str:
+    def _why(self, half: CollectivePart, edges: dict[int, set[int]]) -> str:
         machine = half.member.machine
         mine = edges.setdefault(machine.rank, set())
         group = half.member.group
@@ -301,11 +301,11 @@ class Exchange:
             parts.append(f"rank {member.machine.rank}, which {text}{last}")
         return "and waits for " + " and ".join(parts)
 
-    def _late(self, half: Half) -> Sequence[int]:
+    def _late(self, half: CollectivePart) -> Sequence[int]:
         return [half.member.group.members[index].machine.rank for index in self._late_indexes(half)]
 
     @staticmethod
-    def _late_indexes(half: Half) -> list[int]:
+    def _late_indexes(half: CollectivePart) -> list[int]:
         return [i for i in half.meeting.members if i not in half.meeting.halves or not half.meeting.halves[i].started]
 
 

@@ -14,18 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outrider_sim.queue import Generation, HostThread, Kind, StreamQueue
+from outrider_sim.queue import EventGeneration, HostThread, OperationKind, StreamQueue
 from outrider_sim.strategies import Strategy
 
 if TYPE_CHECKING:
-    from outrider_sim.scheduler import Scheduler
+    from outrider_sim.host_scheduler import HostScheduler
 
 
 class Pruned(BaseException):
     """The run can only repeat what another one has shown. Not an Exception, so that no program swallows it."""
 
 
-class Touch(NamedTuple):
+class StepAccesses(NamedTuple):
     """Memory and objects that one step may access. A span is (first address, end, writes); `all` conflicts with all."""
 
     actor: str
@@ -40,7 +40,7 @@ class Touch(NamedTuple):
 class _Frame:
     __slots__ = ("current", "labels", "sleep", "todo", "touches")
 
-    def __init__(self, touches: dict[str, Touch], todo: list[str], sleep: dict[str, Touch]) -> None:
+    def __init__(self, touches: dict[str, StepAccesses], todo: list[str], sleep: dict[str, StepAccesses]) -> None:
         self.touches = touches
         self.todo = todo
         self.sleep = sleep
@@ -59,11 +59,11 @@ class Exhaustive(Strategy):
         self.floors: dict[int, int] = {}  # rank → where addresses start in every run, so that runs can be compared
         self._stack: list[_Frame] = []
         self._depth = 0
-        self._sleep: dict[str, Touch] = {}
+        self._sleep: dict[str, StepAccesses] = {}
         self._no_queries = True
-        self._scheduler: Scheduler | None = None
+        self._scheduler: HostScheduler | None = None
 
-    def bind(self, scheduler: Scheduler) -> None:
+    def bind(self, scheduler: HostScheduler) -> None:
         """Set the scheduler that asks this strategy."""
         self._scheduler = scheduler
 
@@ -99,7 +99,7 @@ class Exhaustive(Strategy):
             self._stack.append(frame)
         self._depth += 1
         taken = frame.touches[frame.current]
-        self._sleep = {label: touch for label, touch in frame.sleep.items() if independent(touch, taken)}
+        self._sleep = {label: touch for label, touch in frame.sleep.items() if are_independent(touch, taken)}
         for index, actor in enumerate(candidates):
             if actor.label == frame.current:
                 return index
@@ -116,7 +116,7 @@ class Exhaustive(Strategy):
             raise Pruned("every step from here was explored from an equivalent point")
         return _Frame(touches, todo, dict(self._sleep))
 
-    def _touches_nothing(self, touch: Touch, hosts: int) -> bool:
+    def _touches_nothing(self, touch: StepAccesses, hosts: int) -> bool:
         assert self._scheduler is not None
         if touch.host and (hosts > 1 or len(self._scheduler.threads) > 1):
             return False
@@ -124,28 +124,28 @@ class Exhaustive(Strategy):
             return False
         return not touch.spans and touch.flag is None and touch.asks is None and not touch.all
 
-    def _touch(self, actor: StreamQueue | HostThread) -> Touch:
+    def _touch(self, actor: StreamQueue | HostThread) -> StepAccesses:
         assert self._scheduler is not None
         bases = self._scheduler.bases
         if isinstance(actor, HostThread):
             action = actor.action
             spans = tuple((bases[a.storage] + a.start, bases[a.storage] + a.end, a.write) for a in action.accesses)
-            return Touch(actor.label, True, spans, asks=action.target if action.what == "query" else None)
+            return StepAccesses(actor.label, True, spans, asks=action.target if action.what == "query" else None)
         op = actor.queue[0]
-        if op.kind < Kind.RECORD:
+        if op.kind < OperationKind.RECORD:
             spans = tuple((bases[a.storage] + a.start, bases[a.storage] + a.end, a.write) for a in op.accesses)
             # An operation that says nothing about its memory may touch any.
-            return Touch(actor.label, False, spans, all=not spans)
-        if op.kind in (Kind.FLAG_SET, Kind.FLAG_WAIT, Kind.FLAG_RESET):
-            return Touch(actor.label, False, flag=op.target)
-        if op.kind == Kind.RECORD:
-            return Touch(actor.label, False, completes=op.target)
-        if op.kind == Kind.COLLECTIVE_START:
-            return Touch(actor.label, False, flag=op.target.member.machine)  # places on the device are few
-        return Touch(actor.label, False, all=op.fn is not None or op.kind == Kind.COLLECTIVE)
+            return StepAccesses(actor.label, False, spans, all=not spans)
+        if op.kind in (OperationKind.FLAG_SET, OperationKind.FLAG_WAIT, OperationKind.FLAG_RESET):
+            return StepAccesses(actor.label, False, flag=op.target)
+        if op.kind == OperationKind.RECORD:
+            return StepAccesses(actor.label, False, completes=op.target)
+        if op.kind == OperationKind.COLLECTIVE_START:
+            return StepAccesses(actor.label, False, flag=op.target.member.machine)  # places on the device are few
+        return StepAccesses(actor.label, False, all=op.fn is not None or op.kind == OperationKind.COLLECTIVE)
 
 
-def independent(one: Touch, other: Touch) -> bool:
+def are_independent(one: StepAccesses, other: StepAccesses) -> bool:
     """Return whether exchanging two adjacent steps of different actors leaves the program's result unchanged."""
     if one.host and other.host:
         return False
@@ -158,10 +158,10 @@ def independent(one: Touch, other: Touch) -> bool:
     return not any(a[0] < b[1] and b[0] < a[1] and (a[2] or b[2]) for a in one.spans for b in other.spans)
 
 
-def _asked(query: Touch, step: Touch) -> bool:
+def _asked(query: StepAccesses, step: StepAccesses) -> bool:
     if query.asks is None:
         return False
-    if isinstance(query.asks, Generation):
+    if isinstance(query.asks, EventGeneration):
         # Generations are made anew in each run: compare what they are.
         done = step.completes
         return done is not None and (done.event.id, done.number) == (query.asks.event.id, query.asks.number)

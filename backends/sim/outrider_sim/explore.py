@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from outrider_sim.delay_schedule import Delay, Schedule, ScheduleStep
 from outrider_sim.exhaustive import Exhaustive, Pruned
-from outrider_sim.schedule import Delay, Schedule, Step
-from outrider_sim.strategies import Replay, Strategy, make_strategy, parse_strategy
+from outrider_sim.strategies import ReplaySchedule, Strategy, make_strategy, parse_strategy
 
 if TYPE_CHECKING:
     from outrider_sim.backend import SimBackend
@@ -19,7 +19,7 @@ Program = Callable[["SimBackend"], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class FailedRun:
     """A run that failed. `schedule` replays it; `shrunk` is what of it matters, and `orderings` says so in words."""
 
     run: int
@@ -30,7 +30,7 @@ class Failure:
 
 
 @dataclass(kw_only=True)
-class Exploration:
+class ExplorationResult:
     """The result of an exploration.
 
     `runs` counts complete runs, `pruned` counts runs aborted as repetitions. `exhausted` means that every schedule ran.
@@ -39,7 +39,7 @@ class Exploration:
     runs: int = 0
     pruned: int = 0
     exhausted: bool = False
-    failure: Failure | None = None
+    failure: FailedRun | None = None
     distinct: set[str] = field(default_factory=set)
 
 
@@ -94,12 +94,12 @@ def explore(
     seed: int = 0,
     shrinking: bool = True,
     count_distinct: bool = False,
-) -> Exploration:
+) -> ExplorationResult:
     """Run `program` under up to `iterations` schedules and stop at the first failure, shrunk unless `shrinking` is off.
 
     `count_distinct` keeps the schedules seen, as strings.
     """
-    result = Exploration()
+    result = ExplorationResult()
     source = strategies(strategy, seed)
     for number in range(iterations):
         chosen = next(source, None)
@@ -119,10 +119,10 @@ def explore(
     return result
 
 
-def _failure(backend: SimBackend, program: Program, number: int, error: BaseException, shrinking: bool) -> Failure:
+def _failure(backend: SimBackend, program: Program, number: int, error: BaseException, shrinking: bool) -> FailedRun:
     schedule = Schedule.parse(backend.control.schedule())
     shrunk = shrink(backend, program, schedule, type(error)) if shrinking else schedule
-    return Failure(
+    return FailedRun(
         run=number, error=error, schedule=schedule, shrunk=shrunk, orderings=tuple(explain(backend, program, shrunk))
     )
 
@@ -135,7 +135,7 @@ def shrink(backend: SimBackend, program: Program, schedule: Schedule, kind: type
     """
 
     def fails(delays: list[Delay]) -> bool:
-        return isinstance(run_once(backend, program, Replay(Schedule(delays))), kind)
+        return isinstance(run_once(backend, program, ReplaySchedule(Schedule(delays))), kind)
 
     delays = list(schedule)
     if not fails(delays):
@@ -187,12 +187,12 @@ def explain(backend: SimBackend, program: Program, schedule: Schedule) -> list[s
     machine.names = names
     machine.update_mode()
     try:
-        run_once(backend, program, Replay(schedule))
+        run_once(backend, program, ReplaySchedule(schedule))
     finally:
         machine.names = None
         machine.update_mode()
 
-    def say(step: Step) -> str:
+    def say(step: ScheduleStep) -> str:
         return f"{step} ({names.get(str(step), 'not reached')})"
 
     return [f"{say(delay.step)} runs only after {say(delay.after)}" for delay in schedule]

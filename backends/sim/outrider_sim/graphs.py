@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 
 from outrider.device import CaptureError, InterfaceError
 from outrider_sim.memory import Block, Pool
-from outrider_sim.queue import EventState, Generation, Kind, Op, StreamQueue
+from outrider_sim.queue import EventGeneration, EventState, Op, OperationKind, StreamQueue
 
 if TYPE_CHECKING:
-    from outrider_sim.machine import Machine
-    from outrider_sim.sim import Sim
+    from outrider_sim.device_state import SimDeviceState
+    from outrider_sim.stream_machine import StreamMachine
 
-_EDGES = (Kind.RECORD, Kind.WAIT)
+_EDGES = (OperationKind.RECORD, OperationKind.WAIT)
 
 
-class Capture:
+class OpenCapture:
     """An open capture. Operations enqueued on its streams come here instead of a queue; none of them runs.
 
     The first stream is the one that was captured; others join by waiting for an event recorded on one that belongs.
     """
 
-    def __init__(self, sim: Sim, name: str, pool: Pool, origin: StreamQueue) -> None:
+    def __init__(self, sim: SimDeviceState, name: str, pool: Pool, origin: StreamQueue) -> None:
         self.sim = sim
         self.name = name
         self.pool = pool
@@ -47,7 +47,7 @@ class Capture:
 
     def add(self, op: Op, stream: StreamQueue) -> None:
         """Append an operation. Raises `CaptureError` for a wait on something outside."""
-        if op.kind == Kind.WAIT and op.target.captured is not self:
+        if op.kind == OperationKind.WAIT and op.target.captured is not self:
             raise CaptureError(
                 f"a wait for {op.target} was captured, but that record isn't part of the capture; wait on the stream before "
                 "the replay"
@@ -60,7 +60,7 @@ class Capture:
 
     def poison(self, block: Block, stream: StreamQueue) -> None:
         """Memory that the capture hands out is poisoned by each replay before its first use, wherever it was before."""
-        op = Op(Kind.POISON, "poison", block.fill_poison)
+        op = Op(OperationKind.POISON, "poison", block.fill_poison)
         op.order = len(self.nodes) + 1
         self.nodes.append((self.lanes[stream], op))
 
@@ -70,19 +70,19 @@ class Capture:
         for stream in self.lanes:
             stream.capture = None
 
-    def finish(self) -> Program:
+    def finish(self) -> GraphProgram:
         """The captured program. Raises `CaptureError` unless every stream that was pulled in has been joined."""
         self._check_joined()
-        return Program(self.sim, self.name, self.nodes, len(self.lanes))
+        return GraphProgram(self.sim, self.name, self.nodes, len(self.lanes))
 
     def _check_joined(self) -> None:
         count = len(self.lanes)
         clocks = [[0] * count for _ in range(count)]
-        seen: dict[Generation, list[int]] = {}
+        seen: dict[EventGeneration, list[int]] = {}
         for lane, op in self.nodes:
-            if op.kind == Kind.RECORD:
+            if op.kind == OperationKind.RECORD:
                 seen[op.target] = list(clocks[lane])
-            elif op.kind == Kind.WAIT:
+            elif op.kind == OperationKind.WAIT:
                 clocks[lane] = [max(a, b) for a, b in zip(clocks[lane], seen[op.target], strict=True)]
             else:
                 clocks[lane][lane] += 1
@@ -94,12 +94,12 @@ class Capture:
                 )
 
 
-class Program:
+class GraphProgram:
     """A captured graph: operations by lane. Queued replays share the operations, so that a rebinding which comes too early
     changes a replay in flight, as on a device.
     """
 
-    def __init__(self, sim: Sim, name: str, nodes: Sequence[tuple[int, Op]], lanes: int) -> None:
+    def __init__(self, sim: SimDeviceState, name: str, nodes: Sequence[tuple[int, Op]], lanes: int) -> None:
         self.sim = sim
         self.name = name
         self.nodes = list(nodes)
@@ -108,7 +108,7 @@ class Program:
         # With one lane, its own order is all the order there is.
         self._straight = [op for _, op in nodes if op.kind not in _EDGES] if lanes == 1 else []
         # Random operators draw anew and collectives meet anew; everything else is shared by all replays.
-        self._fresh = any(op.seed is not None or op.kind >= Kind.COLLECTIVE_START for _, op in nodes)
+        self._fresh = any(op.seed is not None or op.kind >= OperationKind.COLLECTIVE_START for _, op in nodes)
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -116,30 +116,30 @@ class Program:
     def replay(self, stream: StreamQueue) -> None:
         """Enqueue everything on `stream`; further lanes get streams of their own, held between launch and end."""
         machine = self.sim.machine
-        launch = Op(Kind.LAUNCH, f"launch {self.name}", cost=machine.like.kernel_us)
+        launch = Op(OperationKind.LAUNCH, f"launch {self.name}", cost=machine.like.kernel_us)
         if self.lanes == 1:
             ops = [self._issue(op, stream) for op in self._straight] if self._fresh else self._straight
             machine.launch(ops, stream, launch)
         else:
             self._replay_lanes(machine, stream, launch)
 
-    def _replay_lanes(self, machine: Machine, stream: StreamQueue, launch: Op) -> None:
+    def _replay_lanes(self, machine: StreamMachine, stream: StreamQueue, launch: Op) -> None:
         while len(self._branches) < self.lanes - 1:
             self._branches.append(machine.create_stream(f"{self.name}.branch{len(self._branches) + 1}"))
         event = EventState(0, f"edges of {self.name}")
-        edges: dict[Generation, Generation] = {}
+        edges: dict[EventGeneration, EventGeneration] = {}
         lanes: list[list[Op]] = [[] for _ in range(self.lanes)]
         queues = [stream, *self._branches]
-        start = Generation(event, 0, stream, stream.issued)
-        lanes[0].append(_edge(Kind.RECORD, start, 0))
+        start = EventGeneration(event, 0, stream, stream.issued)
+        lanes[0].append(_edge(OperationKind.RECORD, start, 0))
         for lane in range(1, self.lanes):
-            lanes[lane].append(_edge(Kind.WAIT, start, 0))
+            lanes[lane].append(_edge(OperationKind.WAIT, start, 0))
         for lane, op in self.nodes:
-            if op.kind == Kind.RECORD:
-                edges[op.target] = Generation(event, op.order, queues[lane], 0)
-                lanes[lane].append(_edge(Kind.RECORD, edges[op.target], op.order))
-            elif op.kind == Kind.WAIT:
-                lanes[lane].append(_edge(Kind.WAIT, edges[op.target], op.order))
+            if op.kind == OperationKind.RECORD:
+                edges[op.target] = EventGeneration(event, op.order, queues[lane], 0)
+                lanes[lane].append(_edge(OperationKind.RECORD, edges[op.target], op.order))
+            elif op.kind == OperationKind.WAIT:
+                lanes[lane].append(_edge(OperationKind.WAIT, edges[op.target], op.order))
             else:
                 lanes[lane].append(self._issue(op, queues[lane]))
         for queue, ops in zip(queues[1:], lanes[1:], strict=True):
@@ -149,7 +149,7 @@ class Program:
         machine.launch(lanes[0], stream, launch)
 
     def _issue(self, op: Op, stream: StreamQueue) -> Op:
-        if op.kind >= Kind.COLLECTIVE_START:
+        if op.kind >= OperationKind.COLLECTIVE_START:
             fresh = op.target.again(op)
             fresh.target.stream = stream
             return fresh  # type: ignore[no-any-return]
@@ -159,7 +159,7 @@ class Program:
         fresh.fn = op.fn.again(op.seed())  # type: ignore[union-attr]
         return fresh
 
-    def rebind(self, other: Program, stream: StreamQueue) -> None:
+    def rebind(self, other: GraphProgram, stream: StreamQueue) -> None:
         """Take over the operands of `other`, the same graph captured with other host parameters, in the order of `stream`.
 
         Raises `InterfaceError` where the two differ in more than operands.
@@ -175,13 +175,15 @@ class Program:
         def apply() -> None:
             for op, new in pairs:
                 op.fn, op.args, op.kwargs, op.post = new.fn, new.args, new.kwargs, new.post
-                if op.kind >= Kind.COLLECTIVE_START:
+                if op.kind >= OperationKind.COLLECTIVE_START:
                     op.target.call = new.target.call
 
-        self.sim.machine.enqueue(Op(Kind.LAUNCH, f"rebind {self.name}", apply, cost=self.sim.machine.like.kernel_us), stream)
+        self.sim.machine.enqueue(
+            Op(OperationKind.LAUNCH, f"rebind {self.name}", apply, cost=self.sim.machine.like.kernel_us), stream
+        )
 
 
-def _edge(kind: int, generation: Generation, order: int) -> Op:
+def _edge(kind: int, generation: EventGeneration, order: int) -> Op:
     op = Op(kind, "edge", target=generation)
     op.order = order
     return op

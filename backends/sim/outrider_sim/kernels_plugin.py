@@ -20,6 +20,6 @@ def kernel_info() -> KernelInfo:
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
     """The personality's own kernels, with plans."""
-    from outrider_sim.host_plans import HostPlanKernels
+    from outrider_sim.planned_attention import HostPlanKernels
 
     return HostPlanKernels(backend.kernels, backend)

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.device import Access, ConfigError
 from outrider_sim.operands import extent
 from outrider_sim.pinned import HostAllocation, PinnedTensor, alias
-from outrider_sim.queue import Kind, Op
+from outrider_sim.queue import Op, OperationKind
 from outrider_sim.tensor import SimTensor, wrap
 
 
@@ -32,7 +32,7 @@ def launch(
     device; an operand that it reads and writes is in both. With `touched`, which is asked when `run` is over and says which
     bytes were read and written, they say only what may be touched. Raises `ConfigError` for another kind of tensor.
     """
-    from outrider_sim.device import registered
+    from outrider_sim.torch_registration import registered
 
     found = registered()
     assert found is not None, "a tensor of the device exists before a launch"
@@ -40,7 +40,7 @@ def launch(
     machine = core.current.machine
     if machine.tells:
         machine.line = core.line_now()
-    op = Op(Kind.KERNEL, name, run, cost=machine.like.kernel_us)
+    op = Op(OperationKind.KERNEL, name, run, cost=machine.like.kernel_us)
     if machine.tracks:
         accesses: list[Access] = []
         for write, operands in ((False, reads), (True, writes)):
@@ -89,7 +89,7 @@ def mapped(pinned: Tensor) -> Tensor:
 
     Raises `ConfigError` where `pinned` isn't pinned memory of the simulated device.
     """
-    from outrider_sim.device import registered
+    from outrider_sim.torch_registration import registered
 
     if not isinstance(pinned, PinnedTensor):
         raise ConfigError("only pinned host memory of the simulated device can be mapped; make it with pin_memory=True")
@@ -99,4 +99,4 @@ def mapped(pinned: Tensor) -> Tensor:
     sim = core.current
     inner = alias(pinned)
     allocation: Any = MappedAllocation(pinned._alloc, sim.memory)
-    return wrap(inner, core.metas.of(inner), allocation, sim.device)
+    return wrap(inner, core.metas.meta_of(inner), allocation, sim.device)

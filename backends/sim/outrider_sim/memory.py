@@ -19,9 +19,9 @@ from torch import Tensor
 from outrider.device import OutOfDeviceMemory
 
 if TYPE_CHECKING:
-    from outrider_sim.machine import Machine
-    from outrider_sim.meta import Meta
     from outrider_sim.queue import StreamQueue
+    from outrider_sim.stream_machine import StreamMachine
+    from outrider_sim.tensor_meta import Meta
 
 # As float16, bfloat16, float32 and float64 this is NaN; as int32 and int64 it is out of range for any index.
 _PATTERN = 0x7FFF
@@ -88,7 +88,7 @@ class Allocation:
 
     __slots__ = ("block", "id", "line", "machine_memory", "nbytes", "saved", "stream", "users")
 
-    def __init__(self, memory: Memory, block: Block, ident: int, nbytes: int, stream: StreamQueue) -> None:
+    def __init__(self, memory: CachingAllocator, block: Block, ident: int, nbytes: int, stream: StreamQueue) -> None:
         self.machine_memory = memory
         self.block = block
         self.id = ident
@@ -117,10 +117,10 @@ class Allocation:
         return self.block.address
 
 
-class Memory:
+class CachingAllocator:
     """The caching allocator of one machine."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: StreamMachine) -> None:
         options = machine.options
         self.machine = machine
         self.sim: Any = None  # whose memory it is

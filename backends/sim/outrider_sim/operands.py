@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Access
-from outrider_sim.opinfo import OpInfo, Plan
+from outrider_sim.opinfo import OpInfo, ResultPlan
 from outrider_sim.pinned import PinnedTensor, pin
 from outrider_sim.tensor import SimTensor
 
@@ -60,14 +60,14 @@ class Seeded:
         return Seeded(self._info, seed, None)
 
 
-def put(made: Tensor, value: Tensor) -> None:
+def copy_result(made: Tensor, value: Tensor) -> None:
     """Put a host kernel's result into the memory that was allocated for it. Raises `RuntimeError` for another shape."""
     if value.shape != made.shape:
         raise RuntimeError(f"the result has shape {tuple(value.shape)}, memory was taken for {tuple(made.shape)}")
     made.copy_(value)
 
 
-def scatter(outs: Sequence[Tensor | None], returns: tuple[str | None, ...], result: Any) -> None:
+def copy_results(outs: Sequence[Tensor | None], returns: tuple[str | None, ...], result: Any) -> None:
     """Put a host kernel's results into the memory that was allocated for them."""
     values: list[Any] = []
     results = result if isinstance(result, tuple) else (result,)
@@ -78,11 +78,11 @@ def scatter(outs: Sequence[Tensor | None], returns: tuple[str | None, ...], resu
             values.extend(value if isinstance(value, list | tuple) else (value,))
     for made, value in zip(outs, values, strict=True):
         if made is not None:
-            put(made, value)
+            copy_result(made, value)
 
 
 def results_of(
-    info: OpInfo, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[SimTensor | None]
+    info: OpInfo, plan: ResultPlan, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[SimTensor | None]
 ) -> Any:
     """Assemble a call's return value from its operands and its new tensors."""
     results: list[Any] = []
@@ -109,7 +109,7 @@ def note_access(accesses: list[Access], name: str, value: Any, info: OpInfo) -> 
             note_access(accesses, name, item, info)
 
 
-def boolean_index(args: Sequence[Any]) -> bool:
+def has_boolean_index(args: Sequence[Any]) -> bool:
     """Return whether an index is a mask, which makes the result's shape depend on data."""
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
@@ -139,7 +139,7 @@ def is_strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
-def leaves_host(kwargs: Mapping[str, Any], device: torch.device) -> bool:
+def creates_on_device(kwargs: Mapping[str, Any], device: torch.device) -> bool:
     """Return whether a call on host tensors creates a tensor on the device."""
     target = kwargs.get("device")
     return target is not None and target.type == device.type

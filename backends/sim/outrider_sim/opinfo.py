@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outrider_sim.emulated import EMULATED
+from outrider_sim.emulated_cells import EMULATED
 
 # Composite operators that never return an alias of an operand: run whole, as one operation, when they arrive whole
 # (under inference_mode). Any other composite is decomposed, for one that may alias would tear a view off its base.
@@ -59,7 +59,7 @@ PLAN_LIMIT = 4096
 """Plans kept for an overload; beyond, they are found again."""
 
 
-class Way(Enum):
+class OperatorKind(Enum):
     """How an operator is carried out."""
 
     COMPUTE = "queued"
@@ -126,27 +126,27 @@ class OpInfo:
         self.takes_host_indices = self.name in HOST_INDICES
         self.matrix = self.name in MATRIX
         self.way = self._classify(schema, tags)
-        simple = self.way is Way.COMPUTE and not self.writes
+        simple = self.way is OperatorKind.COMPUTE and not self.writes
         self.out: Any = None
         self.out_names: tuple[str, ...] = ()
         # Losses reduce in the tensor that they are given: they resize it, with a warning, and back.
         if simple and self.emulated is None and "reduction" not in self.names:
             self.out, self.out_names = self._find_out(schema)
 
-    def _classify(self, schema: Any, tags: Any) -> Way:
+    def _classify(self, schema: Any, tags: Any) -> OperatorKind:
         if torch.Tag.inplace_view in tags or self.name.startswith(("aten::resize_", "aten::set_")):
-            return Way.METADATA
+            return OperatorKind.METADATA
         if self.name in HIDDEN_VIEWS:
-            return Way.VIEW
+            return OperatorKind.VIEW
         key = torch._C.DispatchKey.CompositeImplicitAutograd
         if self.native and self.name not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(self.func.name(), key):
-            return Way.DECOMPOSE
+            return OperatorKind.DECOMPOSE
         if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
-            return Way.VIEW
+            return OperatorKind.VIEW
         dynamic = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
         if self.name in READERS or (dynamic and not self.indexing):
-            return Way.READ
-        return Way.COMPUTE
+            return OperatorKind.READ
+        return OperatorKind.COMPUTE
 
     def _find_out(self, schema: Any) -> tuple[Any, tuple[str, ...]]:
         """The overload that writes into given tensors: running it saves a copy."""
@@ -175,7 +175,7 @@ def _operand_of(schema: Any, result: Any) -> str | None:
     return None
 
 
-class Plan:
+class ResultPlan:
     """The planned results of one call. `outs` are the metas of new tensors in order, with None for a None result."""
 
     __slots__ = ("cost", "out", "outs", "resized", "structure")

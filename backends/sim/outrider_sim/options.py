@@ -85,7 +85,7 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
 )
 """Option → what it means, for help and for messages."""
 
-MOST_DEVICES = 64
+MAX_DEVICES = 64
 """Devices of one host."""
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -108,7 +108,7 @@ class SimOptions:
     recycled_events: bool = False
     name: str = "sim"
 
-    def beside(self, first: SimOptions) -> SimOptions:
+    def for_further_device(self, first: SimOptions) -> SimOptions:
         """These options, for another device of the host whose device 0 has `first`: its own memory and faults alone.
 
         Raises `ConfigError` where they ask for another scheduler or another kind of device.

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider_sim.meta import Meta, Metas, contiguous
+from outrider_sim.device_state import exclude_ambient_dispatch
 from outrider_sim.operands import CPU, META, is_strided, without_generator
-from outrider_sim.opinfo import PLAN_LIMIT, OpInfo, Plan
+from outrider_sim.opinfo import PLAN_LIMIT, OpInfo, ResultPlan
 from outrider_sim.pinned import PinnedTensor
-from outrider_sim.sim import quiet
 from outrider_sim.tensor import SimTensor
+from outrider_sim.tensor_meta import Meta, Metas, contiguous
 
 if TYPE_CHECKING:
     from outrider_sim.dispatch import Dispatcher
@@ -41,7 +41,7 @@ class Planner:
         self._core = core
         self._metas = metas
 
-    def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+    def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ResultPlan:
         """Return the plan of a call: the results' metas and the implementation.
 
         Raises `NotImplementedError` with the operator's name if the host can't compute the call.
@@ -80,12 +80,12 @@ class Planner:
                 self._probe_small(info, key, args, kwargs)
             if info.by_host and not by_host:
                 return self.plan(info, key, args, kwargs)
-        plan = info.plans[key] = Plan(tuple(fresh), tuple(structure), cost, out, resized)
+        plan = info.plans[key] = ResultPlan(tuple(fresh), tuple(structure), cost, out, resized)
         return plan
 
     def _look(self, info: OpInfo, value: Tensor) -> Meta:
         self._strided(info, value)
-        return self._metas.of(value)
+        return self._metas.meta_of(value)
 
     @staticmethod
     def _strided(info: OpInfo, value: Tensor) -> None:
@@ -118,7 +118,7 @@ class Planner:
         resized: _Resized = ()
         for name, made, meta in sketch.written:
             if made.shape != meta.shape and made.dtype == meta.dtype and not meta.numel and name in info.outs:
-                resized += ((name, self._metas.of(made)),)  # an empty `out=` takes the shape of the result
+                resized += ((name, self._metas.meta_of(made)),)  # an empty `out=` takes the shape of the result
             elif made.shape != meta.shape or made.dtype != meta.dtype:
                 raise RuntimeError(
                     f"{info.name}: the result has shape {tuple(made.shape)}, but {name!r} has {tuple(meta.shape)}: a tensor "
@@ -128,7 +128,7 @@ class Planner:
 
     def _on_zeros(self, info: OpInfo, sketch: _Sketch) -> Any:
         try:
-            with quiet():
+            with exclude_ambient_dispatch():
                 return sketch.call(info.emulated or info.run, _zeros, CPU)
         except NotImplementedError as error:
             raise _missing(info, error) from error
@@ -194,7 +194,7 @@ class Planner:
         """
         try:
             # What a call on zeros has to say (an index, a singular matrix) is of no interest; only what can't be done is.
-            with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), quiet():
+            with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), exclude_ambient_dispatch():
                 warnings.simplefilter("ignore")
                 return sketch.call(info.run, make, CPU)
         except NotImplementedError as error:
@@ -209,7 +209,7 @@ class Planner:
         outs = [_zeros(meta) for meta in fresh]
         before = [(out.data_ptr(), out.shape, out.stride()) for out in outs]
         try:
-            with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), quiet():
+            with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), exclude_ambient_dispatch():
                 warnings.simplefilter("ignore")
                 sketch.call(info.out, _zeros, CPU, dict(zip(info.out_names, outs, strict=True)))
         except Exception:

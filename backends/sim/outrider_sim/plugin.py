@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 @hookimpl
 def backend_info() -> BackendInfo:
     """The simulated device runs everywhere torch does; it's for finding bugs, so it is never chosen unless named."""
-    from outrider_sim.options import MOST_DEVICES, OPTIONS
+    from outrider_sim.options import MAX_DEVICES, OPTIONS
 
     return BackendInfo(
         name="sim",
         description="simulated accelerator with adversarial, replayable schedules",
         priority=-1,
-        device_count=MOST_DEVICES,
+        device_count=MAX_DEVICES,
         options=OPTIONS,
         ci=CiDeclaration(markers=("simulated", "asynchronous", "graphs"), level="L6"),
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from outrider.device import Access
 
 
-class Kind:
+class OperationKind:
     """Kinds of operations. Kinds up to POISON run a function; the others change events and flags or wait for them.
 
     The kinds are plain integers for fast comparison, because each operation is compared when it runs.
@@ -32,7 +32,7 @@ class Kind:
     COLLECTIVE = 10
 
 
-class Generation:
+class EventGeneration:
     """One record of an event: what a wait that was enqueued after it waits for."""
 
     __slots__ = ("captured", "done", "event", "issued", "number", "stream", "time")
@@ -58,7 +58,7 @@ class EventState:
     def __init__(self, ident: int, name: str) -> None:
         self.id = ident
         self.name = name
-        self.latest: Generation | None = None
+        self.latest: EventGeneration | None = None
         self.count = 0
 
     @property
@@ -79,14 +79,14 @@ class FlagState:
         self.lost = 0
         self.time = 0.0
 
-    def run(self, kind: int, now: float) -> float:
+    def apply(self, kind: int, now: float) -> float:
         """A set, wait or reset runs at `now`; returns the virtual time after it."""
-        if kind == Kind.FLAG_WAIT:
+        if kind == OperationKind.FLAG_WAIT:
             return max(now, self.time)
-        if kind == Kind.FLAG_SET:
+        if kind == OperationKind.FLAG_SET:
             self.lost += self.is_set  # the device remembers one set: a second one is lost
             self.time = now
-        self.is_set = kind == Kind.FLAG_SET
+        self.is_set = kind == OperationKind.FLAG_SET
         return now
 
     @property
@@ -277,13 +277,13 @@ def action_text(action: Action) -> str:
 def can_run(op: Op) -> bool:
     """Return whether the operation's dependencies are satisfied."""
     kind = op.kind
-    if kind == Kind.WAIT:
+    if kind == OperationKind.WAIT:
         return bool(op.target.done)
-    if kind == Kind.FLAG_WAIT:
+    if kind == OperationKind.FLAG_WAIT:
         return bool(op.target.is_set)
-    if kind == Kind.COLLECTIVE_START:
+    if kind == OperationKind.COLLECTIVE_START:
         return bool(op.target.can_start)
-    if kind == Kind.COLLECTIVE:
+    if kind == OperationKind.COLLECTIVE:
         return bool(op.target.can_end)
     return True
 
@@ -296,12 +296,12 @@ def age(stream: StreamQueue) -> tuple[int, int]:
 
 def reason(op: Op) -> str:
     """Why an operation can't run, in words."""
-    if op.kind == Kind.WAIT:
+    if op.kind == OperationKind.WAIT:
         return f"it waits for {op.target}"
-    if op.kind == Kind.FLAG_WAIT:
+    if op.kind == OperationKind.FLAG_WAIT:
         lost = f" ({op.target.lost} sets were lost)" if op.target.lost else ""
         return f"it waits for {op.target.label}, which is down{lost}"
-    if op.kind in (Kind.COLLECTIVE_START, Kind.COLLECTIVE):
+    if op.kind in (OperationKind.COLLECTIVE_START, OperationKind.COLLECTIVE):
         return f"{op.target} can't begin"
     return f"{op.name} can run"
 
@@ -310,4 +310,4 @@ def reached_at(target: object, streams: Sequence[StreamQueue]) -> float:
     """The virtual time at which `target` (a stream, a generation, else every stream) is over."""
     if isinstance(target, StreamQueue):
         return target.clock
-    return target.time if isinstance(target, Generation) else max(stream.clock for stream in streams)
+    return target.time if isinstance(target, EventGeneration) else max(stream.clock for stream in streams)

@@ -10,7 +10,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stu
 from outrider_sim.queue import Action
 
 if TYPE_CHECKING:
-    from outrider_sim.scheduler import Scheduler
+    from outrider_sim.host_scheduler import HostScheduler
 
 
 class SimStore(Store):
@@ -19,7 +19,7 @@ class SimStore(Store):
     Raises `DeadlockError` if a thread waits for a key and no thread or operation can run.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: HostScheduler) -> None:
         super().__init__()
         self._scheduler = scheduler
         self._values: dict[str, bytes] = {}

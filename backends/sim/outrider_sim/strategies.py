@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from outrider.device import ConfigError
-from outrider_sim.schedule import Schedule, Step
+from outrider_sim.delay_schedule import Schedule, ScheduleStep
 
 if TYPE_CHECKING:
     from outrider_sim.queue import HostThread, StreamQueue
 
 
-class Actor(Protocol):
+class SchedulableActor(Protocol):
     """A stream or a host thread, as a strategy sees it."""
 
     @property
@@ -56,7 +56,7 @@ class Strategy:
         """The run is over, whether it failed or not."""
 
 
-class Lazy(Strategy):
+class HostFirst(Strategy):
     """Host-first strategy: streams run in program order, only while all host threads wait."""
 
     name = "lazy"
@@ -122,7 +122,7 @@ class Random(Strategy):
         return 0
 
 
-class Pct(Strategy):
+class PriorityStrategy(Strategy):
     """Probabilistic concurrency testing: random priorities, lowered at `depth` - 1 random steps.
 
     A bug that needs `depth` orderings among `n` actors and `steps` decisions is found in one run with probability at
@@ -157,7 +157,7 @@ class Pct(Strategy):
         return best
 
 
-class Replay(Strategy):
+class ReplaySchedule(Strategy):
     """A schedule again: the order of the program, departed from only where the schedule says so."""
 
     name = "replay"
@@ -170,11 +170,11 @@ class Replay(Strategy):
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
         """The first candidate whose delay is over; if all are held, the first (the schedule is of another program)."""
         for i, actor in enumerate(candidates):
-            if not self.held(Step(actor.label, actor.step)):
+            if not self.held(ScheduleStep(actor.label, actor.step)):
                 return i
         return 0
 
-    def held(self, step: Step) -> bool:
+    def held(self, step: ScheduleStep) -> bool:
         """Return whether a delay of the schedule still blocks the step."""
         after = self._after.get(step)
         return after is not None and self._done.get(after.actor, 0) <= after.number
@@ -216,19 +216,19 @@ def _mixed(options: Options, seed: int) -> Strategy:
     if seed == 0:
         return Strategy()
     if seed == 1:
-        return Lazy()
-    return Random(seed) if seed % 2 else Pct(seed, integer(options, "d", 2, 1), integer(options, "k", 200, 1))
+        return HostFirst()
+    return Random(seed) if seed % 2 else PriorityStrategy(seed, integer(options, "d", 2, 1), integer(options, "k", 200, 1))
 
 
 MAKERS: Mapping[str, Callable[[Options, int], Strategy]] = {
     "program": lambda _, __: Strategy(),
-    "lazy": lambda _, __: Lazy(),
+    "lazy": lambda _, __: HostFirst(),
     "slowest": lambda o, _: Slowest(_stream(o)),
     "fastest": lambda o, _: Fastest(_stream(o)),
     "random": lambda _, seed: Random(seed),
-    "pct": lambda o, seed: Pct(seed, integer(o, "d", 3, 1), integer(o, "k", 200, 1)),
+    "pct": lambda o, seed: PriorityStrategy(seed, integer(o, "d", 3, 1), integer(o, "k", 200, 1)),
     "exhaustive": _exhaustive,
-    "replay": lambda o, _: Replay(Schedule.parse(o.get("schedule", ""))),
+    "replay": lambda o, _: ReplaySchedule(Schedule.parse(o.get("schedule", ""))),
     "mixed": _mixed,
 }
 """Strategy name → maker from options and seed."""

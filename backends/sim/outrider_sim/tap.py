@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.device import Access, Observer, Operation
 from outrider_sim.pinned import HostAllocation
-from outrider_sim.queue import Kind, Op, StreamQueue
+from outrider_sim.queue import Op, OperationKind, StreamQueue
 
 if TYPE_CHECKING:
     from outrider_sim.backend import SimBackend
@@ -50,7 +50,7 @@ class ObserverTap:
 
     def launched(self, op: Op, stream: StreamQueue, index: int) -> None:
         """Kernels and copies are operations; records, waits and launches have reports of their own."""
-        if op.kind > Kind.COPY:
+        if op.kind > OperationKind.COPY:
             return
         op.report = Operation(op.name, stream.name or stream.label, index, op.accesses, op.line)
         self._observer.launched(op.report)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from outrider_sim.saving import bytes_of, bytes_on_host, reduced
+from outrider_sim.serialization import bytes_of, bytes_on_host, pickle_reduction
 
 if TYPE_CHECKING:
     from outrider.device import Access
     from outrider_sim.memory import Allocation
-    from outrider_sim.meta import Meta
+    from outrider_sim.tensor_meta import Meta
 
 _make = Tensor._make_wrapper_subclass
 
@@ -145,7 +145,7 @@ class SimTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As torch pickles any device's tensor: storages by reference, so that tensors which share one still do afterwards.
         del protocol
-        return reduced(self)
+        return pickle_reduction(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         host = self.detach().cpu()

@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.device import CaptureContext, CaptureError
 from outrider_sim.backend import SimGraph, SimStream
-from outrider_sim.graphs import Capture
+from outrider_sim.graphs import OpenCapture
 from outrider_sim.memory import Pool
 from outrider_sim.torch_module import SimTorchStream, _backend, current_stream, synchronize
 
@@ -31,7 +31,7 @@ class CUDAGraph:
     def __init__(self, keep_graph: bool = False) -> None:
         del keep_graph
         self._graph: SimGraph | None = None
-        self._capture: Capture | None = None
+        self._capture: OpenCapture | None = None
         self._open = ExitStack()
 
     def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global", **_: Any) -> None:
@@ -47,7 +47,7 @@ class CUDAGraph:
         graph = SimGraph(backend, "captured", CaptureContext(_NONE, _NONE, _NONE, _NONE), _not_again)
         graph.pool = pool or Pool("captured")
         graph.origin = stream
-        capture = Capture(backend.sim, graph.name, graph.pool, stream.queue_state)
+        capture = OpenCapture(backend.sim, graph.name, graph.pool, stream.queue_state)
         capture.begin()
         try:
             self._open.enter_context(backend.capturing(graph, stream))

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 def _backend() -> SimBackend:
     from outrider_sim.backend import SimBackend
-    from outrider_sim.device import registered
     from outrider_sim.options import SimOptions
+    from outrider_sim.torch_registration import registered
 
     found = registered()
     assert found is not None
     if found.backend is None:
         found.backend = SimBackend(SimOptions(name=found.name))
-    if found.dispatcher.several:
+    if found.dispatcher.has_several_devices:
         current: SimBackend | None = found.dispatcher.current.backend()
         if current is not None:
             return current
@@ -204,7 +204,7 @@ class _DeviceScope:
 
 
 def _device_count() -> int:
-    from outrider_sim.device import registered
+    from outrider_sim.torch_registration import registered
 
     found = registered()
     return 1 if found is None else len(found.dispatcher.current.machine.scheduler.machines)
@@ -212,11 +212,11 @@ def _device_count() -> int:
 
 def _set_device(device: Any) -> None:
     """Make another device of the host current for the calling thread."""
-    from outrider_sim.device import registered
+    from outrider_sim.torch_registration import registered
 
     found = registered()
     index = device if isinstance(device, int) else torch.device(device).index
-    if found is None or index is None or not found.dispatcher.several:
+    if found is None or index is None or not found.dispatcher.has_several_devices:
         return
     for machine in found.dispatcher.current.machine.scheduler.machines:
         if machine.rank == index:
@@ -226,7 +226,7 @@ def _set_device(device: Any) -> None:
 
 
 def _manual_seed(seed: int) -> None:
-    from outrider_sim.device import registered
+    from outrider_sim.torch_registration import registered
 
     found = registered()
     if found is not None:  # torch also seeds this device while it is being registered

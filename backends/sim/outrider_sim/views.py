@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider_sim.meta import Meta, contiguous
 from outrider_sim.opinfo import PLAN_LIMIT, OpInfo
-from outrider_sim.saving import HostStorage, moved
+from outrider_sim.serialization import HostStorage, to_device
 from outrider_sim.tensor import SimTensor, wrap
+from outrider_sim.tensor_meta import Meta, contiguous
 
 if TYPE_CHECKING:
     from outrider_sim.dispatch import Dispatcher
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _EXPLICIT_OFFSET = frozenset({"aten::as_strided", "aten::_reshape_alias"})
 
 
-class Views:
+class ViewOperators:
     """Carries out operators of the ways VIEW and METADATA."""
 
     def __init__(self, core: Dispatcher) -> None:
@@ -47,9 +47,9 @@ class Views:
                 info.plans.clear()
             start = inner.storage_offset()
             if isinstance(result, Tensor):
-                plan = (self._core.metas.of(result), result.storage_offset() - start)
+                plan = (self._core.metas.meta_of(result), result.storage_offset() - start)
             else:
-                plan = [(self._core.metas.of(item), item.storage_offset() - start) for item in result]
+                plan = [(self._core.metas.meta_of(item), item.storage_offset() - start) for item in result]
             info.plans[looked_up] = plan
         start = inner.storage_offset()
         if type(plan) is tuple:
@@ -62,8 +62,8 @@ class Views:
 
     def _wrap_views(self, result: Any, base: SimTensor) -> Any:
         if isinstance(result, Tensor):
-            return wrap(result, self._core.metas.of(result), base._alloc, base.device)
-        return [wrap(item, self._core.metas.of(item), base._alloc, base.device) for item in result]
+            return wrap(result, self._core.metas.meta_of(result), base._alloc, base.device)
+        return [wrap(item, self._core.metas.meta_of(item), base._alloc, base.device) for item in result]
 
     def detach(self, base: SimTensor) -> SimTensor:
         """The same window, outside autograd."""
@@ -78,19 +78,19 @@ class Views:
         if info.name.startswith("aten::resize_"):
             shape = args[1].shape if isinstance(args[1], Tensor) else args[1]
             return self._resize(target, tuple(shape))
-        moved = torch.as_strided(target._inner, target._meta.shape, target._meta.stride, target._inner.storage_offset())
-        info.run(moved, *args[1:], **kwargs)
-        self._become(target, moved)
+        to_device = torch.as_strided(target._inner, target._meta.shape, target._meta.stride, target._inner.storage_offset())
+        info.run(to_device, *args[1:], **kwargs)
+        self._become(target, to_device)
         return target
 
     def _become(self, target: SimTensor, inner: Tensor) -> None:
-        target._inner, target._meta, target._seen = inner, self._core.metas.of(inner), None
+        target._inner, target._meta, target._seen = inner, self._core.metas.meta_of(inner), None
         with torch._C._DisableTorchDispatch():
             torch.ops.aten.as_strided_.default(target, inner.shape, inner.stride(), inner.storage_offset())
 
     def _set(self, target: SimTensor, operands: Sequence[Any]) -> SimTensor:
         if operands and isinstance(operands[0], HostStorage):
-            whole = moved(operands[0])
+            whole = to_device(operands[0])
             # Torch leaves an argument out that is its default: the strides of a scalar.
             whole_of_it = (0, (operands[0].nbytes() // target._meta.itemsize,))
             offset, shape, *rest = operands[1:] if len(operands) > 2 else whole_of_it
@@ -105,7 +105,7 @@ class Views:
         return self._take_over(target, operands[0]._inner, operands[0])
 
     def _take_over(self, target: SimTensor, inner: Tensor, owner: SimTensor) -> SimTensor:
-        made = wrap(inner, self._core.metas.of(inner), owner._alloc, owner.device)
+        made = wrap(inner, self._core.metas.meta_of(inner), owner._alloc, owner.device)
         with torch._C._DisableTorchDispatch():
             Tensor.data.__set__(target, made)  # type: ignore[attr-defined]
         target._inner, target._alloc, target._meta, target._seen = made._inner, made._alloc, made._meta, None

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Iterable, Mapping
 
 from outrider.cli.lazy import Broken, Target
-from outrider.registry.discovery import installed
+from outrider.registry.discovery import installed_entry_points
 
 GROUP = "outrider.commands"
 """Entry-point group of further commands. The name is what people type, ``bench.decode`` for ``outrider bench decode``; the
@@ -30,7 +30,7 @@ def commands(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
 
     No package replaces a command of Outrider. A name that two packages offer is broken, and its reason names both packages.
     """
-    found = installed(GROUP).entry_points if entry_points is None else entry_points
+    found = installed_entry_points(GROUP).entry_points if entry_points is None else entry_points
     offers: dict[str, dict[str, str]] = {}
     for point in sorted(found, key=lambda point: point.name):
         distribution = point.dist.name if point.dist is not None else "an unknown package"

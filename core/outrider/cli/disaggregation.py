@@ -18,11 +18,11 @@ from outrider.cli.report import Report
 from outrider.cli.stopping import SignalStop
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
-from outrider.registry.children import deaf_from_the_start, end_with_parent, stay_deaf
+from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
 from outrider.registry.interruptions import accepted_interruptions
 
 if TYPE_CHECKING:
-    from outrider.apart.server import Server
+    from outrider.disaggregation.server import DisaggregationServer
     from outrider.engine.engine import Engine
 
 _MAX_REQUESTS = 16
@@ -36,14 +36,14 @@ def serve_prefill(
     host: str, port: int, *, transport: str, secret_file: Path | None, drain_s: float, options: ServerOptions
 ) -> Report:
     """Prefill prompts for the decode servers that connect, until SIGTERM or SIGINT and the end of the running requests."""
-    from outrider.apart.connections import Address
-    from outrider.apart.server import PrefillServer
+    from outrider.disaggregation.connections import PeerAddress
+    from outrider.disaggregation.server import PrefillServer
     from outrider.registry.transports import get_transport
 
     secret = _check_address(host, port, secret_file)
     load_engine = _engine_loader(options)
     transport_plugin = get_transport(transport)
-    server = PrefillServer(load_engine(), transport_plugin, listen=Address(host, port), secret=secret, say=_print_line)
+    server = PrefillServer(load_engine(), transport_plugin, listen=PeerAddress(host, port), secret=secret, say=_print_line)
     return _serve_until_signal(server, drain_s)
 
 
@@ -61,13 +61,13 @@ def serve_decode(
     """Decode for clients, with prompts that ``prefill_servers`` have prefilled, until SIGTERM or SIGINT and the end of the
     running requests. While no prefill server is connected, this server prefills the prompts itself.
     """
-    from outrider.apart.connections import Address
-    from outrider.apart.server import DecodeServer
+    from outrider.disaggregation.connections import PeerAddress
+    from outrider.disaggregation.server import DecodeServer
     from outrider.registry.transports import get_transport
 
     if not prefill_servers:
         raise ConfigError("--role decode needs a prefill server; name at least one with --prefill-server HOST:PORT")
-    peers = [Address.parse(each) for each in prefill_servers]
+    peers = [PeerAddress.parse(each) for each in prefill_servers]
     secret = _check_address(host, port, secret_file)
     load_engine = _engine_loader(options)
     transport_plugin = get_transport(transport)
@@ -75,7 +75,7 @@ def serve_decode(
         server = DecodeServer(
             ranks.load_first_rank(),
             transport_plugin,
-            listen=Address(host, port),
+            listen=PeerAddress(host, port),
             prefill=peers,
             secret=secret,
             say=_print_line,
@@ -109,7 +109,7 @@ class DecodeRanks:
         for rank in range(1, self._data):
             given = (self._load_engine, self._transport, _rank_placement(rank, self._data, self._store.port))
             process = context.Process(target=follow_first_rank, args=given, name=f"outrider-rank-{rank}", daemon=True)
-            with deaf_from_the_start():
+            with interruptions_blocked_in_children():
                 process.start()
             self._stack.callback(_end_child, process)
         joined = self._stack.enter_context(Joined(1, self._data, _rank_placement(0, self._data, self._store.port)))
@@ -124,16 +124,16 @@ class DecodeRanks:
 
 def follow_first_rank(load_engine: Callable[..., Engine], transport: str, placement: RankPlacement) -> None:
     """Run a child rank: repeat the decisions of rank 0 until rank 0 ends. This is the main function of the process."""
-    from outrider.apart.landing import RankPages
+    from outrider.disaggregation.page_landing import FollowerLinks
     from outrider.registry.transports import get_transport
 
-    stay_deaf()
+    ignore_interruptions()
     end_with_parent()
     with Joined(1, placement.world, placement) as joined:
         engine = load_engine(joined=joined)
-        pages = RankPages(engine, get_transport(transport), rank=placement.rank)
+        pages = FollowerLinks(engine, get_transport(transport), rank=placement.rank)
         try:
-            engine.follow(pages.answer)
+            engine.follow(pages.execute_query)
         finally:
             pages.close()
 
@@ -153,11 +153,11 @@ def _end_child(process: Any) -> None:
 
 def _check_address(host: str, port: int, secret_file: Path | None) -> bytes:
     """Check the address before a model is loaded, and return the secret. Raises :class:`ConfigError`."""
-    from outrider.apart.connections import Address, check_exposed
+    from outrider.disaggregation.connections import PeerAddress, require_secret
 
     secret = _read_secret(secret_file)
-    check_exposed(host, secret)
-    check_listening("--host and --port", host, port, family=Address(host, port).family)
+    require_secret(host, secret)
+    check_listening("--host and --port", host, port, family=PeerAddress(host, port).family)
     return secret
 
 
@@ -175,10 +175,10 @@ def _engine_loader(options: ServerOptions) -> Callable[..., Engine]:
     return options.loader(options.speculation(), max_requests=_MAX_REQUESTS, say=True)
 
 
-def _serve_until_signal(server: Server, drain_s: float) -> Report:
+def _serve_until_signal(server: DisaggregationServer, drain_s: float) -> Report:
     _print_line(f"listening on {server.address}")
-    with _ended_by_signals(lambda: server.end(drain_s)):
-        all_ended = server.run()
+    with _ended_by_signals(lambda: server.drain(drain_s)):
+        all_ended = server.serve_until_drained()
     data = {"address": str(server.address), "all_requests_ended": all_ended, "counts": server.counts}
 
     def render(console: Console) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from outrider.device.errors import ConfigError
-from outrider.registry.probing import Probe
+from outrider.registry.probing import PluginProbe
 
 BACKEND_VARIABLE = "OUTRIDER_BACKEND"
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -37,10 +37,10 @@ def spans_from_environment() -> bool:
     return exporter == "otlp"
 
 
-def plugin_probe() -> Probe:
+def plugin_probe() -> PluginProbe:
     """Return the probe of plugins, which caches its results in the user's cache directory."""
     cache = _cache_directory()
-    return Probe() if cache is None else Probe(cache=cache)  # without a home directory each command probes again
+    return PluginProbe() if cache is None else PluginProbe(cache=cache)  # without a home directory each command probes again
 
 
 def tuned_directory() -> Path | None:

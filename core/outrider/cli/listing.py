@@ -92,7 +92,7 @@ def extra_row(candidate: Candidate[Any], kind: str, detail: str) -> dict[str, ob
 
 def extra_rows(registry: Registry, proposers: Plugins[Any], *, load: bool = True) -> list[dict[str, object]]:
     """Return the installed kernel sets and proposers as JSON data."""
-    from outrider.registry.proposers import shadowed
+    from outrider.registry.proposers import with_reserved_name_check
 
     rows = []
     for kernels in registry.kernels.candidates(load=load):
@@ -100,7 +100,7 @@ def extra_rows(registry: Registry, proposers: Plugins[Any], *, load: bool = True
         rows.append(extra_row(kernels, "kernels", f"for {', '.join(names) or 'any backend'}: NAME:kernels={kernels.name}"))
     for proposer in proposers.candidates(load=load):
         needs = proposer.info.needs if proposer.info else ""
-        rows.append(extra_row(shadowed(proposer), "proposer", f"--speculate {proposer.name}, needs {needs}"))
+        rows.append(extra_row(with_reserved_name_check(proposer), "proposer", f"--speculate {proposer.name}, needs {needs}"))
     return rows
 
 

@@ -16,7 +16,7 @@ from outrider.cli.starting import chosen, print_choices, print_start_report, sho
 from outrider.device.errors import ConfigError
 from outrider.device.scopes import uncollected
 from outrider.registry import Registry
-from outrider.speculative.names import DRAFTLESS, OWN_PROPOSERS
+from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
-    from outrider.model.tuning import Prepared
+    from outrider.model.tuning import PreparedKernels
 
 BUNDLED_HEADS = ("eagle", "dflash")
 """Proposers for which the bundled model has a head."""
@@ -53,7 +53,7 @@ SpeculateOption = Annotated[
     str | None,
     typer.Option(
         "--speculate",
-        metavar="|".join(OWN_PROPOSERS),
+        metavar="|".join(BUILTIN_PROPOSERS),
         help="Proposer: one of these or an installed plugin's name. Default: eagle if there is a head, else none.",
     ),
 ]
@@ -256,12 +256,12 @@ def bundled(part: str) -> Path:
     return Path(str(resources.files("outrider").joinpath("bundled", part)))
 
 
-def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seconds: float, tell: Tell) -> Prepared:
+def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seconds: float, tell: Tell) -> PreparedKernels:
     """Load the kernel choices that were tuned on this machine, and tune for ``tune_seconds`` more.
 
     ``config`` is read only if kernels are tuned. ``tell`` shows the progress.
     """
-    from outrider.model.tuning import Prepared, prepare_kernels
+    from outrider.model.tuning import PreparedKernels, prepare_kernels
 
     directory = tuned_directory()
     if tune_seconds:
@@ -274,7 +274,7 @@ def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seco
             seconds=tune_seconds,
             progress=lambda done, total, text: tell("tuning kernels", done, total),
         )
-    return Prepared(taken=0 if directory is None else device.kernels_in_use.use_tuned(directory))
+    return PreparedKernels(num_loaded=0 if directory is None else device.kernels_in_use.use_tuned(directory))
 
 
 @uncollected()

@@ -56,13 +56,13 @@ def quantize(
     from outrider.model.checkpoint_config import supported_families
     from outrider.model.eagle3_config import ENVELOPE
     from outrider.model.location import find_checkpoint
-    from outrider.model.quantization.rounding import GROUP, ROUND
+    from outrider.model.quantization.rounding import DEFAULT_GROUP_COLUMNS, ROUND_BY_FORMAT
     from outrider.model.quantization.writing import quantize_checkpoint
     from outrider.model.reading import read_json
 
-    if group is not None and format in ROUND and format != "int4":
+    if group is not None and format in ROUND_BY_FORMAT and format != "int4":
         raise ConfigError(f"--group is {group}, and {format} has a scale for each row; leave --group out, or take int4")
-    group = GROUP if group is None else group
+    group = DEFAULT_GROUP_COLUMNS if group is None else group
     source = bundled("target") if model is None else find_checkpoint(model)
     began = time.monotonic()
     with show_progress() as tell:

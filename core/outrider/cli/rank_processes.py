@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend
     from outrider.engine.ranks.parallel import ParallelConfig
     from outrider.engine.ranks.ranks import Ranks
-    from outrider.engine.ranks.watch import Watch
+    from outrider.engine.ranks.watch import RankWatch
     from outrider.registry import Registry
 
 TensorParallelOption = Annotated[
@@ -60,7 +60,7 @@ _GRACE_S = 1.5
 _STORE_S = 30.0
 _SAY_S = 3.0
 _SILENCE_S = 5.5
-"""Longer than the silence that :class:`Watch` reports as the loss of a rank."""
+"""Longer than the silence that :class:`RankWatch` reports as the loss of a rank."""
 _UNSAID = 70
 """Exit code of a rank whose failure another process reports."""
 
@@ -127,7 +127,7 @@ class Joined:
     def __init__(self, tensor: int, data: int, place: RankPlacement | None = None) -> None:
         self._tensor = tensor
         self._data = data
-        self._watch: Watch | None = None
+        self._watch: RankWatch | None = None
         self._room: Any = None
         self.ranks: Ranks | None = None
         self.place = place or (RankPlacement.from_environment() if tensor * data > 1 else None)
@@ -163,10 +163,10 @@ class Joined:
         place = self.place
         if place is None or self.ranks is not None:
             return self.ranks
+        from outrider.engine.ranks.key_value_store import KeyValueStore
         from outrider.engine.ranks.parallel import ParallelConfig
         from outrider.engine.ranks.ranks import Ranks
-        from outrider.engine.ranks.room import Room
-        from outrider.engine.ranks.watch import Watch, end_with
+        from outrider.engine.ranks.watch import RankWatch, end_with_pipe
 
         parallel = ParallelConfig(tensor=self._tensor, data=self._data)
         if place.world != parallel.world:
@@ -175,14 +175,14 @@ class Joined:
                 f"process is one of {place.world}; start as many"
             )
         if place.pipe is not None:
-            end_with(place.pipe)
+            end_with_pipe(place.pipe)
         store = place.connect(serves=place.rank == 0 and not place.store_is_elsewhere)
-        self._room = Room(place.connect(), "outrider")
+        self._room = KeyValueStore(place.connect(), "outrider")
         self.ranks = ranks = Ranks(backend, parallel, rank=place.rank, store=store)
         if place.pipe is None:  # no process watches the other ranks: silence means loss
-            ranks.hears_s = _SILENCE_S
+            ranks.failure_wait_s = _SILENCE_S
         starter = os.getppid() if place.agent else None
-        self._watch = Watch(ranks, self._room, speaks=place.pipe is None and place.rank == 0, starter=starter)
+        self._watch = RankWatch(ranks, self._room, speaks=place.pipe is None and place.rank == 0, starter=starter)
         self._watch.start()
         return ranks
 
@@ -194,7 +194,7 @@ class Joined:
             return
         self._watch.stop()
         from outrider.engine.ranks.records import RanksFailed
-        from outrider.engine.ranks.watch import first_is_lost
+        from outrider.engine.ranks.watch import first_rank_is_lost
 
         speaks = error is not None and self.place.rank == 0 and not _of_the_ranks(error)
         first = ""
@@ -204,9 +204,9 @@ class Joined:
             elif speaks:
                 self._room.speaks()
             else:
-                first = self.ranks.fail(error)
+                first = self.ranks.report_failure(error)
         self.ranks.close()
-        if self.place.agent and first_is_lost(first):
+        if self.place.agent and first_rank_is_lost(first):
             raise RanksFailed(first) from error
         if error is None or speaks or (self.place.pipe is None and self.place.rank == 0):
             return
@@ -260,11 +260,11 @@ class _Processes:
     def __enter__(self) -> _Processes:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
-        from outrider.engine.ranks.room import Room
+        from outrider.engine.ranks.key_value_store import KeyValueStore
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
-        self._room = Room(store, "outrider")
+        self._room = KeyValueStore(store, "outrider")
         # The operating system closes the pipe when this process ends, and each rank ends itself then.
         read, self._write = os.pipe()
         try:
@@ -319,11 +319,11 @@ class _Processes:
 
         code = None if rank is None else self._started[rank].returncode
         if rank is not None and code is not None and code < 0:
-            last = self._room.last_beat(rank).partition(" ")[2]
-            self._room.fail(f"rank {rank} was ended by {signal.Signals(-code).name}; {last or 'it had not begun'}")
+            last = self._room.last_heartbeat(rank).partition(" ")[2]
+            self._room.publish_failure(f"rank {rank} was ended by {signal.Signals(-code).name}; {last or 'it had not begun'}")
         hangs = (self._room.failure or "").startswith("rank 0 hangs")  # rank 0 won't report
         until = time.monotonic() + _GRACE_S * (not hangs)
-        while self._started[0].poll() is None and (time.monotonic() < until or self._room.spoken):
+        while self._started[0].poll() is None and (time.monotonic() < until or self._room.first_rank_prints):
             time.sleep(_POLL_S)
         first = self._started[0].poll()
         self._end()

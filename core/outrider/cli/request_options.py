@@ -85,7 +85,7 @@ def build_guide(given: Sequence[str]) -> Guide | None:
 
     Raises :class:`RequestError` for an unknown kind, for several guides, and for a file that isn't UTF-8 text.
     """
-    from outrider.engine.requests.guides import Choice, Ebnf, JsonObject, JsonSchema, Regex
+    from outrider.engine.requests.guides import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 
     if not given:
         return None
@@ -110,7 +110,7 @@ def build_guide(given: Sequence[str]) -> Guide | None:
         case "grammar":
             return Ebnf(_read_text(Path(value), "a grammar"))
         case "choice":
-            return Choice([text for _, text in pairs])
+            return ChoiceGuide([text for _, text in pairs])
     raise RequestError(f"--guide has the kind {shown(kind)}; expected json-object, json-schema, regex, grammar or choice")
 
 

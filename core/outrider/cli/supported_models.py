@@ -8,8 +8,8 @@ from rich.table import Table
 from outrider.cli.environment import plugin_probe
 from outrider.cli.report import JsonOption, Report
 from outrider.registry import Plugins
-from outrider.registry.proposers import PROPOSERS, shadowed
-from outrider.speculative.names import OWN_PROPOSERS
+from outrider.registry.proposers import PROPOSERS, with_reserved_name_check
+from outrider.speculative.names import BUILTIN_PROPOSERS
 
 
 def models(json_output: JsonOption = False) -> Report:
@@ -21,8 +21,8 @@ def models(json_output: JsonOption = False) -> Report:
 
     plugins = Plugins(PROPOSERS, probe=plugin_probe())
     families = supported_families()
-    proposers = dict(OWN_PROPOSERS)
-    for candidate in map(shadowed, plugins.candidates()):
+    proposers = dict(BUILTIN_PROPOSERS)
+    for candidate in map(with_reserved_name_check, plugins.candidates()):
         if candidate.info is not None and candidate.status == "usable":
             proposers[candidate.name] = f"{candidate.info.needs} (from {candidate.distribution})"
     data = {

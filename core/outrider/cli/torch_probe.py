@@ -20,8 +20,8 @@ from pathlib import Path
 
 from outrider.cli.environment import autoload_setting, without_autoload
 from outrider.device.errors import BackendLoadError
-from outrider.registry.discovery import installed
-from outrider.registry.probing import Probe
+from outrider.registry.discovery import installed_entry_points
+from outrider.registry.probing import PluginProbe
 
 _PROBE = """
 import json
@@ -78,7 +78,7 @@ def probe_torch() -> TorchState:
     )
 
 
-def known_torch(probe: Probe) -> TorchState:
+def known_torch(probe: PluginProbe) -> TorchState:
     """Return the state of torch like :func:`probe_torch`, without a child process if this torch was imported before.
 
     If torch imports, it is imported in this process afterwards.
@@ -86,12 +86,12 @@ def known_torch(probe: Probe) -> TorchState:
     if (loaded := loaded_torch()) is not None:
         return loaded
     key = _fingerprint()
-    if key is None or key not in probe.remembered():
+    if key is None or key not in probe.cached_changes():
         state = probe_torch()
         if not state.ok:
             return state
         if key is not None:
-            probe.remember({key: ()})
+            probe.add_to_cache({key: ()})
     try:
         torch = importlib.import_module("torch")
     except Exception:  # the key misses a change, such as a library's path
@@ -123,7 +123,7 @@ def _extensions() -> tuple[str, ...]:
     """Return the device extensions that torch loads on import."""
     return tuple(
         f"{ep.name} ({ep.dist.name} {ep.dist.version})" if ep.dist else ep.name
-        for ep in installed("torch.backends").entry_points
+        for ep in installed_entry_points("torch.backends").entry_points
     )
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from outrider.device.capabilities import Capabilities
-from outrider.device.collectives import Communicating
-from outrider.device.declared import Declared
+from outrider.device.collectives import GroupFactory
+from outrider.device.declared import BackendDeclarations
 from outrider.device.errors import (
     CapabilityError,
     CaptureError,
@@ -34,7 +34,7 @@ from outrider.device.graph import (
     Scalar,
 )
 from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
-from outrider.device.scopes import Guard, Scope, uncollected
+from outrider.device.scopes import Guard, StreamScope, uncollected
 from outrider.device.stream import Event, Flag, Stream
 from outrider.device.sync import SpeculativeSync
 from outrider.device.tools import Access, ControllableDevice, Observer
@@ -43,13 +43,14 @@ if TYPE_CHECKING:
     from outrider.device.kernels import KernelSet
 
 
-class Backend(Declared, Communicating, ABC):
+class Backend(BackendDeclarations, GroupFactory, ABC):
     """One device. A vendor subclasses it (or ``TorchDeviceBackend``) and implements the underscored verbs.
 
     The public methods check the rules and report to an attached observer, then call the vendor's verb. Two backend
     objects for one device share nothing: streams, events and graphs belong to the object that made them.
 
-    A subclass passes capabilities, kernels and policy to the constructor, or overrides the properties: :class:`Declared`.
+    A subclass passes capabilities, kernels and policy to the constructor, or overrides the properties:
+    :class:`BackendDeclarations`.
 
     *Threads.* Every method may be called from any thread. ``on`` scopes and captures belong to the thread that opened
     them.
@@ -66,7 +67,7 @@ class Backend(Declared, Communicating, ABC):
     ) -> None:
         self.name = name
         self.device = device
-        Declared.__init__(self, capabilities, kernels, speculative_sync)
+        BackendDeclarations.__init__(self, capabilities, kernels, speculative_sync)
         self.observer: Observer | None = None
         self.replays = 0  # graph replays enqueued so far, for the age of tensor objects in reports
         self._local = threading.local()
@@ -111,7 +112,7 @@ class Backend(Declared, Communicating, ABC):
 
         In a capture, a scope of another stream than the captured one needs ``forks_in_capture``.
         """
-        return Scope(self, stream)
+        return StreamScope(self, stream)
 
     def create_stream(self, name: str, *, priority: int = 0) -> Stream:
         """Create a stream. ``name`` is for reports and schedules, unique among the backend's streams.

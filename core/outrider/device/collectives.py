@@ -226,21 +226,23 @@ class Group(ABC):
     # -- implementations of a call ---------------------------------------------------------------------------------
 
     @property
-    def ways(self) -> tuple[str, ...]:
+    def implementations(self) -> tuple[str, ...]:
         """Return the names of this group's implementations of a call. Verb and size decide which one a call uses.
 
         The first implementation supports every call. All ranks return the same names.
         """
         return ("library",)
 
-    def take(self, *ways: str) -> None:
+    def restrict_implementations(self, *ways: str) -> None:
         """Restrict calls to these implementations and the first, to measure each. Call on every rank, not in a capture."""
-        unknown = set(ways) - set(self.ways)
+        unknown = set(ways) - set(self.implementations)
         if unknown:
-            raise self._misused("take", f"there is no way {', '.join(sorted(unknown))}, expected some of {list(self.ways)}")
+            raise self._misused(
+                "take", f"there is no way {', '.join(sorted(unknown))}, expected some of {list(self.implementations)}"
+            )
         self._allowed_implementations = frozenset(ways)
 
-    def takes(self, way: str) -> bool:
+    def allows_implementation(self, way: str) -> bool:
         """Return True if a call may use the implementation ``way``."""
         return self._allowed_implementations is None or way in self._allowed_implementations
 
@@ -426,7 +428,7 @@ class Group(ABC):
         return f"<Group {self.name!r}, rank {self.rank} of {self.size}, of {self.backend.label}>"
 
 
-class Communicating:
+class GroupFactory:
     """The part of a backend that creates groups."""
 
     def create_group(self, name: str, *, ranks: Sequence[int], rank: int, store: Store, timeout_s: float = 30.0) -> Group:

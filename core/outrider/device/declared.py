@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from outrider.device.kernels import KernelSet
 
 
-class Declared:
+class BackendDeclarations:
     """``capabilities``, ``kernels`` and ``speculative_sync`` of a backend, each passed to the constructor or overridden.
 
     As constructor arguments, ``kernels`` is a kernel set or a factory that takes the backend. ``speculative_sync`` is a
@@ -37,7 +37,7 @@ class Declared:
         }
         self._creation_lock = threading.RLock()
         for name, value in self._declarations.items():
-            if value is None and getattr(type(self), name) is getattr(Declared, name):
+            if value is None and getattr(type(self), name) is getattr(BackendDeclarations, name):
                 raise TypeError(
                     f"{type(self).__name__} declares no {name}: pass {name}=… to Backend.__init__, or override the property"
                 )
@@ -69,7 +69,7 @@ class Declared:
                     self._declarations[name] = factory(self)
         return self._declarations[name]
 
-    def declaring(self, **abilities: Any) -> Self:
+    def with_capabilities(self, **abilities: Any) -> Self:
         """Return a view of this backend that also declares ``abilities``, for tools that test undeclared abilities.
 
         The view is another object that shares the device and all state with this backend. Streams, events and graphs

@@ -27,9 +27,9 @@ class MemoryInfo:
 class PinnedBuffer:
     """Page-locked host memory with an owner and a generation.
 
-    ``tensor`` is the host tensor; slices of it stay pinned. The device reads and writes it in stream order while the
-    host does so at once, so each reuse must be fenced. :meth:`renew` starts the next generation before the buffer is
-    used for something new; :meth:`read` under an older generation raises instead of returning the data of a later use.
+    ``tensor`` is the host tensor; slices of it stay pinned. The device reads and writes it in stream order while the host
+    does so at once, so each reuse must be fenced. :meth:`renew` starts the next generation before the buffer is used for
+    something new; :meth:`read_generation` under an older generation raises instead of returning the data of a later use.
 
     *Lifetime.* The memory must live until every copy that touches it has run (``Backend.keep_alive``, or a fence).
     *Threads.* One owner at a time.
@@ -56,7 +56,7 @@ class PinnedBuffer:
             observer.renewed(self.owner, self.tensor, self._generation)
         return self._generation
 
-    def read(self, generation: int) -> Tensor:
+    def read_generation(self, generation: int) -> Tensor:
         """Return the host tensor to the owner of ``generation``. The caller has waited for the copy that fills the tensor."""
         if generation != self._generation:
             raise StaleBufferError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outrider.device.stream import Stream
 
 
-class Scope:
+class StreamScope:
     """The scope that :meth:`Backend.on` returns: it places torch work on one stream."""
 
     __slots__ = ("_backend", "_observer", "_placed", "_stream")

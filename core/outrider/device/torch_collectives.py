@@ -97,15 +97,15 @@ class TorchGroup(Group):
             Reduction.MIN: dist.ReduceOp.MIN,
         }
         self._broken: str | None = None
-        self._meeting: Store = fresh_store(name, self.rank, store, timeout_s)
+        self._group_store: Store = fresh_store(name, self.rank, store, timeout_s)
         """The part of the store that belongs to this group."""
-        device, index, meeting = backend.device, self.rank, self._meeting
+        device, index, meeting = backend.device, self.rank, self._group_store
         if backend.capabilities.asynchronous:  # the library connects at the first call, and waits without a limit
-            self._meet("joined")
+            self._wait_for_all_ranks("joined")
         self._native: Any = self._run(lambda: make_process_group(device, name, self.ranks, index, meeting, timeout_s))
 
     @property
-    def ways(self) -> tuple[str, ...]:
+    def implementations(self) -> tuple[str, ...]:
         """Return the only implementation: torch's library."""
         return ("torch.distributed",)
 
@@ -143,10 +143,10 @@ class TorchGroup(Group):
     def _receive(self, tensor: Tensor, source: int) -> None:
         self._run(lambda: self._native.recv([as_bytes(tensor)], source, 0))
 
-    def _meet(self, point: str) -> None:
+    def _wait_for_all_ranks(self, point: str) -> None:
         """Wait on the host until every rank has called this method."""
-        self._meeting.set(f"met/{point}/{self.rank}", "1")
-        self._run(lambda: self._meeting.wait([f"met/{point}/{rank}" for rank in range(self.size)]))
+        self._group_store.set(f"met/{point}/{self.rank}", "1")
+        self._run(lambda: self._group_store.wait([f"met/{point}/{rank}" for rank in range(self.size)]))
 
     def _run(self, start: Callable[[], Any]) -> Any:
         """Call ``start``, and let the stream (on the host: the thread) wait for the work that it returns."""

@@ -10,14 +10,14 @@ from typing import Any
 from outrider.device import ConfigError
 from outrider.engine.checks import check_options, check_pages, check_prompt
 from outrider.engine.config import DecidedConfig
-from outrider.engine.requests.given import checked_int, checked_tokens
+from outrider.engine.requests.argument_checks import checked_int, checked_tokens
 from outrider.engine.requests.grammars import Grammars
 from outrider.engine.requests.hand_over import HandOver
-from outrider.engine.requests.media import expanded, request_media
+from outrider.engine.requests.media import expand_prompt, request_media
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.text import watch
+from outrider.engine.requests.stop_text import watch_stop_strings
 from outrider.errors import RequestError
 from outrider.model import Media, ModelConfig, Tokenizer, VisionTower
 
@@ -52,7 +52,7 @@ class Admission:
             raise RequestError(f"the sampling parameters are a {type(params).__name__}; expected SamplingParams")
         urgency = checked_int(priority, "priority")
         seen = checked_media(media)
-        prompt = expanded(checked_tokens(tokens, limit=self.max_context), seen, self.model.vision)
+        prompt = expand_prompt(checked_tokens(tokens, limit=self.max_context), seen, self.model.vision)
         stops = self.check(prompt, params)
         pictures = request_media(seen, prompt, self.model.vision, self.vision)
         rope_key = self.model.rope.sharing_key(len(prompt))
@@ -60,7 +60,7 @@ class Admission:
         for index in range(params.n):
             request = Request(first_id + index, prompt, params.sample(index), stops, urgency, pictures, rope_key)
             if params.stop and self.tokenizer is not None:
-                request.stop_text = watch(self.tokenizer, params)
+                request.stop_text = watch_stop_strings(self.tokenizer, params)
             if params.guide is not None:
                 request.guidance = self.grammars.guidance(params, stops)
             samples.append(request)
@@ -99,7 +99,7 @@ class Admission:
         if state.params.n > 1:
             raise RequestError(f"n is {state.params.n}; a request that goes from engine to engine is one sample")
         seen = checked_media(state.media)
-        prompt = expanded(checked_tokens(state.prompt, limit=self.max_context), seen, self.model.vision)
+        prompt = expand_prompt(checked_tokens(state.prompt, limit=self.max_context), seen, self.model.vision)
         given = replace(state, prompt=prompt, media=seen, priority=urgency)
         self._check_output(given)
         return given
@@ -124,12 +124,12 @@ class Admission:
         request.iterations, request.verified_tokens = handed.iterations, handed.verified_tokens
         request.context = (*handed.prompt, *handed.output[:-1])
         if handed.params.stop and self.tokenizer is not None:
-            request.stop_text = watch(self.tokenizer, handed.params, handed.output)
-            request.text.append(request.stop_text.take())
+            request.stop_text = watch_stop_strings(self.tokenizer, handed.params, handed.output)
+            request.text.append(request.stop_text.pop_certain_text())
         if handed.params.guide is not None:
             request.guidance = self.grammars.guidance(handed.params, stops)
             for token in handed.output:
-                refused = request.guidance.take(token)
+                refused = request.guidance.accept_token(token)
                 if refused is not None:
                     raise RequestError(f"the request comes from an engine with another tokenizer: {refused}")
         return request

@@ -12,10 +12,10 @@ from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import AnyStage, CaptureProgress, EagerRunner, GraphRunner, Runner
 from outrider.engine.loop import Loop
-from outrider.engine.plan_stages import ExtendAttention, Fill, Place, PlanExtend, VerifyAttention
+from outrider.engine.plan_stages import ExtendAttention, PlanExtend, PlanPositions, PlanTokens, VerifyAttention
 from outrider.engine.prefill import Prefill
 from outrider.engine.prefill_graphs import PrefillGraphs
-from outrider.engine.ranks.course import Course
+from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.features import Features
@@ -25,7 +25,7 @@ from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
 from outrider.engine.stages import DraftStage, Extend, Gather, Iteration, Stages, Verify
 from outrider.engine.state.attention_plans import AttentionPlans
 from outrider.engine.state.buffers import StaticBuffers, step_buffers
-from outrider.engine.state.intake import Intake
+from outrider.engine.state.input_upload import InputUpload
 from outrider.engine.state.masks import Masks
 from outrider.engine.state.options import OptionTable
 from outrider.engine.state.plans import Plans
@@ -33,7 +33,7 @@ from outrider.engine.state.probes import Probes
 from outrider.engine.state.results import Results
 from outrider.engine.state.rows import FutureMap, RowTable, SeqLensRing
 from outrider.engine.state.staging import Staging, staging_capacity
-from outrider.engine.state.transfer import Transfer
+from outrider.engine.state.transfer import StateTransfer
 from outrider.engine.step import Step
 from outrider.engine.streams import Streams
 from outrider.model import KVCache, LanguageModel, VisionTower
@@ -72,7 +72,7 @@ class EngineParts:
     staging: Staging
     results: Results
     seq_lens_ring: SeqLensRing
-    transfer: Transfer
+    transfer: StateTransfer
     lengths: tuple[int, ...]
     config: DecidedConfig
     vision: VisionTower | None
@@ -196,7 +196,7 @@ def assemble(
         results=results,
         seq_lens_ring=seq_lens_ring,
         lengths=lengths,
-        transfer=Transfer(
+        transfer=StateTransfer(
             backend, streams.forward, model, proposer, cache=cache, rows=rows, future=future, fences=fences, group=group
         ),
         config=config,
@@ -221,8 +221,8 @@ def build_stages(parts: EngineParts) -> Stages:
             buffers=buffers,
         ),
         draft=DraftStage(forward, proposer, probes=probes, results=results, buffers=buffers, ranks=parts.model.ranks),
-        place=Place(plan, parts.plans, buffers),
-        fill=Fill(plan, parts.plans),
+        place=PlanPositions(plan, parts.plans, buffers),
+        fill=PlanTokens(plan, parts.plans),
         verify_attention=VerifyAttention(plan, parts.attention, buffers),
         verify=Verify(
             forward,
@@ -297,9 +297,9 @@ def build_prefill(parts: EngineParts) -> Prefill:
     )
 
 
-def build_intake(parts: EngineParts) -> Intake:
+def build_intake(parts: EngineParts) -> InputUpload:
     """Create the component that uploads and unpacks batches."""
-    return Intake(
+    return InputUpload(
         staging=parts.staging,
         rows=parts.rows,
         options=parts.options,
@@ -316,13 +316,13 @@ def can_replay_prefill(parts: EngineParts) -> bool:
         return False  # data-parallel groups have different numbers of tokens in a prefill
     if config.step_mode is not StepMode.FUSED and not config.graphs:
         return False  # decoding isn't replayed either
-    if parts.backend.speculative_sync.exact_host_lengths or parts.attention.on_host:
+    if parts.backend.speculative_sync.exact_host_lengths or parts.attention.plans_on_host:
         return False  # attention reads lengths on the host
     if model.config.rope.sections or model.config.rope.kind == "dynamic":
         return False  # rope depends on more than a position
     if not model.native or model.kernels.row_invariant:
         return False  # kernels launch a call for each token, or belong to another model's code
-    return proposer.takes_padding or not proposer.extends
+    return proposer.accepts_padding or not proposer.extends
 
 
 def build_prefill_graphs(parts: EngineParts, prefill: Prefill) -> PrefillGraphs | None:
@@ -369,7 +369,7 @@ def build_step(
         proposer=parts.proposer,
         results=parts.results,
         seq_lens_ring=parts.seq_lens_ring,
-        plans_on_host=parts.attention.on_host,
+        plans_on_host=parts.attention.plans_on_host,
         mode=mode,
         entries=ring_entries(parts.config),
         capacity=parts.capacity,
@@ -416,7 +416,7 @@ def build_groups(parts: EngineParts, data: Group, draft_length: DraftLengthPolic
 
 
 def build_loop(
-    parts: EngineParts, step: Step, watchdog: Watchdog, draft_length: DraftLengthPolicy, course: Course | None = None
+    parts: EngineParts, step: Step, watchdog: Watchdog, draft_length: DraftLengthPolicy, course: DecisionLog | None = None
 ) -> Loop:
     """Create the loop over ``step`` and its scheduler, whose rows and pages are all free."""
     config, ranks = parts.config, parts.model.ranks
@@ -435,5 +435,5 @@ def build_loop(
         results=parts.results,
         watchdog=watchdog,
         runs_ahead=config.overlap and not fused_waits,
-        course=course,
+        decision_log=course,
     )

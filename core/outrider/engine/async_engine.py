@@ -27,7 +27,7 @@ class AsyncEngineClosed(OutriderError):
 
 
 @dataclass(eq=False)
-class _Reader:
+class _OutputReader:
     """The queue of one call's outputs, which belongs to an event loop. ``left`` counts samples that have not finished."""
 
     loop: asyncio.AbstractEventLoop
@@ -61,7 +61,7 @@ class AsyncEngine:
     def __init__(self, make: Engine | Callable[[], Engine]) -> None:
         self._make: Callable[[], Engine] = (lambda: make) if isinstance(make, Engine) else make
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, _OutputReader] = {}
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._started: Future[Engine] = Future()
         self._stop: bool | None = None  # None: go on; False: when all requests have ended; True: now
@@ -134,7 +134,7 @@ class AsyncEngine:
         A task that is cancelled, or an iterator that is closed early, aborts the request. Raises :class:`RequestError` for
         one that can't be served, before anything is yielded.
         """
-        reader = _Reader(asyncio.get_running_loop())
+        reader = _OutputReader(asyncio.get_running_loop())
         left = reader.left
         try:
             if isinstance(params, SamplingParams) and params.guide is not None:
@@ -264,7 +264,7 @@ class AsyncEngine:
     def _admit(
         self,
         engine: Engine,
-        reader: _Reader,
+        reader: _OutputReader,
         tokens: Sequence[int],
         params: SamplingParams | None,
         priority: int,

@@ -11,9 +11,9 @@ from outrider.engine.admission import Admission
 from outrider.engine.assembly import EngineParts
 from outrider.engine.config import Choice, DecidedConfig
 from outrider.engine.loop import Loop
-from outrider.engine.ranks.commands import Command, Forget
-from outrider.engine.ranks.course import Course
-from outrider.engine.recovery.lifeline import Lifeline
+from outrider.engine.ranks.commands import Command, DropCommand
+from outrider.engine.ranks.decision_log import DecisionLog
+from outrider.engine.recovery.failure_recovery import FailureRecovery
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Request
@@ -34,11 +34,11 @@ class EngineBase:
     _owner: Owner
     _used: bool
     _abandoned: deque[Request]
-    _course: Course | None
+    _decision_log: DecisionLog | None
     _tokenizer: Tokenizer | None
     _parts: EngineParts
     _loop: Loop
-    _lifeline: Lifeline
+    _failure_recovery: FailureRecovery
     _scheduler: Scheduler | GroupScheduler
     _requests: dict[int, Request]
     _admission: Admission
@@ -67,7 +67,7 @@ class EngineBase:
         loop, scheduler = self._loop, self._scheduler
         return EngineStats(
             **loop.counts,
-            blocked_s=self._lifeline.blocked_s,
+            blocked_s=self._failure_recovery.blocked_s,
             preemptions=scheduler.preemptions,
             prefix_looked_up=scheduler.prefix_looked_up,
             prefix_hits=scheduler.prefix_hits,
@@ -96,7 +96,7 @@ class EngineBase:
         """Number of data-parallel groups of ranks, each with requests, rows and pages of its own; 1 without data
         parallelism.
         """
-        return 1 if self._course is None else self._course.ranks.config.data
+        return 1 if self._decision_log is None else self._decision_log.ranks.config.data
 
     @property
     def free_pages(self) -> int:
@@ -128,9 +128,9 @@ class EngineBase:
         stopped. Before and after the call, it ends the requests of streams that were dropped meanwhile.
         """
         self._owner.check()
-        self._lifeline.check()
-        if self._course is not None:
-            self._course.check_asked()
+        self._failure_recovery.check()
+        if self._decision_log is not None:
+            self._decision_log.check_leads_or_replays()
         outermost, self._used = not self._used, True
         try:
             if outermost:
@@ -147,9 +147,9 @@ class EngineBase:
 
     def _tell(self, command: Callable[..., Command], *arguments: object) -> None:
         """Publish a call that changes the engine to the other ranks."""
-        if self._course is not None:
-            self._course.tell(command(*arguments))
+        if self._decision_log is not None:
+            self._decision_log.append_command(command(*arguments))
 
     def _forget(self, requests: Sequence[Request]) -> None:
-        self._tell(Forget, [request.id for request in requests])
-        self._loop.forget(requests)
+        self._tell(DropCommand, [request.id for request in requests])
+        self._loop.drop_requests(requests)

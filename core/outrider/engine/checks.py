@@ -8,8 +8,8 @@ import torch
 
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
 from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
+from outrider.engine.device_model_facts import memory_of
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
-from outrider.engine.situation import memory_of
 from outrider.errors import RequestError
 from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer

@@ -8,7 +8,7 @@ import torch
 
 from outrider.device import CACHE_FORMATS, ConfigError, StepMode
 from outrider.errors import shown
-from outrider.speculative.proposer import MOST_REQUESTS
+from outrider.speculative.proposer import MAX_BATCH_REQUESTS
 
 DTYPES = {
     "float64": torch.float64,
@@ -30,7 +30,7 @@ MAX_LOGPROBS = 20
 """Maximum number of the likeliest tokens that a request may ask for, with a log-probability each."""
 
 SIZES = {
-    "max_requests": (1, MOST_REQUESTS),
+    "max_requests": (1, MAX_BATCH_REQUESTS),
     "page_size": (1, 65536),
     "prefill_chunk": (1, 2**20),
     "token_budget": (1, 2**24),

@@ -19,12 +19,12 @@ from outrider.engine.requests.draft_length import (
     DraftCosts,
     DraftLengthPolicy,
     FixedLength,
-    FollowLoad,
-    usual_lengths,
+    LoadDraftLength,
+    default_draft_lengths,
 )
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.state.results import Ticket
+from outrider.engine.state.results import PendingResult
 from outrider.engine.step import Step
 from outrider.speculative.proposer import Proposer
 
@@ -48,7 +48,7 @@ def lengths_for(
             )
         return given.lengths
     if _follows_load(config, backend, proposer):
-        return usual_lengths(proposer.nodes)
+        return default_draft_lengths(proposer.nodes)
     return (proposer.nodes,)
 
 
@@ -112,7 +112,7 @@ def decide(
         tuple((length, 1e9 * seconds) for length, seconds in sorted(costs.per_token.items())),
         time.perf_counter() - began,
     )
-    return FollowLoad(costs), report
+    return LoadDraftLength(costs), report
 
 
 class _Measurement:
@@ -124,7 +124,7 @@ class _Measurement:
         self._parts, self._step = parts, step
         # As many iterations are in flight as when requests are served, unless a launch lasts as long as its work.
         self._ahead = 1 if parts.config.overlap and parts.backend.capabilities.asynchronous else 0
-        self._in_flight: deque[Ticket] = deque()
+        self._in_flight: deque[PendingResult] = deque()
 
     def costs(self, sizes: Sequence[int]) -> DraftCosts:
         """Measure each length with each number of requests, and the cost of a cached token with the most requests."""
@@ -185,7 +185,7 @@ class _Measurement:
         ends = []
         while len(self._in_flight) > keep:
             ticket = self._in_flight.popleft()
-            self._parts.results.redeem(ticket, self._parts.fences.results_copied[ticket.entry])
+            self._parts.results.read_results(ticket, self._parts.fences.results_copied[ticket.entry])
             ends.append(time.perf_counter())
         return ends
 

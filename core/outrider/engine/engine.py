@@ -22,29 +22,30 @@ from outrider.engine.assembly import (
 )
 from outrider.engine.checks import check_invariance, check_policy, check_tree
 from outrider.engine.config import EngineConfig
+from outrider.engine.device_model_facts import situation_of
 from outrider.engine.draft_costs import decide, lengths_for
-from outrider.engine.following import Answer, answering, follow
+from outrider.engine.follower import Answer, answering, follow
 from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.loading import load_checkpoint
-from outrider.engine.moving import MovingRequests
+from outrider.engine.migration import RequestMigration
 from outrider.engine.ranks.commands import (
-    Abort,
-    AddRequest,
-    Arrive,
-    Ask,
-    Expect,
-    Forget,
-    Forsake,
-    GiveOver,
-    Queue,
-    Resume,
-    TakeOver,
+    AbortCommand,
+    AddCommand,
+    DropCommand,
+    ExpectPagesCommand,
+    HandOverCommand,
+    PagesArrivedCommand,
+    QueueCommand,
+    ReleasePagesCommand,
+    ResumeCommand,
+    TakeOverCommand,
+    VoteRequest,
 )
-from outrider.engine.ranks.course import Course, ToldLength
+from outrider.engine.ranks.decision_log import DecisionLog, ReplicatedLength
+from outrider.engine.ranks.engine_agreement import join_engine
 from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.processes import Loading, RankProcesses, check_one_rank, start_ranks
+from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, check_one_rank, start_ranks
 from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.ranks.start import join_engine
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
@@ -52,21 +53,20 @@ from outrider.engine.requests.grammars import Grammars
 from outrider.engine.requests.guides import Guide
 from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
+from outrider.engine.requests.request_stream import RequestStream
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.streaming import RequestStream
 from outrider.engine.resolve import resolve
-from outrider.engine.situation import situation_of
 from outrider.engine.stages import Iteration
 from outrider.engine.warm_up import warm_up
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
 from outrider.speculative.build import Builder
-from outrider.speculative.proposer import PlainProposer, Proposer
+from outrider.speculative.proposer import NonSpeculativeProposer, Proposer
 
 Progress = Callable[[str, int, int], None]
 
 
-class Engine(MovingRequests):
+class Engine(RequestMigration):
     """The engine that runs requests in continuous batches on one backend.
 
     The engine belongs to the thread that created it, or that called :meth:`adopt` last. A call from another thread or a
@@ -101,10 +101,10 @@ class Engine(MovingRequests):
         self._abandoned: deque[Request] = deque()
         self.backend = backend
         self.model = model
-        self.proposer = proposer = proposer or PlainProposer()
+        self.proposer = proposer = proposer or NonSpeculativeProposer()
         decided = resolve(config or EngineConfig(), situation_of(backend, model, proposer))
         self.config = config = join_engine(ranks, backend, model, proposer, decided)
-        self._course = course = None if ranks is None else Course(ranks)
+        self._decision_log = course = None if ranks is None else DecisionLog(ranks)
         self._tokenizer = tokenizer
         self._vision = vision
         check_policy(backend, config, proposer, model.kernels)
@@ -119,10 +119,10 @@ class Engine(MovingRequests):
             config=config,
             lengths=lengths_for(config, backend, proposer, draft_length),
             vision=vision,
-            wrap_fence=watchdog.around(wrap_fence),
+            wrap_fence=watchdog.wrapping(wrap_fence),
         )
         if ranks is not None:
-            ranks.model.place(parts.streams.forward)
+            ranks.model.use_stream(parts.streams.forward)
         stages = build_stages(parts)
         iteration = Iteration(parts.streams.forward, stages, parts.staging)
         prefill = build_prefill(parts)
@@ -146,23 +146,23 @@ class Engine(MovingRequests):
         sizes = None if runner.report is None else runner.report.buckets
         self._draft_length, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
         if course is not None and not course.leads:
-            self._draft_length = ToldLength(self._draft_length.lengths, course)
+            self._draft_length = ReplicatedLength(self._draft_length.lengths, course)
         self._loop = loop = build_loop(parts, self._step, watchdog, self._draft_length, course)
         if course is not None:  # everything is compiled: from here on a rank that doesn't come is lost
             watchdog.limit_s = min(watchdog.limit_s or course.ranks.config.timeout_s, course.ranks.config.timeout_s)
-        self._lifeline, self._scheduler, self._requests = loop.lifeline, loop.scheduler, loop.requests
+        self._failure_recovery, self._scheduler, self._requests = loop.failure_recovery, loop.scheduler, loop.requests
         self._grammars = Grammars(
             tokenizer,
             vocabulary=model.config.vocab_size,
             ends=model.config.eos_token_ids,
-            seconds=math.inf if course is None else course.compile_seconds,
+            seconds=math.inf if course is None else course.compile_limit_s,
         )
         self._admission = Admission(
             config=config,
             model=model.config,
             max_context=self.max_context,
             pages=loop.scheduler.pages.count - 1,
-            pages_of=loop.scheduler.most_pages,
+            pages_of=loop.scheduler.max_pages,
             tokenizer=tokenizer,
             grammars=self._grammars,
             vision=vision,
@@ -212,7 +212,7 @@ class Engine(MovingRequests):
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
         if parallel is not None and parallel.world > 1:
-            loading = Loading(
+            loading = LoadingArguments(
                 draft_dir=None if draft_dir is None else Path(draft_dir).resolve(),
                 speculate=speculate,
                 config=config,
@@ -295,7 +295,7 @@ class Engine(MovingRequests):
         """
         with self._use():
             samples = self._admission.requests(self._next_id, tokens, params, priority=priority, media=media)
-            self._tell(AddRequest, tuple(tokens), params, priority, tuple(media))
+            self._tell(AddCommand, tuple(tokens), params, priority, tuple(media))
             return self._submit(samples)
 
     def abort(self, request_id: int) -> None:
@@ -306,8 +306,8 @@ class Engine(MovingRequests):
             request = self._requests.get(request_id)
             if request is None:
                 raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-            self._tell(Abort, request_id)
-            self._loop.end(request, FinishReason.ABORT)
+            self._tell(AbortCommand, request_id)
+            self._loop.end_request(request, FinishReason.ABORT)
             self._scheduler.retire()
 
     def step(self) -> list[StepOutput]:
@@ -316,7 +316,7 @@ class Engine(MovingRequests):
         With ``overlap``, it launches an iteration and returns the results of the previous one.
         """
         self._iterate()
-        return self._loop.outbox.take()
+        return self._loop.output_queue.pop_outputs()
 
     def generate(
         self,
@@ -333,7 +333,7 @@ class Engine(MovingRequests):
         """
         with self._use():
             batch = self._admission.batch(self._next_id, prompts, params, media)
-            self._tell(Queue, tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media)))
+            self._tell(QueueCommand, tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media)))
             return self._generate(batch)
 
     def stream(
@@ -351,8 +351,8 @@ class Engine(MovingRequests):
             raise RequestError(f"n is {params.n}; a stream is one sample: use add_request and step, or generate")
         with self._use():
             (request,) = self._admission.requests(self._next_id, tokens, params, media=media)
-            self._tell(AddRequest, tuple(tokens), params, 0, tuple(media))
-            outputs = self._loop.outbox.open(request.id)
+            self._tell(AddCommand, tuple(tokens), params, 0, tuple(media))
+            outputs = self._loop.output_queue.open(request.id)
             self._submit([request])
         return RequestStream(request, outputs, advance=self._iterate, close=self._close_stream)
 
@@ -370,36 +370,36 @@ class Engine(MovingRequests):
         Raises :class:`DeviceError` if a rank failed, and :class:`~outrider.engine.ranks.records.RanksDiffer` if this rank
         decides differently from the first.
         """
-        if self._course is None or not self.follows:
+        if self._decision_log is None or not self.follows:
             raise ConfigError("this engine leads its ranks, or is alone: it has nothing to follow")
         self._owner.check()
-        handed_over = self._course.ranks.handed_over
+        handed_over = self._decision_log.ranks.handed_over
         calls: dict[type, Callable[[Any], object]] = {
-            AddRequest: lambda command: self.add_request(
+            AddCommand: lambda command: self.add_request(
                 command.tokens, command.params, priority=command.priority, media=command.media
             ),
-            Queue: lambda command: self._queue(command.prompts, command.params, command.media),
-            Abort: lambda command: self.abort(command.request),
-            Forget: lambda command: self._forget_ids(command.requests),
-            GiveOver: lambda command: self.hand_over(command.request),
-            Resume: lambda command: self.resume(command.state),
-            TakeOver: lambda command: self.take_over(handed_over[command.key]),
-            Expect: self._follow_expect,
-            Arrive: self._follow_arrive,
-            Forsake: lambda command: self.forsake(self.expected[command.request]),
+            QueueCommand: lambda command: self._queue(command.prompts, command.params, command.media),
+            AbortCommand: lambda command: self.abort(command.request),
+            DropCommand: lambda command: self._forget_ids(command.requests),
+            HandOverCommand: lambda command: self.hand_over(command.request),
+            ResumeCommand: lambda command: self.resume(command.state),
+            TakeOverCommand: lambda command: self.take_over(handed_over[command.key]),
+            ExpectPagesCommand: self._follow_expect,
+            PagesArrivedCommand: self._follow_arrive,
+            ReleasePagesCommand: lambda command: self.forsake(self.expected[command.request]),
         }
-        calls[Ask] = answering(self._course, answer)
-        follow(self._course, calls, self._loop)
+        calls[VoteRequest] = answering(self._decision_log, answer)
+        follow(self._decision_log, calls, self._loop)
 
     @property
     def follows(self) -> bool:
         """True if another rank leads, so that this engine only accepts :meth:`follow`."""
-        return self._course is not None and not self._course.leads
+        return self._decision_log is not None and not self._decision_log.leads
 
     def close(self) -> None:
         """End the engines of the other ranks. With one rank it does nothing. May be called twice."""
-        if self._course is not None and self._course.leads and self._lifeline.stopped is None:
-            self._course.end()
+        if self._decision_log is not None and self._decision_log.leads and self._failure_recovery.stopped is None:
+            self._decision_log.end_followers()
         if self._processes is not None:
             self._processes.close()
 
@@ -418,7 +418,7 @@ class Engine(MovingRequests):
         Raises :class:`ConfigError` for an engine without a prefix cache.
         """
         with self._use():
-            if not self._scheduler.pages.shares:
+            if not self._scheduler.pages.shares_prefixes:
                 raise ConfigError("this engine has no prefix cache to watch; make it with prefix_cache=True")
             self._scheduler.pages.watch(None if handle is None else CacheEvents(handle))
 
@@ -430,7 +430,7 @@ class Engine(MovingRequests):
             self._submit(samples)
 
     def _forget_ids(self, ids: Sequence[int]) -> None:
-        self._loop.forget([self._requests[number] for number in ids if number in self._requests])
+        self._loop.drop_requests([self._requests[number] for number in ids if number in self._requests])
 
     def _iterate(self) -> None:
         with self._use():
@@ -450,7 +450,7 @@ class Engine(MovingRequests):
     def _generate(self, batch: Sequence[Sequence[Request]]) -> list[Completion]:
         loop, requests = self._loop, [request for samples in batch for request in samples]
         for request in requests:
-            loop.outbox.open(request.id)
+            loop.output_queue.open(request.id)
         try:
             for samples in batch:
                 self._submit(samples)
@@ -459,13 +459,13 @@ class Engine(MovingRequests):
             loop.drain()
         except DeviceError:  # they go on where the device does, and come out of the next steps
             for request in requests:
-                loop.outbox.release(request.id)
+                loop.output_queue.release(request.id)
             raise
         except BaseException:
             self._forget(requests)
             raise
         for request in requests:
-            loop.outbox.close(request.id)
+            loop.output_queue.close(request.id)
         return [request.completion() for request in requests]
 
     def _close_stream(self, request: Request) -> None:
@@ -474,8 +474,8 @@ class Engine(MovingRequests):
         """
         if self._used or not self._owner.is_here:
             self._abandoned.append(request)
-        elif self._lifeline.stopped is not None:
-            self._loop.outbox.close(request.id)
+        elif self._failure_recovery.stopped is not None:
+            self._loop.output_queue.close(request.id)
         else:
             with self._use():
                 self._forget([request])

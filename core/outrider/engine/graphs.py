@@ -30,7 +30,7 @@ from outrider.engine.stage_io import (
 )
 from outrider.engine.stages import DraftStage, Extend, Iteration, Stages, Verify
 from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY, StaticBuffers
-from outrider.speculative.seq_lens import HostSeqLens
+from outrider.speculative.host_seq_lens import HostSeqLens
 
 CaptureProgress = Callable[[int, int], None]
 AnyStage = Capturable[Any, Any]
@@ -222,7 +222,8 @@ class GraphRunner(Runner):
         for stage in self._which:
             least = stage.least_lengths(batch.drafted)
             params = {
-                name: seq_lens.plus(ahead, least.get(name, 0)) for name, ahead in stage.host_params(batch.drafted).items()
+                name: seq_lens.lengths_after(ahead, least.get(name, 0))
+                for name, ahead in stage.host_params(batch.drafted).items()
             }
             if params:
                 self._graphs_of(batch)[stage.name].update_params(params, stream=stream)
@@ -286,7 +287,7 @@ class GraphRunner(Runner):
             stream=stage.stream,
             inputs=self._buffers.group(*stage.reads, count=count, drafted=batch.drafted),
             outputs=self._buffers.group(*stage.writes, count=count, drafted=batch.drafted),
-            params={name: nothing.plus(ahead, least.get(name, 0)) for name, ahead in params.items()},
+            params={name: nothing.lengths_after(ahead, least.get(name, 0)) for name, ahead in params.items()},
             pool=pool,
         )
         for name in params:

@@ -10,9 +10,9 @@ import torch
 
 from outrider.device import Backend, ConfigError, KernelSet
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig
+from outrider.engine.device_model_facts import situation_of
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.resolve import choose_dtype, resolve
-from outrider.engine.situation import situation_of
 from outrider.model import (
     Decoder,
     DraftVocabulary,
@@ -33,8 +33,8 @@ from outrider.model.files import open_checkpoint
 from outrider.model.products import quantized_products
 from outrider.model.quantization import read_quantization
 from outrider.registry.proposers import plugin_builders
-from outrider.speculative.build import Builder, DraftOptions, build, check_output_head
-from outrider.speculative.names import FIRST, OWN_PROPOSERS
+from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_output_head
+from outrider.speculative.names import BUILTIN_PROPOSERS, SUFFIX_PREFIX
 from outrider.speculative.proposer import Proposer
 
 
@@ -74,10 +74,10 @@ def load_checkpoint(
     # plugin_builders raises for an unknown name, before any weights are loaded.
     builders |= plugin_builders(speculate, other_builders=builders)
     check_output_head(speculate, draft_output_head, draft_vocabulary)
-    vocabulary = None if draft_vocabulary is None else DraftVocabulary.read(draft_vocabulary)
+    vocabulary = None if draft_vocabulary is None else DraftVocabulary.load(draft_vocabulary)
     if trust_remote_code and not through_transformers:
         raise ConfigError("trust_remote_code runs code of the checkpoint, which only through_transformers runs; leave it out")
-    mode = QuantizedMode.of(quantized)
+    mode = QuantizedMode.from_name(quantized)
     tokenizer = Tokenizer.from_checkpoint(directory) if has_tokenizer(directory) else None
     if tokenizer is not None and draft_dir is not None:
         check_same_tokens(tokenizer, draft_dir)
@@ -85,7 +85,7 @@ def load_checkpoint(
     if config.dtype is None:
         chosen = (choose_dtype(backend.capabilities, checkpoint_dtype(directory)),)
         config = replace(config, dtype=str(chosen[0].value))
-    if draft_dir is not None and speculate.removeprefix(FIRST) in OWN_PROPOSERS and speculate not in builders:
+    if draft_dir is not None and speculate.removeprefix(SUFFIX_PREFIX) in BUILTIN_PROPOSERS and speculate not in builders:
         open_checkpoint(draft_dir)  # its files' headers, for what is wrong with them: before the target is read
     assert config.dtype is not None
     dtype = DTYPES[config.dtype]
@@ -117,7 +117,7 @@ def load_checkpoint(
         output_head=draft_output_head,
         vocabulary=vocabulary,
     )
-    proposer = build(speculate, options, builders=builders)
+    proposer = build_proposer(speculate, options, builders=builders)
     chosen += _quantized_weights(model, mode, directory)
     if draft_output_head is not None:
         why = "as asked: drafts are drawn with a copy of the target's output head; what is verified takes the head itself"

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 
 from outrider.device import Backend, DeviceFault
 from outrider.engine.fences import FenceSet
-from outrider.engine.ranks.course import Course, decisions_of
-from outrider.engine.recovery.lifeline import Lifeline
+from outrider.engine.ranks.decision_log import DecisionLog, decisions_of
+from outrider.engine.recovery.failure_recovery import FailureRecovery
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.groups import GroupScheduler
-from outrider.engine.requests.outbox import Outbox
+from outrider.engine.requests.output_queue import OutputQueue
 from outrider.engine.requests.request import FinishReason, Request, RequestFailed
 from outrider.engine.requests.scheduler import OutOfPages, Scheduler
-from outrider.engine.state.results import Outcome, Results, Ticket
+from outrider.engine.state.results import HostResults, PendingResult, Results
 from outrider.engine.step import Step
 from outrider.engine.streams import Streams
 
@@ -31,7 +31,7 @@ class Loop:
 
     With ``runs_ahead``, the loop launches an iteration before it handles the results of the previous one. An iteration with a
     guided request runs alone: its masks depend on the tokens before it, and the next iteration depends on its own tokens.
-    ``course`` is the decision log that makes all ranks do the same; None for one rank.
+    ``decision_log`` is the decision log that makes all ranks do the same; None for one rank.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Loop:
         results: Results,
         watchdog: Watchdog,
         runs_ahead: bool,
-        course: Course | None = None,
+        decision_log: DecisionLog | None = None,
     ) -> None:
-        self.course = course
+        self.decision_log = decision_log
         self._backend = backend
         self._streams = streams
         self._fences = fences
@@ -55,17 +55,17 @@ class Loop:
         self.step = step
         self._results = results
         self._runs_ahead = runs_ahead
-        self.lifeline = Lifeline(
+        self.failure_recovery = FailureRecovery(
             backend,
             watchdog,
             open_requests=lambda: self.open_requests,
             undo=self._undo,
-            decision_log=course,
+            decision_log=decision_log,
         )
-        self._in_flight: deque[Ticket] = deque()
+        self._in_flight: deque[PendingResult] = deque()
         self.requests: dict[int, Request] = {}
         """The requests that wait or run, by id."""
-        self.outbox = Outbox()
+        self.output_queue = OutputQueue()
         """Outputs of requests, by receiver."""
         counted = ("iterations", "request_iterations", "drafted_tokens", "verified_tokens", "emitted_tokens")
         self.counts = dict.fromkeys(counted, 0)
@@ -73,7 +73,7 @@ class Loop:
     @property
     def has_work(self) -> bool:
         """True if a request waits or runs, an iteration is in flight, or outputs wait for their receiver."""
-        return bool(self.outbox.waiting or self._in_flight or self.scheduler.has_work)
+        return bool(self.output_queue.has_outputs or self._in_flight or self.scheduler.has_work)
 
     @property
     def open_requests(self) -> dict[int, tuple[int, ...]]:
@@ -85,19 +85,19 @@ class Loop:
         self.requests[request.id] = request
         self.scheduler.add(request)
 
-    def end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request that waits or runs at once. Samples that waited for its prompt are queued."""
         del self.requests[request.id]
         self.scheduler.drop_waiting(request)
-        self.outbox.put(request.end(reason, error))
+        self.output_queue.put(request.finish(reason, error))
         self.start_followers(request)
 
-    def forget(self, requests: Iterable[Request]) -> None:
+    def drop_requests(self, requests: Iterable[Request]) -> None:
         """Abort each of ``requests`` that has not ended, and drop its outputs."""
         for request in requests:
-            if request.id in self.requests and self.lifeline.stopped is None:
-                self.end(request, FinishReason.ABORT)
-            self.outbox.close(request.id)
+            if request.id in self.requests and self.failure_recovery.stopped is None:
+                self.end_request(request, FinishReason.ABORT)
+            self.output_queue.close(request.id)
         self.scheduler.retire()
 
     def iterate(self) -> None:
@@ -105,43 +105,43 @@ class Loop:
 
         A request that cannot join a batch, or whose media cannot be read, ends with an error; the other requests continue.
         """
-        with self.lifeline.working("running an iteration"):
+        with self.failure_recovery.guard_device_work("running an iteration"):
             if self._in_flight and self.scheduler.chance_of_end > _MAX_CHANCE_OF_END:
                 self._handle_all_but(0)
             batch = self._next_batch()
-            if self.course is not None:
-                self.course.act("iterate", decisions_of(batch), then=lambda: self.step.shape(batch))
+            if self.decision_log is not None:
+                self.decision_log.publish_or_check("iterate", decisions_of(batch), then=lambda: self.step.shape(batch))
             if batch is not None:
                 try:
                     self._in_flight.append(self._launch(batch))
                 except RequestFailed as failed:
-                    self.end(failed.request, FinishReason.ERROR, str(failed))
+                    self.end_request(failed.request, FinishReason.ERROR, str(failed))
                 else:
                     self.counts["iterations"] += 1
-                    for each in batch.everyone:
+                    for each in batch.group_batches:
                         for chunk in each.prefill:
-                            if chunk.final:
+                            if chunk.is_final:
                                 self.start_followers(chunk.request)
             # The masks of a guided request depend on the tokens of this iteration.
-            self._handle_all_but(1 if self._runs_ahead and batch is not None and not batch.guided else 0)
+            self._handle_all_but(1 if self._runs_ahead and batch is not None and not batch.is_guided else 0)
             self.scheduler.retire()
             self._backend.release_finished()
 
     def drain(self) -> None:
         """Handle every iteration in flight without launching another."""
-        if self.course is not None:
-            self.course.act("drain")
+        if self.decision_log is not None:
+            self.decision_log.publish_or_check("drain")
         self._drain()
 
     def _drain(self) -> None:
-        with self.lifeline.working("waiting for the iterations in flight"):
+        with self.failure_recovery.guard_device_work("waiting for the iterations in flight"):
             while self._in_flight:
                 self._handle_oldest()
         self.scheduler.retire()
 
     def settle(self, request: Request) -> None:
         """Handle iterations until none in flight is of ``request``."""
-        with self.lifeline.working("waiting for a request's iterations"):
+        with self.failure_recovery.guard_device_work("waiting for a request's iterations"):
             while request.in_flight:
                 self._handle_oldest()
 
@@ -154,18 +154,18 @@ class Loop:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _launch(self, batch: Batch) -> Ticket:
+    def _launch(self, batch: Batch) -> PendingResult:
         """Launch ``batch`` and return its pending result. After an error or an interrupt, undo the launch."""
         try:
-            while batch.guided and self._in_flight:
+            while batch.is_guided and self._in_flight:
                 self._handle_oldest()
             return self.step.launch(batch)
         except BaseException as error:
-            alone = isinstance(error, RequestFailed) and batch.together is None  # tensor-parallel ranks fail alike
-            if self.course is None or alone:
+            alone = isinstance(error, RequestFailed) and batch.global_batch is None  # tensor-parallel ranks fail alike
+            if self.decision_log is None or alone:
                 self._undo(batch, failed=isinstance(error, DeviceFault))
                 raise
-            stopped = self.lifeline.part(error)  # other ranks have launched the batch, or wait inside it
+            stopped = self.failure_recovery.stop_with_ranks(error)  # other ranks have launched the batch, or wait inside it
             if isinstance(error, RequestFailed):
                 raise stopped from error
             raise
@@ -174,15 +174,15 @@ class Loop:
         """Return ``unlaunched`` batches to the scheduler. If an operation ``failed``, also return the batches in flight: the
         failure may have corrupted any of their results.
         """
-        well = self.lifeline.quiet(self._streams) and not failed
+        well = self.failure_recovery.wait_until_idle(self._streams) and not failed
         try:
             while well and self._in_flight:
                 self._handle_oldest()
         finally:
             batches = [*(ticket.batch for ticket in self._in_flight), *unlaunched]
             self._in_flight.clear()
-            self.step.forget()
-            self.scheduler.take_back(batches, corrupted=not well)
+            self.step.invalidate()
+            self.scheduler.undo_batches(batches, corrupted=not well)
 
     def _next_batch(self) -> Batch | None:
         """Return the scheduler's next batch. If a request must be preempted, handle all iterations in flight first."""
@@ -202,24 +202,24 @@ class Loop:
         dropped.
         """
         ticket = self._in_flight[0]
-        outcomes = self._results.redeem(ticket, self._fences.results_copied[ticket.entry])
+        outcomes = self._results.read_results(ticket, self._fences.results_copied[ticket.entry])
         self._in_flight.popleft()
-        batches = ticket.batch.everyone
+        batches = ticket.batch.group_batches
         accepted = [
             len(tokens) - 1
             for batch, outcome in zip(batches, outcomes, strict=True)
             for request, tokens in zip(batch.decode, outcome.decoded, strict=True)
             if not request.finished
         ]
-        if self.course is not None:
-            self.course.ranks.decide("accepted", tuple(accepted))
-        self.scheduler.landed(ticket.batch, accepted)
+        if self.decision_log is not None:
+            self.decision_log.ranks.decide("accepted", tuple(accepted))
+        self.scheduler.handle_landed(ticket.batch, accepted)
         for batch, outcome in zip(batches, outcomes, strict=True):
             self._handle_results(batch, outcome)
 
-    def _handle_results(self, batch: Batch, outcome: Outcome) -> None:
+    def _handle_results(self, batch: Batch, outcome: HostResults) -> None:
         """Append the tokens of one iteration to the requests of ``batch``, and count them."""
-        proposed = self.scheduler.proposed(batch)
+        proposed = self.scheduler.max_accepted(batch)
         for request, tokens in zip(batch.decode, outcome.decoded, strict=True):
             if not request.finished:
                 request.iterations += 1
@@ -229,22 +229,24 @@ class Loop:
                 self.counts["verified_tokens"] += len(tokens)
                 self._emit(request, tokens, outcome, proposed)
         for chunk, first in zip(batch.prefill, outcome.first_tokens, strict=True):
-            if (first is not None or chunk.request.id in outcome.bad) and not chunk.request.finished:
+            if (first is not None or chunk.request.id in outcome.bad_values) and not chunk.request.finished:
                 self._emit(chunk.request, () if first is None else (first,), outcome)
 
-    def _emit(self, request: Request, tokens: Sequence[int], outcome: Outcome, proposed: int = 0) -> None:
+    def _emit(self, request: Request, tokens: Sequence[int], outcome: HostResults, proposed: int = 0) -> None:
         """Queue new tokens for their receiver. If a probe found a bad value, end the request instead."""
-        bad = outcome.bad.get(request.id, ())
+        bad = outcome.bad_values.get(request.id, ())
         if bad:
-            if any(each.spoils for each in bad):  # no request may share a page whose keys and values may be bad as well
-                self.scheduler.pages.forget_all()
+            if any(
+                each.may_corrupt_cache for each in bad
+            ):  # no request may share a page whose keys and values may be bad as well
+                self.scheduler.pages.unregister_all()
             found = "; ".join(str(each) for each in bad)
-            self.end(request, FinishReason.ERROR, f"request {request.id}: {found}")
+            self.end_request(request, FinishReason.ERROR, f"request {request.id}: {found}")
             return
-        output = request.take(tokens, outcome.logprobs.get(request.id, ()), proposed)
+        output = request.append_tokens(tokens, outcome.logprobs.get(request.id, ()), proposed)
         self.scheduler.register(request, len(request.prompt) + len(request.output) - 1)
         self.counts["emitted_tokens"] += len(output.tokens)
-        self.outbox.put(output)
+        self.output_queue.put(output)
         if request.finished:
             del self.requests[request.id]
             self.start_followers(request)

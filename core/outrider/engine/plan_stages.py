@@ -8,17 +8,17 @@ from outrider.engine.stage_io import (
     DecodeBatch,
     ExtendAttentionInput,
     ExtendPlanInput,
-    FillInput,
-    PlaceInput,
+    PlanPositionsInput,
+    PlanTokensInput,
     Stage,
 )
-from outrider.engine.state.attention_plans import AttentionPlans, Planned
+from outrider.engine.state.attention_plans import AttentionBatchKind, AttentionPlans
 from outrider.engine.state.buffers import EXTEND, VERIFY, ExtendPlan, StaticBuffers, VerifyInputs
 from outrider.engine.state.plans import Plans
 from outrider.speculative.proposer import Proposer
 
 
-class Place(Stage[PlaceInput, VerifyInputs]):
+class PlanPositions(Stage[PlanPositionsInput, VerifyInputs]):
     """The first part of the plan, concurrent with the draft: positions, cache slots and lengths, from lengths and block
     tables only.
     """
@@ -30,14 +30,14 @@ class Place(Stage[PlaceInput, VerifyInputs]):
         self._plans = plans
         self._buffers = buffers
 
-    def run(self, given: PlaceInput) -> VerifyInputs:
+    def run(self, given: PlanPositionsInput) -> VerifyInputs:
         """Compute positions, slots and lengths from the gathered state."""
         verify = self._buffers.views(given.batch.count, given.batch.drafted).verify
         self._plans.from_lengths(given.inputs, verify)
         return verify
 
 
-class Fill(Stage[FillInput, VerifyInputs]):
+class PlanTokens(Stage[PlanTokensInput, VerifyInputs]):
     """The second part of the plan, after the draft: tokens, and the mask of a tree."""
 
     name = "fill"
@@ -46,10 +46,10 @@ class Fill(Stage[FillInput, VerifyInputs]):
         super().__init__(stream)
         self._plans = plans
 
-    def run(self, given: FillInput) -> VerifyInputs:
+    def run(self, given: PlanTokensInput) -> VerifyInputs:
         """Write tokens and tree mask into the buffers that the first part started."""
         self._plans.from_draft(given.inputs, given.draft, given.verify)
-        self._plans.into_graph(given.inputs, given.verify, captured=given.batch.captured)
+        self._plans.copy_rope_positions_for_graph(given.inputs, given.verify, captured=given.batch.captured)
         return given.verify
 
 
@@ -66,7 +66,7 @@ class VerifyAttention(Stage[AttentionInput, AttentionMetadata]):
     def run(self, given: AttentionInput) -> AttentionMetadata:
         """Create the plan, or update it for this batch."""
         metadata = self.metadata(given.batch)
-        return self._attention.plan(Planned.VERIFY, metadata, given.seq_lens_host, metadata.max_query, self.stream)
+        return self._attention.plan(AttentionBatchKind.VERIFY, metadata, given.seq_lens_host, metadata.max_query, self.stream)
 
     def metadata(self, batch: DecodeBatch) -> AttentionMetadata:
         """Return the metadata without a plan."""
@@ -109,7 +109,7 @@ class ExtendAttention(Stage[ExtendAttentionInput, AttentionMetadata]):
         path = self.of_path(given.batch)
         if path is None:
             return given.verify
-        return self._attention.plan(Planned.PATH, path, given.seq_lens_host, self._growth, self.stream)
+        return self._attention.plan(AttentionBatchKind.PATH, path, given.seq_lens_host, self._growth, self.stream)
 
     def of_path(self, batch: DecodeBatch) -> AttentionMetadata | None:
         """Return the metadata of an accepted path, without a plan; None for a chain."""

@@ -12,21 +12,21 @@ from outrider.device import Backend, DeviceError, Stream
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.features import Features
 from outrider.engine.requests.request import RequestFailed
-from outrider.engine.state.agreed import agreed
-from outrider.engine.state.attention_plans import AttentionPlans, Planned
-from outrider.engine.state.masks import Masks, late
+from outrider.engine.state.agreed_values import agree_values
+from outrider.engine.state.attention_plans import AttentionBatchKind, AttentionPlans
+from outrider.engine.state.masks import Masks, late_guidance_indices
 from outrider.engine.state.options import OptionTable
 from outrider.engine.state.probes import GUIDE_LATE, MEDIA_FAILED, Probes
 from outrider.engine.state.results import Results
 from outrider.engine.state.rows import FutureMap, RowTable
 from outrider.engine.state.staging import Packer, PrefillInputs, Staging, prefill_attention, prefill_inputs
 from outrider.model import ForwardInput, KeptRows, KVCache, LanguageModel, VisionTower
+from outrider.speculative.host_seq_lens import HostSeqLens
 from outrider.speculative.proposer import ExtendInputs, Proposer
-from outrider.speculative.seq_lens import HostSeqLens
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class PrefilledChunks:
     """Chunks that the target has read: ``first``, the token after each chunk [S], and the inputs of the draft, None if the
     draft reads no prompts.
     """
@@ -69,7 +69,7 @@ class Prefill:
         self._future = future
         self._options = options
         self._masks = masks
-        self._walks = model.ranks is None or model.ranks.decides
+        self._walks = model.ranks is None or model.ranks.is_decider
         self._attention = attention
         self._probes = probes
         self._staging = staging
@@ -78,24 +78,26 @@ class Prefill:
         self._capacity = capacity
         self._exact = backend.speculative_sync.exact_host_lengths
 
-    def launch(self, batch: Batch, packer: Packer) -> Filled:
+    def launch(self, batch: Batch, packer: Packer) -> PrefilledChunks:
         """Enqueue the target's pass over the chunks. Only the last chunk of a prompt publishes a length."""
         requests = tuple(chunk.request for chunk in batch.prefill)
-        features = Features.of(requests)
+        features = Features.from_requests(requests)
         with self._backend.on(self._forward):
             if self._model.ranks is not None:  # no other rank has walked
-                self._results.say(GUIDE_LATE, dict.fromkeys(late(requests), ""), prefill=True)
+                self._results.write_host_failures(
+                    GUIDE_LATE, dict.fromkeys(late_guidance_indices(requests), ""), prefill=True
+                )
             inputs = prefill_inputs(batch.prefill, self._staging, packer.segments)
             seq_lens_host = HostSeqLens(tuple(chunk.end for chunk in batch.prefill), self._capacity)
             return self._fill(inputs, features, seq_lens_host, self._features(batch, inputs.tokens.shape[0]))
 
-    def run(self, inputs: PrefillInputs, features: Features) -> None:
+    def enqueue_chunks(self, inputs: PrefillInputs, features: Features) -> None:
         """Enqueue all work of staged ``inputs`` in the caller's scope of forward, for capture. The host knows only bounds,
         and attention has no plan.
         """
         self._extend(self._fill(inputs, features, None))
 
-    def extend(self, filled: Filled) -> None:
+    def extend(self, filled: PrefilledChunks) -> None:
         """Enqueue the draft's pass over chunks that were launched. Only after the last chunk of a prompt is there a draft."""
         with self._backend.on(self._forward):
             self._extend(filled)
@@ -106,9 +108,9 @@ class Prefill:
         features: Features,
         seq_lens_host: HostSeqLens | None,
         media: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> Filled:
-        """Enqueue the target's pass. ``seq_lens_host`` is None during capture, see :meth:`run`. ``media`` are features [T, H]
-        and the bool mask [T] of their tokens.
+    ) -> PrefilledChunks:
+        """Enqueue the target's pass. ``seq_lens_host`` is None during capture, see :meth:`enqueue_chunks`. ``media`` are
+        features [T, H] and the bool mask [T] of their tokens.
         """
         model, rows, future, proposer = self._model, self._rows, self._future, self._proposer
         tables = rows.tables.index_select(0, inputs.rows)
@@ -116,8 +118,8 @@ class Prefill:
         seeds = rows.seeds.index_select(0, inputs.rows)
         attention = prefill_attention(inputs, tables, seq_lens_host if self._exact else None)
         if seq_lens_host is not None:
-            attention = self._attention.plan(Planned.PREFILL, attention, seq_lens_host, 0, self._forward)
-        kept = KeptRows.ends(attention, inputs.last)
+            attention = self._attention.plan(AttentionBatchKind.PREFILL, attention, seq_lens_host, 0, self._forward)
+        kept = KeptRows.last_of_each(attention, inputs.last)
         flat = ForwardInput(
             inputs.tokens,
             inputs.rope_positions,
@@ -135,7 +137,7 @@ class Prefill:
         # Row 0 takes what an unfinished prompt must not publish.
         future.publish(torch.where(inputs.final, inputs.rows, 0), inputs.ends)
         if not proposer.extends:
-            return Filled(inputs, first, None)
+            return PrefilledChunks(inputs, first, None)
         # Padding writes once more what its owner writes, to the same place.
         own = first if inputs.owner is None else first.index_select(0, inputs.owner)
         following = inputs.following.index_copy(0, inputs.last, torch.where(inputs.final, own, inputs.following[inputs.last]))
@@ -154,7 +156,7 @@ class Prefill:
             temperature=temperature,
             seeds=seeds,
             sampling=features.sampling,
-            relay=future.relayed(inputs.rows),
+            relay=future.gather_relay(inputs.rows),
             continues=inputs.continues,
             prompt=inputs.tokens,
             embeddings=media[0],
@@ -163,9 +165,9 @@ class Prefill:
             kept=kept,
             seq_lens_host=seq_lens_host if self._exact else None,
         )
-        return Filled(inputs, first, extend)
+        return PrefilledChunks(inputs, first, extend)
 
-    def _extend(self, filled: Filled) -> None:
+    def _extend(self, filled: PrefilledChunks) -> None:
         """Enqueue the draft's pass over the chunks."""
         inputs, first = filled.inputs, filled.first
         relay: Mapping[str, Tensor] = {} if filled.extend is None else self._proposer.extend(filled.extend)
@@ -178,11 +180,11 @@ class Prefill:
     ) -> Tensor:
         """Return the token after each chunk [S] from ``logits`` [S, V]. The token has no meaning if the prompt continues."""
         kernels = self._model.kernels
-        self._probes.look("target.logits", logits, self._results.found_in_prefill(logits.shape[0]))
+        self._probes.check_for_nan("target.logits", logits, self._results.prefill_probe_results(logits.shape[0]))
         options = self._options.gather(features, inputs.rows)
         shaped = logits
         if features.guided and self._walks:
-            masks = self._masks.of_prompts(logits.shape[0])
+            masks = self._masks.prefill_masks(logits.shape[0])
             shaped = kernels.apply_token_bitmask(logits.unsqueeze(1), masks.unsqueeze(1)).squeeze(1)
         if options is not None:
             shaped = options.process(
@@ -195,8 +197,8 @@ class Prefill:
             ).squeeze(1)
         first = kernels.sample(shaped, temperature, seeds, inputs.ends)
         if self._model.ranks is not None:
-            found = self._results.found_in_prefill(logits.shape[0])
-            first, agreed_findings = agreed(self._model.ranks, first, found)
+            found = self._results.prefill_probe_results(logits.shape[0])
+            first, agreed_findings = agree_values(self._model.ranks, first, found)
             found.copy_(agreed_findings)
         if options is not None:
             options.commit(kernels, torch.where(inputs.final, first, -1).unsqueeze(1))
@@ -229,6 +231,6 @@ class Prefill:
                     # Other ranks run this iteration too: continue with zero features, and end the request after the
                     # iteration.
                     embeddings[begin:end] = 0
-                    self._results.say(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
+                    self._results.write_host_failures(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
             begin = end
         return embeddings, embedded

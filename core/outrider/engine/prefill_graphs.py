@@ -15,7 +15,7 @@ from outrider.engine.graphs import CaptureReport
 from outrider.engine.prefill import Prefill
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.features import Features
-from outrider.engine.state.intake import Intake
+from outrider.engine.state.input_upload import InputUpload
 from outrider.engine.state.staging import PrefillBucket, Staging, prefill_inputs
 
 MAX_GRAPH_TOKENS = 2048
@@ -50,7 +50,7 @@ class PrefillGraphs:
         forward: Stream,
         *,
         prefill: Prefill,
-        intake: Intake,
+        intake: InputUpload,
         staging: Staging,
         tokens: int,
         capacity: int,
@@ -58,7 +58,7 @@ class PrefillGraphs:
         self._backend = backend
         self._forward = forward
         self._prefill = prefill
-        self._intake = intake
+        self._input_upload = intake
         self._staging = staging
         self._capacity = capacity
         self.sequences = min(MOST_SEQUENCES, staging.max_requests)
@@ -82,20 +82,20 @@ class PrefillGraphs:
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
         if not chunks or tokens > self.buckets[-1] or len(chunks) > self.sequences:
             return None
-        features = Features.of(tuple(chunk.request for chunk in chunks))
+        features = Features.from_requests(tuple(chunk.request for chunk in chunks))
         if not Features(sampling=True).covers(features) or any(chunk.request.media is not None for chunk in chunks):
             return None
         return PrefillBucket(next(size for size in self.buckets if size >= tokens), self.sequences)
 
     def launch(self, batch: Batch, bucket: PrefillBucket) -> None:
         """Replay the chunks of ``batch``, which were staged for ``bucket``."""
-        sampling = Features.of(tuple(chunk.request for chunk in batch.prefill)).sampling
+        sampling = Features.from_requests(tuple(chunk.request for chunk in batch.prefill)).sampling
         self._graphs[bucket.tokens, sampling].replay(self._forward)
 
     def _capture(self, size: int, sampling: bool) -> Graph:
         bucket = PrefillBucket(size, self.sequences)
         with self._backend.on(self._forward):
-            segments = self._intake.stage_nothing(bucket)  # warm-up and capture read the current contents
+            segments = self._input_upload.stage_padding(bucket)  # warm-up and capture read the current contents
 
         # Products have the shapes of the other graph of this size; choices don't depend on the size.
         known = any(each == size for each, _ in self._graphs) and any(each == sampling for _, each in self._graphs)
@@ -106,7 +106,7 @@ class PrefillGraphs:
             if known and capture is not None and capture.rehearsal:
                 return
             inputs = prefill_inputs((), self._staging, segments, most=self._capacity)
-            self._prefill.run(inputs, Features(sampling=sampling))
+            self._prefill.enqueue_chunks(inputs, Features(sampling=sampling))
 
         return self._backend.capture(
             f"prefill[{size}, {'sampling' if sampling else 'greedy'}]",

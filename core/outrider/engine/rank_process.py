@@ -10,7 +10,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from outrider.engine.engine import Engine
 from outrider.engine.ranks.codec import decode
-from outrider.engine.ranks.processes import Work
+from outrider.engine.ranks.processes import RankWork
 from outrider.engine.ranks.ranks import Ranks
 from outrider.registry import Registry
 from outrider.registry.backends import BackendSpec
@@ -18,9 +18,9 @@ from outrider.registry.backends import BackendSpec
 
 def main() -> None:
     """Read what to do from standard input, which stays open for as long as the other process lives."""
-    work: Work = decode(sys.stdin.buffer.readline(), Work)
+    work: RankWork = decode(sys.stdin.buffer.readline(), RankWork)
     threading.Thread(target=_end_with_input, daemon=True).start()
-    backend = Registry().create(BackendSpec(name=work.backend, ordinal=work.rank if work.numbered else 0))
+    backend = Registry().create(BackendSpec(name=work.backend, ordinal=work.rank if work.has_device_numbers else 0))
     store = TCPStore("127.0.0.1", work.port, is_master=False, wait_for_workers=False)
     ranks = Ranks(backend, work.parallel, rank=work.rank, store=store)
     Engine.from_checkpoint(work.model_dir, backend, ranks=ranks, **work.loading.arguments()).follow()

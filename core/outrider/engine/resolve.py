@@ -43,7 +43,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class CacheMemory:
     """Bytes of the memory that holds the KV cache, in total and free after the weights. ``shared`` is True for host
     memory.
     """
@@ -54,7 +54,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Situation:
+class DeviceModelFacts:
     """The facts by which an engine is configured, after its weights were loaded."""
 
     capabilities: Capabilities
@@ -79,7 +79,7 @@ class Situation:
     """Further bytes per request."""
     fixed_bytes: int = 0
     """Bytes of the engine that do not depend on its requests."""
-    memory: Memory | None = None
+    memory: CacheMemory | None = None
     """Memory of the KV cache; None if it is unknown."""
     no_fused: str = ""
     """Reason against fused mode; empty if it may be chosen."""
@@ -113,7 +113,7 @@ def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> 
     return Choice("dtype", _NAMES[near], f"{says}, in which the device doesn't compute")
 
 
-def resolve(config: EngineConfig, known: Situation, before: tuple[Choice, ...] = ()) -> DecidedConfig:
+def resolve(config: EngineConfig, known: DeviceModelFacts, before: tuple[Choice, ...] = ()) -> DecidedConfig:
     """Return ``config`` with every open setting decided. ``before`` are the choices that loading made already.
 
     Raises :class:`ConfigError` for an impossible request, and :class:`OutOfDeviceMemory` if the free memory after the weights
@@ -153,7 +153,7 @@ class _Choices:
         return value
 
 
-def _keeping(choices: _Choices, known: Situation) -> None:
+def _keeping(choices: _Choices, known: DeviceModelFacts) -> None:
     """Decide the contents of KV pages, as the model was loaded with its scales."""
     asked = choices.config.kv_dtype
     format = next((name for name, dtype in CACHE_FORMATS.items() if dtype is known.cache_dtype), "plain")
@@ -170,7 +170,7 @@ def _keeping(choices: _Choices, known: Situation) -> None:
         choices.made += (Choice("kv_dtype", format, why),)
 
 
-def _launching(choices: _Choices, known: Situation) -> None:
+def _launching(choices: _Choices, known: DeviceModelFacts) -> None:
     """Decide mode, graphs and overlap: the best that the backend declares."""
     captures, asked = known.capabilities.captures_graphs, choices.config.graphs
     if StepMode.FUSED not in known.step_modes:
@@ -200,7 +200,7 @@ def _launching(choices: _Choices, known: Situation) -> None:
         choices.add("overlap", True, "the device runs beside the host")
 
 
-def _sizes(choices: _Choices, known: Situation) -> None:
+def _sizes(choices: _Choices, known: DeviceModelFacts) -> None:
     """Decide page size, number of requests and chunk size."""
     choices.add("page_size", known.capabilities.page_size, "the backend's kernels run with it")
     if known.memory is None or known.memory.shared:
@@ -216,7 +216,7 @@ def _sizes(choices: _Choices, known: Situation) -> None:
     choices.add("prefill_chunk", chunk, why)
 
 
-def _cache(choices: _Choices, known: Situation) -> None:
+def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
     """Decide context and pages: as much as the model accepts and the memory holds."""
     config, limit = choices.config, known.context
     if config.max_context is not None and config.max_context > limit:
@@ -267,7 +267,7 @@ def _cache(choices: _Choices, known: Situation) -> None:
     choices.add("num_pages", pages, f"{why}: {_holds(pages, page_size, page_bytes)}")
 
 
-def _most_pages(choices: _Choices, known: Situation, page_bytes: int) -> tuple[int, str]:
+def _most_pages(choices: _Choices, known: DeviceModelFacts, page_bytes: int) -> tuple[int, str]:
     """Return the maximum number of pages that the memory holds, with the reason."""
     memory, share = known.memory, choices.config.kv_memory
     assert memory is not None
@@ -286,7 +286,7 @@ def _most_pages(choices: _Choices, known: Situation, page_bytes: int) -> tuple[i
     return room // page_bytes, f"{share:g} of the {free}"
 
 
-def _check_left(share: float, memory: Memory, work: int) -> None:
+def _check_left(share: float, memory: CacheMemory, work: int) -> None:
     """Raise :class:`OutOfDeviceMemory` if a cache of that share and the work around it leave the host too little memory. The
     host refuses no allocation; the system ends the next process that needs memory.
     """

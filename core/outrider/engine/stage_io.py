@@ -4,8 +4,8 @@
 |---|---|---|---|
 | gather | forward | :class:`GatherInput`, the rows' shared state | :class:`DecodeInputs`. |
 | draft | forward | :class:`DraftStageInput` | :class:`Draft`. |
-| plan positions | plan | :class:`PlaceInput` | :class:`VerifyInputs` without drafted tokens. |
-| plan tokens | plan | :class:`FillInput` | :class:`VerifyInputs`, tokens and tree mask. |
+| plan positions | plan | :class:`PlanPositionsInput` | :class:`VerifyInputs` without drafted tokens. |
+| plan tokens | plan | :class:`PlanTokensInput` | :class:`VerifyInputs`, tokens and tree mask. |
 | verify attention | plan | :class:`AttentionInput` | metadata with its plan. |
 | verify | forward | :class:`VerifyStageInput` | :class:`VerifyOutputs`; publishes lengths, writes the results. |
 | extend plan | plan | :class:`ExtendPlanInput` | :class:`ExtendPlan`. |
@@ -29,8 +29,8 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, Stream
 from outrider.engine.requests.features import Features
 from outrider.engine.state.buffers import DecodeInputs, ExtendPlan, VerifyInputs, VerifyOutputs
+from outrider.speculative.host_seq_lens import HostSeqLens
 from outrider.speculative.proposer import Draft
-from outrider.speculative.seq_lens import HostSeqLens
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class DraftStageInput:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceInput:
+class PlanPositionsInput:
     """The gathered lengths and block tables that plan positions reads."""
 
     batch: DecodeBatch
@@ -89,7 +89,7 @@ class AttentionInput:
 
 
 @dataclass(frozen=True, slots=True)
-class FillInput:
+class PlanTokensInput:
     """The gathered state, the draft, and ``verify``, the output of plan positions."""
 
     batch: DecodeBatch

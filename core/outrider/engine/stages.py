@@ -13,21 +13,21 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, KernelSet, RequestInputs, RequestRows, Stream
-from outrider.engine.plan_stages import ExtendAttention, Fill, Place, PlanExtend, VerifyAttention
+from outrider.engine.plan_stages import ExtendAttention, PlanExtend, PlanPositions, PlanTokens, VerifyAttention
 from outrider.engine.stage_io import (
     Capturable,
     DecodeBatch,
     DraftStageInput,
     ExtendPlanInput,
     ExtendStageInput,
-    FillInput,
     GatherInput,
     IterationInput,
-    PlaceInput,
+    PlanPositionsInput,
+    PlanTokensInput,
     Stage,
     VerifyStageInput,
 )
-from outrider.engine.state.agreed import agreed
+from outrider.engine.state.agreed_values import agree_values
 from outrider.engine.state.buffers import DRAFT, EXTEND, INPUTS, OUTPUTS, VERIFY, DecodeInputs, StaticBuffers, VerifyOutputs
 from outrider.engine.state.options import OptionTable
 from outrider.engine.state.probes import Probes
@@ -72,7 +72,7 @@ class Gather(Stage[GatherInput, DecodeInputs]):
         """Copy the rows of the batch from lengths, sampling rows, block tables and relay into the static buffers."""
         table, future, rows = self._rows, self._future, given.rows
         features, inputs = given.batch.features, self._buffers.views(given.batch.count, given.batch.drafted).inputs
-        found = self._results.found(given.batch.count)
+        found = self._results.probe_results(given.batch.count)
         self._kernels.gather_requests(
             rows,
             future.seq_lens if given.seq_lens is None else given.seq_lens,
@@ -85,7 +85,7 @@ class Gather(Stage[GatherInput, DecodeInputs]):
             inputs.mrope_position_deltas.copy_(table.mrope_position_deltas.index_select(0, rows))
         for name, value in future.relay.items():
             if name != "probs" or features.sampling:  # distributions are valid only if a request samples
-                self._probes.take(f"relay.{name}", value, rows, inputs.relay[name], found)
+                self._probes.copy_checked(f"relay.{name}", value, rows, inputs.relay[name], found)
         self._options.gather_into(features, rows, inputs)
         return inputs
 
@@ -140,13 +140,13 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
             )
         )
         draft = self._agreed(draft)
-        found = self._results.found(batch.count)
+        found = self._results.probe_results(batch.count)
         # A prefix of a chain is a chain, so a proposer may draft more tokens than the batch asks for.
         tokens = draft.tokens[:, : batch.drafted].contiguous()
-        self._probes.take("draft.tokens", tokens, None, out.tokens, found)
+        self._probes.copy_checked("draft.tokens", tokens, None, out.tokens, found)
         if out.probs is not None and draft.probs is not None:
             probs = draft.probs[:, : batch.drafted].contiguous()
-            self._probes.take("draft.probs", probs, None, out.probs, found)
+            self._probes.copy_checked("draft.probs", probs, None, out.probs, found)
         if out.tree is not None and draft.tree is not None:
             out.tree.parents.copy_(draft.tree.parents)
             out.tree.depths.copy_(draft.tree.depths)
@@ -159,9 +159,9 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
             return draft
         tree = draft.tree
         if tree is None:
-            (tokens,) = agreed(self._ranks, draft.tokens)
+            (tokens,) = agree_values(self._ranks, draft.tokens)
             return replace(draft, tokens=tokens)
-        tokens, parents, depths, mask = agreed(self._ranks, draft.tokens, tree.parents, tree.depths, tree.mask)
+        tokens, parents, depths, mask = agree_values(self._ranks, draft.tokens, tree.parents, tree.depths, tree.mask)
         return replace(draft, tokens=tokens, tree=Tree(parents, depths, mask))
 
     def written(self, batch: DecodeBatch) -> Draft:
@@ -220,15 +220,15 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         positions = plan.static_rope_positions if batch.captured else plan.rope_positions
         attention = given.attention
         if batch.seq_lens_host is not None:
-            attention = replace(attention, seq_lens_host=batch.seq_lens_host.param("verify", width))
+            attention = replace(attention, seq_lens_host=batch.seq_lens_host.host_param("verify", width))
         flat = ForwardInput(plan.tokens, positions, plan.slots, attention)
         hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, self._layers)
         logits = model.logits(hidden).view(count, width, -1)
-        options, found = self._options.over(features, inputs), self._results.found(count)
+        options, found = self._options.options_from_inputs(features, inputs), self._results.probe_results(count)
         # If nothing changes the logits, the kernel that accepts also checks them.
         checks_in_accept = given.masks is None and options is None and given.draft.tree is None and not features.sampling
         if not checks_in_accept:
-            self._probes.look("target.logits", logits, found)
+            self._probes.check_for_nan("target.logits", logits, found)
         shaped = logits if given.masks is None else kernels.apply_token_bitmask(logits, given.masks)
         if options is not None:
             shaped = options.process(
@@ -239,7 +239,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
                 tree_mask=plan.mask,
                 positions=plan.positions.view(count, width) + 1,
             )
-        checked = self._probes.part("target.logits", found) if checks_in_accept else None
+        checked = self._probes.result_columns("target.logits", found) if checks_in_accept else None
         tokens, path, accepted = self._agreed(*self._accept(given, shaped, checked), found=found)
         if options is not None:
             options.commit(kernels, tokens)
@@ -252,7 +252,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
             (tokens, accepted),
             self._future.seq_lens,
             self._future.last_tokens,
-            self._results.decided(count, tokens.shape[1]),
+            self._results.decode_rows(count, tokens.shape[1]),
             (outputs.tokens, outputs.accepted),
         )
         if self._keeps_states and outputs.path is not None and path is not None:
@@ -270,7 +270,9 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         ranks = self._model.ranks
         if ranks is None:
             return tokens, path, accepted
-        tokens, accepted, agreed_findings, *rest = agreed(ranks, tokens, accepted, found, *([] if path is None else [path]))
+        tokens, accepted, agreed_findings, *rest = agree_values(
+            ranks, tokens, accepted, found, *([] if path is None else [path])
+        )
         found.copy_(agreed_findings)
         return tokens, rest[0] if rest else None, accepted
 
@@ -294,7 +296,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         after = inputs.seq_lens + 1 if sampling else inputs.seq_lens
         if draft.tree is None:  # nothing was drafted
             tokens = kernels.sample(logits.squeeze(1), inputs.temperature, inputs.seeds, after).unsqueeze(1)
-            return tokens, None, self._results.none_accepted(given.batch.count)
+            return tokens, None, self._results.zero_accepted(given.batch.count)
         return kernels.verify_tree(
             logits,
             given.plan.tokens.view(logits.shape[:2]),
@@ -362,13 +364,13 @@ class Extend(Capturable[ExtendStageInput, None]):
             aux_hidden_states = SideBySide(joined, aux_hidden_states[0].shape[-1])
         attention, seq_lens_host = given.attention, batch.seq_lens_host
         if seq_lens_host is not None and self.host_params(batch.drafted):
-            seq_lens_host = replace(seq_lens_host, values=seq_lens_host.plus(self._taken_in(batch.drafted)))
-            attention = replace(attention, seq_lens_host=seq_lens_host.param("extend", 0))
+            seq_lens_host = replace(seq_lens_host, values=seq_lens_host.lengths_after(self._taken_in(batch.drafted)))
+            attention = replace(attention, seq_lens_host=seq_lens_host.host_param("extend", 0))
         kept = None  # with exact host lengths, the host knows only the lengths that include all drafted tokens
         if seq_lens_host is None and batch.drafted:
             # From lengths, which never exceed the block tables, not from positions: a request may have ended on the device.
             seq_lens = attention.seq_lens[: batch.count] - (self._taken_in(batch.drafted) - 1)
-            kept = KeptRows.one_each(attention, plan.last, plan.starts, seq_lens.add_(outputs.accepted))
+            kept = KeptRows.one_per_sequence(attention, plan.last, plan.starts, seq_lens.add_(outputs.accepted))
         places = verify if along is None else along
         static = batch.captured and along is None
         return self._proposer.extend(
@@ -401,8 +403,8 @@ class Stages:
 
     gather: Gather
     draft: DraftStage
-    place: Place
-    fill: Fill
+    place: PlanPositions
+    fill: PlanTokens
     verify_attention: VerifyAttention
     verify: Verify
     plan_extend: PlanExtend
@@ -426,8 +428,8 @@ class Iteration(Capturable[IterationInput, None]):
         batch, stages = given.batch, self._stages
         inputs = stages.gather.run(GatherInput(batch, self._staging.decode_rows(batch.count), None))
         draft = stages.draft.run(DraftStageInput(batch, inputs))
-        verify = stages.place.run(PlaceInput(batch, inputs))
-        verify = stages.fill.run(FillInput(batch, inputs, draft, verify))
+        verify = stages.place.run(PlanPositionsInput(batch, inputs))
+        verify = stages.fill.run(PlanTokensInput(batch, inputs, draft, verify))
         attention: AttentionMetadata = stages.verify_attention.metadata(batch)
         outputs = stages.verify.verified(VerifyStageInput(batch, inputs, draft, verify, attention))
         if stages.extends:

@@ -44,26 +44,26 @@ from outrider.engine.stage_io import (
     ExtendAttentionInput,
     ExtendPlanInput,
     ExtendStageInput,
-    FillInput,
     GatherInput,
     IterationInput,
-    PlaceInput,
+    PlanPositionsInput,
+    PlanTokensInput,
     VerifyStageInput,
 )
 from outrider.engine.stages import Iteration, Stages
 from outrider.engine.state.buffers import DecodeInputs, VerifyInputs, VerifyOutputs
-from outrider.engine.state.intake import Intake
-from outrider.engine.state.masks import Masks, late
+from outrider.engine.state.input_upload import InputUpload
+from outrider.engine.state.masks import Masks, late_guidance_indices
 from outrider.engine.state.plans import PlanAtJoin, Plans
 from outrider.engine.state.probes import GUIDE_LATE
-from outrider.engine.state.results import Results, Ticket
+from outrider.engine.state.results import PendingResult, Results
 from outrider.engine.state.rows import SeqLensRing
 from outrider.engine.state.staging import Packer
-from outrider.engine.state.transfer import Transfer
+from outrider.engine.state.transfer import StateTransfer
 from outrider.engine.streams import Streams
 from outrider.model import ModelRanks
+from outrider.speculative.host_seq_lens import HostSeqLens
 from outrider.speculative.proposer import Draft, Proposer
-from outrider.speculative.seq_lens import HostSeqLens
 
 
 class Step:
@@ -82,8 +82,8 @@ class Step:
         streams: Streams,
         fences: FenceSet,
         *,
-        intake: Intake,
-        transfer: Transfer,
+        intake: InputUpload,
+        transfer: StateTransfer,
         prefill: Prefill,
         prefill_graphs: PrefillGraphs | None,
         stages: Stages,
@@ -105,7 +105,7 @@ class Step:
         self._backend = backend
         self._streams = streams
         self._fences = fences
-        self._intake = intake
+        self._input_upload = intake
         self._transfer = transfer
         self._prefill = prefill
         self._prefill_graphs = prefill_graphs
@@ -114,7 +114,7 @@ class Step:
         self._runner = runner
         self._called = called
         self._masks = masks
-        self._walks = ranks is None or ranks.decides  # one rank walks the grammars; the others take its tokens
+        self._walks = ranks is None or ranks.is_decider  # one rank walks the grammars; the others take its tokens
         self._plans = plans
         self._results = results
         self._seq_lens_ring = seq_lens_ring
@@ -157,7 +157,7 @@ class Step:
         prompts = None if replayed is None else replayed.tokens
         return {"prompts": prompts, "mode": mode, "bucket": bucket}
 
-    def launch(self, batch: Batch) -> Ticket:
+    def launch(self, batch: Batch) -> PendingResult:
         """Enqueue one iteration and return the ticket for its results.
 
         With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its
@@ -166,30 +166,30 @@ class Step:
         streams, fences = self._streams, self._fences
         requested, batch = batch, batch.launched
         if self._ranks is not None:
-            self._ranks.place(streams.forward)
-            self._ranks.expect(() if requested.together is None else requested.together.widths)
+            self._ranks.use_stream(streams.forward)
+            self._ranks.expect_pass_widths(() if requested.global_batch is None else requested.global_batch.widths)
         entry = self._launched % self._entries
         self._launched += 1
         bucket = None if self._prefill_graphs is None else self._prefill_graphs.bucket(batch)
-        packer = self._intake.pack(batch, bucket)
+        packer = self._input_upload.pack(batch, bucket)
         fused = self._mode is StepMode.FUSED and not requested.features.guided
         # A copy between two graphs costs time, so unchanged inputs are not copied again. Forward has already waited for the
         # upload that wrote them.
-        inputs_unchanged = fused and self._intake.holds(packer)
+        inputs_unchanged = fused and self._input_upload.matches_previous(packer)
         self._upload_inputs(batch, packer, entry, fused=fused, inputs_unchanged=inputs_unchanged)
 
         fences.inputs_ready.wait(streams.forward)
         if fused:
             with self._backend.on(streams.forward):
-                self._intake.unpack(batch, packer, None if inputs_unchanged else entry)
+                self._input_upload.unpack(batch, packer, None if inputs_unchanged else entry)
         if self._ranks is not None:
             with self._backend.on(streams.forward):
-                self._results.say_nothing()
+                self._results.clear_host_failures()
         if any(request.params.penalized for request in batch.admitted):
             with self._backend.on(streams.forward):
-                self._intake.begin_counts(packer)
+                self._input_upload.write_token_counts(packer)
         if batch.arrivals:
-            self._transfer.bring_in(batch.arrivals)
+            self._transfer.write_arrivals(batch.arrivals)
         filled = None
         if bucket is not None and self._prefill_graphs is not None:
             self._prefill_graphs.launch(batch, bucket)
@@ -200,7 +200,7 @@ class Step:
             self._publish(entry)  # before the results leave: once the host has read them, the ring entry is filled again
             # First tokens leave before the draft reads the prompts. Data-parallel groups share results at the end, because
             # another group may decode.
-            ticket = None if self._results.shared else self._copy_results_to_host(requested, entry)
+            ticket = None if self._results.is_shared else self._copy_results_to_host(requested, entry)
         if filled is not None:
             self._prefill.extend(filled)
         if not batch.decode:
@@ -211,14 +211,14 @@ class Step:
             self._decode(batch, entry, requested.features)
         return self._copy_results_to_host(requested, entry) if ticket is None else ticket
 
-    def _copy_results_to_host(self, requested: Batch, entry: int) -> Ticket:
+    def _copy_results_to_host(self, requested: Batch, entry: int) -> PendingResult:
         """Copy the results into ring ``entry`` on forward, then to the host on copy, so that the next iteration can
         overlap.
         """
         streams, fences = self._streams, self._fences
         self._results.share(requested, streams.forward)
         with self._backend.on(streams.forward):
-            self._results.keep(requested, entry)
+            self._results.copy_on_device(requested, entry)
         fences.results_ready.signal(streams.forward)
 
         fences.results_ready.wait(streams.copy)
@@ -226,9 +226,9 @@ class Step:
         fences.results_copied[entry].signal(streams.copy)
         return ticket
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Upload everything again in the next iteration: a copy of an earlier iteration may have failed."""
-        self._intake.forget()
+        self._input_upload.invalidate()
 
     def _upload_inputs(self, batch: Batch, packer: Packer, entry: int, *, fused: bool, inputs_unchanged: bool) -> None:
         """Upload the host's decisions on schedule, unless they are unchanged.
@@ -239,20 +239,20 @@ class Step:
         fences, schedule = self._fences, self._streams.schedule
         masks = self._masks if self._walks and any(chunk.request.guidance is not None for chunk in batch.prefill) else None
         if not inputs_unchanged:
-            self._intake.upload(packer, entry, schedule)
+            self._input_upload.upload(packer, entry, schedule)
         if masks is not None or not fused:
             fences.shared_reads_done.wait(schedule)
         if masks is not None:
-            masks.first(batch.prefill, entry, schedule)
+            masks.upload_prefill_masks(batch.prefill, entry, schedule)
         if not fused:
             with self._backend.on(schedule):
-                self._intake.unpack(batch, packer, entry)
+                self._input_upload.unpack(batch, packer, entry)
             if self._sync.published_waiter is Waiter.HOST:
                 fences.published.wait_host()
             else:
                 fences.published.wait(schedule)
             with self._backend.on(schedule):
-                self._intake.resolve_seq_lens(batch)
+                self._input_upload.resolve_seq_lens(batch)
         fences.inputs_ready.signal(schedule)
 
     def _decode(self, batch: Batch, entry: int, features: Features) -> None:
@@ -263,7 +263,7 @@ class Step:
         runner = self._runner_for(decode.features)
         run = runner.run
 
-        rows, seq_lens = self._intake.decoding(decode.count)
+        rows, seq_lens = self._input_upload.decoding(decode.count)
         inputs = run(stages.gather, GatherInput(decode, rows, seq_lens))
         fences.shared_reads_done.signal(streams.forward)
         if streams.update is not None:
@@ -275,14 +275,14 @@ class Step:
         fences.draft_outputs_ready.signal(streams.forward)
 
         fences.shared_reads_done.wait(streams.plan)
-        verify = run(stages.place, PlaceInput(decode, inputs))
+        verify = run(stages.place, PlanPositionsInput(decode, inputs))
         if self._plans_on_host:
             # The draft of this iteration was launched, so the host now waits only for the previous verify.
             seq_lens_host = (seq_lens_host or self._exact_seq_lens(batch, entry)).padded(decode.bucket)
         if not self._is_tree:  # a tree's mask is one of the draft's outputs
             attention = run(stages.verify_attention, AttentionInput(decode, seq_lens_host))
         fences.draft_outputs_ready.wait(streams.plan)
-        verify = run(stages.fill, FillInput(decode, inputs, draft, verify))
+        verify = run(stages.fill, PlanTokensInput(decode, inputs, draft, verify))
         if self._is_tree:
             attention = run(stages.verify_attention, AttentionInput(decode, seq_lens_host))
         fences.plan_ready.signal(streams.plan)
@@ -310,10 +310,12 @@ class Step:
             fences.draft_outputs_ready.wait(streams.copy)
             masks.copy_out(draft, entry, streams.copy)
             fences.draft_on_host[entry].signal(streams.copy)
-        token_masks = masks.behind(batch.decode, decode.drafted, entry, fences.draft_on_host[entry], streams.schedule)
+        token_masks = masks.upload_draft_masks(
+            batch.decode, decode.drafted, entry, fences.draft_on_host[entry], streams.schedule
+        )
         if self._ranks is not None:  # no other rank has walked
             with self._backend.on(streams.forward):
-                self._results.say(GUIDE_LATE, dict.fromkeys(late(batch.decode), ""))
+                self._results.write_host_failures(GUIDE_LATE, dict.fromkeys(late_guidance_indices(batch.decode), ""))
         fences.masks_ready.signal(streams.schedule)
         fences.masks_ready.wait(streams.forward)
         return token_masks
@@ -350,7 +352,7 @@ class Step:
         for_host = self._sync.exact_host_lengths or self._plans_on_host
         if for_host:
             with self._backend.on(streams.forward):
-                self._seq_lens_ring.keep(entry)
+                self._seq_lens_ring.copy_on_device(entry)
         fences.published.signal(streams.forward)
         if for_host:
             fences.published.wait(streams.copy)
@@ -360,7 +362,7 @@ class Step:
     def _exact_seq_lens(self, batch: Batch, entry: int) -> HostSeqLens:
         """Wait on the host for the lengths that the previous iteration published, and return those of ``batch``."""
         before = (entry - 1) % self._entries
-        by_row = self._seq_lens_ring.read(before, self._fences.lengths_on_host[before])
+        by_row = self._seq_lens_ring.read_entry(before, self._fences.lengths_on_host[before])
         return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._capacity)
 
     def _decode_batch(self, batch: Batch, features: Features, seq_lens_host: HostSeqLens | None) -> DecodeBatch:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from outrider.device import Backend
 from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.loop import Loop
-from outrider.engine.requests.guidance import Anything, Guidance
+from outrider.engine.requests.guidance import Guidance, UnrestrictedMatcher
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.model import LanguageModel
@@ -67,12 +67,12 @@ def warm_up(
     for number, params in enumerate((greedy, replace(greedy, temperature=1.0), everything)):
         request = Request(number, (word,) * length, params.sample(0), frozenset(), rope_key=rope_key)
         if params is everything:
-            request.guidance = Guidance(Anything(), vocabulary=model.config.vocab_size)
+            request.guidance = Guidance(UnrestrictedMatcher(), vocabulary=model.config.vocab_size)
         loop.add(request)
         for _ in range(rounds):
             if not request.finished:
                 loop.iterate()
-        loop.forget([request])
+        loop.drop_requests([request])
         loop.drain()
     backend.synchronize()
     after = kernels.compiled()

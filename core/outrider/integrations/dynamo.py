@@ -34,18 +34,18 @@ from outrider.cli.models import Sizes, Speculation, load
 from outrider.device import OutriderError
 from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.engine import Engine
-from outrider.engine.requests.guides import Choice, Ebnf, Guide, JsonSchema, Regex
+from outrider.engine.requests.guides import ChoiceGuide, Ebnf, Guide, JsonSchema, Regex
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.serve.kv_events import KvEventPublisher
 
 _METRICS_PERIOD_S = 0.5
-_GUIDES: dict[str, Callable[[Any], Guide]] = {"json": JsonSchema, "regex": Regex, "choice": Choice, "grammar": Ebnf}
+_GUIDES: dict[str, Callable[[Any], Guide]] = {"json": JsonSchema, "regex": Regex, "choice": ChoiceGuide, "grammar": Ebnf}
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "cancelled"}
 
 
 @dataclass
-class _Open:
+class _DynamoRequest:
     """A request of Dynamo that hasn't ended."""
 
     id: int | None = None
@@ -66,7 +66,7 @@ class OutriderEngine(LLMEngine):
         self._engine: AsyncEngine | None = None
         self._events: KvEventPublisher | None = None
         self._events_dir: tempfile.TemporaryDirectory[str] | None = None
-        self._open_requests: dict[str, _Open] = {}
+        self._open_requests: dict[str, _DynamoRequest] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._metrics_task: Future[None] | None = None
         self.lost: BaseException | None = None
@@ -99,7 +99,7 @@ class OutriderEngine(LLMEngine):
         if config.prefix_cache:
             self._events_dir = tempfile.TemporaryDirectory(prefix="outrider-dynamo-")
             self._events = events = KvEventPublisher(self._events_address, page_size=config.page_size)
-            await engine.call(lambda inner: inner.watch_prefix_cache(events.tell))
+            await engine.call(lambda inner: inner.watch_prefix_cache(events.publish))
         registration = LlmRegistration(
             context_length=config.max_context,
             kv_cache_block_size=config.page_size,
@@ -120,7 +120,7 @@ class OutriderEngine(LLMEngine):
             raise EngineShutdown("this worker hasn't started, or has ended")
         normalize_request_token_ids(request)
         params = sampling_params(request, engine.engine.max_context)
-        opened = self._open_requests[context.id()] = _Open()
+        opened = self._open_requests[context.id()] = _DynamoRequest()
         prompt, num_generated = request["token_ids"], 0
 
         def admitted(ids: range) -> None:
@@ -146,7 +146,7 @@ class OutriderEngine(LLMEngine):
 
     async def abort(self, context: Any) -> None:
         """Abort a request. Its stream ends with the finish reason ``cancelled``."""
-        opened = self._open_requests.get(context.id(), _Open())
+        opened = self._open_requests.get(context.id(), _DynamoRequest())
         opened.aborted = True
         if opened.id is not None:
             await self._end(opened.id)

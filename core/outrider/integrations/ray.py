@@ -30,11 +30,11 @@ from starlette.responses import Response, StreamingResponse
 
 from outrider.cli.models import Sizes, Speculation, load
 from outrider.device import ConfigError
+from outrider.serve.api_errors import SERVER, ApiError
 from outrider.serve.app import create_app
 from outrider.serve.config import ServeConfig
-from outrider.serve.engine_ranks import engine_process
-from outrider.serve.errors import SERVER, ApiError
-from outrider.serve.prompts import Prompter, Wording
+from outrider.serve.engine_ranks import create_engine_client
+from outrider.serve.prompt_builder import PromptBuilder, PromptResources
 
 _LOG = logging.getLogger("outrider.ray")
 _LOAD = "outrider_load"
@@ -123,13 +123,13 @@ class Replica:
         )
         template = None if settings.chat_template is None else settings.chat_template.read_text("utf-8")
         # Wording() raises for invalid templates, before the model is loaded for minutes.
-        wording = await asyncio.to_thread(Wording, speculation.model, chat_template=template)
+        wording = await asyncio.to_thread(PromptResources, speculation.model, chat_template=template)
         keys = () if settings.api_key_file is None else tuple(settings.api_key_file.read_text("utf-8").split())
         name = settings.served_model_name or ("outrider-bundled" if settings.model is None else settings.model.resolve().name)
         config = ServeConfig(names=(name,), max_queued=settings.max_queued, api_keys=keys)
-        self._engine = engine_process(make, tensor=settings.tensor_parallel, data=settings.data_parallel)
+        self._engine = create_engine_client(make, tensor=settings.tensor_parallel, data=settings.data_parallel)
         info = await self._engine.start()
-        prompter = await asyncio.to_thread(Prompter, speculation.model, info, wording)
+        prompter = await asyncio.to_thread(PromptBuilder, speculation.model, info, wording)
         self._app = create_app(self._engine, prompter, config)
         self._rows = info.max_requests
         tags = {"replica": serve.get_replica_context().replica_id.unique_id}
@@ -238,7 +238,7 @@ class Ingress:
             if time.monotonic() >= deadline:
                 text = f"no replica could answer within {self._resend_s:g} s: {reason}"
                 error_body = ApiError(503, text, kind=SERVER, code="no_replica")
-                return Response(error_body.encoded(), 503, error_body.headers, "application/json")
+                return Response(error_body.encode(), 503, error_body.headers, "application/json")
             _LOG.warning("request %s is sent again: %s", request_id, reason)
             await asyncio.sleep(_RESEND_DELAY_S)
 
@@ -344,6 +344,6 @@ async def _read_body(stream: Any, first: Mapping[str, Any]) -> AsyncIterator[byt
             yield message.get("body", b"")
     except _REPLICA_LOST:
         error = ApiError(503, "the replica died in the middle of its answer", kind=SERVER, code="engine_lost")
-        yield b"data: " + error.encoded() + b"\n\n"
+        yield b"data: " + error.encode() + b"\n\n"
     finally:
         stream.cancel()

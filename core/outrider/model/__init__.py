@@ -34,12 +34,12 @@ from outrider.model.ranks import ModelRanks
 from outrider.model.rope import RopeConfig
 from outrider.model.shards import Shard, Shards
 from outrider.model.stream_decoder import StreamDecoder
-from outrider.model.tensors import Progress
+from outrider.model.tensor_loading import Progress
 from outrider.model.tokenizer import Tokenizer, check_same_tokens, has_tokenizer
 from outrider.model.transformers_decoder import TransformersDecoder
 from outrider.model.transformers_loading import load_through_transformers
 from outrider.model.vision import VisionTower, load_vision
-from outrider.model.vocabulary import of_vocabulary
+from outrider.model.vocabulary import with_vocabulary_size
 
 __all__ = [
     "OUTPUT_FORMATS",
@@ -93,10 +93,10 @@ __all__ = [
     "load_peagle",
     "load_through_transformers",
     "load_vision",
-    "of_vocabulary",
     "prompt_positions",
     "side_by_side",
     "speculative_positions",
     "supported_families",
     "with_output_head",
+    "with_vocabulary_size",
 ]

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, Event, PinnedBuffer, Stream
-from outrider.model.pieces import Cut
-from outrider.model.reading import reading
+from outrider.model.pieces import TensorSlice
+from outrider.model.reading import wrap_read_errors
 
 _MAX_READ_THREADS = 8
 _MAX_PINNED_BUFFERS = 16
@@ -37,12 +37,12 @@ class Extent:
     """Position of the first value in the file, in bytes."""
     dtype: torch.dtype
     """Dtype of the values in the file."""
-    run: int = 0
+    contiguous_values: int = 0
     """Number of contiguous values in each row of a column range. 0 if all values are contiguous."""
-    pitch: int = 0
+    row_pitch_values: int = 0
     """Distance between the starts of two rows of a column range, in values. 0 if all values are contiguous."""
 
-    def cut(self, shape: tuple[int, ...], tensor_slice: Cut | None) -> Extent:
+    def sliced(self, shape: tuple[int, ...], tensor_slice: TensorSlice | None) -> Extent:
         """Return the extent of ``tensor_slice`` of this tensor, which has the whole ``shape``."""
         if tensor_slice is None:
             return self
@@ -51,11 +51,13 @@ class Extent:
             first = tensor_slice.start if tensor_slice.matrix is None else tensor_slice.matrix * shape[1] + tensor_slice.start
             return replace(self, offset=self.offset + first * columns * self.dtype.itemsize)
         offset = self.offset + tensor_slice.start * self.dtype.itemsize
-        return replace(self, offset=offset, run=tensor_slice.stop - tensor_slice.start, pitch=columns)
+        return replace(
+            self, offset=offset, contiguous_values=tensor_slice.stop - tensor_slice.start, row_pitch_values=columns
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorRead:
     """A tensor to read: its extent in a file, and contiguous device memory of the same dtype."""
 
     key: str
@@ -67,7 +69,7 @@ class Part:
 class _Chunk:
     """A contiguous range of a part's values that one worker reads."""
 
-    part: Part
+    part: TensorRead
     first: int
     """Index of the chunk's first value in the part."""
     values: int
@@ -77,7 +79,7 @@ class _Chunk:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _BulkSlot:
     """A pinned buffer and the event that marks the end of the copy from it."""
 
     buffer: PinnedBuffer
@@ -86,7 +88,7 @@ class _Slot:
     """Host memory that the file is read into before the pinned buffer. None if the file is read into the buffer itself."""
 
 
-def read_parts(parts: Sequence[Part], backend: Backend, stream: Stream, done: Callable[[str], None]) -> None:
+def read_parts(parts: Sequence[TensorRead], backend: Backend, stream: Stream, done: Callable[[str], None]) -> None:
     """Read every part and copy its values to the device on ``stream``. Return when all copies have completed.
 
     All parts have one dtype. If the host can write device memory directly, the values are read into it without a pinned
@@ -127,14 +129,14 @@ def _read_through_pinned(
     device.
     """
     size, dtype = max(chunk.values for chunk in chunks), chunks[0].part.extent.dtype
-    slots: list[_Slot] = []
+    slots: list[_BulkSlot] = []
     for number in range(min(_MAX_PINNED_BUFFERS, len(chunks))):
         buffer = backend.empty_pinned(f"weights[{number}]", (size,), dtype)
         # The buffers are reused: page faults on fresh memory would take as long as the reads.
         watched = backend.observer is not None or type(buffer.tensor) is not Tensor
         staging = _memory_before_torch(size, dtype) if watched else None
-        slots.append(_Slot(buffer, backend.create_event(f"weights[{number}]"), staging))
-    free, filling = deque(slots), deque[_Slot]()
+        slots.append(_BulkSlot(buffer, backend.create_event(f"weights[{number}]"), staging))
+    free, filling = deque(slots), deque[_BulkSlot]()
 
     def submit(chunk: _Chunk) -> Future[None]:
         slot = free.popleft()
@@ -180,8 +182,8 @@ def _with_read_ahead(
     yield from started
 
 
-def _chunks_of(part: Part, max_values: int) -> Iterator[_Chunk]:
-    total, row_values = part.destination.numel(), part.extent.run
+def _chunks_of(part: TensorRead, max_values: int) -> Iterator[_Chunk]:
+    total, row_values = part.destination.numel(), part.extent.contiguous_values
     if row_values:
         max_values = max(1, max_values // row_values) * row_values  # whole rows
     for first in range(0, total, max_values):
@@ -206,15 +208,17 @@ def _read(chunk: _Chunk, into: Tensor) -> None:
     """Read ``chunk`` into host memory ``into``. Runs in a worker thread and never touches the device."""
     extent = chunk.part.extent
     view = into.view(torch.uint8).numpy().data
-    with reading(extent.path, f"tensor {chunk.part.key!r}"), extent.path.open("rb", buffering=0) as file:
+    with wrap_read_errors(extent.path, f"tensor {chunk.part.key!r}"), extent.path.open("rb", buffering=0) as file:
         size = extent.dtype.itemsize
-        row_bytes = extent.run * size or len(view)
-        first_value = chunk.first // extent.run * extent.pitch if extent.run else chunk.first
+        row_bytes = extent.contiguous_values * size or len(view)
+        first_value = (
+            chunk.first // extent.contiguous_values * extent.row_pitch_values if extent.contiguous_values else chunk.first
+        )
         file_offset = extent.offset + first_value * size
         while view:
             file.seek(file_offset)
             _read_exactly(file, view[:row_bytes])
-            view, file_offset = view[row_bytes:], file_offset + extent.pitch * size
+            view, file_offset = view[row_bytes:], file_offset + extent.row_pitch_values * size
 
 
 def _read_exactly(file: FileIO, view: memoryview) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, one_line, shown
-from outrider.model.reading import present, read_json, reading
+from outrider.model.reading import present, read_json, wrap_read_errors
 
 _TEMPLATE_FILE, _LEGACY_FILE = "chat_template.jinja", "chat_template.json"
 MORE_TEMPLATES = "additional_chat_templates"
@@ -63,7 +63,7 @@ class ChatTemplate:
             found, origin = read_json(directory / _LEGACY_FILE).get(_TEMPLATE_KEY), _LEGACY_FILE
         if found is None:
             return None
-        with reading(directory / origin, "a chat template", "--chat-template FILE gives another one"):
+        with wrap_read_errors(directory / origin, "a chat template", "--chat-template FILE gives another one"):
             return cls(tokenizer, *_default_and_tool_template(found))
 
     def tokens(

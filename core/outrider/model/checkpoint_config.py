@@ -24,8 +24,8 @@ from outrider.model.expert_configs import (
     qwen3_moe,
 )
 from outrider.model.location import refuse_other_formats
-from outrider.model.plain_config import plain_config
-from outrider.model.reading import describe, present, read_json, reading
+from outrider.model.parsed_config import parse_config
+from outrider.model.reading import describe, present, read_json, wrap_read_errors
 from outrider.model.rope import ROPE_KINDS, RopeConfig, inverse_frequencies
 
 _DTYPES = MappingProxyType(
@@ -56,7 +56,7 @@ def read_model_config(
         if not isinstance(inner, dict):
             raise CheckpointError(f"{path}: {part} is {shown(inner)}, expected a config of its own")
         raw = inner
-    with reading(path, f"a {shown(raw.get('model_type'))} config"):
+    with wrap_read_errors(path, f"a {shown(raw.get('model_type'))} config"):
         if not drafts:  # the loader of a block drafter reads whether its block attends to later positions
             _check_causal(raw)
         try:
@@ -123,7 +123,7 @@ def hf_config(family: str, raw: dict[str, Any]) -> HfConfig:
 def _parse_config(family: str, raw: dict[str, Any]) -> HfConfig:
     """Parse the known keys of ``raw``, without transformers if they determine every attribute."""
     known = _known_fields(family, raw)
-    return plain_config(family, known) or _through_transformers(family, known)
+    return parse_config(family, known) or _through_transformers(family, known)
 
 
 def _known_fields(family: str, raw: dict[str, Any]) -> dict[str, Any]:

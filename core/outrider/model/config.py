@@ -49,7 +49,7 @@ class ExpertsConfig:
                 f"model config: a token goes to {self.per_token} experts, expected at most the {self.count} there are"
             )
 
-    def shared_out(self, ranks: int) -> ExpertsConfig:
+    def shard(self, ranks: int) -> ExpertsConfig:
         """Return the config of one of ``ranks`` tensor-parallel ranks, which holds a slice of every expert's intermediate
         size.
 

@@ -44,7 +44,7 @@ def is_whole(value: object, low: int, high: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
-def whole(low: int, high: int, *, empty: bool = True) -> Field:
+def whole_number(low: int, high: int, *, empty: bool = True) -> Field:
     """Return a field that accepts whole numbers from ``low`` to ``high``."""
     return Field(f"a whole number from {low} to {high}", lambda value: is_whole(value, low, high), empty)
 
@@ -60,7 +60,7 @@ def number(low: float, high: float, *, empty: bool = True) -> Field:
     return Field(f"a number from {low:g} to {high:g}", fits, empty)
 
 
-def items(item: Field, max_items: int = _MAX_ITEMS) -> Field:
+def list_of(item: Field, max_items: int = _MAX_ITEMS) -> Field:
     """Return a field that accepts lists of at most ``max_items`` values, each accepted by ``item``."""
     return Field(
         f"a list of at most {max_items}, each {item.expected}",
@@ -90,10 +90,14 @@ def choice(*names: str) -> Field:
 
 FLAG = Field("true or false", lambda value: isinstance(value, bool))
 TEXT = Field("a string", lambda value: isinstance(value, str) and len(value) <= 200)
-_WIDTH, _CONTEXT, _HEADS = whole(1, _MAX_WIDTH, empty=False), whole(1, MAX_CONTEXT, empty=False), whole(1, 1 << 16)
-_LAYERS = whole(1, MAX_LAYERS, empty=False)
-_TOKEN = whole(0, MAX_VOCABULARY)
-_EXPERTS = whole(0, _MAX_EXPERTS, empty=False)
+_WIDTH, _CONTEXT, _HEADS = (
+    whole_number(1, _MAX_WIDTH, empty=False),
+    whole_number(1, MAX_CONTEXT, empty=False),
+    whole_number(1, 1 << 16),
+)
+_LAYERS = whole_number(1, MAX_LAYERS, empty=False)
+_TOKEN = whole_number(0, MAX_VOCABULARY)
+_EXPERTS = whole_number(0, _MAX_EXPERTS, empty=False)
 _SCALE = number(1e-6, 1e6)
 _KIND = choice(*ROPE_KINDS, "mrope")
 
@@ -117,14 +121,14 @@ ROPE: Mapping[str, Field] = MappingProxyType(
         "factor": _SCALE,
         "low_freq_factor": _SCALE,
         "high_freq_factor": _SCALE,
-        "original_max_position_embeddings": whole(1, MAX_CONTEXT),
+        "original_max_position_embeddings": whole_number(1, MAX_CONTEXT),
         "attention_factor": _SCALE,
         "beta_fast": _SCALE,
         "beta_slow": _SCALE,
         "mscale": number(0, 1e6),
         "mscale_all_dim": number(0, 1e6),
         "truncate": FLAG,
-        "mrope_section": items(whole(0, 1 << 16), 3),
+        "mrope_section": list_of(whole_number(0, 1 << 16), 3),
     }
 )
 VISION_ROPE: Mapping[str, Field] = MappingProxyType(
@@ -132,13 +136,13 @@ VISION_ROPE: Mapping[str, Field] = MappingProxyType(
 )
 TEXT_MODEL: Mapping[str, Field] = MappingProxyType(
     {
-        "vocab_size": whole(1, MAX_VOCABULARY, empty=False),
+        "vocab_size": whole_number(1, MAX_VOCABULARY, empty=False),
         "hidden_size": _WIDTH,
-        "intermediate_size": whole(1, 4 * _MAX_WIDTH, empty=False),
+        "intermediate_size": whole_number(1, 4 * _MAX_WIDTH, empty=False),
         "num_hidden_layers": _LAYERS,
-        "num_attention_heads": whole(1, 1 << 16, empty=False),
+        "num_attention_heads": whole_number(1, 1 << 16, empty=False),
         "num_key_value_heads": _HEADS,
-        "head_dim": whole(1, 1 << 14),
+        "head_dim": whole_number(1, 1 << 14),
         "hidden_act": TEXT,
         "max_position_embeddings": _CONTEXT,
         "rms_norm_eps": number(0, 1, empty=False),
@@ -149,13 +153,13 @@ TEXT_MODEL: Mapping[str, Field] = MappingProxyType(
         "partial_rotary_factor": ROPE["partial_rotary_factor"],
         "attention_bias": FLAG,
         "mlp_bias": FLAG,
-        "sliding_window": whole(0, 1 << 31),
+        "sliding_window": whole_number(0, 1 << 31),
         "use_sliding_window": FLAG,
-        "max_window_layers": whole(0, 1 << 31),
-        "layer_types": items(TEXT),
+        "max_window_layers": whole_number(0, 1 << 31),
+        "layer_types": list_of(TEXT),
         "tie_word_embeddings": FLAG,
         "bos_token_id": _TOKEN,
-        "eos_token_id": either(_TOKEN, items(_TOKEN)),
+        "eos_token_id": either(_TOKEN, list_of(_TOKEN)),
     }
 )
 EXPERTS: Mapping[str, Field] = MappingProxyType(
@@ -163,12 +167,12 @@ EXPERTS: Mapping[str, Field] = MappingProxyType(
         **TEXT_MODEL,
         "num_local_experts": _EXPERTS,
         "num_experts": _EXPERTS,
-        "num_experts_per_tok": whole(1, _MAX_EXPERTS, empty=False),
+        "num_experts_per_tok": whole_number(1, _MAX_EXPERTS, empty=False),
         "moe_intermediate_size": _WIDTH,
         "shared_expert_intermediate_size": _WIDTH,
         "norm_topk_prob": FLAG,
-        "decoder_sparse_step": whole(0, MAX_LAYERS, empty=False),
-        "mlp_only_layers": items(whole(0, MAX_LAYERS)),
+        "decoder_sparse_step": whole_number(0, MAX_LAYERS, empty=False),
+        "mlp_only_layers": list_of(whole_number(0, MAX_LAYERS)),
         "qkv_bias": FLAG,
         # Features of other families. Only the values that switch them off are accepted.
         "n_group": choice_of(1),
@@ -179,24 +183,24 @@ EXPERTS: Mapping[str, Field] = MappingProxyType(
         "mlp_bias": choice_of(False),
     }
 )
-_PATCH = whole(1, 1024, empty=False)
+_PATCH = whole_number(1, 1024, empty=False)
 VISION: Mapping[str, Field] = MappingProxyType(
     {
         "depth": _LAYERS,
         "embed_dim": _WIDTH,
         "hidden_size": _WIDTH,
         "out_hidden_size": _WIDTH,
-        "intermediate_size": whole(1, 4 * _MAX_WIDTH, empty=False),
+        "intermediate_size": whole_number(1, 4 * _MAX_WIDTH, empty=False),
         "hidden_act": TEXT,
         "mlp_ratio": number(0.01, 1024, empty=False),
-        "num_heads": whole(1, 1 << 16, empty=False),
-        "in_channels": whole(1, 64, empty=False),
+        "num_heads": whole_number(1, 1 << 16, empty=False),
+        "in_channels": whole_number(1, 64, empty=False),
         "patch_size": _PATCH,
-        "spatial_merge_size": whole(1, 64, empty=False),
-        "temporal_patch_size": whole(1, 64, empty=False),
-        "tokens_per_second": whole(0, 1 << 16, empty=False),
-        "window_size": whole(1, 1 << 16, empty=False),
-        "fullatt_block_indexes": items(whole(0, MAX_LAYERS)),
+        "spatial_merge_size": whole_number(1, 64, empty=False),
+        "temporal_patch_size": whole_number(1, 64, empty=False),
+        "tokens_per_second": whole_number(0, 1 << 16, empty=False),
+        "window_size": whole_number(1, 1 << 16, empty=False),
+        "fullatt_block_indexes": list_of(whole_number(0, MAX_LAYERS)),
         "rope_parameters": record(VISION_ROPE),
     }
 )
@@ -205,13 +209,13 @@ _WITH_VISION: Mapping[str, Field] = MappingProxyType(
         **TEXT_MODEL,
         "text_config": record(TEXT_MODEL),
         "vision_config": record(VISION),
-        "image_token_id": whole(0, MAX_VOCABULARY, empty=False),
-        "video_token_id": whole(0, MAX_VOCABULARY, empty=False),
+        "image_token_id": whole_number(0, MAX_VOCABULARY, empty=False),
+        "video_token_id": whole_number(0, MAX_VOCABULARY, empty=False),
     }
 )
 
 
-def checked(raw: Mapping[str, Any], fields: Mapping[str, Field], within: str = "") -> dict[str, Any]:
+def check_fields(raw: Mapping[str, Any], fields: Mapping[str, Field], within: str = "") -> dict[str, Any]:
     """Return the values of ``raw`` that ``fields`` describe; other keys are dropped.
 
     Raises :class:`ConfigError` with the key, the value and the expected values.
@@ -226,7 +230,7 @@ def checked(raw: Mapping[str, Any], fields: Mapping[str, Field], within: str = "
             continue
         if not field.fits(value):
             raise ConfigError(f"{within}{key} is {shown(value)}, expected {field.expected}")
-        accepted[key] = value if field.inside is None else checked(value, field.inside, f"{within}{key}.")
+        accepted[key] = value if field.inside is None else check_fields(value, field.inside, f"{within}{key}.")
     return accepted
 
 
@@ -264,6 +268,6 @@ def check_any_config(raw: Mapping[str, Any], tensors: int) -> None:
 def config_fields(raw: Mapping[str, Any], *, vision: bool, experts: bool = False) -> dict[str, Any]:
     """Return the known fields of a config.json of a vision-language, mixture-of-experts or dense text model.
 
-    Raises the :class:`ConfigError` of :func:`checked`.
+    Raises the :class:`ConfigError` of :func:`check_fields`.
     """
-    return checked(raw, _WITH_VISION if vision else EXPERTS if experts else TEXT_MODEL)
+    return check_fields(raw, _WITH_VISION if vision else EXPERTS if experts else TEXT_MODEL)

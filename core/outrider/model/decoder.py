@@ -21,7 +21,7 @@ from outrider.model.mixture import MixtureLayer
 from outrider.model.pending import Pending, add_rms_norm
 from outrider.model.products import Weight, linear
 from outrider.model.ranks import ModelRanks
-from outrider.model.rotary import rotary
+from outrider.model.rotary import make_rotary
 from outrider.model.shapes import decoder_shape
 
 
@@ -52,7 +52,7 @@ class Decoder(LanguageModel):
         super().__init__(config, kernels, ranks)
         self.weights = weights
         self._output_ids: Tensor | None = None
-        self._rotary = rotary(
+        self._rotary = make_rotary(
             config.rope, config.head_size, config.max_context, kernels=kernels, dtype=self.dtype, device=self.device
         )
         self._layers = tuple(
@@ -75,7 +75,7 @@ class Decoder(LanguageModel):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [T, H] of int64 ``tokens`` [T]."""
-        return self.embedded(tokens, self.weights.embedding)
+        return self.embed_from_table(tokens, self.weights.embedding)
 
     def forward_with_aux_hidden_states(
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
@@ -100,14 +100,14 @@ class Decoder(LanguageModel):
             else:
                 pending = layer.forward(pending, residual, inputs, cos_sin, pages, captured)
             if index == 0:
-                inputs = inputs.behind_a_layer()
+                inputs = inputs.after_first_layer()
         assert pending is not None  # there is at least one layer
         final = add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, self.kernels)
         return final, states
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [N, Vd] of ``hidden`` [N, H], gathered from all ranks."""
-        return self.whole_logits(linear(self.kernels, hidden, self.weights.head), self.output_size)
+        return self.gather_logits(linear(self.kernels, hidden, self.weights.head), self.output_size)
 
     @property
     def output_ids(self) -> Tensor | None:

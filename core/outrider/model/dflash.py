@@ -38,8 +38,9 @@ class DFlashWeights:
 class DFlashHead(BaseDraftHead):
     """Draft head that predicts a block of tokens from the target's intermediate hidden states.
 
-    Placement and capture follow the rules of :class:`LanguageModel`. :meth:`take_in` computes the keys and values of the text
-    from the target's states alone, without running the layers. Keys and values of a block are valid for that block only.
+    Placement and capture follow the rules of :class:`LanguageModel`. :meth:`write_text_cache` computes the keys and values of
+    the text from the target's states alone, without running the layers. Keys and values of a block are valid for that block
+    only.
 
     ``block_size`` counts the positions of a block, the last known token's included. The other positions hold ``mask_token``.
     With ``causal``, a position attends only to earlier positions of the block. ``aux_hidden_state_layers`` are the target's
@@ -68,7 +69,7 @@ class DFlashHead(BaseDraftHead):
             DecoderLayer(config, layer, self.kernels, window=0, ranks=target.ranks) for layer in weights.layers
         )
 
-    def take_in(
+    def write_text_cache(
         self,
         aux_hidden_states: tuple[Tensor, ...],
         positions: Tensor,
@@ -93,8 +94,8 @@ class DFlashHead(BaseDraftHead):
     def forward(self, inputs: ForwardInput, cache: KVCache) -> Tensor:
         """Return the block's hidden states [N, H] after the final norm.
 
-        ``inputs.slots`` follow the slots of the text, whose keys and values :meth:`take_in` has written. ``inputs.attention``
-        holds the mask of the blocks (:class:`~outrider.device.AttentionMetadata`).
+        ``inputs.slots`` follow the slots of the text, whose keys and values :meth:`write_text_cache` has written.
+        ``inputs.attention`` holds the mask of the blocks (:class:`~outrider.device.AttentionMetadata`).
         """
         kernels = self.kernels
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
@@ -104,7 +105,7 @@ class DFlashHead(BaseDraftHead):
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
             if index == 0:
-                inputs = inputs.behind_a_layer()  # take_in wrote the text's keys and values before the first layer
+                inputs = inputs.after_first_layer()  # take_in wrote the text's keys and values before the first layer
         assert pending is not None  # there is at least one layer
         return add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, kernels)
 

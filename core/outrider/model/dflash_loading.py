@@ -16,12 +16,12 @@ from outrider.model.dflash import DFlashHead, DFlashWeights
 from outrider.model.files import open_checkpoint
 from outrider.model.head_loading import check_hidden_size, head_config
 from outrider.model.language_model import LanguageModel
-from outrider.model.mapping import WHOLE, layer_targets, layer_weights
+from outrider.model.mapping import SINGLE_RANK, layer_targets, layer_weights
 from outrider.model.pieces import Piece, Target
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.reading import read_json
 from outrider.model.shards import Shards
-from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
+from outrider.model.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 
 _MAX_BLOCK_SIZE = 64
 
@@ -81,7 +81,7 @@ def load_dflash(
     check_tensors(files, unsharded_targets, optional=set(), quantization=quantization, backend=backend)
     targets = dflash_targets(config, len(layers), target.shards)
     config = target.shards.local(config, str(directory))
-    with placed(backend, dtype) as stream:
+    with loading_stream(backend, dtype) as stream:
         weights = load_tensors(
             files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
         )
@@ -106,7 +106,7 @@ def _layers(file: Path, found: object, depth: int) -> tuple[int, ...]:
     return tuple(each + 1 for each in found)
 
 
-def dflash_targets(config: ModelConfig, num_captured: int, shards: Shards = WHOLE) -> list[Target]:
+def dflash_targets(config: ModelConfig, num_captured: int, shards: Shards = SINGLE_RANK) -> list[Target]:
     """Return the weights of a head that reads the outputs of ``num_captured`` target layers."""
     hidden = config.hidden_size
     targets = [

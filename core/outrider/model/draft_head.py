@@ -6,7 +6,7 @@ from torch import Tensor
 
 from outrider.model.config import ModelConfig
 from outrider.model.language_model import LanguageModel
-from outrider.model.rotary import rotary
+from outrider.model.rotary import make_rotary
 
 
 class BaseDraftHead:
@@ -24,7 +24,7 @@ class BaseDraftHead:
         self.target = target
         self.kernels = target.kernels
         context = max(config.max_context, target.config.max_context)
-        self._rotary = rotary(
+        self._rotary = make_rotary(
             config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device
         )
 

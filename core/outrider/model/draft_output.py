@@ -22,12 +22,12 @@ from outrider.model.config_fields import is_whole
 from outrider.model.decoder import Decoder
 from outrider.model.language_model import LanguageModel
 from outrider.model.products import Weight, label
-from outrider.model.quantization.rounding import ROUND, rounded
-from outrider.model.reading import JSON_LIMIT, present, read_bytes, reading
+from outrider.model.quantization.rounding import ROUND_BY_FORMAT, quantize_weight
+from outrider.model.reading import JSON_LIMIT, present, read_bytes, wrap_read_errors
 from outrider.model.shards import Shard
-from outrider.model.tensors import placed
+from outrider.model.tensor_loading import loading_stream
 
-OUTPUT_FORMATS = tuple(ROUND)
+OUTPUT_FORMATS = tuple(ROUND_BY_FORMAT)
 """Quantized formats of the copied head."""
 _FILE_SUFFIXES = (".json", ".pt")
 _EXPECTED_FILE = "expected a list of numbers in JSON, or one that torch saved, without code of its own"
@@ -45,7 +45,7 @@ class DraftVocabulary:
     """Description of the list for error messages."""
 
     @classmethod
-    def read(cls, source: Path | str | int) -> DraftVocabulary:
+    def load(cls, source: Path | str | int) -> DraftVocabulary:
         """Return the first ``source`` tokens of a vocabulary, or the tokens that file ``source`` lists in any order.
 
         A ``.json`` file holds a list of numbers. A ``.pt`` file holds a list or a tensor of them, as FR-Spec publishes its
@@ -81,7 +81,7 @@ def _read_token_list(path: Path) -> list[int]:
     if not present(path):
         raise ConfigError(f"draft_vocabulary is {path}, and there is no such file; expected a list of tokens")
     content = read_bytes(path, JSON_LIMIT)
-    with reading(path, "a list of tokens", _EXPECTED_FILE):
+    with wrap_read_errors(path, "a list of tokens", _EXPECTED_FILE):
         if path.suffix == ".json":
             found = json.loads(content)
         else:
@@ -124,13 +124,13 @@ def with_output_head(
         raise CapabilityError(f"{setting}, and {backend.label} has no kernels for that (it declares {has}); leave it out")
     if vocabulary is not None:
         vocabulary.check(target.config.vocab_size)
-    with placed(backend, target.dtype):
+    with loading_stream(backend, target.dtype):
         if vocabulary is not None:
             rows, ids, width = _rows_of_rank(vocabulary.ids, target.shards.vocabulary, target.config.vocab_size)
             head, ids = _select_rows(head, rows.to(target.device), width), ids.to(target.device)
         if format is not None:
             assert isinstance(head, Tensor)  # checked above
-            head = rounded(head, format)
+            head = quantize_weight(head, format)
         return target.with_head(head, ids)
 
 

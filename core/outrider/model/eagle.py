@@ -84,4 +84,4 @@ class EagleHead(BaseDraftHead):
         """Return embeddings of ``tokens`` [T] and ``hidden`` [T, H] side by side, [T, 2 H]."""
         if self.target.ranks is None:
             return self.kernels.embed_beside(tokens, self.weights.embedding, hidden)
-        return torch.cat((self.target.embedded(tokens, self.weights.embedding), hidden), dim=-1)
+        return torch.cat((self.target.embed_from_table(tokens, self.weights.embedding), hidden), dim=-1)

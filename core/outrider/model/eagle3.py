@@ -115,12 +115,12 @@ class Eagle3Head(BaseDraftHead):
         assert weights.layer.attention_norm is not None  # every EAGLE-3 head has one
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         self.target.begin_pass(inputs)
-        embedded = self.target.embedded(inputs.tokens, weights.embedding)
+        embedded = self.target.embed_from_table(inputs.tokens, weights.embedding)
         embedded = kernels.rms_norm(embedded, weights.layer.attention_norm, eps)
         normed = kernels.rms_norm(hidden, weights.hidden_norm, eps)
         first = inputs.whole if self._later else inputs
         attended = self._layer.attend(torch.cat((embedded, normed), dim=-1), first, cos_sin, cache.layers[0])
-        residual = first.keep(normed if self._norm_before_residual else hidden.clone(), kernels)
+        residual = first.select_rows(normed if self._norm_before_residual else hidden.clone(), kernels)
         pending = self._layer.mlp(attended, residual)
         for layer, pages in zip(self._later[:-1], cache.layers[1:-1], strict=True):
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
@@ -135,4 +135,4 @@ class Eagle3Head(BaseDraftHead):
         normed = hidden
         if not self._norm_output:
             normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)
-        return self.target.whole_logits(linear(self.kernels, normed, self.weights.head), self.draft_vocab_size)
+        return self.target.gather_logits(linear(self.kernels, normed, self.weights.head), self.draft_vocab_size)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.errors import CheckpointError
 from outrider.model.config import ExpertsConfig, ModelConfig
-from outrider.model.pieces import Cut, Piece, Target
+from outrider.model.pieces import Piece, Target, TensorSlice
 from outrider.model.shards import Shards
 
 _GATE_UP_DOWN = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
@@ -72,7 +72,7 @@ def _expert_targets(
     gate, up, down = parts
     span = shards.mlp.even(inner)
     is_unsliced = span == (0, inner)
-    rows, columns = (None, None) if is_unsliced else (Cut(0, *span), Cut(1, *span))
+    rows, columns = (None, None) if is_unsliced else (TensorSlice(0, *span), TensorSlice(1, *span))
     gates = [Piece(f"{stem}.{part}", (inner, hidden), rows) for stem in stems for part in (gate, up)]
     return [
         Target(f"{name}.{field}gate_up", tuple(gates)),
@@ -90,15 +90,20 @@ def _stacked_targets(experts: ExpertsConfig, hidden: int, stem: str, name: str, 
         downs = Piece(f"{stem}.{_STACKS[1]}", down_shape, stack=True)
     else:
         gates = [
-            Piece(f"{stem}.{_STACKS[0]}", gate_up_shape, Cut(0, half + span[0], half + span[1], matrix=expert), stack=True)
+            Piece(
+                f"{stem}.{_STACKS[0]}",
+                gate_up_shape,
+                TensorSlice(0, half + span[0], half + span[1], matrix=expert),
+                stack=True,
+            )
             for expert in range(count)
             for half in (0, inner)
         ]
-        downs = Piece(f"{stem}.{_STACKS[1]}", down_shape, Cut(1, *span), stack=True)
+        downs = Piece(f"{stem}.{_STACKS[1]}", down_shape, TensorSlice(1, *span), stack=True)
     return [Target(f"{name}.gate_up", tuple(gates)), Target(f"{name}.down", (downs,))]
 
 
-def stacked(config: ModelConfig, weights: Mapping[str, Any], name: str) -> dict[str, Any]:
+def stack_experts(config: ModelConfig, weights: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a layer's weights by field, with the expert weights as stacks [E, ...].
 
     Quantized expert weights keep their concatenated rows.

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from outrider.errors import CheckpointError, shown
 from outrider.model.bulk import Extent
-from outrider.model.pieces import Cut
-from outrider.model.reading import EXPECTED, JSON_LIMIT, present, read_json, reading, regular_size
+from outrider.model.pieces import TensorSlice
+from outrider.model.reading import EXPECTED_CHECKPOINT, JSON_LIMIT, present, read_json, regular_size, wrap_read_errors
 
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _FETCH_AGAIN = "if it's truncated or corrupt, fetch it again"
@@ -63,7 +63,7 @@ class TensorFile(ABC):
         self.shapes = shapes
 
     @abstractmethod
-    def read(self, name: str, tensor_slice: Cut | None = None) -> Tensor:
+    def read_tensor(self, name: str, tensor_slice: TensorSlice | None = None) -> Tensor:
         """Return the tensor, or its slice ``tensor_slice``, on the host in the file's dtype."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class TensorFile(ABC):
         """Return the tensor's dtype without reading its values, or None if the dtype is not supported."""
 
     def extent(self, name: str) -> Extent | None:
-        """Return the tensor's extent in the file if its values are contiguous there. None means: use :meth:`read`."""
+        """Return the tensor's extent in the file if its values are contiguous there. None means: use :meth:`read_tensor`."""
         del name
         return None
 
@@ -79,7 +79,7 @@ class TensorFile(ABC):
 class _SafetensorsFile(TensorFile):
     def __init__(self, path: Path) -> None:
         size = regular_size(path)
-        with reading(path, "safetensors", _FETCH_AGAIN):
+        with wrap_read_errors(path, "safetensors", _FETCH_AGAIN):
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= min(size - 8, JSON_LIMIT):
@@ -94,12 +94,12 @@ class _SafetensorsFile(TensorFile):
             self._data = 8 + length
         super().__init__(path, shapes)
 
-    def read(self, name: str, tensor_slice: Cut | None = None) -> Tensor:
-        with reading(self.path, f"tensor {name!r}"):
+    def read_tensor(self, name: str, tensor_slice: TensorSlice | None = None) -> Tensor:
+        with wrap_read_errors(self.path, f"tensor {name!r}"):
             if tensor_slice is None:
                 tensor: Tensor = self._file.get_tensor(name)
             else:
-                tensor = self._file.get_slice(name)[tensor_slice.index(len(self.shapes[name]))]
+                tensor = self._file.get_slice(name)[tensor_slice.slices(len(self.shapes[name]))]
         return tensor
 
     def dtype(self, name: str) -> torch.dtype | None:
@@ -114,7 +114,7 @@ class _SafetensorsFile(TensorFile):
 class _TorchFile(TensorFile):
     def __init__(self, path: Path) -> None:
         size = regular_size(path)
-        with reading(path, "a torch file of plain tensors", _FETCH_AGAIN):
+        with wrap_read_errors(path, "a torch file of plain tensors", _FETCH_AGAIN):
             _check_archive(path, size)
             # weights_only prevents code execution from an untrusted pickle. mmap opens the file without reading values.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -130,10 +130,10 @@ class _TorchFile(TensorFile):
         self._state: dict[str, Tensor] = state
         super().__init__(path, {name: tuple(tensor.shape) for name, tensor in state.items()})
 
-    def read(self, name: str, tensor_slice: Cut | None = None) -> Tensor:
+    def read_tensor(self, name: str, tensor_slice: TensorSlice | None = None) -> Tensor:
         whole = self._state[name].detach()
         return (
-            whole if tensor_slice is None else whole[tensor_slice.index(whole.dim())]
+            whole if tensor_slice is None else whole[tensor_slice.slices(whole.dim())]
         ).clone()  # a mapped tensor changes with the file
 
     def dtype(self, name: str) -> torch.dtype | None:
@@ -167,12 +167,12 @@ class CheckpointFiles:
         """Return the shape of an existing tensor."""
         return self.tensors[name].shapes[name]
 
-    def read(self, name: str, tensor_slice: Cut | None = None) -> Tensor:
+    def read_tensor(self, name: str, tensor_slice: TensorSlice | None = None) -> Tensor:
         """Return a floating-point tensor, or its slice ``tensor_slice``, on the host.
 
         Raises :class:`CheckpointError` for another dtype.
         """
-        tensor = self.tensors[name].read(name, tensor_slice)
+        tensor = self.tensors[name].read_tensor(name, tensor_slice)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise CheckpointError(
                 f"{self.tensors[name].path}: tensor {shown(name)} is {tensor.dtype}, expected float16, bfloat16, float32 or "
@@ -191,7 +191,7 @@ class CheckpointFiles:
 
     def read_stored(self, name: str) -> Tensor:
         """Return a tensor of any dtype, on the host."""
-        return self.tensors[name].read(name)
+        return self.tensors[name].read_tensor(name)
 
     def extent(self, name: str) -> Extent | None:
         """Return a tensor's extent in its file, or None if it cannot be read in bulk."""
@@ -199,7 +199,7 @@ class CheckpointFiles:
 
     def read_ids(self, name: str) -> Tensor:
         """Return a tensor of integers as int64, on the host. Raises :class:`CheckpointError` for another dtype."""
-        tensor = self.tensors[name].read(name)
+        tensor = self.tensors[name].read_tensor(name)
         if tensor.dtype not in (torch.int64, torch.int32):
             raise CheckpointError(f"{self.tensors[name].path}: tensor {name!r} is {tensor.dtype}, expected int64")
         return tensor.to(torch.int64)
@@ -221,7 +221,7 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
             file = _open_file(path)
             return CheckpointFiles(path, MappingProxyType(dict.fromkeys(file.shapes, file)))
     if not directory.exists():
-        raise CheckpointError(f"{directory}: no such directory; {EXPECTED}")
+        raise CheckpointError(f"{directory}: no such directory; {EXPECTED_CHECKPOINT}")
     raise CheckpointError(
         f"{directory}: no tensor files; expected {' or '.join(_SINGLE_FILES)}, or their index{_other_tensor_files(directory)}"
     )
@@ -247,7 +247,7 @@ def _open_file(path: Path) -> TensorFile:
 
 
 def _open_sharded(index: Path) -> CheckpointFiles:
-    with reading(index, "an index of tensor files"):
+    with wrap_read_errors(index, "an index of tensor files"):
         mapping = read_json(index).get("weight_map")
         if not isinstance(mapping, dict) or not mapping or not all(isinstance(value, str) for value in mapping.values()):
             raise CheckpointError(f"{index}: expected a weight_map of tensor names to file names")

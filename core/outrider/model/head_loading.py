@@ -23,9 +23,9 @@ from outrider.model.head_mapping import eagle3_targets, eagle3_weights, eagle_ta
 from outrider.model.language_model import LanguageModel
 from outrider.model.pieces import Target
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
-from outrider.model.reading import read_json, reading
+from outrider.model.reading import read_json, wrap_read_errors
 from outrider.model.rope import RopeConfig
-from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
+from outrider.model.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 
 
 def load_eagle(
@@ -50,7 +50,7 @@ def load_eagle(
     quantization = read_quantization(directory, mode=quantized)
     check_tensors(files, eagle_targets(config, files.tensors), optional=set(), quantization=quantization, backend=backend)
     config = target.shards.local(config, str(directory))
-    with placed(backend, dtype) as stream:
+    with loading_stream(backend, dtype) as stream:
         weights = load_tensors(
             files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
         )
@@ -74,13 +74,13 @@ def load_eagle3(
     """
     directory = Path(directory)
     found = check_eagle3(directory, target=target, backend=backend, dtype=dtype, quantized=quantized)
-    with placed(backend, dtype) as stream:
-        config, record, _ = found.read(target, backend, dtype, stream, progress)
+    with loading_stream(backend, dtype) as stream:
+        config, record, _ = found.load_head(target, backend, dtype, stream, progress)
         return Eagle3Head(config, record, target, **found.head_options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Eagle3Found:
+class CheckedEagle3Checkpoint:
     """An EAGLE-3 checkpoint whose config and tensor shapes are checked, but not loaded."""
 
     directory: Path
@@ -105,7 +105,7 @@ class Eagle3Found:
             "norm_output": options.norm_output,
         }
 
-    def read(
+    def load_head(
         self, target: LanguageModel, backend: Backend, dtype: torch.dtype, stream: Stream, progress: Progress | None
     ) -> tuple[ModelConfig, Eagle3Weights, dict[str, Any]]:
         """Load this rank's weights in the scope of ``stream``.
@@ -146,7 +146,7 @@ def check_eagle3(
     dtype: torch.dtype,
     quantized: QuantizedMode,
     more: Callable[[CheckpointFiles, int], tuple[Target, ...]] | None = None,
-) -> Eagle3Found:
+) -> CheckedEagle3Checkpoint:
     """Check the config and the tensor shapes of an EAGLE-3 checkpoint without loading anything onto the device.
 
     ``more`` is given for a P-EAGLE head. It returns the head's additional weights from the files and the width of the joined
@@ -172,7 +172,7 @@ def check_eagle3(
     quantization = read_quantization(directory, mode=quantized)
     # t2d is the inverse mapping of d2t
     check_tensors(files, unsharded_targets, optional={"d2t", "t2d"}, quantization=quantization, backend=backend)
-    return Eagle3Found(
+    return CheckedEagle3Checkpoint(
         directory=directory,
         config=config,
         options=options,
@@ -203,7 +203,7 @@ def head_config(
         raise _wrong_target(directory, "vocab_size", config.vocab_size, target.config.vocab_size)
     if dtype != target.dtype:
         raise CheckpointError(f"{directory}: the head can't be loaded as {dtype}, its target is {target.dtype}")
-    with reading(directory / "config.json", "the config of a head"):
+    with wrap_read_errors(directory / "config.json", "the config of a head"):
         return replace(
             config,
             experts=None,  # the layer of a draft head is dense even if its target has experts

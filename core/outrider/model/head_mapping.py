@@ -11,12 +11,12 @@ from outrider.model.config import ModelConfig
 from outrider.model.eagle import EagleWeights
 from outrider.model.eagle3 import Eagle3Weights
 from outrider.model.eagle3_config import Eagle3Options
-from outrider.model.mapping import WHOLE, layer_targets, layer_weights, table_target
+from outrider.model.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
 from outrider.model.pieces import Piece, Target
 from outrider.model.shards import Shards
 
 
-def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards = WHOLE) -> list[Target]:
+def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:
     """Return the weights of an EAGLE head. ``present`` holds the checkpoint's tensor names, for optional tensors.
 
     Published heads have no ``layers.0.input_layernorm`` and no final norm. They may have ``fc.bias`` and their own copy of
@@ -50,7 +50,7 @@ def eagle3_targets(
     options: Eagle3Options,
     draft_vocab: int,
     present: Container[str],
-    shards: Shards = WHOLE,
+    shards: Shards = SINGLE_RANK,
 ) -> list[Target]:
     """Return the weights of an EAGLE-3 head, whose first attention reads embedding and hidden state side by side."""
     hidden, states = config.hidden_size, len(options.layers)

@@ -23,17 +23,17 @@ class KeptRows:
     """Metadata of the kept tokens alone: each is the one new token of a sequence whose cached tokens end with it."""
 
     @classmethod
-    def ends(cls, attention: AttentionMetadata, last: Tensor) -> KeptRows:
+    def last_of_each(cls, attention: AttentionMetadata, last: Tensor) -> KeptRows:
         """Keep the last token of each sequence, at ``last`` int64 [S]. The sequence's cached tokens end with it.
 
         A sequence without tokens keeps another sequence's row, which attends only to the first slot of its own page. The
         result of such a row is never read.
         """
         starts = torch.arange(last.shape[0] + 1, dtype=torch.int32, device=last.device)
-        return cls.one_each(attention, last, starts, attention.seq_lens.clamp(min=1))
+        return cls.one_per_sequence(attention, last, starts, attention.seq_lens.clamp(min=1))
 
     @classmethod
-    def one_each(cls, attention: AttentionMetadata, index: Tensor, starts: Tensor, seq_lens: Tensor) -> KeptRows:
+    def one_per_sequence(cls, attention: AttentionMetadata, index: Tensor, starts: Tensor, seq_lens: Tensor) -> KeptRows:
         """Keep the token at ``index`` int64 [S] of each sequence.
 
         ``seq_lens`` int32 [S], at least 1, are the cached tokens up to and including that token. ``starts`` int32 [S + 1] is
@@ -85,10 +85,10 @@ class ForwardInput:
         """The batch without a selection of rows, as all layers but the last process it."""
         return self if self.kept is None else replace(self, kept=None)
 
-    def keep(self, state: Tensor, kernels: KernelSet) -> Tensor:
+    def select_rows(self, state: Tensor, kernels: KernelSet) -> Tensor:
         """Return the kept rows [S, ...] of ``state`` [T, ...], or ``state`` itself if all rows are kept."""
         return state if self.kept is None else kernels.gather_rows(state, self.kept.index)
 
-    def behind_a_layer(self) -> ForwardInput:
+    def after_first_layer(self) -> ForwardInput:
         """Return the batch for all layers after the first one: its attention metadata is ``settled``."""
         return replace(self, attention=replace(self.attention, settled=True))

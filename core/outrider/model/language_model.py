@@ -66,13 +66,13 @@ class LanguageModel(ABC):
         """The slices of the model that this rank holds. Draft heads are split in the same way."""
         return Shards() if self.ranks is None else self.ranks.shards
 
-    def embedded(self, tokens: Tensor, table: Tensor) -> Tensor:
+    def embed_from_table(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Return rows [T, H] of an embedding ``table`` for int64 ``tokens`` [T]. Each rank holds a slice of the table."""
         if self.ranks is None:
             return self.kernels.embedding(tokens, table)
         return self.ranks.embed(self.kernels, tokens, table)
 
-    def whole_logits(self, own: Tensor, vocabulary: int) -> Tensor:
+    def gather_logits(self, own: Tensor, vocabulary: int) -> Tensor:
         """Return logits [N, V] over ``vocabulary`` tokens, gathered from the logits ``own`` of this rank's slice."""
         return own if self.ranks is None else self.ranks.logits(own, vocabulary)
 

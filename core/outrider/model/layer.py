@@ -60,11 +60,11 @@ class CacheFormat:
 
     dtype: torch.dtype
     """Dtype of the pages, one of ``CACHE_FORMATS``."""
-    before: Tensor | None = None
+    input_scales: Tensor | None = None
     """[Hq + 2 Hkv, 1]: factors of q, k and v before the rotary embedding. Queries are multiplied by the scale of their keys,
     keys and values by the inverse of theirs.
     """
-    after: Tensor | None = None
+    output_scales: Tensor | None = None
     """[Hq, 1]: factors of the attention output, the scales of the values."""
 
 
@@ -129,8 +129,8 @@ class DecoderLayer:
         self._kernels = kernels
         self._window = window
         self._scale = attention_scale(config)
-        self._scales_before = None if weights.cache is None else weights.cache.before
-        self._scales_after = None if weights.cache is None else weights.cache.after
+        self._scales_before = None if weights.cache is None else weights.cache.input_scales
+        self._scales_after = None if weights.cache is None else weights.cache.output_scales
         self._head_norms: HeadNorms | None = None
         if weights.q_norm is not None and weights.k_norm is not None:
             self._head_norms = HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
@@ -175,7 +175,7 @@ class DecoderLayer:
         """
         attended = self._run_attention(pending, residual, inputs, cos_sin, cache)
         self._copy_residual(residual, captured)
-        residual = inputs.keep(residual, self._kernels)
+        residual = inputs.select_rows(residual, self._kernels)
         return self.mlp(attended, residual), residual
 
     def _copy_residual(self, residual: Tensor, captured: tuple[Tensor, ...]) -> None:
@@ -293,7 +293,7 @@ class DecoderLayer:
 
     def _attend_to_cache(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Attended:
         """Attend with ``q`` [T, Hq, D] to the cache. Return the pending contribution of the kept rows."""
-        weights, q = self._weights, inputs.keep(q, self._kernels)
+        weights, q = self._weights, inputs.select_rows(q, self._kernels)
         attention = inputs.attention if inputs.kept is None else inputs.kept.attention
         if self._can_defer_attention and isinstance(weights.output, QuantizedWeight):
             return Attending((q, *cache, attention), weights.output, weights.output_bias)

@@ -17,11 +17,11 @@ from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.mapping import decoder_stem, decoder_targets, decoder_weights, vision_name
 from outrider.model.pieces import Piece
 from outrider.model.quantization import QuantizedMode, read_quantization
-from outrider.model.quantization.cache import cache_format, decide, read_scales, scale_keys
+from outrider.model.quantization.cache import cache_format, read_scales, resolve_cache_format, scale_keys
 from outrider.model.ranks import ModelRanks
-from outrider.model.reading import reading
+from outrider.model.reading import wrap_read_errors
 from outrider.model.shards import Shards
-from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
+from outrider.model.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 
 
 def load_decoder(
@@ -58,7 +58,7 @@ def load_decoder(
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
     quantization = read_quantization(Path(directory), mode=quantized)
     scheme = None if quantization is None or kv_dtype == "plain" else quantization.cache_scheme
-    format = decide(kv_dtype, scheme, kernels, backend, str(files.origin))
+    format = resolve_cache_format(kv_dtype, scheme, kernels, backend, str(files.origin))
     stem = decoder_stem(files.tensors)
     prefixes = [f"{stem}.layers.{index}" for index in range(config.num_layers)]
     scales: list[tuple[Tensor, Tensor]] = []
@@ -71,7 +71,7 @@ def load_decoder(
     )
     if config.tie_embeddings and "lm_head.weight" in files.tensors:
         _check_tied(files, "lm_head.weight", targets[0].pieces[0])
-    with placed(backend, dtype) as stream:
+    with loading_stream(backend, dtype) as stream:
         weights = load_tensors(
             files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
         )
@@ -90,12 +90,12 @@ def load_decoder(
             ]
             layers = zip(record.layers, formats, strict=True)
             record = replace(record, layers=tuple(replace(layer, cache=each) for layer, each in layers))
-        with reading(files.origin, "a decoder"):
+        with wrap_read_errors(files.origin, "a decoder"):
             return Decoder(local, record, kernels, ranks)
 
 
 def _check_tied(files: CheckpointFiles, head: str, embedding: Piece) -> None:
     """Raise :class:`CheckpointError` unless ``head`` is a copy of the tied embedding."""
-    key, cut = embedding.key, embedding.cut
-    if files.shape(head) != files.shape(key) or not torch.equal(files.read(head, cut), files.read(key, cut)):
+    key, cut = embedding.key, embedding.tensor_slice
+    if files.shape(head) != files.shape(key) or not torch.equal(files.read_tensor(head, cut), files.read_tensor(key, cut)):
         raise CheckpointError(f"{files.tensors[head].path}: tensor {head!r} differs from {key!r}, but the config ties them")

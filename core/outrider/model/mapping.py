@@ -13,12 +13,12 @@ from typing import Any
 
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import DecoderWeights
-from outrider.model.expert_mapping import expert_targets, stacked
+from outrider.model.expert_mapping import expert_targets, stack_experts
 from outrider.model.layer import LayerWeights
-from outrider.model.pieces import Cut, Piece, Target
+from outrider.model.pieces import Piece, Target, TensorSlice
 from outrider.model.shards import Shards
 
-WHOLE = Shards()
+SINGLE_RANK = Shards()
 """A single rank that holds the whole model."""
 
 
@@ -46,7 +46,7 @@ def layer_targets(
     attention_norm: bool = True,
     attention_width: int | None = None,
     mlp: bool = True,
-    shards: Shards = WHOLE,
+    shards: Shards = SINGLE_RANK,
 ) -> list[Target]:
     """Return the weights of one layer, called ``name`` in the model and ``prefix`` in the checkpoint.
 
@@ -64,12 +64,12 @@ def layer_targets(
             f"{name}.{field}", tuple(Piece(f"{prefix}.{key}", shape, slice_of(key, shape)) for key, shape in pieces)
         )
 
-    def slice_of(key: str, shape: tuple[int, ...]) -> Cut | None:
+    def slice_of(key: str, shape: tuple[int, ...]) -> TensorSlice | None:
         part = next((part for part in slices if f".{part}." in key), None)
         if part is None or slices[part][0] >= len(shape):
             return None
         dim, start, stop = slices[part]
-        return None if stop - start == shape[dim] else Cut(dim, start, stop)
+        return None if stop - start == shape[dim] else TensorSlice(dim, start, stop)
 
     def attention(part: str, kind: str, *shape: int) -> tuple[str, tuple[int, ...]]:
         return f"self_attn.{part}.{kind}", shape
@@ -127,7 +127,7 @@ def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> 
     Each rank holds a slice of the vocabulary, padded to the size of the first rank's slice.
     """
     start, stop = shards.vocabulary.uneven(rows)
-    tensor_slice = None if stop - start == rows else Cut(0, start, stop)
+    tensor_slice = None if stop - start == rows else TensorSlice(0, start, stop)
     return Target(name, (Piece(key, (rows, width), tensor_slice),), shards.vocabulary.width(rows) - (stop - start))
 
 
@@ -136,7 +136,7 @@ def decoder_stem(present: Container[str]) -> str:
     return "model.language_model" if "model.language_model.embed_tokens.weight" in present else "model"
 
 
-def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards = WHOLE) -> list[Target]:
+def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:
     """Return the weights of a decoder, by transformers' tensor names of a causal language model.
 
     ``present`` holds the checkpoint's tensor names, because vision-language models have two spellings. ``config`` is the
@@ -163,7 +163,7 @@ def decoder_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DecoderW
         head=weights["embedding"] if config.tie_embeddings else weights["head"],
         norm=weights["norm"],
         layers=tuple(
-            LayerWeights(**stacked(config, weights, f"layers.{index}"))
+            LayerWeights(**stack_experts(config, weights, f"layers.{index}"))
             if config.has_experts(index)
             else layer_weights(weights, f"layers.{index}")
             for index in range(config.num_layers)
@@ -179,6 +179,6 @@ def vision_name(key: str) -> str | None:
     return None
 
 
-def ignored(key: str) -> bool:
+def is_unused_tensor(key: str) -> bool:
     """Return True for tensors that are accepted but not used: rotary frequencies that old checkpoints stored."""
     return key.endswith("rotary_emb.inv_freq")

@@ -21,13 +21,13 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, shown
 from outrider.model.checkpoint_config import hf_config
 from outrider.model.config import VisionConfig
-from outrider.model.config_fields import FLAG, Field, checked, items, number, record, whole
+from outrider.model.config_fields import FLAG, Field, check_fields, list_of, number, record, whole_number
 from outrider.model.mrope import MediaGrid
-from outrider.model.reading import present, read_json, reading
+from outrider.model.reading import present, read_json, wrap_read_errors
 
-_MIN_PIXELS, _MAX_PIXELS = whole(1, 1 << 22), whole(1, 1 << 26)
-_UP_TO_64 = whole(1, 64)
-_COLOURS = items(number(-100, 100), 3)
+_MIN_PIXELS, _MAX_PIXELS = whole_number(1, 1 << 22), whole_number(1, 1 << 26)
+_UP_TO_64 = whole_number(1, 64)
+_COLOURS = list_of(number(-100, 100), 3)
 _SIZE: Mapping[str, Field] = MappingProxyType(
     # The first two keys are transformers', the others those of published files. A smaller image is enlarged.
     {"shortest_edge": _MIN_PIXELS, "longest_edge": _MAX_PIXELS, "min_pixels": _MIN_PIXELS, "max_pixels": _MAX_PIXELS}
@@ -36,7 +36,7 @@ _VIDEO: Mapping[str, Field] = MappingProxyType({"size": record(_SIZE)})
 _IMAGE: Mapping[str, Field] = MappingProxyType(
     {
         "do_resize": FLAG,
-        "resample": whole(0, 5),
+        "resample": whole_number(0, 5),
         "size": record(_SIZE),
         "min_pixels": _MIN_PIXELS,
         "max_pixels": _MAX_PIXELS,
@@ -44,9 +44,9 @@ _IMAGE: Mapping[str, Field] = MappingProxyType(
         "rescale_factor": number(0, 1e6),
         "do_normalize": FLAG,
         "image_mean": _COLOURS,
-        "image_std": items(number(1e-6, 1e6), 3),
+        "image_std": list_of(number(1e-6, 1e6), 3),
         "do_convert_rgb": FLAG,
-        "patch_size": whole(1, 1024),
+        "patch_size": whole_number(1, 1024),
         "temporal_patch_size": _UP_TO_64,
         "merge_size": _UP_TO_64,
     }
@@ -84,13 +84,13 @@ class MediaProcessor:
         path = directory / "preprocessor_config.json"
         if not present(path):
             raise CheckpointError(f"{directory}: no image processor can be read from it: there's no {path.name}")
-        with reading(path, "an image processor"):
+        with wrap_read_errors(path, "an image processor"):
             processor = Qwen2VLImageProcessorPil(**_checked(read_json(path), _IMAGE))
             size = _edges(dict(processor.size))
         _check_tower(directory, path, processor)
         video = directory / "video_preprocessor_config.json"
         if present(video):
-            with reading(video, "a video processor"):
+            with wrap_read_errors(video, "a video processor"):
                 video_size = _checked(read_json(video), _VIDEO).get("size")
                 size = size if video_size is None else _edges(video_size)
         return cls(processor, size)
@@ -138,7 +138,7 @@ class MediaProcessor:
 
 
 def _checked(raw: dict[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
-    found = {key: value for key, value in checked(raw, fields).items() if value is not None}
+    found = {key: value for key, value in check_fields(raw, fields).items() if value is not None}
     size = found.get("size")
     if size:
         min_pixels, max_pixels = (
@@ -163,7 +163,7 @@ def _check_tower(directory: Path, path: Path, processor: Any) -> None:
     if not present(config):
         return
     raw = read_json(config)
-    with reading(config, "a config"):
+    with wrap_read_errors(config, "a config"):
         vision = hf_config(raw["model_type"], raw).vision_config
     for processor_key, tower_key in (
         ("patch_size", "patch_size"),

@@ -25,14 +25,14 @@ from outrider.model.head_loading import check_hidden_size, head_config
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.mapping import WHOLE, layer_targets, layer_weights
+from outrider.model.mapping import SINGLE_RANK, layer_targets, layer_weights
 from outrider.model.pending import add_rms_norm
 from outrider.model.pieces import Piece, Target
 from outrider.model.products import Weight, linear
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.reading import read_json
 from outrider.model.shards import Shards
-from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
+from outrider.model.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class MtpHead(BaseDraftHead):
         return add_rms_norm(pending, residual, weights.final_norm, eps, kernels)
 
 
-def mtp_targets(config: ModelConfig, heads: int, shards: Shards = WHOLE) -> list[Target]:
+def mtp_targets(config: ModelConfig, heads: int, shards: Shards = SINGLE_RANK) -> list[Target]:
     """Return the weights of all heads."""
     hidden = config.hidden_size
     targets: list[Target] = []
@@ -117,7 +117,7 @@ def load_mtp(
     quantization = read_quantization(directory, mode=quantized)
     check_tensors(files, mtp_targets(config, heads), optional=set(), quantization=quantization, backend=backend)
     config = shards.local(config, str(directory))
-    with placed(backend, dtype) as stream:
+    with loading_stream(backend, dtype) as stream:
         weights = load_tensors(
             files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
         )

@@ -24,7 +24,7 @@ from outrider.model.language_model import LanguageModel
 from outrider.model.pieces import Piece, Target
 from outrider.model.quantization import QuantizedMode
 from outrider.model.reading import read_json
-from outrider.model.tensors import Progress, placed
+from outrider.model.tensor_loading import Progress, loading_stream
 
 _MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _MASK_STATE = "mask_hidden"
@@ -85,8 +85,8 @@ def load_peagle(
     file = directory / "config.json"
     found = check_eagle3(directory, target=target, backend=backend, dtype=dtype, quantized=quantized, more=_mask_target)
     mask = _mask_token(file, found.config.vocab_size)
-    with placed(backend, dtype) as stream:
-        config, weights, extra_weights = found.read(target, backend, dtype, stream, progress)
+    with loading_stream(backend, dtype) as stream:
+        config, weights, extra_weights = found.load_head(target, backend, dtype, stream, progress)
         states = extra_weights[_MASK_STATE].view(1, -1).chunk(len(found.options.layers), dim=-1)
         state = fuse(weights, tuple(each.contiguous() for each in states), config.rms_eps, target.kernels)
         record = PEagleWeights(**{each.name: getattr(weights, each.name) for each in fields(weights)}, mask_state=state[0])

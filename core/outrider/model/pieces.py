@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorSlice:
     """A range ``start`` to ``stop`` (exclusive) of the rows (``dim`` 0) or columns (``dim`` 1) of a matrix or of stacked
     matrices.
     """
@@ -17,7 +17,7 @@ class Cut:
     matrix: int | None = None
     """Index of the matrix whose rows are read from a stack. None for a single matrix, or for columns of all matrices."""
 
-    def index(self, dimensions: int) -> tuple[slice, ...]:
+    def slices(self, dimensions: int) -> tuple[slice, ...]:
         """Return the index of the slice in a tensor with ``dimensions`` dimensions. It keeps all dimensions."""
         rows_or_columns = slice(self.start, self.stop)
         if self.matrix is not None:
@@ -33,7 +33,7 @@ class Piece:
     """Name in the checkpoint."""
     shape: tuple[int, ...]
     """Required shape in the checkpoint."""
-    cut: Cut | None = None
+    tensor_slice: TensorSlice | None = None
     """The slice that is read. None means the whole tensor."""
     stack: bool = False
     """True if the tensor is a stack of matrices whose rows are read as one matrix."""
@@ -41,7 +41,7 @@ class Piece:
     @property
     def read_shape(self) -> tuple[int, ...]:
         """Shape of the values that are read."""
-        shape, cut = list(self.shape), self.cut
+        shape, cut = list(self.shape), self.tensor_slice
         if self.stack:
             shape = [shape[1] if cut is not None and cut.matrix is not None else shape[0] * shape[1], shape[2]]
         if cut is not None:

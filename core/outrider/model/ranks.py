@@ -24,8 +24,8 @@ class ModelRanks:
     this rank alone. ``data``: the data-parallel group, whose ranks process different tokens and split the MLPs. None: this
     rank alone.
 
-    Every method enqueues on the stream of :meth:`place`, whose scope the caller has opened. All ranks of a group call the
-    same methods in the same order.
+    Every method enqueues on the stream of :meth:`use_stream`, whose scope the caller has opened. All ranks of a group call
+    the same methods in the same order.
     """
 
     def __init__(self, shards: Shards, *, tensor: Group | None = None, data: Group | None = None) -> None:
@@ -36,13 +36,13 @@ class ModelRanks:
         self._pass_widths: deque[int] = deque()
         self._width = 0
 
-    def place(self, stream: Stream) -> None:
+    def use_stream(self, stream: Stream) -> None:
         """Send later collectives to ``stream``. An engine calls this before it launches or captures."""
         self._stream = stream
 
     @property
     def stream(self) -> Stream:
-        """The stream of the collectives. Raises :class:`ConfigError` before :meth:`place`."""
+        """The stream of the collectives. Raises :class:`ConfigError` before :meth:`use_stream`."""
         if self._stream is None:
             raise ConfigError("the collectives of a model of several ranks have no stream yet; an engine sets it")
         return self._stream
@@ -65,7 +65,7 @@ class ModelRanks:
             return kernels.add_rms_norm(partial, residual, norm, eps)
         return kernels.all_reduce_rms_norm(partial, residual, norm, eps, group=self.tensor, stream=self.stream)
 
-    def expect(self, widths: Sequence[int]) -> None:
+    def expect_pass_widths(self, widths: Sequence[int]) -> None:
         """Set W for each of the next passes: the maximum number of tokens of a data-parallel group, the same on all groups.
 
         A pass without a set width has W equal to this group's number of tokens.
@@ -124,7 +124,7 @@ class ModelRanks:
         return gathered.movedim(0, -2).flatten(-2)[..., :vocabulary].contiguous()
 
     @property
-    def decides(self) -> bool:
+    def is_decider(self) -> bool:
         """True on the tensor-parallel rank whose values the others receive, see :meth:`agree`."""
         return self.tensor is None or self.tensor.rank == 0
 

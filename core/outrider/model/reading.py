@@ -1,7 +1,7 @@
 """Reading of checkpoint files: regular files only, of bounded size, with a uniform error type.
 
-Every reader of a checkpoint uses :func:`reading`, which converts any parser's exception to a :class:`CheckpointError` that
-names the file.
+Every reader of a checkpoint uses :func:`wrap_read_errors`, which converts any parser's exception to a
+:class:`CheckpointError` that names the file.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from outrider.errors import CheckpointError, one_line
 
 JSON_LIMIT = 64 << 20
 """Maximum size of a JSON file in bytes. An index of a hundred thousand tensors has nine million."""
-EXPECTED = "expected a checkpoint directory as Hugging Face writes it"
+EXPECTED_CHECKPOINT = "expected a checkpoint directory as Hugging Face writes it"
 """Advice of messages about missing files."""
 _MAX_JSON_DEPTH = 64  # published configs nest four deep
 
 
 @contextmanager
-def reading(path: Path, content: str, advice: str = "") -> Generator[None]:
+def wrap_read_errors(path: Path, content: str, advice: str = "") -> Generator[None]:
     """Convert any failure of the block to a :class:`CheckpointError` that names ``path``, its expected ``content`` and
     ``advice``.
 
@@ -65,7 +65,7 @@ def regular_size(path: Path) -> int:
     except FileNotFoundError:
         if path.is_symlink():
             raise CheckpointError(f"{path}: is a link to a file that isn't there") from None
-        raise CheckpointError(f"{path}: no such file; {EXPECTED}") from None
+        raise CheckpointError(f"{path}: no such file; {EXPECTED_CHECKPOINT}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: can't be read: {describe(error)}") from error
     if not stat.S_ISREG(found.st_mode):
@@ -77,7 +77,7 @@ def regular_size(path: Path) -> int:
 def read_bytes(path: Path, limit: int) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes. Raises :class:`CheckpointError` otherwise."""
     size = regular_size(path)
-    with reading(path, "a file"):
+    with wrap_read_errors(path, "a file"):
         if size <= limit:
             with path.open("rb") as file:
                 content = file.read(limit + 1)

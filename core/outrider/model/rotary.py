@@ -24,7 +24,7 @@ class Rotary(ABC):
         """Return cosines and sines [T, D] of int64 ``positions`` [T] (or [3, T]); see :class:`ForwardInput`."""
 
 
-def rotary(
+def make_rotary(
     rope: RopeConfig, head_size: int, positions: int, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device
 ) -> Rotary:
     """Return the angles of ``rope`` for positions below ``positions``, with results in ``dtype`` on ``device``."""

@@ -107,14 +107,14 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
 def shape_config(shape: str) -> ModelConfig:
     """Return the config of ``shape``: a name in :data:`SHAPES`, or the path of a checkpoint's config.json or directory.
 
-    ``NAME/RANKS`` is one rank's shard of that shape, see :func:`shard`. Raises :class:`ConfigError` for an unknown name, and
-    :class:`CheckpointError` for an unreadable config.
+    ``NAME/RANKS`` is one rank's shard of that shape, see :func:`shard_config`. Raises :class:`ConfigError` for an unknown
+    name, and :class:`CheckpointError` for an unreadable config.
     """
     if shape in SHAPES:
         return SHAPES[shape]
     name, _, ranks = shape.rpartition("/")
     if name in SHAPES and ranks.isdecimal():
-        return shard(SHAPES[name], int(ranks))
+        return shard_config(SHAPES[name], int(ranks))
     file = shape_file(shape)
     if file is not None:
         from outrider.model.checkpoint_config import read_model_config
@@ -150,7 +150,7 @@ def decoder_shape(config: ModelConfig, dtype: torch.dtype) -> DecoderShape:
     )
 
 
-def shard(config: ModelConfig, ranks: int) -> ModelConfig:
+def shard_config(config: ModelConfig, ranks: int) -> ModelConfig:
     """Return the shape of one of ``ranks`` tensor-parallel ranks: its slice of heads, intermediate size and vocabulary.
 
     With fewer KV heads than ranks, each rank has one. Raises :class:`ConfigError` if heads or intermediate size can't be
@@ -168,6 +168,6 @@ def shard(config: ModelConfig, ranks: int) -> ModelConfig:
         num_heads=config.num_heads // ranks,
         num_kv_heads=max(1, config.num_kv_heads // ranks),
         intermediate_size=config.intermediate_size // ranks,
-        experts=None if config.experts is None else config.experts.shared_out(ranks),
+        experts=None if config.experts is None else config.experts.shard(ranks),
         vocab_size=-(-config.vocab_size // ranks),
     )

@@ -81,7 +81,7 @@ class Shards:
             num_heads=config.num_heads // ranks,
             num_kv_heads=last - first,
             intermediate_size=config.intermediate_size // mlp,
-            experts=None if experts is None else experts.shared_out(mlp),
+            experts=None if experts is None else experts.shard(mlp),
         )
 
 

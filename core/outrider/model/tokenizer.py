@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, shown
-from outrider.model.reading import present, read_bytes, read_json, reading
+from outrider.model.reading import present, read_bytes, read_json, wrap_read_errors
 from outrider.model.stream_decoder import StreamDecoder
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -61,12 +61,12 @@ class Tokenizer:
                 raise CheckpointError(f"{path}: no such file; a tokenizer is expected next to the weights")
             return cls(_convert_legacy(legacy), legacy)
         content = read_bytes(path, _MAX_FILE_BYTES)
-        with reading(path, "a tokenizer"):
+        with wrap_read_errors(path, "a tokenizer"):
             tokenizer = HfTokenizer.from_buffer(content)
         for source, tokens in _read_added_tokens(Path(directory)):
-            with reading(source, "tokens that were added"):
+            with wrap_read_errors(source, "tokens that were added"):
                 _add(tokenizer, tokens)
-        with reading(path, "a tokenizer"):
+        with wrap_read_errors(path, "a tokenizer"):
             return cls(tokenizer, path)
 
     @property
@@ -88,12 +88,12 @@ class Tokenizer:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise RequestError(f"the text has half a character at {error.start} (a lone surrogate)") from error
-        with reading(self.origin, "a tokenizer"):
+        with wrap_read_errors(self.origin, "a tokenizer"):
             return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Return the text of ``ids``. Unknown ids are skipped, and special tokens unless ``special_tokens`` is true."""
-        with reading(self.origin, "a tokenizer"):
+        with wrap_read_errors(self.origin, "a tokenizer"):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens))
 
     def token_id(self, token: str) -> int | None:
@@ -193,7 +193,7 @@ def _convert_legacy(path: Path) -> HfTokenizer:
         if file is path or present(file):
             read_bytes(file, _MAX_FILE_BYTES)  # checks type and size, which transformers doesn't
     needed = "it may need the package sentencepiece: pip install 'outrider[sentencepiece]'"
-    with reading(path, "a tokenizer", "" if find_spec("sentencepiece") else needed):
+    with wrap_read_errors(path, "a tokenizer", "" if find_spec("sentencepiece") else needed):
         tokenizer: Any = AutoTokenizer.from_pretrained(
             path.parent, local_files_only=True, trust_remote_code=False, use_fast=True
         )

@@ -103,9 +103,9 @@ class TransformersDecoder(LanguageModel):
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the model on ``inputs``. See the base class for arguments and results."""
-        return self.run(PagedPass(inputs, cache, self.kernels), layers)
+        return self.forward_pass(PagedPass(inputs, cache, self.kernels), layers)
 
-    def run(self, paged: PagedPass, layers: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward_pass(self, paged: PagedPass, layers: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run :meth:`forward_with_aux_hidden_states` with a caller-owned ``paged``, in which the attention records its
         windows.
         """
@@ -122,7 +122,7 @@ class TransformersDecoder(LanguageModel):
                 output_hidden_states=bool(layers),
                 outrider=paged,
             )
-        final = paged.inputs.keep(out.last_hidden_state.squeeze(0), self.kernels)
+        final = paged.inputs.select_rows(out.last_hidden_state.squeeze(0), self.kernels)
         return final, tuple(out.hidden_states[layer].squeeze(0) for layer in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from outrider.model.files import open_checkpoint
 from outrider.model.inputs import ForwardInput
 from outrider.model.location import refuse_other_formats
 from outrider.model.quantization.config import refuse_quantized
-from outrider.model.reading import describe, present, read_json, reading, regular_size
-from outrider.model.tensors import placed
+from outrider.model.reading import describe, present, read_json, regular_size, wrap_read_errors
+from outrider.model.tensor_loading import loading_stream
 from outrider.model.transformers_decoder import ATTENTION, PagedPass, TransformersDecoder, paged_attention
 
 _PROBE_PAGE_SIZE = 4
@@ -52,7 +52,7 @@ def load_through_transformers(
     directory = Path(directory)
     AttentionInterface.register(ATTENTION, paged_attention)
     _check_files(directory, dtype, trust_remote_code)
-    with placed(backend, dtype), reading(directory, "a model of transformers"):
+    with loading_stream(backend, dtype), wrap_read_errors(directory, "a model of transformers"):
         model = _load(directory, dtype, trust_remote_code).to(backend.device).eval().requires_grad_(False)
         config = _model_config(directory, model.config)
         if not model._supports_attention_backend:
@@ -76,7 +76,7 @@ def _check_files(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -
         raise CheckpointError(f"{files.origin}: is the index of several files, but there's a single one as well")
     if present(directory / "generation_config.json"):
         read_json(directory / "generation_config.json")
-    with reading(path, "a config"):
+    with wrap_read_errors(path, "a config"):
         check_any_config(raw, len(files.tensors))
         if trust_remote_code:
             return  # the checkpoint's code determines its tensors
@@ -245,7 +245,7 @@ def _compare_with_unpaged(directory: Path, decoder: TransformersDecoder, model: 
         inputs = _ragged_input(prompts, begin, end, span, device)
         paged = PagedPass(inputs, cache, decoder.kernels)
         try:
-            logits = decoder.logits(decoder.run(paged, ())[0])
+            logits = decoder.logits(decoder.forward_pass(paged, ())[0])
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
         except (DeviceFault, DeviceLost, OutOfDeviceMemory):

@@ -13,16 +13,16 @@ from outrider.model.shapes import decoder_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
+class PreparedKernels:
     """Summary of the preparation."""
 
-    taken: int
+    num_loaded: int
     """Number of stored choices that were loaded."""
     result: TuningResult | None = None
     """Result of the tuning, or None if nothing was tuned."""
 
     def __str__(self) -> str:
-        parts = [f"{self.taken} tuned choices of this machine"] if self.taken else []
+        parts = [f"{self.num_loaded} tuned choices of this machine"] if self.num_loaded else []
         if self.result is not None:
             suffix = "" if self.result.complete else ", until the deadline"
             parts.append(f"tuned for {self.result.seconds:.0f} s{suffix}: {self.result.kept} choices kept")
@@ -36,7 +36,7 @@ def prepare_kernels(
     directory: Path | None,
     seconds: float = 0.0,
     progress: TuningProgress | None = None,
-) -> Prepared:
+) -> PreparedKernels:
     """Load the tuning choices in ``directory`` for this device, and tune for ``config`` for at most ``seconds`` (0: not at
     all).
 
@@ -48,7 +48,7 @@ def prepare_kernels(
     kernels = backend.kernels_in_use
     taken = 0 if directory is None else kernels.use_tuned(directory)
     if not seconds:
-        return Prepared(taken=taken)
+        return PreparedKernels(num_loaded=taken)
     if directory is None:
         raise CapabilityError("there is no directory to keep tuned choices in: set XDG_CACHE_HOME or HOME, or don't tune")
     if not kernels.tunes:
@@ -58,4 +58,4 @@ def prepare_kernels(
     (result,) = kernels.tune(
         [decoder_shape(config, torch.bfloat16)], deadline_s=seconds, directory=directory, progress=progress
     )
-    return Prepared(taken=taken, result=result)
+    return PreparedKernels(num_loaded=taken, result=result)

@@ -22,8 +22,8 @@ from outrider.model.mapping import vision_name
 from outrider.model.media import Media
 from outrider.model.mrope import MediaGrid
 from outrider.model.pieces import Piece, Target
-from outrider.model.reading import read_json, reading
-from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
+from outrider.model.reading import read_json, wrap_read_errors
+from outrider.model.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 
 
 class VisionTower:
@@ -64,7 +64,7 @@ def load_vision(
         raise CheckpointError(f"{directory}: a {config.family} checkpoint has no vision tower")
     files = open_checkpoint(directory)
     path = directory / "config.json"
-    with reading(path, "the config of a vision tower"):
+    with wrap_read_errors(path, "the config of a vision tower"):
         vision = hf_config(config.family, read_json(path)).vision_config
         if vision.depth > len(files.tensors):
             raise ConfigError(f"vision_config.depth is {vision.depth}, but there are {len(files.tensors)} tensors in all")
@@ -73,13 +73,13 @@ def load_vision(
     names = {inner: key for key in files.tensors if (inner := vision_name(key)) is not None}
     targets = [Target(name, (Piece(names.get(name, f"visual.{name}"), shape),)) for name, shape in shapes.items()]
     check_tensors(files, targets, optional={key for key in files.tensors if vision_name(key) is None})
-    with placed(backend, dtype) as stream:
+    with loading_stream(backend, dtype) as stream:
         weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
         module = _build(config.family, vision)
         module.load_state_dict(weights, assign=True)
         module.to(backend.device)  # moves computed buffers: rotary frequencies, in their own dtype
         tower = VisionTower(module.eval().requires_grad_(False), device=backend.device, dtype=dtype)
-        with reading(path, "the config of a vision tower"):
+        with wrap_read_errors(path, "the config of a vision tower"):
             _check_smallest_image(tower, vision, config)
     return tower
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from outrider.device import Backend
 from outrider.errors import CheckpointError
 from outrider.model.decoder import Decoder
-from outrider.model.tensors import placed
+from outrider.model.tensor_loading import loading_stream
 from outrider.model.tokenizer import Tokenizer, has_tokenizer
 
 
-def of_vocabulary(model: Decoder, size: int, *, directory: Path, backend: Backend) -> Decoder:
+def with_vocabulary_size(model: Decoder, size: int, *, directory: Path, backend: Backend) -> Decoder:
     """Return ``model``, loaded from ``directory``, with ``size`` rows of embeddings and of its output head.
 
     Checkpoints of one family may have different numbers of unused rows after the tokenizer's tokens. Missing embedding rows
@@ -39,7 +39,7 @@ def of_vocabulary(model: Decoder, size: int, *, directory: Path, backend: Backen
             f"{mismatch}, which is alike but for rows that no token uses; the draft's head {state}, so they can't be made as "
             "many; expected a draft with as many rows, or one with a plain head on one rank"
         )
-    with placed(backend, model.dtype):
+    with loading_stream(backend, model.dtype):
         embedding = _resize_table(weights.embedding, size)
         head = weights.head[:size]
     adjusted = replace(weights, embedding=embedding, head=head)

@@ -19,7 +19,7 @@ from outrider.device.plugin import (
     KernelInfo,
 )
 from outrider.registry.plugins import Candidate, PluginGroup, Plugins, checked_product, sentence
-from outrider.registry.probing import Probe, Verdict
+from outrider.registry.probing import PluginProbe, ProbeVerdict
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -106,7 +106,7 @@ class Registry:
         entry_points: Iterable[EntryPoint] | None = None,
         *,
         backends: PluginGroup[BackendInfo] = BACKENDS,
-        probe: Probe | None = None,
+        probe: PluginProbe | None = None,
         once: bool = False,
     ) -> None:
         """``entry_points``: for tests; by default the registry reads the installed entry points at each use. ``once``: read
@@ -135,9 +135,9 @@ class Registry:
         """Return the description of the named backend. Loads only its plugin."""
         return self._backends.info(name)
 
-    def tried(self, name: str) -> Verdict:
+    def try_in_child(self, name: str) -> ProbeVerdict:
         """Load the named plugin in a child process and return the effects on that process."""
-        return self._backends.tried(name)
+        return self._backends.try_in_child(name)
 
     def select(self, explicit: str | None = None, environment: str | None = None) -> BackendSpec:
         """Return the spec of the explicit name, else of the environment's, else of the usable backend of highest priority.

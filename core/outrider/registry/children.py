@@ -18,7 +18,7 @@ _INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def started(
+def child_session(
     command: Sequence[str], *, environment: Mapping[str, str] | None = None, **options: Any
 ) -> Generator[subprocess.Popen[bytes]]:
     """Start a child process in a new session. The end of the scope kills all processes of the session.
@@ -33,8 +33,9 @@ def started(
 
 
 @contextmanager
-def deaf_from_the_start() -> Generator[None]:
-    """Block SIGINT and SIGTERM in ``multiprocessing`` processes that start in the scope, until they call :func:`stay_deaf`.
+def interruptions_blocked_in_children() -> Generator[None]:
+    """Block SIGINT and SIGTERM in ``multiprocessing`` processes that start in the scope, until they call
+    :func:`ignore_interruptions`.
 
     A terminal sends these signals to the whole process group, but the parent has to end such a child itself. The scope
     blocks the signals in this process too, so it should be short.
@@ -49,7 +50,7 @@ def deaf_from_the_start() -> Generator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def stay_deaf() -> None:
+def ignore_interruptions() -> None:
     """Ignore SIGINT and SIGTERM, including blocked ones that are pending. Call it in the child's main thread."""
     for number in _INTERRUPTIONS:
         signal.signal(number, signal.SIG_IGN)
@@ -57,7 +58,7 @@ def stay_deaf() -> None:
 
 
 def kill_session(child: subprocess.Popen[bytes]) -> None:
-    """Kill a child of :func:`started` and all processes of its session."""
+    """Kill a child of :func:`child_session` and all processes of its session."""
     # The process group keeps the child's id until the parent has waited for the child and all members have ended.
     with interruptions_held(), suppress(ProcessLookupError, PermissionError):  # macOS: PermissionError for zombies
         os.killpg(child.pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ _ENTRY_POINTS_FILE = "entry_points.txt"
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledEntryPoints:
     """The entry points of one group in all installed distributions."""
 
     entry_points: tuple[EntryPoint, ...]
@@ -21,7 +21,7 @@ class Installed:
     """One line for each distribution that can't be read."""
 
 
-def installed(group: str) -> Installed:
+def installed_entry_points(group: str) -> InstalledEntryPoints:
     """Return the entry points of ``group`` in every installed distribution.
 
     If two distributions have the same name, the first one on the import path counts, as in
@@ -41,7 +41,7 @@ def installed(group: str) -> Installed:
             entry_points += importlib.metadata.distribution(name).entry_points.select(group=group)
         except Exception as error:
             notes[f"distribution {name!r} was passed over: {_cause(error)}"] = None
-    return Installed(tuple(entry_points), tuple(notes))
+    return InstalledEntryPoints(tuple(entry_points), tuple(notes))
 
 
 class _FileContents(Distribution):

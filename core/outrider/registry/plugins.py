@@ -23,9 +23,9 @@ from outrider.device.errors import (
     PluginContractError,
 )
 from outrider.device.plugin import PluginInfo
-from outrider.registry.discovery import Installed, installed
+from outrider.registry.discovery import InstalledEntryPoints, installed_entry_points
 from outrider.registry.info_check import wrong_field
-from outrider.registry.probing import Probe, Verdict, in_child
+from outrider.registry.probing import PluginProbe, ProbeVerdict, in_child
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -85,7 +85,7 @@ class Offer:
     distribution: str
 
     @classmethod
-    def of(cls, entry_point: EntryPoint) -> Offer:
+    def from_entry_point(cls, entry_point: EntryPoint) -> Offer:
         """Return the entry point with name and version of its distribution, if known."""
         if entry_point.dist is None:
             return cls(entry_point, "(unknown distribution)")
@@ -106,15 +106,15 @@ class Plugins(Generic[Info]):
         group: PluginGroup[Info],
         entry_points: Iterable[EntryPoint] | None = None,
         *,
-        probe: Probe | None = None,
+        probe: PluginProbe | None = None,
         once: bool = False,
     ) -> None:
         """``entry_points``: for tests; by default this object reads the installed entry points at each use. ``once``: read
         them at the first use only. ``probe``: the check in a child process of plugins that aren't selected by name.
         """
         self.group = group
-        self._probe = probe or Probe()
-        self._known = None if entry_points is None else Installed(tuple(entry_points))
+        self._probe = probe or PluginProbe()
+        self._known = None if entry_points is None else InstalledEntryPoints(tuple(entry_points))
         self._once = once
         self._manager = pluggy.PluginManager("outrider")
         self._manager.add_hookspecs(group.hooks)
@@ -137,7 +137,7 @@ class Plugins(Generic[Info]):
         verdicts = self._probe.verdicts(unique, self.group.describe) if load else {}
         return tuple(self._examine(name, offers_by_name[name], verdicts, load=load) for name in sorted(offers_by_name))
 
-    def tried(self, name: str) -> Verdict:
+    def try_in_child(self, name: str) -> ProbeVerdict:
         """Load the named plugin in a child process and return the effects on that process."""
         entry_point = self.offer(name).entry_point
         return in_child([entry_point], self.group.describe, limit_s=self._probe.limit_s)[entry_point]
@@ -237,10 +237,10 @@ class Plugins(Generic[Info]):
             )
         return info
 
-    def _installed(self) -> Installed:
+    def _installed(self) -> InstalledEntryPoints:
         if self._known is not None:
             return self._known
-        current = installed(self.group.entry_points)
+        current = installed_entry_points(self.group.entry_points)
         if self._once:
             self._known = current
         return current
@@ -250,12 +250,13 @@ class Plugins(Generic[Info]):
         selected = [ep for ep in self._installed().entry_points if ep.group == group and name in (None, ep.name)]
         # The import path can show one distribution twice: as a source tree and as an installation.
         unique = {
-            (offer.distribution, offer.entry_point.name, offer.entry_point.value): offer for offer in map(Offer.of, selected)
+            (offer.distribution, offer.entry_point.name, offer.entry_point.value): offer
+            for offer in map(Offer.from_entry_point, selected)
         }
         return list(unique.values())
 
     def _examine(
-        self, name: str, offers: Sequence[Offer], verdicts: Mapping[EntryPoint, Verdict], *, load: bool
+        self, name: str, offers: Sequence[Offer], verdicts: Mapping[EntryPoint, ProbeVerdict], *, load: bool
     ) -> Candidate[Info]:
         candidate: Candidate[Info] = Candidate(
             name=name,

@@ -24,7 +24,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from outrider.registry.children import started
+from outrider.registry.children import child_session
 
 LIMIT_S = 10.0
 """Time limit for loading one plugin and calling its describing hook, in seconds."""
@@ -40,7 +40,7 @@ _CHILD_CODE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ProbeVerdict:
     """The effects of loading a plugin on the process."""
 
     harm: str = ""
@@ -50,39 +50,39 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Probe:
+class PluginProbe:
     """The check of plugins in child processes. An object keeps its verdicts; a directory caches them between processes."""
 
     limit_s: float = LIMIT_S
     """Time limit for each plugin, in seconds."""
     cache: Path | None = None
     """The directory of the cache; None: no cache."""
-    _verdicts: dict[EntryPoint, Verdict] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _verdicts: dict[EntryPoint, ProbeVerdict] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def verdicts(self, plugins: Sequence[EntryPoint], describe: str) -> dict[EntryPoint, Verdict]:
+    def verdicts(self, plugins: Sequence[EntryPoint], describe: str) -> dict[EntryPoint, ProbeVerdict]:
         """Return a verdict for each plugin. ``describe``: the name of the describing hook.
 
         Plugins of Outrider's distribution, and plugins whose module is already imported, count as harmless.
         """
         verdicts = self._verdicts
         unknown = [plugin for plugin in plugins if plugin not in verdicts]
-        cached = self.remembered() if unknown else {}
+        cached = self.cached_changes() if unknown else {}
         keys: dict[EntryPoint, str | None] = {}
         for plugin in unknown:
             if _is_trusted(plugin):
-                verdicts[plugin] = Verdict()
+                verdicts[plugin] = ProbeVerdict()
                 continue
             keys[plugin] = key = fingerprint(plugin)
             if key is not None and key in cached:
-                verdicts[plugin] = Verdict(changes=cached[key])
+                verdicts[plugin] = ProbeVerdict(changes=cached[key])
         probed = in_child([plugin for plugin in plugins if plugin not in verdicts], describe, limit_s=self.limit_s)
         harmless = {key: verdict.changes for plugin, verdict in probed.items() if (key := keys[plugin]) and not verdict.harm}
         if harmless:
-            self.remember(harmless)
+            self.add_to_cache(harmless)
         verdicts.update(probed)
         return {plugin: verdicts[plugin] for plugin in plugins}
 
-    def remembered(self) -> dict[str, tuple[str, ...]]:
+    def cached_changes(self) -> dict[str, tuple[str, ...]]:
         """Return the changes of global state for each cached harmless plugin, by fingerprint."""
         if self.cache is None:
             return {}
@@ -92,11 +92,11 @@ class Probe:
         except (OSError, ValueError, AttributeError, TypeError):
             return {}  # a missing or invalid cache is written again
 
-    def remember(self, harmless: Mapping[str, tuple[str, ...]]) -> None:
-        """Add entries to the cache, in the form of :meth:`remembered`."""
+    def add_to_cache(self, harmless: Mapping[str, tuple[str, ...]]) -> None:
+        """Add entries to the cache, in the form of :meth:`cached_changes`."""
         if self.cache is None:
             return
-        entries = {**self.remembered(), **harmless}
+        entries = {**self.cached_changes(), **harmless}
         with suppress(OSError):  # without a cache the next process probes again
             self.cache.mkdir(parents=True, exist_ok=True)
             temporary = self.cache / f"plugins.json.{os.getpid()}"
@@ -146,9 +146,9 @@ def fingerprint(plugin: EntryPoint) -> str | None:
     return hashlib.sha256(repr(identity).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def in_child(plugins: Sequence[EntryPoint], describe: str, *, limit_s: float) -> dict[EntryPoint, Verdict]:
+def in_child(plugins: Sequence[EntryPoint], describe: str, *, limit_s: float) -> dict[EntryPoint, ProbeVerdict]:
     """Return a verdict for each plugin after loading it in a child process. A plugin that ends the child costs a new one."""
-    verdicts: dict[EntryPoint, Verdict] = {}
+    verdicts: dict[EntryPoint, ProbeVerdict] = {}
     remaining = list(plugins)
     while remaining:
         next_verdicts = _run_child(remaining, describe, limit_s)
@@ -157,13 +157,13 @@ def in_child(plugins: Sequence[EntryPoint], describe: str, *, limit_s: float) ->
     return verdicts
 
 
-def _run_child(plugins: Sequence[EntryPoint], describe: str, limit_s: float) -> list[Verdict]:
+def _run_child(plugins: Sequence[EntryPoint], describe: str, limit_s: float) -> list[ProbeVerdict]:
     """Return the verdicts of one child, up to the plugin that ended it. The list is never empty."""
     entry_points = [{"name": p.name, "value": p.value, "group": p.group, "describe": describe} for p in plugins]
     work = json.dumps({"path": [str(Path(entry).absolute()) for entry in sys.path], "plugins": entry_points})
-    verdicts: list[Verdict] = []
+    verdicts: list[ProbeVerdict] = []
     try:
-        with started(
+        with child_session(
             [sys.executable, "-c", _CHILD_CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as child:
             assert child.stdin is not None
@@ -175,16 +175,16 @@ def _run_child(plugins: Sequence[EntryPoint], describe: str, limit_s: float) -> 
             while True:
                 line = lines.next(limit_s)
                 if line is None:
-                    return [*verdicts, Verdict(harm=f"it wasn't loaded within {limit_s:g} s")]
+                    return [*verdicts, ProbeVerdict(harm=f"it wasn't loaded within {limit_s:g} s")]
                 if not line:
-                    return [*verdicts, Verdict(harm=_describe_exit(child.wait()))]
+                    return [*verdicts, ProbeVerdict(harm=_describe_exit(child.wait()))]
                 if "end" in line:
-                    verdicts.append(Verdict(changes=tuple(line["changes"])))
+                    verdicts.append(ProbeVerdict(changes=tuple(line["changes"])))
                 if "done" in line:
                     return verdicts
     except OSError as error:
         harm = f"no child process could be started to try it in: {error.strerror or error}"
-        return [*verdicts, *[Verdict(harm=harm)] * (len(plugins) - len(verdicts))]
+        return [*verdicts, *[ProbeVerdict(harm=harm)] * (len(plugins) - len(verdicts))]
 
 
 class _JsonLines:

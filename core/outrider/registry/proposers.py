@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider.device.errors import ConfigError
 from outrider.registry import Candidate, PluginGroup, Plugins
 from outrider.registry.plugins import checked_product
-from outrider.speculative.names import FIRST, OWN_PROPOSERS
+from outrider.speculative.names import BUILTIN_PROPOSERS, SUFFIX_PREFIX
 from outrider.speculative.plugin import PROPOSER_VERSION, PROPOSERS_GROUP, ProposerHooks, ProposerInfo
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ PROPOSERS = PluginGroup(
 )
 
 
-def shadowed(candidate: Candidate[ProposerInfo]) -> Candidate[ProposerInfo]:
+def with_reserved_name_check(candidate: Candidate[ProposerInfo]) -> Candidate[ProposerInfo]:
     """Return the candidate, with the status ``broken`` if its name is that of a built-in proposer."""
-    if candidate.name not in OWN_PROPOSERS:
+    if candidate.name not in BUILTIN_PROPOSERS:
         return candidate
     reason = f"{candidate.name!r} is the name of a proposer that comes with Outrider; nothing takes its place"
     return replace(candidate, status="broken", reason=reason, advice="the plugin needs another name")
@@ -40,13 +40,13 @@ def plugin_builders(name: str, other_builders: Collection[str] = ()) -> Mapping[
     Loads only the named plugin. Raises :class:`ConfigError` for an unknown name, and the errors of
     :meth:`Plugins.usable_info`.
     """
-    speculate, name = name, name.removeprefix(FIRST)  # a combined proposer's second part can be a plugin's
-    if name in OWN_PROPOSERS or name in other_builders:
+    speculate, name = name, name.removeprefix(SUFFIX_PREFIX)  # a combined proposer's second part can be a plugin's
+    if name in BUILTIN_PROPOSERS or name in other_builders:
         return {}
     plugins = Plugins(PROPOSERS)
     if name not in plugins.names:
         installed = f"; plugins: {', '.join(plugins.names)}" if plugins.names else "; no plugin brings another one"
-        names = ", ".join(sorted({*OWN_PROPOSERS, *other_builders}))
+        names = ", ".join(sorted({*BUILTIN_PROPOSERS, *other_builders}))
         raise ConfigError(f"speculate is {speculate!r}; expected one of {names}{installed}")
     plugins.usable_info(plugins.offer(name))
     return {name: lambda options: _build(plugins, name, options)}

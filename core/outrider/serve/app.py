@@ -8,7 +8,7 @@ import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outrider.serve.extra import require_serve
+from outrider.serve.optional_packages import require_serve
 
 require_serve()
 
@@ -18,20 +18,20 @@ from starlette.exceptions import HTTPException  # noqa: E402
 from starlette.middleware.cors import CORSMiddleware  # noqa: E402
 from starlette.responses import JSONResponse, Response  # noqa: E402
 
-from outrider.serve.answers import Writer  # noqa: E402
-from outrider.serve.calls import Calls  # noqa: E402
-from outrider.serve.client import EngineClient  # noqa: E402
+from outrider.serve.api_errors import ApiError, bad_request  # noqa: E402
+from outrider.serve.asgi_responses import DeferredResponse, EventStreamResponse  # noqa: E402
 from outrider.serve.config import ServeConfig  # noqa: E402
-from outrider.serve.errors import ApiError, bad_request  # noqa: E402
-from outrider.serve.fields import ChatRequest, CompletionRequest, Sampling  # noqa: E402
-from outrider.serve.gate import NOTES, Gate  # noqa: E402
-from outrider.serve.metrics import CONTENT_TYPE  # noqa: E402
-from outrider.serve.page import add_page  # noqa: E402
-from outrider.serve.params import check_unserved, format_guide, sampling_params  # noqa: E402
-from outrider.serve.prompts import Prompt, Prompter, prompt_size  # noqa: E402
-from outrider.serve.sending import Answer, EventStream  # noqa: E402
-from outrider.serve.service import Service, State  # noqa: E402
-from outrider.serve.tracing import Spans  # noqa: E402
+from outrider.serve.engine_client import EngineClient  # noqa: E402
+from outrider.serve.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
+from outrider.serve.prompt_builder import EnginePrompt, PromptBuilder, prompt_size  # noqa: E402
+from outrider.serve.request_fields import ChatRequest, CompletionRequest, SamplingFields  # noqa: E402
+from outrider.serve.request_middleware import LOG_FIELDS_KEY, RequestMiddleware  # noqa: E402
+from outrider.serve.request_params import check_supported, format_guide, sampling_params  # noqa: E402
+from outrider.serve.response_writer import ResponseWriter  # noqa: E402
+from outrider.serve.service import ServerState, Service  # noqa: E402
+from outrider.serve.tool_calls import RequestToolCalls  # noqa: E402
+from outrider.serve.tracing import RequestSpans  # noqa: E402
+from outrider.serve.web_page import add_page  # noqa: E402
 
 _ERROR_SCHEMA = {
     "type": "object",
@@ -72,7 +72,9 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(engine: EngineClient, prompter: Prompter, config: ServeConfig, *, spans: Spans | None = None) -> FastAPI:
+def create_app(
+    engine: EngineClient, prompter: PromptBuilder, config: ServeConfig, *, spans: RequestSpans | None = None
+) -> FastAPI:
     """Create the application for an engine that has started. Its :class:`Service` is ``app.state.service``.
 
     The caller starts and closes the engine, as :func:`outrider.serve.server.serve` does. ``spans`` exports a span for each
@@ -83,7 +85,7 @@ def create_app(engine: EngineClient, prompter: Prompter, config: ServeConfig, *,
     fingerprint = "outrider-" + hashlib.sha256(f"{version} {engine.info}".encode()).hexdigest()[:12]
     app = FastAPI(title="Outrider", version=version, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.state.service = service
-    app.add_middleware(Gate, service=service, spans=spans)
+    app.add_middleware(RequestMiddleware, service=service, spans=spans)
     if config.allow_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), allow_methods=["*"], allow_headers=["*"])
     _add_error_handlers(app)
@@ -95,7 +97,7 @@ def create_app(engine: EngineClient, prompter: Prompter, config: ServeConfig, *,
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Generate a continuation of each prompt."""
         _check(service, body)
-        prompts = await service.prepare(lambda: prompter.completion(body.prompt), size=prompt_size(body.prompt))
+        prompts = await service.build_prompts(lambda: prompter.completion_prompts(body.prompt), size=prompt_size(body.prompt))
         texts = [prompter.tokenizer.decode(prompt.tokens) for prompt in prompts] if body.echo else []
         echoed = [text for text in texts for _ in range(body.n or 1)]
         return await _generate(service, request, body, prompts, body.max_tokens or 16, fingerprint, echoed=echoed)
@@ -104,8 +106,8 @@ def create_app(engine: EngineClient, prompter: Prompter, config: ServeConfig, *,
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
         _check(service, body)
-        calls = Calls(body, prompter.response_template)
-        prompt = await service.prepare(lambda: prompter.chat(body), size=None)
+        calls = RequestToolCalls(body, prompter.response_template)
+        prompt = await service.build_prompts(lambda: prompter.chat(body), size=None)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return await _generate(service, request, body, [prompt], max_tokens, fingerprint, calls=calls)
 
@@ -125,22 +127,22 @@ def _openapi_schema(app: FastAPI, make: Callable[[], dict[str, Any]]) -> dict[st
     return make()
 
 
-def _check(service: Service, body: Sampling) -> None:
-    service.check_open()
+def _check(service: Service, body: SamplingFields) -> None:
+    service.check_accepting()
     service.check_model(body.model)
-    check_unserved(body)
+    check_supported(body)
 
 
 async def _generate(
     service: Service,
     request: Request,
-    body: Sampling,
-    prompts: list[Prompt],
+    body: SamplingFields,
+    prompts: list[EnginePrompt],
     max_tokens: int | None,
     fingerprint: str,
     *,
     echoed: Sequence[str] = (),
-    calls: Calls | None = None,
+    calls: RequestToolCalls | None = None,
 ) -> Response:
     """Start the generation of a checked request and return its response, whole or streamed.
 
@@ -148,23 +150,25 @@ async def _generate(
     """
     info, config, n = service.engine.info, service.config, body.n or 1
     guide = calls.guide if calls is not None and calls.guide is not None else format_guide(body)
-    output_limits = [service.room_for(prompt, max_tokens) for prompt in prompts]
+    output_limits = [service.output_limit(prompt, max_tokens) for prompt in prompts]
     params = [sampling_params(body, info, max_tokens=limit, guide=guide) for limit in output_limits]
     if n > 1 and params[0].n == 1:  # greedy samples are equal; the engine runs them as separate requests
         prompts = [prompt for prompt in prompts for _ in range(n)]
         params = [each for each in params for _ in range(n)]
     num_choices = sum(each.n for each in params)
-    readers = [] if calls is None else [calls.reader(prompts[0].text) for _ in range(num_choices)]
+    readers = [] if calls is None else [calls.create_reader(prompts[0].text) for _ in range(num_choices)]
     special_tokens = calls is not None and calls.special_tokens
     pieces = body.stream_options is not None and body.stream_options.include_drafted
     priority = body.priority or 0
     generation = await service.generate(prompts, params, priority=priority, special_tokens=special_tokens, pieces=pieces)
-    generation.notes = request.scope[NOTES]
-    generation.notes["model"] = body.model
-    writer = Writer(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)
+    generation.log_fields = request.scope[LOG_FIELDS_KEY]
+    generation.log_fields["model"] = body.model
+    writer = ResponseWriter(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)
     if body.stream:
-        return EventStream(lambda: writer.chunks(echoed), close=generation.close, write_s=config.write_timeout_s)
-    return Answer(lambda: writer.whole(echoed), close=generation.close)
+        return EventStreamResponse(
+            lambda: writer.write_chunks(echoed), close=generation.close, write_s=config.write_timeout_s
+        )
+    return DeferredResponse(lambda: writer.write_whole(echoed), close=generation.close)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -172,8 +176,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        request.scope[NOTES]["error"] = error.message
-        return Response(error.encoded(), error.status, error.headers, "application/json")
+        request.scope[LOG_FIELDS_KEY]["error"] = error.message
+        return Response(error.encode(), error.status, error.headers, "application/json")
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
@@ -212,19 +216,19 @@ def _add_status_routes(app: FastAPI, service: Service, version: str) -> None:
     @app.get("/health", responses={503: _ERRORS[503]})
     async def health() -> Response:
         """Return 200 while the engine runs, also while the server drains. Return 503 once the engine is gone."""
-        is_lost = service.state is State.LOST
+        is_lost = service.state is ServerState.LOST
         reason = {"reason": str(service.engine.error)} if is_lost else {}
         return JSONResponse({"status": "lost" if is_lost else "ok", **reason}, 503 if is_lost else 200)
 
     @app.get("/ready", responses={503: _ERRORS[503]})
     async def ready() -> Response:
         """Return 200 while the server accepts new requests, else 503."""
-        return JSONResponse({"status": str(service.state)}, 200 if service.state is State.READY else 503)
+        return JSONResponse({"status": str(service.state)}, 200 if service.state is ServerState.READY else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return the metrics of server and engine in Prometheus's text format."""
-        return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+        return Response(service.metrics.text(), headers={"content-type": PROMETHEUS_CONTENT_TYPE})
 
     @app.get("/version")
     async def server_version() -> dict[str, str]:
@@ -241,7 +245,7 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
             "owned_by": "outrider",
             "root": service.config.names[0],
             "max_model_len": service.engine.info.longest_request,
-            "chat_template": service.prompter.chats,
+            "chat_template": service.prompter.has_chat_template,
         }
 
     @app.get("/v1/models", responses={401: _ERRORS[401]})

@@ -22,11 +22,11 @@ from outrider.cli.inputs import check_listening, read_utf8
 from outrider.cli.rank_processes import DataParallelOption, TensorParallelOption
 from outrider.cli.report import Report
 from outrider.device.errors import ConfigError
-from outrider.serve.extra import require_kv_events, require_serve
+from outrider.serve.optional_packages import require_kv_events, require_serve
 
 if TYPE_CHECKING:
-    from outrider.serve.messages import EngineInfo
-    from outrider.serve.prompts import Prompter
+    from outrider.serve.engine_messages import EngineInfo
+    from outrider.serve.prompt_builder import PromptBuilder
 
 _SERVER = "Server"
 _DISAGGREGATION = "Prefill and decode in separate processes"
@@ -209,28 +209,28 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         make = _with_kv_events(make, http.kv_events)
     template = None if http.chat_template is None else read_template(http.chat_template)
     response_template = _read_tool_format(http.tool_format)
-    from outrider.serve.engine_ranks import engine_process
-    from outrider.serve.logs import log_to_stderr
-    from outrider.serve.prompts import Prompter, Wording
-    from outrider.serve.server import Address
-    from outrider.serve.server import serve as serve_until_ended
-    from outrider.serve.tracing import Spans
+    from outrider.serve.engine_ranks import create_engine_client
+    from outrider.serve.log_formats import log_to_stderr
+    from outrider.serve.prompt_builder import PromptBuilder, PromptResources
+    from outrider.serve.server import HttpAddress
+    from outrider.serve.server import serve_http as serve_until_ended
+    from outrider.serve.tracing import RequestSpans
 
     check_listening("--host and --port", http.host, port)
-    wording = Wording(speculation.model, chat_template=template, response_template=response_template)
-    spans = Spans() if spans_from_environment() else None
+    wording = PromptResources(speculation.model, chat_template=template, response_template=response_template)
+    spans = RequestSpans() if spans_from_environment() else None
     log_to_stderr("text" if sys.stderr.isatty() else "json")
 
-    def make_prompter(info: EngineInfo) -> Prompter:
-        return Prompter(speculation.model, info, wording)
+    def make_prompter(info: EngineInfo) -> PromptBuilder:
+        return PromptBuilder(speculation.model, info, wording)
 
     def report_started(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host
         sys.stdout.write(f"outrider: serving {config.names[0]} at http://{shown}:{port}\n")
         sys.stdout.flush()
 
-    address = Address(host=http.host, port=port)
-    engine = engine_process(make, tensor=roles.tensor_parallel, data=roles.data_parallel)
+    address = HttpAddress(host=http.host, port=port)
+    engine = create_engine_client(make, tensor=roles.tensor_parallel, data=roles.data_parallel)
     run_loop(serve_until_ended(engine, make_prompter, config, address, started=report_started, spans=spans))
 
 
@@ -256,23 +256,23 @@ def _check_role(context: typer.Context, role: str) -> None:
 
 def _with_kv_events(make: Any, addresses: str) -> Any:
     require_kv_events()
-    from outrider.serve.kv_events import make_watched
+    from outrider.serve.kv_events import make_engine_with_events
 
     address, _, replay = addresses.partition(",")
-    return functools.partial(make_watched, make, address, replay or None)
+    return functools.partial(make_engine_with_events, make, address, replay or None)
 
 
 def _read_tool_format(tool_format: str | None) -> dict[str, Any] | None:
     """Return the response template of a known format or of a file. None selects the checkpoint's template."""
     if tool_format is None:
         return None
-    from outrider.serve.calls import FORMATS
+    from outrider.serve.tool_calls import TOOL_CALL_FORMATS
 
-    if tool_format in FORMATS:
-        return dict(FORMATS[tool_format])
+    if tool_format in TOOL_CALL_FORMATS:
+        return dict(TOOL_CALL_FORMATS[tool_format])
     if not tool_format.endswith(".json"):
         raise ConfigError(
-            f"--tool-format is {tool_format!r}; expected one of {', '.join(FORMATS)}, or a file that ends in .json"
+            f"--tool-format is {tool_format!r}; expected one of {', '.join(TOOL_CALL_FORMATS)}, or a file that ends in .json"
         )
     return _read_json_object(Path(tool_format))
 

@@ -12,11 +12,11 @@ from contextlib import suppress
 from typing import Any
 
 from outrider.engine.engine import Engine
-from outrider.registry.children import deaf_from_the_start, end_with_parent, stay_deaf
-from outrider.serve.client import EngineClient, EngineGone
+from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
+from outrider.serve.engine_client import EngineClient, EngineGone
 from outrider.serve.engine_loop import EngineLoop
-from outrider.serve.messages import Command, EngineInfo, Event, Failed, Ready, Stop
-from outrider.serve.wire import Frames, command_of_wire, command_to_wire, event_of_wire, event_to_wire, frame
+from outrider.serve.engine_messages import EngineCommand, EngineEvent, EngineFailed, EngineInfo, EngineReady, StopEngine
+from outrider.serve.wire import FrameDecoder, command_of_wire, command_to_wire, event_of_wire, event_to_wire, frame
 
 _RECEIVE_BYTES = 1 << 18
 _SOCKET_BUFFER_BYTES = 8 << 20
@@ -58,7 +58,7 @@ class EngineProcess(EngineClient):
         if self._process is None:
             return
         if self._transport is not None and not self._transport.is_closing():
-            self._send(Stop())
+            self._send(StopEngine())
         await join_or_kill(self._process)
         if self._transport is not None:
             self._transport.close()
@@ -72,14 +72,14 @@ class EngineProcess(EngineClient):
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_serve, args=(self._make, child_end), name="outrider-engine", daemon=True)
         # Not in an executor: the kernel ends the child when the thread that started it ends. The call takes milliseconds.
-        with deaf_from_the_start():
+        with interruptions_blocked_in_children():
             self._process.start()
         child_end.close()
         server_end.setblocking(False)
         transport, _ = await asyncio.get_running_loop().create_connection(lambda: _EventProtocol(self), sock=server_end)
         self._transport = transport
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: EngineCommand) -> None:
         assert self._transport is not None
         self._transport.write(frame(command_to_wire(command)))
 
@@ -99,7 +99,7 @@ class _EventProtocol(asyncio.Protocol):
 
     def __init__(self, client: EngineProcess) -> None:
         self._client = client
-        self._frames = Frames()
+        self._frames = FrameDecoder()
 
     def data_received(self, data: bytes) -> None:
         for events in self._frames.add(data):
@@ -118,38 +118,38 @@ class _ChildPort:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._frames = Frames()
+        self._frames = FrameDecoder()
 
-    def take(self, *, block: bool) -> Sequence[Command]:
+    def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
         """Return the commands in the socket. A closed connection means that the server is gone."""
-        commands: list[Command] = []
+        commands: list[EngineCommand] = []
         while not commands:
             if not block and not select.select([self._socket], [], [], 0)[0]:
                 break
             piece = self._socket.recv(_RECEIVE_BYTES)
             if not piece:
-                return [Stop()]
+                return [StopEngine()]
             commands.extend(command_of_wire(command) for command in self._frames.add(piece))
         return commands
 
-    def send(self, events: Sequence[Event]) -> None:
+    def send(self, events: Sequence[EngineEvent]) -> None:
         """Send ``events`` in one frame. Blocks while the socket's buffers are full."""
         self._socket.sendall(frame([event_to_wire(event) for event in events]))
 
 
 def _serve(make: Callable[[], Engine], sock: socket.socket) -> None:
     """Run the engine in the child: the target of :class:`EngineProcess`."""
-    stay_deaf()
+    ignore_interruptions()
     end_with_parent()
     port = _ChildPort(sock)
     try:
         engine = make()
-        port.send([Ready(EngineInfo.of(engine))])
-        EngineLoop(engine, port).run()
+        port.send([EngineReady(EngineInfo.from_engine(engine))])
+        EngineLoop(engine, port).serve_until_stopped()
         engine.close()  # ends the other ranks
     except (BrokenPipeError, ConnectionResetError):  # the server is gone
         os._exit(1)
     except BaseException as error:
         with suppress(OSError):
-            port.send([Failed(f"{type(error).__name__}: {error}")])
+            port.send([EngineFailed(f"{type(error).__name__}: {error}")])
         os._exit(1)  # after a lost device, the vendor runtime's exit handlers may hang

@@ -11,12 +11,12 @@ from typing import Any
 from outrider.cli.environment import become_rank
 from outrider.cli.rank_processes import Joined
 from outrider.engine.engine import Engine
-from outrider.registry.children import deaf_from_the_start, end_with_parent, stay_deaf
-from outrider.serve.client import EngineGone
+from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
+from outrider.serve.engine_client import EngineGone
 from outrider.serve.engine_process import EngineProcess, join_or_kill
 
 
-def engine_process(make: Callable[..., Engine], *, tensor: int = 1, data: int = 1) -> EngineProcess:
+def create_engine_client(make: Callable[..., Engine], *, tensor: int = 1, data: int = 1) -> EngineProcess:
     """Return a client of an engine in one child process, or of ``tensor`` x ``data`` ranks in one child process each."""
     return EngineProcess(make) if tensor * data == 1 else EngineRanks(make, tensor=tensor, data=data)
 
@@ -34,7 +34,7 @@ class EngineRanks(EngineProcess):
         self._store: Any = None
         self._followers: list[Any] = []
         super().__init__(make)
-        self.on_gone(self._lost)
+        self.add_loss_listener(self._lost)
 
     async def close(self) -> None:
         """Tell the ranks to end and wait until all have exited. Ranks that don't exit in time are killed."""
@@ -50,7 +50,7 @@ class EngineRanks(EngineProcess):
         context = multiprocessing.get_context("spawn")
         for rank in range(1, self._tensor * self._data):
             process = context.Process(target=ranks(rank=rank).follow, name=f"outrider-rank-{rank}", daemon=True)
-            with deaf_from_the_start():
+            with interruptions_blocked_in_children():
                 process.start()
             self._followers.append(process)
         self._make = ranks(rank=0).engine
@@ -75,7 +75,7 @@ class _Rank:
 
     def follow(self) -> None:
         """Create this rank's engine and repeat the decisions of rank 0 until rank 0 ends."""
-        stay_deaf()
+        ignore_interruptions()
         end_with_parent()
         become_rank(rank=self._rank, world=self._tensor * self._data, port=self._port)
         with Joined(self._tensor, self._data) as joined:

@@ -9,9 +9,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from outrider.engine.engine import Engine
-from outrider.serve.client import EngineClient, EngineGone
+from outrider.serve.engine_client import EngineClient, EngineGone
 from outrider.serve.engine_loop import EngineLoop
-from outrider.serve.messages import Command, EngineInfo, Event, Failed, Ready, Stop
+from outrider.serve.engine_messages import EngineCommand, EngineEvent, EngineFailed, EngineInfo, EngineReady, StopEngine
 
 
 class EngineThread(EngineClient):
@@ -27,7 +27,7 @@ class EngineThread(EngineClient):
     def __init__(self, make: Engine | Callable[[], Engine]) -> None:
         super().__init__()
         self._make: Callable[[], Engine] = (lambda: make) if isinstance(make, Engine) else make
-        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._commands: SimpleQueue[EngineCommand] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
@@ -35,28 +35,28 @@ class EngineThread(EngineClient):
         """Tell the thread to end and wait until it has ended."""
         self._gone(EngineGone("the engine was closed"), expected=True)
         if self._thread.ident is not None:
-            self._commands.put(Stop())
+            self._commands.put(StopEngine())
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     async def _launch(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: EngineCommand) -> None:
         self._commands.put(command)
 
     # -- the port, called in the engine's thread ---------------------------------------------------------------------
 
-    def take(self, *, block: bool) -> Sequence[Command]:
+    def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
         """Return the queued commands. Called in the engine's thread."""
-        commands: list[Command] = []
+        commands: list[EngineCommand] = []
         with suppress(Empty):
             commands.append(self._commands.get(block=block))
             while True:
                 commands.append(self._commands.get_nowait())
         return commands
 
-    def send(self, events: Sequence[Event]) -> None:
+    def send(self, events: Sequence[EngineEvent]) -> None:
         """Schedule the handling of ``events`` on the event loop. Called in the engine's thread."""
         assert self._loop is not None
         with suppress(RuntimeError):  # the event loop was closed, so no caller waits for the events
@@ -66,7 +66,7 @@ class EngineThread(EngineClient):
         try:
             engine = self._make()
             engine.adopt()
-            self.send([Ready(EngineInfo.of(engine))])
-            EngineLoop(engine, self).run()
+            self.send([EngineReady(EngineInfo.from_engine(engine))])
+            EngineLoop(engine, self).serve_until_stopped()
         except BaseException as error:
-            self.send([Failed(f"{type(error).__name__}: {error}")])
+            self.send([EngineFailed(f"{type(error).__name__}: {error}")])

@@ -72,7 +72,7 @@ class BatchOnWire(msgspec.Struct, array_like=True):
 class KvEventPublisher:
     """A publisher of prefix cache events. A background thread sends them.
 
-    Any thread may call :meth:`tell`, which doesn't block. A subscriber that is too slow loses events; it never delays the
+    Any thread may call :meth:`publish`, which doesn't block. A subscriber that is too slow loses events; it never delays the
     engine.
 
     As in vLLM, an ``endpoint`` with ``*`` or ``::``, or with ``ipc://`` or ``inproc://``, is bound. The publisher connects to
@@ -107,7 +107,7 @@ class KvEventPublisher:
         self._thread = threading.Thread(target=self._run, name="outrider-kv-events", daemon=True)
         self._thread.start()
 
-    def tell(self, event: CacheEvent) -> None:
+    def publish(self, event: CacheEvent) -> None:
         """Queue an event for publication. Events queued after :meth:`close` are dropped."""
         self._queue.put(event)
 
@@ -200,7 +200,7 @@ class KvEventPublisher:
         socket.send_multipart((client, b"", END_OF_REPLAY, b""))
 
 
-def make_watched(make: Callable[..., Engine], address: str, replay: str | None, **arguments: Any) -> Engine:
+def make_engine_with_events(make: Callable[..., Engine], address: str, replay: str | None, **arguments: Any) -> Engine:
     """Call ``make(**arguments)`` and return its engine, whose prefix cache events are published at ``address``.
 
     The publisher lives as long as the engine. Of several ranks, only the first publishes events.
@@ -210,7 +210,7 @@ def make_watched(make: Callable[..., Engine], address: str, replay: str | None, 
         return engine
     publisher = KvEventPublisher(address, page_size=engine.config.page_size, replay=replay)
     try:
-        engine.watch_prefix_cache(publisher.tell)
+        engine.watch_prefix_cache(publisher.publish)
     except BaseException:
         publisher.close()
         raise
@@ -223,7 +223,7 @@ def _is_local(endpoint: str) -> bool:
 
 
 def _extra_keys(extra: object) -> tuple[Any, ...] | None:
-    """Return the value of :meth:`Request.besides_tokens` for msgpack.
+    """Return the value of :meth:`Request.extra_identity` for msgpack.
 
     Each image becomes (digest in hexadecimal, position in the prompt).
     """

@@ -11,17 +11,17 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from outrider.serve.client import EngineClient
 from outrider.serve.config import ServeConfig
+from outrider.serve.engine_client import EngineClient
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PROMETHEUS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _REQUEST_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
 _LENGTH_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 """Upper bounds of the histogram buckets: seconds of a request, seconds between tokens, tokens of a request."""
 
 
-class Metrics:
+class ServerMetrics:
     """Counters and histograms of the server, and a collector that reads the snapshots of ``engine``."""
 
     def __init__(self, engine: EngineClient, config: ServeConfig) -> None:
@@ -73,11 +73,11 @@ class Metrics:
     def _counters(self, names: tuple[str, ...], text: str) -> list[Counter]:
         return [Counter(name, text, ["model_name"], registry=self.registry).labels(self._model) for name in names]
 
-    def first_token(self, seconds: float) -> None:
+    def record_first_token(self, seconds: float) -> None:
         """Record the time from a request's arrival to its first token."""
         _observe(self._time_to_first_token, seconds)
 
-    def output(self, seconds: float | None, tokens: int, drafted: int, proposed: int) -> None:
+    def record_output(self, seconds: float | None, tokens: int, drafted: int, proposed: int) -> None:
         """Record one output of a sample.
 
         The output has ``tokens`` tokens and arrived ``seconds`` after the sample's last output (None: the first output). The
@@ -89,25 +89,25 @@ class Metrics:
             self._proposed[proposed] += 1
             self._accepted[drafted] += 1
 
-    def ended(self, seconds: float, prompt_tokens: int, output_tokens: int, reasons: list[str]) -> None:
+    def record_finished(self, seconds: float, prompt_tokens: int, output_tokens: int, reasons: list[str]) -> None:
         """Record a request that finished after ``seconds``, with the finish reason of each of its choices."""
         _observe(self._request_time, seconds)
         _observe(self._prompt_lengths, prompt_tokens)
         _observe(self._output_lengths, output_tokens)
-        self.counted(prompt_tokens, output_tokens)
+        self.count_tokens(prompt_tokens, output_tokens)
         for reason in reasons:
             self._finished.labels(self._model, reason).inc()
 
-    def counted(self, prompt_tokens: int, output_tokens: int) -> None:
+    def count_tokens(self, prompt_tokens: int, output_tokens: int) -> None:
         """Add the tokens of a finished or aborted request to the counters."""
         _increment(self._prompt_tokens, prompt_tokens)
         _increment(self._output_tokens, output_tokens)
 
-    def aborted(self, samples: int) -> None:
+    def count_aborted(self, samples: int) -> None:
         """Count samples that were aborted before they finished."""
         _increment(self._aborted, samples)
 
-    def answered(self, route: str, status: int) -> None:
+    def count_response(self, route: str, status: int) -> None:
         """Count one HTTP response of ``route``. Status 0: the client disconnected before the response."""
         self._requests.labels(route, str(status)).inc()
 

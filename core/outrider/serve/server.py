@@ -12,12 +12,12 @@ from typing import Any
 
 from outrider.device import ConfigError, OutriderError
 from outrider.registry.interruptions import accepted_interruptions
-from outrider.serve.client import EngineClient, EngineGone
 from outrider.serve.config import ServeConfig
-from outrider.serve.gate import LOG
-from outrider.serve.messages import EngineInfo
-from outrider.serve.prompts import Prompter
-from outrider.serve.tracing import Spans
+from outrider.serve.engine_client import EngineClient, EngineGone
+from outrider.serve.engine_messages import EngineInfo
+from outrider.serve.prompt_builder import PromptBuilder
+from outrider.serve.request_middleware import LOGGER_NAME
+from outrider.serve.tracing import RequestSpans
 
 _KEEP_ALIVE_S = 75
 """Time that an idle connection stays open. Clients and proxies close theirs earlier, so none sends into a closed one."""
@@ -27,7 +27,7 @@ _DRAIN_AFTER_ENGINE_LOSS_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Address:
+class HttpAddress:
     """The address on which the server listens. Port 0 selects a free port."""
 
     host: str = "127.0.0.1"
@@ -38,14 +38,14 @@ class ServerLost(OutriderError):
     """The server has ended because its engine ended."""
 
 
-async def serve(
+async def serve_http(
     engine: EngineClient,
-    make_prompter: Callable[[EngineInfo], Prompter],
+    make_prompter: Callable[[EngineInfo], PromptBuilder],
     config: ServeConfig,
-    address: Address,
+    address: HttpAddress,
     *,
     started: Callable[[str, int], None] | None = None,
-    spans: Spans | None = None,
+    spans: RequestSpans | None = None,
 ) -> None:
     """Start the engine and serve until SIGTERM or SIGINT. Running requests then have ``config.drain_s`` seconds to finish.
 
@@ -58,7 +58,7 @@ async def serve(
 
     from outrider.serve.app import create_app
 
-    log = logging.getLogger(LOG)
+    log = logging.getLogger(LOGGER_NAME)
     loop = asyncio.get_running_loop()
     info = await engine.start()
     try:
@@ -98,7 +98,7 @@ async def serve(
             if not shutdown_tasks:
                 shutdown_tasks.append(loop.create_task(shut_down(_DRAIN_AFTER_ENGINE_LOSS_S)))
 
-        engine.on_gone(handle_engine_loss)
+        engine.add_loss_listener(handle_engine_loss)
         if engine.error is not None:
             raise engine.error
         with _signals(loop, handle_signal):
@@ -118,7 +118,7 @@ def _make_uvicorn_server(config: Any, on_started: Callable[[str, int], None] | N
     import uvicorn
 
     class HttpServer(uvicorn.Server):
-        """uvicorn's server without its signal handlers: :func:`serve` handles the signals."""
+        """uvicorn's server without its signal handlers: :func:`serve_http` handles the signals."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Generator[None]:

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.errors import RequestError
-from outrider.serve.choices import ChoiceText, Delta
-from outrider.serve.client import EngineClient, EngineGone, Inbox
+from outrider.serve.api_errors import OVERLOADED, SERVER, ApiError, bad_request, unavailable
+from outrider.serve.choice_text import ChoiceDelta, ChoiceText
 from outrider.serve.config import ServeConfig
-from outrider.serve.errors import OVERLOADED, SERVER, ApiError, bad_request, unavailable
-from outrider.serve.metrics import Metrics
-from outrider.serve.prompts import Prompt, Prompter
+from outrider.serve.engine_client import EngineClient, EngineGone, Inbox
+from outrider.serve.metrics import ServerMetrics
+from outrider.serve.prompt_builder import EnginePrompt, PromptBuilder
 
 T = TypeVar("T")
 _RETRY_AFTER_S = 1
@@ -27,7 +27,7 @@ _NUM_PROMPT_THREADS = 2
 """Number of threads that tokenise prompts and render chat templates."""
 
 
-class State(StrEnum):
+class ServerState(StrEnum):
     """The state of a server, which decides whether it accepts new requests."""
 
     READY = "ready"
@@ -40,30 +40,30 @@ class State(StrEnum):
 class Service:
     """The requests of a server whose engine has started. All methods run on the engine client's event loop."""
 
-    def __init__(self, engine: EngineClient, prompter: Prompter, config: ServeConfig) -> None:
+    def __init__(self, engine: EngineClient, prompter: PromptBuilder, config: ServeConfig) -> None:
         self.engine = engine
         self.prompter = prompter
         self.config = config
-        self.metrics = Metrics(engine, config)
+        self.metrics = ServerMetrics(engine, config)
         self.started = int(time.time())
         self._draining = False
         self._open: set[Generation] = set()
         self._threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, thread_name_prefix="outrider-prompts")
 
     @property
-    def state(self) -> State:
+    def state(self) -> ServerState:
         """The current state of the server."""
         if self.engine.error is not None:
-            return State.LOST
-        return State.DRAINING if self._draining else State.READY
+            return ServerState.LOST
+        return ServerState.DRAINING if self._draining else ServerState.READY
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def check_open(self) -> None:
+    def check_accepting(self) -> None:
         """Raise :class:`ApiError` unless the server accepts new requests."""
-        if self.state is State.LOST:
+        if self.state is ServerState.LOST:
             raise unavailable("the engine is gone; this server is about to end", "engine_lost")
-        if self.state is State.DRAINING:
+        if self.state is ServerState.DRAINING:
             raise unavailable("this server is about to end; ask another one", "draining", _RETRY_AFTER_S)
 
     def check_model(self, name: str) -> None:
@@ -72,7 +72,7 @@ class Service:
             message = f"the model {name!r} does not exist; this server has {', '.join(self.config.names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def prepare(self, make: Callable[[], T], *, size: int | None) -> T:
+    async def build_prompts(self, make: Callable[[], T], *, size: int | None) -> T:
         """Call ``make``, which builds a prompt, and return its result. Long prompts are built in a thread.
 
         ``size`` is the number of characters to tokenise; None if it is unknown.
@@ -81,7 +81,7 @@ class Service:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._threads, make)
 
-    def room_for(self, prompt: Prompt, max_tokens: int | None) -> int:
+    def output_limit(self, prompt: EnginePrompt, max_tokens: int | None) -> int:
         """Return the maximum number of output tokens: ``max_tokens``, or the remaining context if that is None.
 
         Raises :class:`ApiError` if prompt and output exceed the context length.
@@ -107,7 +107,7 @@ class Service:
 
     async def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[EnginePrompt],
         params: Sequence[SamplingParams],
         *,
         priority: int = 0,
@@ -117,17 +117,18 @@ class Service:
         """Start a request and return its generation once the engine has accepted it. The caller must close the generation.
 
         Prompt i gets ``params[i].n`` choices. ``special_tokens`` and ``pieces`` are passed to
-        :class:`~outrider.serve.choices.ChoiceText`. Raises :class:`ApiError` if the request is refused or the queue is full.
+        :class:`~outrider.serve.choice_text.ChoiceText`. Raises :class:`ApiError` if the request is refused or the queue is
+        full.
         """
-        self.check_open()
+        self.check_accepting()
         samples = sum(each.n for each in params)
         capacity = self.engine.info.max_requests + self.config.max_queued
         if samples > capacity:
             raise bad_request(f"the request asks for {samples} choices, this server runs and queues {capacity}", "n")
-        if self.engine.open_requests + samples > capacity:
+        if self.engine.num_open_samples + samples > capacity:
             raise ApiError(
                 429,
-                f"the queue is full: {self.engine.open_requests} choices run or wait, {capacity} at most; try again later",
+                f"the queue is full: {self.engine.num_open_samples} choices run or wait, {capacity} at most; try again later",
                 kind=OVERLOADED,
                 code="queue_full",
                 headers={"Retry-After": str(_RETRY_AFTER_S)},
@@ -142,7 +143,7 @@ class Service:
 
     # -- shutdown ----------------------------------------------------------------------------------------------------
 
-    def refuse_new(self) -> None:
+    def stop_accepting(self) -> None:
         """Refuse new requests from now on; running requests continue."""
         self._draining = True
 
@@ -151,7 +152,7 @@ class Service:
 
         Returns whether all requests finished in time.
         """
-        self.refuse_new()
+        self.stop_accepting()
         deadline = time.monotonic() + seconds
         while self._open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -177,11 +178,11 @@ class Generation:
         self._last_output_time: dict[int, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self.notes: dict[str, Any] = {}
+        self.log_fields: dict[str, Any] = {}
         """Fields for the log record of the request; :meth:`close` adds them."""
         self.prompt_tokens = 0
         self.output_tokens = 0
-        self.accepted = 0
+        self.accepted_draft_tokens = 0
         """Number of accepted draft tokens, over all choices."""
         self.first_token_s: float | None = None
         """Seconds from the request's arrival to its first token; None before the first token."""
@@ -197,7 +198,7 @@ class Generation:
         """Finish reasons of the choices that have ended, in the order of the choices."""
         return [choice.finish_reason for choice in self._choices.values() if choice.finish_reason is not None]
 
-    async def start(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: int) -> None:
+    async def start(self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], priority: int) -> None:
         """Submit one engine request for each prompt, and wait until the engine has accepted all of them."""
         service = self._service
         timeout_s = service.config.request_timeout_s
@@ -216,11 +217,11 @@ class Generation:
                         special_tokens=self._special_tokens,
                         pieces=self._pieces,
                     )
-            await self._inbox.admitted()
+            await self._inbox.wait_until_admitted()
         except Exception as error:
             raise _client_error(error) from error
 
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
+    async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         """Yield the new text and tokens until every choice has ended; a slow reader gets several deltas at once.
 
         Raises :class:`ApiError` if the request fails or times out.
@@ -229,11 +230,11 @@ class Generation:
         metrics = self._service.metrics
         while num_running:
             try:
-                outputs = await self._inbox.take()
+                outputs = await self._inbox.receive_outputs()
             except Exception as error:
                 raise _client_error(error) from error
             now = time.perf_counter()
-            deltas: list[Delta] = []
+            deltas: list[ChoiceDelta] = []
             for output in outputs:
                 choice = self._choices[output.key, output.sample]
                 if output.refused:
@@ -243,18 +244,18 @@ class Generation:
                 if output.tokens:
                     if self.first_token_s is None:
                         self.first_token_s = now - self._arrival_time
-                        metrics.first_token(self.first_token_s)
+                        metrics.record_first_token(self.first_token_s)
                     last = self._last_output_time.get(choice.index)
                     interval = None if last is None else now - last
-                    metrics.output(interval, len(output.tokens), output.drafted, output.proposed)
+                    metrics.record_output(interval, len(output.tokens), output.drafted, output.proposed)
                     self._last_output_time[choice.index] = now
                     self.output_tokens += len(output.tokens)
-                    self.accepted += output.drafted
+                    self.accepted_draft_tokens += output.drafted
                 deltas.append(choice.add(output))
                 num_running -= output.finish_reason is not None
             yield deltas
         seconds = time.perf_counter() - self._arrival_time
-        metrics.ended(seconds, self.prompt_tokens, self.output_tokens, self.finish_reasons)
+        metrics.record_finished(seconds, self.prompt_tokens, self.output_tokens, self.finish_reasons)
 
     def fail(self, error: ApiError) -> None:
         """End the request: the reader of :meth:`deltas` raises ``error`` after the outputs that have arrived."""
@@ -270,13 +271,17 @@ class Generation:
         service = self._service
         service._open.discard(self)
         aborted = service.engine.abort(self._inbox)
-        self.notes |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
-        self.notes |= {"accepted_draft_tokens": self.accepted, "finish_reasons": self.finish_reasons, "aborted": aborted}
+        self.log_fields |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
+        self.log_fields |= {
+            "accepted_draft_tokens": self.accepted_draft_tokens,
+            "finish_reasons": self.finish_reasons,
+            "aborted": aborted,
+        }
         if self.first_token_s is not None:
-            self.notes["first_token_s"] = round(self.first_token_s, 6)
+            self.log_fields["first_token_s"] = round(self.first_token_s, 6)
         if aborted:
-            service.metrics.aborted(aborted)
-            service.metrics.counted(self.prompt_tokens, self.output_tokens)
+            service.metrics.count_aborted(aborted)
+            service.metrics.count_tokens(self.prompt_tokens, self.output_tokens)
 
 
 def _client_error(error: Exception) -> Exception:

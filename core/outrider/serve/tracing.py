@@ -30,7 +30,7 @@ _NAMES: Mapping[str, str] = {
 """Span attribute of each field of the request log, named by OpenTelemetry's conventions if they have such a name."""
 
 
-class Spans:
+class RequestSpans:
     """An exporter of request spans. A background thread sends them in batches, by OTLP over HTTP or with ``exporter``.
 
     Raises :class:`ConfigError` if the extra isn't installed.

@@ -1,7 +1,7 @@
 """Encoding of the messages between a server and its engine's process: a length of 4 bytes (big-endian), then JSON.
 
 Both ends are the same program, but messages contain data of clients. So nothing is unpickled: the decoder creates only the
-records of :mod:`outrider.serve.messages`.
+records of :mod:`outrider.serve.engine_messages`.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.stats import EngineLoad, EngineStats
 from outrider.model import Media, MediaGrid
-from outrider.serve.messages import (
-    Abort,
-    Admitted,
-    Command,
+from outrider.serve.engine_messages import (
+    AbortRequest,
+    EngineCommand,
+    EngineEvent,
+    EngineFailed,
     EngineInfo,
-    Event,
-    Failed,
-    Output,
-    Ready,
-    Refused,
-    Snapshot,
-    Stop,
-    Submit,
+    EngineReady,
+    EngineSnapshot,
+    RequestAdmitted,
+    RequestRefused,
+    SampleOutput,
+    StopEngine,
+    SubmitRequest,
 )
 
 _LENGTH = struct.Struct("!I")
 
 
-class Frames:
+class FrameDecoder:
     """An incremental decoder of frames."""
 
     def __init__(self) -> None:
@@ -66,65 +66,65 @@ def frame(item: Any) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def command_to_wire(command: Command) -> list[Any]:
+def command_to_wire(command: EngineCommand) -> list[Any]:
     """Return a command as plain data for JSON."""
     match command:
-        case Submit(key, tokens, params, priority, media):
+        case SubmitRequest(key, tokens, params, priority, media):
             return ["submit", key, list(tokens), _params_to_wire(params), priority, [*map(_media_to_wire, media)]]
-        case Abort(key):
+        case AbortRequest(key):
             return ["abort", key]
-        case Stop():
+        case StopEngine():
             return ["stop"]
 
 
-def command_of_wire(encoded: Sequence[Any]) -> Command:
+def command_of_wire(encoded: Sequence[Any]) -> EngineCommand:
     """Return the command that :func:`command_to_wire` encoded."""
     match encoded:
         case ["submit", key, tokens, params, priority, media]:
-            return Submit(key, tokens, _params_of_wire(params), priority, [*map(_media_of_wire, media)])
+            return SubmitRequest(key, tokens, _params_of_wire(params), priority, [*map(_media_of_wire, media)])
         case ["abort", key]:
-            return Abort(key)
-    return Stop()
+            return AbortRequest(key)
+    return StopEngine()
 
 
-def event_to_wire(event: Event) -> list[Any]:
+def event_to_wire(event: EngineEvent) -> list[Any]:
     """Return an event as plain data for JSON.
 
     An output is a flat list that starts with 0: it is by far the most frequent event.
     """
-    if type(event) is Output:
+    if type(event) is SampleOutput:
         entries = [(entry.token, entry.logprob, entry.top) for entry in event.logprobs] if event.logprobs else ()
         return [0, *event[:4], entries, *event[5:]]
     match event:
-        case Snapshot(stats, load, step_s):
+        case EngineSnapshot(stats, load, step_s):
             return ["snapshot", asdict(stats), asdict(load), step_s]
-        case Ready(info):
+        case EngineReady(info):
             return ["ready", asdict(info)]
-        case Admitted(key):
+        case RequestAdmitted(key):
             return ["admitted", key]
-        case Refused(key, message):
+        case RequestRefused(key, message):
             return ["refused", key, message]
-        case Failed(message):
+        case EngineFailed(message):
             return ["failed", message]
     raise AssertionError(f"{type(event).__name__} isn't an event")
 
 
-def event_of_wire(encoded: Sequence[Any]) -> Event:
+def event_of_wire(encoded: Sequence[Any]) -> EngineEvent:
     """Return the event that :func:`event_to_wire` encoded."""
     if encoded[0] == 0:
         _, key, sample, tokens, reason, entries, *details = encoded
         logprobs = tuple(TokenLogprobs(token, logprob, tuple(map(tuple, top))) for token, logprob, top in entries)
-        return Output(key, sample, tuple(tokens), reason, logprobs, *details)
+        return SampleOutput(key, sample, tuple(tokens), reason, logprobs, *details)
     match encoded:
         case ["snapshot", stats, load, step_s]:
-            return Snapshot(EngineStats(**stats), EngineLoad(**load), step_s)
+            return EngineSnapshot(EngineStats(**stats), EngineLoad(**load), step_s)
         case ["ready", info]:
-            return Ready(EngineInfo(**info | {"eos_token_ids": tuple(info["eos_token_ids"])}))
+            return EngineReady(EngineInfo(**info | {"eos_token_ids": tuple(info["eos_token_ids"])}))
         case ["admitted", key]:
-            return Admitted(key)
+            return RequestAdmitted(key)
         case ["refused", key, message]:
-            return Refused(key, message)
-    return Failed(encoded[1])
+            return RequestRefused(key, message)
+    return EngineFailed(encoded[1])
 
 
 def _params_to_wire(params: SamplingParams) -> dict[str, Any]:

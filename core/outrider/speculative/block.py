@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import DFlashHead, ForwardInput
 from outrider.speculative.cached_proposer import UNBOUNDED, HeadProposer, extend_rope_positions, text_rope_positions
-from outrider.speculative.proposer import MOST_REQUESTS, Draft, DraftInputs, ExtendInputs, RelaySpec, draw_rows
+from outrider.speculative.proposer import MAX_BATCH_REQUESTS, Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft_rows
 
 
 class BlockProposer(HeadProposer):
@@ -66,10 +66,10 @@ class BlockProposer(HeadProposer):
         super().allocate(backend=backend, pages=pages, page_size=page_size)
         width, device = self._draft_tokens + 1, backend.device
         block_mask = torch.ones(width, width, dtype=torch.bool)
-        self._block_mask = (block_mask.tril() if self.head.causal else block_mask).repeat(MOST_REQUESTS, 1).to(device)
-        self._zeros = torch.zeros(MOST_REQUESTS * self._draft_tokens, device=device)
+        self._block_mask = (block_mask.tril() if self.head.causal else block_mask).repeat(MAX_BATCH_REQUESTS, 1).to(device)
+        self._zeros = torch.zeros(MAX_BATCH_REQUESTS * self._draft_tokens, device=device)
         self._mask_tokens = torch.full((1, self._draft_tokens), self.head.mask_token, device=device)
-        self._query_starts = torch.arange(0, (MOST_REQUESTS + 1) * width, width, dtype=torch.int32, device=device)
+        self._query_starts = torch.arange(0, (MAX_BATCH_REQUESTS + 1) * width, width, dtype=torch.int32, device=device)
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """Draft all tokens with one pass over the blocks of all requests."""
@@ -88,7 +88,7 @@ class BlockProposer(HeadProposer):
             max_kv=inputs.max_kv,
             tree_mask=self._block_mask[: batch * width],
             uniform=True,
-            seq_lens_host=None if inputs.seq_lens_host is None else inputs.seq_lens_host.param("draft.block", width),
+            seq_lens_host=None if inputs.seq_lens_host is None else inputs.seq_lens_host.host_param("draft.block", width),
         )
         flat = ForwardInput(
             tokens.flatten(),
@@ -97,8 +97,10 @@ class BlockProposer(HeadProposer):
             attention,
         )
         hidden = head.forward(flat, self.cache).view(batch, width, -1)[:, 1:]
-        sampled, probs = draw_rows(head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions[:, 1:], self._zeros)
-        return Draft(self.tokens(sampled), self.over_target(probs) if inputs.sampling else None)
+        sampled, probs = sample_draft_rows(
+            head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions[:, 1:], self._zeros
+        )
+        return Draft(self.to_target_tokens(sampled), self.expand_to_target(probs) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Write keys and values of the accepted tokens.
@@ -106,5 +108,5 @@ class BlockProposer(HeadProposer):
         Padding goes to slots that later tokens overwrite, or to page 0.
         """
         rope_positions = extend_rope_positions(self.head.config.rope, inputs)
-        self.head.take_in(inputs.aux_hidden_states, rope_positions, inputs.slots, self.cache, inputs.prompt_lens)
+        self.head.write_text_cache(inputs.aux_hidden_states, rope_positions, inputs.slots, self.cache, inputs.prompt_lens)
         return {}

@@ -24,18 +24,18 @@ from outrider.model import (
     load_eagle3,
     load_mtp,
     load_peagle,
-    of_vocabulary,
     with_output_head,
+    with_vocabulary_size,
 )
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.names import BY_TARGETS_HEAD, DRAFTLESS, FIRST, OWN_PROPOSERS
+from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, SUFFIX_PREFIX, USES_TARGET_HEAD
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.peagle import PEagleProposer
-from outrider.speculative.proposer import PlainProposer, Proposer
+from outrider.speculative.proposer import NonSpeculativeProposer, Proposer
 from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree
 
@@ -67,7 +67,7 @@ Builder = Callable[[DraftOptions], Proposer]
 _Head = TypeVar("_Head")
 
 
-def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] | None = None) -> Proposer:
+def build_proposer(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] | None = None) -> Proposer:
     """Build the proposer called ``name``: one of :data:`BUILDERS` or ``builders``, or ``suffix+`` and such a name.
 
     Raises :class:`ConfigError` for an unknown name and for contradictory options, and :class:`CheckpointError` for an invalid
@@ -75,7 +75,7 @@ def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] |
     """
     known = {**BUILDERS, **(builders or {})}
     check_output_head(name, options.output_head, options.vocabulary)
-    if name not in known and name.startswith(FIRST):
+    if name not in known and name.startswith(SUFFIX_PREFIX):
         return _build_combined(name, options, known)
     if name not in known:
         raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted(known))}")
@@ -95,10 +95,10 @@ def check_output_head(name: str, format: str | None, vocabulary: object | None =
     setting = None if vocabulary is None else "draft_vocabulary is given"
     if format is not None:
         setting = f"draft_output_head is {format}"
-    if setting is not None and name.removeprefix(FIRST) not in BY_TARGETS_HEAD:
+    if setting is not None and name.removeprefix(SUFFIX_PREFIX) not in USES_TARGET_HEAD:
         raise ConfigError(
             f"{setting}, but speculate={name!r} doesn't draw drafts with the target's output head; "
-            f"{', '.join(sorted(BY_TARGETS_HEAD))} do. A draft with a head of its own is quantised as a checkpoint "
+            f"{', '.join(sorted(USES_TARGET_HEAD))} do. A draft with a head of its own is quantised as a checkpoint "
             "(outrider quantize)"
         )
 
@@ -130,7 +130,7 @@ def _tree_shape(options: DraftOptions) -> DynamicTree:
 
 def _build_none(options: DraftOptions) -> Proposer:
     del options
-    return PlainProposer()
+    return NonSpeculativeProposer()
 
 
 def _eagle_proposer(head: DraftHead, options: DraftOptions) -> Proposer:
@@ -163,7 +163,7 @@ def _build_draft_model(options: DraftOptions) -> Proposer:
         quantized=options.quantized,
         drafts=True,
     )
-    model = of_vocabulary(model, options.target.config.vocab_size, directory=directory, backend=options.backend)
+    model = with_vocabulary_size(model, options.target.config.vocab_size, directory=directory, backend=options.backend)
     if options.topk == 1:
         return DraftModelProposer(model, target=options.target, draft_tokens=options.draft_tokens)
     return DraftModelTreeProposer(model, target=options.target, shape=_tree_shape(options))
@@ -193,19 +193,19 @@ def _build_peagle(options: DraftOptions) -> Proposer:
 
 def _build_combined(name: str, options: DraftOptions, known: Mapping[str, Builder]) -> Proposer:
     """Combine suffix decoding with the proposer whose name follows the plus sign."""
-    fallback_name = name.removeprefix(FIRST)
+    fallback_name = name.removeprefix(SUFFIX_PREFIX)
     if fallback_name not in known or fallback_name in DRAFTLESS:
         allowed = ", ".join(sorted(set(known) - DRAFTLESS))
-        raise ConfigError(f"speculate is {name!r}; expected one of {allowed} after {FIRST!r}")
+        raise ConfigError(f"speculate is {name!r}; expected one of {allowed} after {SUFFIX_PREFIX!r}")
     _require_chain(options, name)
     fallback = known[fallback_name](options)
     # The fallback may draft fewer tokens than requested, as MTP heads do. Both proposers must draft the same number.
-    return CombinedProposer(SuffixProposer.of(options.target, fallback.depth or options.draft_tokens), fallback)
+    return CombinedProposer(SuffixProposer.for_target(options.target, fallback.depth or options.draft_tokens), fallback)
 
 
 def _build_suffix(options: DraftOptions) -> Proposer:
     _require_chain(options, "suffix")
-    return SuffixProposer.of(options.target, options.draft_tokens)
+    return SuffixProposer.for_target(options.target, options.draft_tokens)
 
 
 _BUILDER_OF: Mapping[str, Builder] = {
@@ -220,5 +220,5 @@ _BUILDER_OF: Mapping[str, Builder] = {
     "suffix": _build_suffix,
 }
 
-BUILDERS: Mapping[str, Builder] = MappingProxyType({name: _BUILDER_OF[name] for name in OWN_PROPOSERS})
+BUILDERS: Mapping[str, Builder] = MappingProxyType({name: _BUILDER_OF[name] for name in BUILTIN_PROPOSERS})
 """Builders of the proposers of Outrider, by the name that ``speculate`` takes."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError, KernelSet
 from outrider.model import BaseDraftHead, ForwardInput, KVCache, ModelConfig, RopeConfig, speculative_positions
-from outrider.speculative.proposer import MOST_REQUESTS, DraftInputs, ExtendInputs, Proposer
+from outrider.speculative.proposer import MAX_BATCH_REQUESTS, DraftInputs, ExtendInputs, Proposer
 from outrider.speculative.slots import slots_of
 from outrider.speculative.tree import Level, TreeShape
 
@@ -89,7 +89,9 @@ class DraftPositions:
             max_query=1,
             max_kv=inputs.max_kv,
             uniform=True,
-            seq_lens_host=inputs.seq_lens_host.param(host_name, num_tokens) if inputs.seq_lens_host is not None else None,
+            seq_lens_host=inputs.seq_lens_host.host_param(host_name, num_tokens)
+            if inputs.seq_lens_host is not None
+            else None,
         )
 
 
@@ -114,7 +116,7 @@ class CachedProposer(Proposer):
         config = self._config
         self._page_size = page_size
         # The number of pages doesn't limit the batch: captured and measured batches are padded.
-        self._query_start = torch.arange(MOST_REQUESTS + 1, dtype=torch.int32, device=backend.device)
+        self._query_start = torch.arange(MAX_BATCH_REQUESTS + 1, dtype=torch.int32, device=backend.device)
         self._cache = KVCache.allocate(
             config.num_layers,
             config.num_kv_heads,
@@ -169,7 +171,7 @@ class HeadProposer(CachedProposer):
     """Base class of proposers with one draft head for the target."""
 
     head: BaseDraftHead
-    takes_padding = True
+    accepts_padding = True
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
@@ -181,11 +183,11 @@ class HeadProposer(CachedProposer):
         """True if the head reads the target's final hidden states."""
         return self.head.reads_hidden
 
-    def tokens(self, drafted: Tensor) -> Tensor:
+    def to_target_tokens(self, drafted: Tensor) -> Tensor:
         """Return the target's tokens of draft-vocabulary tokens of any shape."""
         return target_tokens(self.head.kernels, drafted, self.head.target_ids)
 
-    def over_target(self, probs: Tensor) -> Tensor:
+    def expand_to_target(self, probs: Tensor) -> Tensor:
         """Expand distributions [B, K, Vd] over the draft vocabulary to the target's vocabulary [B, K, V]."""
         return over_target(probs, self.head.target_ids, self.head.target.config.vocab_size)
 
@@ -216,7 +218,7 @@ class TreeProposer(CachedProposer):
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Allocate the KV cache and the constants of the shape."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
-        self._shape.bind(backend.device)
+        self._shape.allocate_constants(backend.device)
 
     def level_input(
         self, inputs: DraftInputs, level: Level, rope: RopeConfig, positions: Tensor, *, ahead: int
@@ -236,7 +238,7 @@ class TreeProposer(CachedProposer):
             max_kv=inputs.max_kv,
             tree_mask=level.mask.flatten(0, 1),
             uniform=True,
-            seq_lens_host=None if lens is None else lens.param(f"draft.{nodes}", ahead + nodes),
+            seq_lens_host=None if lens is None else lens.host_param(f"draft.{nodes}", ahead + nodes),
         )
         slot_positions = inputs.seq_lens.unsqueeze(1) + torch.arange(ahead, ahead + nodes, device=device)
         return ForwardInput(

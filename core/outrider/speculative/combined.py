@@ -39,8 +39,8 @@ class CombinedProposer(Proposer):
         if not 1 <= least <= lookup.longest:
             raise ConfigError(f"a suffix of at least {least} tokens; expected 1 to {lookup.longest}")
         self.name = f"{lookup.name}+{other.name}"
-        self.takes_padding = lookup.takes_padding and other.takes_padding
-        self.remembers = lookup.remembers or other.remembers
+        self.accepts_padding = lookup.accepts_padding and other.accepts_padding
+        self.depends_on_other_requests = lookup.depends_on_other_requests or other.depends_on_other_requests
         self._lookup = lookup
         self._other = other
         self._least = least

@@ -21,7 +21,7 @@ from outrider.speculative.cached_proposer import (
     extend_rope_positions,
     text_rope_positions,
 )
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft
 from outrider.speculative.slots import slots_of
 from outrider.speculative.tree import Level, TreeShape, most_likely
 
@@ -70,7 +70,7 @@ def _run_accepted(model: LanguageModel, cache: KVCache, page_size: int, inputs: 
         tree_mask=None,
         max_kv=attention.max_kv + 1,
         uniform=True,
-        seq_lens_host=inputs.seq_lens_host.param("extend", 1) if inputs.seq_lens_host is not None else None,
+        seq_lens_host=inputs.seq_lens_host.host_param("extend", 1) if inputs.seq_lens_host is not None else None,
         plan=None,  # the existing plan is for one token less
         host_query_start=None,
         shapes=(),
@@ -134,7 +134,7 @@ class DraftModelProposer(_ModelDrafts, ChainProposer):
             rope_positions = text_rope_positions(model.config.rope, following.positions[step], inputs.mrope_position_deltas)
             flat = ForwardInput(token, rope_positions, following.slots[step], following.attention(step, f"draft.{step}"))
             logits = model.logits(model.forward(flat, self.cache))
-            token, distribution = draw(model.kernels, logits, inputs, following.positions[step + 1])
+            token, distribution = sample_draft(model.kernels, logits, inputs, following.positions[step + 1])
             tokens.append(token)
             probs.append(distribution)
         return Draft(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if inputs.sampling else None)
@@ -142,7 +142,7 @@ class DraftModelProposer(_ModelDrafts, ChainProposer):
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Run one pass over the accepted tokens, or two for a prompt, and return the relay of the first draft token."""
         hidden = _run_accepted(self._model, self.cache, self._page_size, inputs)
-        token, probs = draw(self._model.kernels, self._model.logits(hidden), inputs, inputs.next_positions)
+        token, probs = sample_draft(self._model.kernels, self._model.logits(hidden), inputs, inputs.next_positions)
         return {"token": token, "probs": probs} if inputs.sampling else {"token": token}
 
 

@@ -23,7 +23,7 @@ from outrider.speculative.cached_proposer import (
     text_rope_positions,
     too_many_branches,
 )
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft
 from outrider.speculative.tree import Level, TreeShape, most_likely
 
 DraftHead = EagleHead | Eagle3Head
@@ -47,7 +47,7 @@ class HeadDrafts(HeadProposer):
         """Return the attention shapes of the head's layers."""
         return attention_shapes(self.head.config, self._dtype, page_size=page_size)
 
-    def take_in(self, inputs: ExtendInputs) -> Tensor:
+    def run_accepted_pairs(self, inputs: ExtendInputs) -> Tensor:
         """Run one pass over the accepted pairs. Return the head's states [B, H] at the last pairs."""
         rope_positions = extend_rope_positions(self.head.config.rope, inputs)
         flat = ForwardInput(
@@ -99,11 +99,13 @@ class EagleProposer(HeadDrafts, ChainProposer):
             token, distribution = self._sample_draft(hidden, inputs, following.positions[step + 1])
             tokens.append(token)
             probs.append(distribution)
-        return Draft(torch.stack(tokens, dim=1), self.over_target(torch.stack(probs, dim=1)) if inputs.sampling else None)
+        return Draft(
+            torch.stack(tokens, dim=1), self.expand_to_target(torch.stack(probs, dim=1)) if inputs.sampling else None
+        )
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Run one pass over the accepted pairs and return the relay of the first draft token."""
-        hidden = self.take_in(inputs)
+        hidden = self.run_accepted_pairs(inputs)
         token, probs = self._sample_draft(hidden, inputs, inputs.next_positions)
         relay = {"token": token, "hidden": hidden}
         if inputs.sampling:
@@ -114,8 +116,8 @@ class EagleProposer(HeadDrafts, ChainProposer):
         """Sample the target's token for each row of ``hidden`` [B, H]. Return also the distribution [B, Vd] that it was
         sampled from.
         """
-        sampled, distribution = draw(self.head.kernels, self.head.logits(hidden), inputs, positions)
-        return self.tokens(sampled), distribution
+        sampled, distribution = sample_draft(self.head.kernels, self.head.logits(hidden), inputs, positions)
+        return self.to_target_tokens(sampled), distribution
 
 
 class EagleTreeProposer(HeadDrafts, TreeProposer):
@@ -177,6 +179,6 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Run one pass over the accepted pairs and return the relay of the first draft tokens."""
-        hidden = self.take_in(inputs)
+        hidden = self.run_accepted_pairs(inputs)
         first, scores = most_likely(self.head.logits(hidden), self._shape.branches)
-        return {"tokens": self.tokens(first), "scores": scores, "hidden": hidden}
+        return {"tokens": self.to_target_tokens(first), "scores": scores, "hidden": hidden}

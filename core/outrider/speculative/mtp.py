@@ -23,7 +23,7 @@ from outrider.speculative.cached_proposer import (
     target_tokens,
     too_many_branches,
 )
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft
 from outrider.speculative.slots import slots_of
 from outrider.speculative.tree import Tree
 
@@ -140,7 +140,9 @@ class MtpProposer(CachedProposer):
         hidden, begin = target_states, start  # states of the preceding head, and the position of its first lane
         drafts, probs, states = [], [], [target_states[:, 0]]
         for extra, head in enumerate(self._heads):
-            lanes = _Lanes.of(inputs.attention.seq_lens, width + extra, start, count, num_recomputed.clamp(max=extra), lane)
+            lanes = _Lanes.from_positions(
+                inputs.attention.seq_lens, width + extra, start, count, num_recomputed.clamp(max=extra), lane
+            )
             states_in = _gather_rows(hidden, lanes.positions - begin.unsqueeze(1))
             if extra:
                 # The preceding head's state at the first recomputed position comes from the relay.
@@ -162,7 +164,7 @@ class MtpProposer(CachedProposer):
             if self.is_tree:
                 sampled = logits.topk(self._branches, dim=-1).indices
             else:
-                token, distribution = draw(head.kernels, logits, inputs, inputs.next_positions + extra)
+                token, distribution = sample_draft(head.kernels, logits, inputs, inputs.next_positions + extra)
                 sampled = token.unsqueeze(1)
                 probs.append(distribution)
             drafts.append(target_tokens(head.kernels, sampled, head.target.output_ids))
@@ -203,7 +205,7 @@ class MtpProposer(CachedProposer):
             max_query=width,
             max_kv=max(inputs.attention.max_kv, width),
             uniform=True,
-            seq_lens_host=None if lens is None else lens.param(_pass_name(extra), 0, least=width),
+            seq_lens_host=None if lens is None else lens.host_param(_pass_name(extra), 0, least=width),
         )
         # Padding after the new tokens writes to the following slots, so that attention reads finite numbers there. Padding
         # before them writes to page 0 and keeps the entries of earlier calls.
@@ -230,7 +232,7 @@ class _Lanes:
     """int64 [B]: first position that is not padding."""
 
     @classmethod
-    def of(cls, seq_lens: Tensor, width: int, start: Tensor, count: Tensor, back: Tensor, lane: Tensor) -> _Lanes:
+    def from_positions(cls, seq_lens: Tensor, width: int, start: Tensor, count: Tensor, back: Tensor, lane: Tensor) -> _Lanes:
         """Return ``width`` lanes per request: ``back`` positions before ``start`` are recomputed, and ``count`` new ones
         follow.
         """

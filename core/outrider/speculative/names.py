@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-OWN_PROPOSERS: Mapping[str, str] = MappingProxyType(
+BUILTIN_PROPOSERS: Mapping[str, str] = MappingProxyType(
     {
         "eagle": "an EAGLE head (fc, layers.0.*): chain, or tree with --draft-topk",
         "eagle3": "an EAGLE-3 head (midlayer.*, its own lm_head, d2t): chain or tree",
@@ -20,11 +20,11 @@ OWN_PROPOSERS: Mapping[str, str] = MappingProxyType(
 )
 """Proposer names with the checkpoint that each needs. Other lists of names derive from this one."""
 
-DRAFTLESS = frozenset(name for name, needs in OWN_PROPOSERS.items() if needs.startswith("nothing:"))
+DRAFTLESS = frozenset(name for name, needs in BUILTIN_PROPOSERS.items() if needs.startswith("nothing:"))
 """Proposers that need no checkpoint."""
 
-BY_TARGETS_HEAD = frozenset({"eagle", "dflash", "mtp"})
+USES_TARGET_HEAD = frozenset({"eagle", "dflash", "mtp"})
 """Proposers that sample drafts with the target's output head."""
 
-FIRST = "suffix+"
+SUFFIX_PREFIX = "suffix+"
 """Prefix of a proposer's name: suffix decoding drafts first, and the named proposer drafts where it matches too little."""

@@ -30,7 +30,7 @@ class NgramProposer(Proposer):
     """
 
     name = "ngram"
-    takes_padding = True
+    accepts_padding = True
     extends = True
     reads_hidden = False
     relay: tuple[RelaySpec, ...] = ()

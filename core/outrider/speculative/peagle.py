@@ -18,7 +18,7 @@ from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import ForwardInput, PEagleHead
 from outrider.speculative.cached_proposer import text_rope_positions
 from outrider.speculative.eagle import HeadDrafts
-from outrider.speculative.proposer import MOST_REQUESTS, Draft, DraftInputs, ExtendInputs, RelaySpec, draw_rows
+from outrider.speculative.proposer import MAX_BATCH_REQUESTS, Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft_rows
 from outrider.speculative.slots import slots_of
 
 _MAX_TOKENS = 63
@@ -45,7 +45,7 @@ class PEagleProposer(HeadDrafts):
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Allocate the KV cache and the temperatures of drafts that aren't sampled."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
-        self._zeros = torch.zeros(MOST_REQUESTS * self._draft_tokens, device=backend.device)
+        self._zeros = torch.zeros(MAX_BATCH_REQUESTS * self._draft_tokens, device=backend.device)
 
     @property
     def depth(self) -> int:
@@ -78,8 +78,8 @@ class PEagleProposer(HeadDrafts):
         hidden = inputs.relay["hidden"][:, :count]
         lane = torch.arange(1, count + 1, device=hidden.device)
         positions = inputs.seq_lens.unsqueeze(1) + lane
-        sampled, probs = draw_rows(head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions, self._zeros)
-        return Draft(self.tokens(sampled), self.over_target(probs) if inputs.sampling else None)
+        sampled, probs = sample_draft_rows(head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions, self._zeros)
+        return Draft(self.to_target_tokens(sampled), self.expand_to_target(probs) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Run one pass over accepted pairs and mask positions. Prompts, whose chunks differ in length, need a second pass."""
@@ -110,7 +110,7 @@ class PEagleProposer(HeadDrafts):
     def _states_after_prompts(self, inputs: ExtendInputs) -> Tensor:
         """Return states [B, K, H] from the last pair of each prompt chunk on, and write the chunk's keys and values."""
         head, masks = self.head, self._draft_tokens - 1
-        last = self.take_in(inputs).unsqueeze(1)
+        last = self.run_accepted_pairs(inputs).unsqueeze(1)
         if not masks:
             return last
         lane = torch.arange(-1, masks - 1, device=last.device)
@@ -131,7 +131,7 @@ class PEagleProposer(HeadDrafts):
             max_query=width,
             max_kv=min(inputs.attention.max_kv + self._draft_tokens - 1, capacity),
             uniform=True,
-            seq_lens_host=None if lens is None else lens.param("extend", self._draft_tokens - 1),
+            seq_lens_host=None if lens is None else lens.host_param("extend", self._draft_tokens - 1),
         )
         flat = ForwardInput(
             tokens.flatten(),

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, AttentionShape, Backend, CapabilityError, KernelSet
 from outrider.model import KeptRows
-from outrider.speculative.seq_lens import HostSeqLens
+from outrider.speculative.host_seq_lens import HostSeqLens
 from outrider.speculative.tree import Tree
 
-MOST_REQUESTS = 4096
+MAX_BATCH_REQUESTS = 4096
 """Maximum number of requests in a batch, padding included."""
 
 
@@ -137,7 +137,9 @@ class ExtendInputs:
     """``attention.seq_lens`` on the host, see :class:`DraftInputs`."""
 
 
-def draw(kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
+def sample_draft(
+    kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """Sample a draft token for each row of ``logits`` [B, V], and return the distribution float32 [B, V] that it was sampled
     from.
 
@@ -151,10 +153,10 @@ def draw(kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs,
     return token, torch.softmax(logits.float() / scale, dim=-1)
 
 
-def draw_rows(
+def sample_draft_rows(
     kernels: KernelSet, logits: Tensor, inputs: DraftInputs, positions: Tensor, zero_temperatures: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sample n positions of each request at once with :func:`draw`.
+    """Sample n positions of each request at once with :func:`sample_draft`.
 
     ``logits`` are [B * n, V] at ``positions`` int64 [B, n]. Returns tokens [B, n] and distributions [B, n, V].
     ``zero_temperatures`` are at least B * n zeros in float32 on the device.
@@ -164,7 +166,7 @@ def draw_rows(
         temperature, seeds = inputs.temperature.repeat_interleave(count), inputs.seeds.repeat_interleave(count)
     else:  # greedy: seeds are unused and all temperatures are 0, so repeating them would waste two kernels
         temperature, seeds = zero_temperatures[: flat_positions.shape[0]], flat_positions
-    sampled, probs = draw(kernels, logits, replace(inputs, temperature=temperature, seeds=seeds), flat_positions)
+    sampled, probs = sample_draft(kernels, logits, replace(inputs, temperature=temperature, seeds=seeds), flat_positions)
     return sampled.view(positions.shape), probs.view(*positions.shape, -1)
 
 
@@ -177,11 +179,11 @@ class Proposer(ABC):
     """
 
     name: str
-    takes_padding = False
+    accepts_padding = False
     """True if :meth:`extend` accepts requests without tokens, whose ``last`` is another request's. A prefill that is replayed
     from a graph has such requests. Their results are never read.
     """
-    remembers = False
+    depends_on_other_requests = False
     """True if a request's drafts depend on earlier or concurrent requests. Its acceptance rate then depends on the order of
     requests; its tokens never do.
     """
@@ -326,7 +328,7 @@ class Proposer(ABC):
         """Process the accepted tokens. Return the relay of each request, [B, ...] by name."""
 
 
-class PlainProposer(Proposer):
+class NonSpeculativeProposer(Proposer):
     """Drafts nothing: an iteration is one step of non-speculative decoding."""
 
     name = "none"

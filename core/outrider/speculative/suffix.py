@@ -22,7 +22,7 @@ from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs
 from outrider.speculative.slots import slots_of
 from outrider.speculative.suffix_table import SuffixTable
 
-LENGTHS = (1, 2, 3, 4, 6, 8)
+CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8)
 """Lengths of the contexts by which past outputs are looked up, in tokens."""
 
 _TABLE_SLOTS = 1 << 20  # 8 MiB; each output token uses at most one slot per length
@@ -47,7 +47,7 @@ class SuffixProposer(NgramProposer):
     """
 
     name = "suffix"
-    remembers = True
+    depends_on_other_requests = True
 
     def __init__(self, *, vocab_size: int, draft_tokens: int, slots: int = _TABLE_SLOTS) -> None:
         if draft_tokens < 1:
@@ -56,12 +56,12 @@ class SuffixProposer(NgramProposer):
             raise ConfigError(f"a table of past outputs of {slots} places: expected a power of two")
         if vocab_size > 1 << 24:
             raise ConfigError(f"suffix decoding over a vocabulary of {vocab_size} tokens: expected at most {1 << 24}")
-        super().__init__(vocab_size=vocab_size, draft_tokens=draft_tokens, longest=max(LENGTHS))
+        super().__init__(vocab_size=vocab_size, draft_tokens=draft_tokens, longest=max(CONTEXT_LENGTHS))
         self._slots = slots
         self._past: SuffixTable | None = None
 
     @classmethod
-    def of(cls, target: LanguageModel, draft_tokens: int) -> SuffixProposer:
+    def for_target(cls, target: LanguageModel, draft_tokens: int) -> SuffixProposer:
         """Return a proposer for ``target`` with a table of the default size."""
         return cls(vocab_size=target.config.vocab_size, draft_tokens=draft_tokens)
 
@@ -71,7 +71,7 @@ class SuffixProposer(NgramProposer):
         return self._longest
 
     @property
-    def past(self) -> SuffixTable:
+    def past_outputs(self) -> SuffixTable:
         """The table of past outputs. It exists from :meth:`allocate` on."""
         if self._past is None:
             raise ConfigError("the proposer 'suffix' has no table yet; the engine allocates it")
@@ -80,7 +80,7 @@ class SuffixProposer(NgramProposer):
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Allocate the token history and the table of past outputs."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
-        self._past = SuffixTable(slots=self._slots, lengths=LENGTHS, device=backend.device)
+        self._past = SuffixTable(slots=self._slots, lengths=CONTEXT_LENGTHS, device=backend.device)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Write the accepted tokens to the history, and decoded tokens also to the table of past outputs."""
@@ -121,13 +121,13 @@ class SuffixProposer(NgramProposer):
         """Return tokens [B, K] from past outputs and the first match length [B]. Tokens without a match are those of
         ``fallback``.
         """
-        past = self.past
+        past = self.past_outputs
         back = torch.arange(past.longest, device=text.device)
         context = text.gather(1, (seq_lens.unsqueeze(1) - 1 - back).clamp(min=0))
         known = seq_lens.clamp(max=past.longest)
         tokens, first = [], torch.zeros_like(seq_lens)
         for step in range(fallback.shape[1]):
-            token, length = past.follow(context, known)
+            token, length = past.most_likely_token(context, known)
             token = torch.where(length > 0, token, fallback[:, step])
             first = length if step == 0 else first
             tokens.append(token)
@@ -137,7 +137,7 @@ class SuffixProposer(NgramProposer):
 
     def _learn(self, inputs: ExtendInputs) -> None:
         """Add the decoded tokens with their contexts to the table, except for padding and requests of captures (page 0)."""
-        past, tables = self.past, inputs.attention.block_table
+        past, tables = self.past_outputs, inputs.attention.block_table
         batch = inputs.last.shape[0]
         positions = inputs.positions.view(batch, -1)
         width = positions.shape[1]

@@ -64,7 +64,7 @@ class SuffixTable:
         index = torch.where(is_written, index, self._slots)
         self._table.scatter_reduce_(0, index.flatten(), packed.flatten(), "amax", include_self=False)
 
-    def follow(self, contexts: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    def most_likely_token(self, contexts: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
         """Return the most likely token after ``contexts`` int64 [B, C], and the length of the longest known context, both
         int64 [B].
 

@@ -87,7 +87,7 @@ class TreeShape(ABC):
         """Number of nodes of the largest :class:`Level`."""
         return max(self.levels, default=0)
 
-    def bind(self, device: torch.device) -> None:
+    def allocate_constants(self, device: torch.device) -> None:
         """Allocate the constants of :meth:`grow` on ``device``, before its first call."""
         del device
 
@@ -198,7 +198,7 @@ class FixedTree(TreeShape):
         """Return a tree in which every node of level i has ``widths[i]`` children."""
         return cls(itertools.product(*(range(width) for width in widths)))
 
-    def bind(self, device: torch.device) -> None:
+    def allocate_constants(self, device: torch.device) -> None:
         """Allocate the parents of each level and of the whole tree on ``device``."""
         expanded: list[tuple[int, ...]] = []
         self._level_parents = []

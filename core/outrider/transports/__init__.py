@@ -1,5 +1,5 @@
 """Transports, which transfer KV pages between engines: their interface, and the transports ``torch``, ``nixl`` and local."""
 
-from outrider.transports.link import Link, LinkDown, Transfer, Transport
+from outrider.transports.link import Link, LinkDown, PageTransfer, Transport
 
-__all__ = ["Link", "LinkDown", "Transfer", "Transport"]
+__all__ = ["Link", "LinkDown", "PageTransfer", "Transport"]

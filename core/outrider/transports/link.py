@@ -18,7 +18,7 @@ other was started.
 *Errors.* After the death of a peer or a network failure, every call on the link raises :class:`LinkDown`. A link doesn't
 recover: the two sides create a new one. Blocks are valid only after the notice of their transfer.
 
-*Progress.* A transfer is guaranteed to make progress only while both sides call :meth:`Transfer.done` and
+*Progress.* A transfer is guaranteed to make progress only while both sides call :meth:`PageTransfer.done` and
 :meth:`Link.notices`. A transport with threads makes progress without these calls.
 
 *Threads.* Use a link in one thread, that of the engine. Only :meth:`Link.close` may block.
@@ -49,7 +49,7 @@ class LinkDown(OutriderError):
     """The other side of a link is gone, or can't be reached."""
 
 
-class Transfer(ABC):
+class PageTransfer(ABC):
     """A running or finished transfer."""
 
     @abstractmethod
@@ -106,29 +106,29 @@ class Link(ABC):
         self.peer_blocks = fields["blocks"]
         self._connect(fields["address"])
 
-    def write(
+    def start_write(
         self, local_blocks: Sequence[int], peer_blocks: Sequence[int], notice: bytes, *, read: Fence | None = None
-    ) -> Transfer:
+    ) -> PageTransfer:
         """Start to write block ``local_blocks[i]`` to the other side's block ``peer_blocks[i]``, for each i and region.
 
         The other side's :meth:`notices` returns ``notice`` after all bytes are in its memory. The bytes are then visible to
         all work that it enqueues or starts. A link that copies on device streams signals the fence ``read`` after its copies,
-        and :meth:`Transfer.done` queries the fence. Other links ignore it.
+        and :meth:`PageTransfer.done` queries the fence. Other links ignore it.
 
         Raises :class:`ConfigError` for blocks that don't exist, and :class:`LinkDown`.
         """
         self._check(local_blocks, peer_blocks, notice)
         return self._write(list(local_blocks), list(peer_blocks), bytes(notice), read)
 
-    def read(self, local_blocks: Sequence[int], peer_blocks: Sequence[int]) -> Transfer:
+    def start_read(self, local_blocks: Sequence[int], peer_blocks: Sequence[int]) -> PageTransfer:
         """Start to read the other side's block ``peer_blocks[i]`` into block ``local_blocks[i]``, for each i and region.
 
-        The other side gets no notice. Raises as :meth:`write` does.
+        The other side gets no notice. Raises as :meth:`start_write` does.
         """
         self._check(local_blocks, peer_blocks, b"")
         return self._read(list(local_blocks), list(peer_blocks))
 
-    def expecting(self, notice: bytes, written: Fence) -> None:
+    def expect_notice(self, notice: bytes, written: Fence) -> None:
         """Register the fence that the arrival of ``notice`` signals. Call it before the other side may start the write.
 
         Only links that copy on device streams use the fence; others ignore it.
@@ -158,12 +158,12 @@ class Link(ABC):
         """Connect with the ``address`` that the other side's :meth:`_offer` returned. It is untrusted: check it."""
 
     @abstractmethod
-    def _write(self, local_blocks: list[int], peer_blocks: list[int], notice: bytes, read: Fence | None) -> Transfer:
-        """Implement :meth:`write`. The arguments have been checked."""
+    def _write(self, local_blocks: list[int], peer_blocks: list[int], notice: bytes, read: Fence | None) -> PageTransfer:
+        """Implement :meth:`start_write`. The arguments have been checked."""
 
     @abstractmethod
-    def _read(self, local_blocks: list[int], peer_blocks: list[int]) -> Transfer:
-        """Implement :meth:`read`. The arguments have been checked."""
+    def _read(self, local_blocks: list[int], peer_blocks: list[int]) -> PageTransfer:
+        """Implement :meth:`start_read`. The arguments have been checked."""
 
     def _check(self, local_blocks: Sequence[int], peer_blocks: Sequence[int], notice: bytes) -> None:
         if not self.peer_blocks:

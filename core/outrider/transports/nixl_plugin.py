@@ -32,6 +32,6 @@ def transport_info() -> TransportInfo:
 @hookimpl
 def create_transport(options: Mapping[str, str]) -> Transport:
     """Import NIXL and create the transport."""
-    from outrider.transports.nixl import NixlTransport
+    from outrider.transports.nixl_transport import NixlTransport
 
     return NixlTransport(devices=options.get("devices", "").replace("+", ","), errors=options.get("errors", "peer"))

@@ -15,14 +15,14 @@ import triton.language as tl
 from outrider_triton.jit.dependent import begin, begin_late, prefetch_rows
 from outrider_triton.jit.matmul import rows_and_tokens
 
-UNIT = tl.constexpr(128)
+UNIT_COLUMNS = tl.constexpr(128)
 """Columns that are permuted together."""
 
 
 @triton.jit
 def place_in_planes(column):
     """Return the position of a token's column in the nibble-plane layout."""
-    unit: tl.constexpr = UNIT
+    unit: tl.constexpr = UNIT_COLUMNS
     return column // unit * unit + column % 4 * (unit // 4) + column % unit // 4
 
 
@@ -67,7 +67,7 @@ def store_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.conste
     if grains is None:
         tl.store(out + row * stride + place_in_planes(column), value, mask=column < k)
     else:
-        unit: tl.constexpr = UNIT
+        unit: tl.constexpr = UNIT_COLUMNS
         units: tl.constexpr = BLOCK // unit
         values = tl.where(column < k, value.to(tl.float32), 0.0)
         bits = tl.reshape(values, [units, unit]).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -192,7 +192,7 @@ def linear_planes(
     rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
     TYPE: tl.constexpr = x.dtype.element_ty
     HELD: tl.constexpr = SUB // 4
-    unit: tl.constexpr = UNIT
+    unit: tl.constexpr = UNIT_COLUMNS
     share = tl.program_id(2)
     span = tl.cdiv(tl.cdiv(k, SPLIT), BLOCK_K) * BLOCK_K
     begins = share * span

@@ -15,12 +15,12 @@ from outrider_triton.jit.fused import load_angles, write_rotated
 from outrider_triton.jit.matmul import swiglu
 from outrider_triton.jit.tma_pipeline import (
     PAIRS,
+    inverse_rms,
     load_tokens,
     load_weights,
     make_buffer,
     make_pipeline,
     multiply_halves,
-    scale_of,
     squares_of,
 )
 
@@ -233,7 +233,7 @@ def _gate(
             gate *= gate_factor[:, None] * divisor[None, :]
             up *= up_factor[:, None] * divisor[None, :]
         if SCALED:
-            scale = scale_of(parts, k, eps, _LAYOUT)
+            scale = inverse_rms(parts, k, eps, _LAYOUT)
             gate *= scale
             up *= scale
         if HAS_BIAS:
@@ -341,7 +341,7 @@ def _rotate(
             first *= low_factor[:, None] * divisor[None, :]
             second *= high_factor[:, None] * divisor[None, :]
         if SCALED:
-            scale = scale_of(parts, k, eps, _LAYOUT)
+            scale = inverse_rms(parts, k, eps, _LAYOUT)
             first *= scale
             second *= scale
         if HAS_BIAS:

@@ -26,9 +26,9 @@ from outrider_triton.jit.dependent import allow_next_kernel, wait_for_previous_k
 
 PAIRS = gl.constexpr(32)
 """Pairs of rows per tile."""
-PIECE = gl.constexpr(128)
+PIECE_COLUMNS = gl.constexpr(128)
 """Columns of 8 bits per hardware accumulation, which has few bits."""
-AT_ONCE = gl.constexpr(48 << 10)
+MAX_BYTES_IN_FLIGHT = gl.constexpr(48 << 10)
 """Maximum bytes in flight per program while its pipeline fills, or two units: enough to load at memory's full rate."""
 
 
@@ -50,7 +50,7 @@ def limit_in_flight(full, unit, BYTES: gl.constexpr):
     """Before ``unit`` of BYTES is requested in the first filling, wait until at most AT_ONCE bytes, or two units, are in
     flight.
     """
-    UNITS: gl.constexpr = AT_ONCE // BYTES if AT_ONCE // BYTES > 2 else 2
+    UNITS: gl.constexpr = MAX_BYTES_IN_FLIGHT // BYTES if MAX_BYTES_IN_FLIGHT // BYTES > 2 else 2
     mbarrier.wait(full.index(gl.maximum(unit - UNITS, 0)), 0, pred=unit >= UNITS)
 
 
@@ -276,7 +276,7 @@ def squares_of(squares, shares, m, SHARES: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def scale_of(parts, width, eps, layout: gl.constexpr):
+def inverse_rms(parts, width, eps, layout: gl.constexpr):
     """Return one over the root mean square of each token's row of ``width`` elements, as a row of a tile with ``layout``."""
     scale = gl.rsqrt(gl.sum(parts, axis=0) / width + eps)
     return gl.convert_layout(scale, gl.SliceLayout(0, layout))[None, :]

@@ -90,7 +90,7 @@ def _not_in_graph(name):
 
 
 def _rebind_at_once(base):
-    from outrider_sim.graphs import Program
+    from outrider_sim.graphs import GraphProgram
 
     def make(original):
         def rebind(self, other, stream):
@@ -105,7 +105,7 @@ def _rebind_at_once(base):
 
         return rebind
 
-    patch(Program, "rebind", make)
+    patch(GraphProgram, "rebind", make)
 
 
 def _rebind_late(base):

@@ -363,7 +363,7 @@ def _pool_name(base):
 
 
 def _one_pool(base):
-    from outrider_sim.graphs import Capture
+    from outrider_sim.graphs import OpenCapture
     from outrider_sim.memory import Pool
 
     pools = {}
@@ -374,4 +374,4 @@ def _one_pool(base):
 
         return init
 
-    patch(Capture, "__init__", make)
+    patch(OpenCapture, "__init__", make)

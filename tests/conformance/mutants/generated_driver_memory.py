@@ -109,7 +109,7 @@ def holds_nothing(base):
 
 
 def freed_early(base):
-    from outrider_sim.memory import Memory
+    from outrider_sim.memory import CachingAllocator
 
     def make(original):
         def allocate(self, nbytes, stream):
@@ -123,7 +123,7 @@ def freed_early(base):
 
         return allocate
 
-    patch(Memory, "allocate", make)
+    patch(CachingAllocator, "allocate", make)
 
 
 def dropped_event(base):

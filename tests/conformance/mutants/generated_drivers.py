@@ -128,9 +128,9 @@ def _sync_foreign(base):
 
 
 def _thread_stream(base):
-    from outrider_sim.machine import Machine
+    from outrider_sim.stream_machine import StreamMachine
 
-    main, right = threading.get_ident(), Machine.stream.fget
+    main, right = threading.get_ident(), StreamMachine.stream.fget
 
     def get(self):
         if threading.get_ident() != main and self.scheduler.local.thread is None:
@@ -138,7 +138,7 @@ def _thread_stream(base):
             return self.main_stream
         return right(self)
 
-    Machine.stream = property(get)
+    StreamMachine.stream = property(get)
 
 
 # -- waits ------------------------------------------------------------------------------------------------------------
@@ -166,12 +166,12 @@ def _wait_lost_when_pending(base):
 
 
 def _wait_lost_behind_copy(base):
-    from outrider_sim.queue import Kind
+    from outrider_sim.queue import OperationKind
 
     def make(original):
         def wait(self, event):
             queue = self.queue_state.queue
-            if queue and queue[-1].kind == Kind.COPY:
+            if queue and queue[-1].kind == OperationKind.COPY:
                 reach()
             else:
                 original(self, event)
@@ -197,20 +197,25 @@ def _wait_deduplicated(base):
 
 
 def _wait_late(base):
-    from outrider_sim.machine import Machine
-    from outrider_sim.queue import Kind
+    from outrider_sim.queue import OperationKind
+    from outrider_sim.stream_machine import StreamMachine
 
     def make(original):
         def enqueue(self, op, stream):
             original(self, op, stream)
             queue = stream.queue
-            if stream.capture is None and op.kind < Kind.RECORD and len(queue) > 1 and queue[-2].kind == Kind.WAIT:
+            if (
+                stream.capture is None
+                and op.kind < OperationKind.RECORD
+                and len(queue) > 1
+                and queue[-2].kind == OperationKind.WAIT
+            ):
                 reach()
                 queue[-1], queue[-2] = queue[-2], queue[-1]
 
         return enqueue
 
-    patch(Machine, "enqueue", make)
+    patch(StreamMachine, "enqueue", make)
 
 
 def _record_before_copy(base):

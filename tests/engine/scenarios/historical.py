@@ -42,7 +42,7 @@ class Historical(DecodeExplorer):
 
     def once(self, program, strategy="program"):
         """One watched run; what it raised, or None."""
-        return run_once(self.backend, lambda device: self.run(program, device), make_strategy(strategy, 0, {}))
+        return run_once(self.backend, lambda device: self.run_program(program, device), make_strategy(strategy, 0, {}))
 
     def fails(self, program, *strategies):
         """What the first of the schedules that shows something raises."""

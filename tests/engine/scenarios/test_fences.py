@@ -7,10 +7,10 @@ import pytest
 from engine.scenarios.historical import MANY, TWO, Elsewhere, Historical, Skipping, after, before, program, request
 from outrider.registry import get_backend
 from outrider_proof.decode_program import WrongTokens
-from outrider_sanitizer.findings import Kind
+from outrider_sanitizer.findings import FindingKind
 from outrider_sim.plugin import create_backend
 
-RACES = {Kind.READ_AFTER_WRITE, Kind.WRITE_AFTER_READ, Kind.WRITE_AFTER_WRITE}
+RACES = {FindingKind.READ_AFTER_WRITE, FindingKind.WRITE_AFTER_READ, FindingKind.WRITE_AFTER_WRITE}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_2_shared_rows_have_both_hazards(sim, consumer):
     """The plan must not read the copies before they're made, nor the next schedule write the rows before they're read."""
     explorer = Historical(sim, drop="shared_reads_done", consumer=consumer)
     kinds = {finding.kind for finding in explorer.races(TWO, *RACES)}
-    assert (Kind.READ_AFTER_WRITE if consumer == "plan" else Kind.WRITE_AFTER_READ) in kinds
+    assert (FindingKind.READ_AFTER_WRITE if consumer == "plan" else FindingKind.WRITE_AFTER_READ) in kinds
     assert explorer.implied() == ("shared_reads_done",)
 
 
@@ -86,7 +86,7 @@ def test_4_a_cast_runs_on_the_stream_of_its_scope(sim):
     def change(engine):
         before(engine._step._stages.place, "run", lambda given: drafted(engine, given).to(dtype=engine.model.dtype))
 
-    (finding,) = Historical(sim, change=change).races(TWO, Kind.READ_AFTER_WRITE)
+    (finding,) = Historical(sim, change=change).races(TWO, FindingKind.READ_AFTER_WRITE)
     assert (finding.first.actor, finding.second.actor) == ("forward", "plan")
     assert __name__.split(".")[-1] in finding.second.location  # the cast, and nothing that was meant to read
 
@@ -157,7 +157,7 @@ def test_9_results_are_handled_before_the_barrier(sim):
         after(engine._parts.rows, "update", lambda *_: late.wait(engine._parts.streams.schedule))
 
     explorer.wrapping, explorer.change = wrapping, change
-    findings = explorer.races(TWO, Kind.WRITE_AFTER_READ)
+    findings = explorer.races(TWO, FindingKind.WRITE_AFTER_READ)
     assert somewhere(findings, "rows.py")
 
 
@@ -181,7 +181,7 @@ def test_10_reads_are_declared_done_before_they_are(sim, mode):
         explorer.passes(TWO, *ALL_SCHEDULES)
         return
     kinds = {finding.kind for finding in explorer.races(TWO, *RACES)}
-    assert Kind.WRITE_AFTER_READ in kinds
+    assert FindingKind.WRITE_AFTER_READ in kinds
 
 
 def test_11_a_hand_over_on_another_stream_than_the_stash(sim):
@@ -194,7 +194,7 @@ def test_11_a_hand_over_on_another_stream_than_the_stash(sim):
         elsewhere._forward = engine._parts.streams.schedule
         engine._step._transfer = elsewhere
 
-    findings = Historical(sim, change=change).races(moving, *RACES, Kind.REUSE)
+    findings = Historical(sim, change=change).races(moving, *RACES, FindingKind.REUSE)
     assert somewhere(findings, "transfer.py")
     assert somewhere(findings, "rows.py")
 

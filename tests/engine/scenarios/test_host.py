@@ -11,7 +11,7 @@ from outrider.engine.requests.request import Request
 from outrider.registry import get_backend
 from outrider_proof.decode_program import WrongTokens
 from outrider_sanitizer import RaceError
-from outrider_sanitizer.findings import Kind
+from outrider_sanitizer.findings import FindingKind
 from outrider_sim.backend import SimGraph
 from outrider_sim.explore import run_once
 from outrider_sim.plugin import create_backend
@@ -34,7 +34,7 @@ def test_18_memory_goes_back_while_another_stream_reads_it(sim):
     def change(engine):
         after(engine._step, "launch", lets_go)
 
-    findings = Historical(sim, change=change).races(moving, Kind.REUSE)
+    findings = Historical(sim, change=change).races(moving, FindingKind.REUSE)
     assert all(finding.first.actor.startswith("forward") for finding in findings)
     assert any("transfer.py" in finding.first.location for finding in findings)
     Historical(sim).passes(moving, "program", "lazy")
@@ -53,7 +53,7 @@ def test_22_the_host_reads_before_the_copy_has_landed(sim):
     explorer = Historical(sim, drop="results_copied")
     findings = explorer.races(TWO)
     assert explorer.implied() == ("results_copied",)
-    assert Kind.READ_AFTER_WRITE in {finding.kind for finding in findings}
+    assert FindingKind.READ_AFTER_WRITE in {finding.kind for finding in findings}
 
 
 def test_23_staging_is_filled_again_before_it_was_copied(sim):
@@ -65,7 +65,7 @@ def test_23_staging_is_filled_again_before_it_was_copied(sim):
         staging.upload = lambda slot, values, stream: honest(0, values, stream)
 
     explorer = Historical(sim, change=change)
-    findings = explorer.races(TWO, Kind.WRITE_AFTER_READ)
+    findings = explorer.races(TWO, FindingKind.WRITE_AFTER_READ)
     assert all(finding.second.host and "staging.py" in finding.second.location for finding in findings)
     assert not isinstance(explorer.once(TWO, "lazy"), type(None))
 

@@ -8,17 +8,17 @@ import pytest
 from engine.scenarios.historical import Skipping, program, request
 from outrider.device import CollectiveError
 from outrider.registry import Registry
-from outrider_proof.rank_engine import RankExplorer, Setup
-from outrider_proof.rank_exploration import Devices
-from outrider_sanitizer import Kind, RaceError, watch_ranks
+from outrider_proof.rank_engine import RankExplorer, RankSetup
+from outrider_proof.rank_exploration import SimulatedHosts
+from outrider_sanitizer import FindingKind, RaceError, watch_ranks
 from outrider_sanitizer.findings import STALENESS
 from outrider_sanitizer.races import RANK_RACES, decision_named
 from outrider_sim.explore import run_once
 from outrider_sim.strategies import make_strategy
 
 REGISTRY = Registry()
-IDLE = Setup(tensor=1, data=2, proposer="mtp", mode="graphs", like="cuda")
-SPLIT = Setup(tensor=2, data=1, proposer="mtp", mode="graphs", like="cuda")
+IDLE = RankSetup(tensor=1, data=2, proposer="mtp", mode="graphs", like="cuda")
+SPLIT = RankSetup(tensor=2, data=1, proposer="mtp", mode="graphs", like="cuda")
 TOGETHER = program(request(6, 10, moves=(3,)), *(request(3 + i, 4, start=9 * i) for i in range(4)), max_requests=4)
 """Two ranks share five requests: three run in the graph for four, one is handed over, and at the end a rank is idle."""
 
@@ -50,9 +50,9 @@ def unchanged(explorer):
 def named(name):
     """The decision that is named first when this program of the corpus runs, and its report."""
     race = RANK_RACES[name]
-    devices = Devices(REGISTRY).of(race, 2)
+    devices = SimulatedHosts(REGISTRY).for_race(race, 2)
     with watch_ranks(devices) as report, suppress(CollectiveError):
-        race.run(devices, fixed=False)
+        race.run_race(devices, fixed=False)
     return decision_named(report), report
 
 
@@ -60,7 +60,7 @@ def test_20_ranks_accept_different_counts(explorer):
     """A tie of logits goes the other way on one rank. Where each rank decides, they come apart; here the first one does."""
     decision, report = named("accepted-counts")
     assert decision == "accepted"
-    assert {finding.kind for finding in report} == {Kind.DECISION, Kind.COLLECTIVE}
+    assert {finding.kind for finding in report} == {FindingKind.DECISION, FindingKind.COLLECTIVE}
     assert once(explorer, SPLIT, inject="ulp") is None
 
 
@@ -87,7 +87,7 @@ def test_21_an_idle_rank_takes_another_branch(explorer):
     for name, wanted in (("idle-rank-drafts-less", "draft_passes"), ("idle-rank-takes-another-bucket", "bucket")):
         decision, report = named(name)
         assert decision == wanted
-        assert Kind.COLLECTIVE in {finding.kind for finding in report}
+        assert FindingKind.COLLECTIVE in {finding.kind for finding in report}
     one = program(request(6, 8), max_requests=2)
     assert once(explorer, IDLE, one) is None
 
@@ -111,7 +111,7 @@ def test_an_edge_that_another_engine_lacked_is_missed_on_two_ranks_too(explorer,
     explorer.wrap = skipping(fence, stream)
     error = once(explorer, IDLE)
     assert isinstance(error, RaceError), error
-    assert {Kind.READ_AFTER_WRITE, Kind.WRITE_AFTER_READ} & {finding.kind for finding in error.report}
+    assert {FindingKind.READ_AFTER_WRITE, FindingKind.WRITE_AFTER_READ} & {finding.kind for finding in error.report}
 
 
 def test_padding_that_is_left_out_is_found_on_two_ranks_too(explorer):

@@ -8,10 +8,10 @@ from torch_npu.npu.streams import Idle, Stream
 
 from outrider.device import InterfaceError, TorchEvent, TorchStream
 from outrider_sim.control import SimControl
+from outrider_sim.device_state import host_extent
 from outrider_sim.exhaustive import Exhaustive
 from outrider_sim.operands import extent
 from outrider_sim.pinned import PinnedTensor
-from outrider_sim.sim import host_extent
 from outrider_sim.tap import ObserverTap
 from outrider_sim.tensor import SimTensor
 

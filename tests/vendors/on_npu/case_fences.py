@@ -25,7 +25,7 @@ def first_race(backend, **options):
     for seed in range(PROGRAMS):
         backend.control.reset()
         try:
-            explorer.run(explorer.program(seed), backend)
+            explorer.run_program(explorer.program(seed), backend)
         except RaceError:
             return explorer.implied()
     return None
@@ -60,5 +60,5 @@ def test_a_rebind_left_out_is_named(backend, monkeypatch, name):
     explorer = DecodeExplorer(backend, speculate="eagle", graphs=True)
     backend.control.reset()
     with pytest.raises(RaceError, match=f"parameter not rebound(.|\n)*host parameter '{name}' of graph"):
-        explorer.run(explorer.program(0), backend)
+        explorer.run_program(explorer.program(0), backend)
     assert left_out

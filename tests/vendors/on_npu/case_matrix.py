@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider_proof.checks import drop, prove
-from outrider_proof.setups import Setup, all_setups, draw
+from outrider_proof.engine_setups import EngineSetup, all_setups, random_host_program
+from outrider_proof.program_checks import drop_fence, prove_program
 
 PLUGIN = os.environ["PROVED_PLUGIN"]
 EMULATIONS = Path(__file__).resolve().parents[1] / "emulated"
@@ -18,7 +18,7 @@ EMULATIONS = Path(__file__).resolve().parents[1] / "emulated"
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("setup", all_setups((PLUGIN,), EMULATIONS), ids=lambda setup: setup.name)
 def test_a_program_of_every_setup(setup, number):
-    record = prove(setup, number, 2)
+    record = prove_program(setup, number, 2)
     assert record["failures"] == []
     assert record["schedules"] == 2
 
@@ -26,14 +26,14 @@ def test_a_program_of_every_setup(setup, number):
 @pytest.mark.parametrize("proposer", ["eagle", "draft-model"])
 def test_graphs_of_several_lengths(proposer):
     """Program 4 drafts fewer tokens than can be: a shorter draft's graph is rebound without the passes that it leaves out."""
-    setup, number = Setup(proposer, "graphs", PLUGIN, EMULATIONS), 4
-    assert draw(number).draft_lengths
-    assert prove(setup, number, 1)["failures"] == []
+    setup, number = EngineSetup(proposer, "graphs", PLUGIN, EMULATIONS), 4
+    assert random_host_program(number).draft_lengths
+    assert prove_program(setup, number, 1)["failures"] == []
 
 
 @pytest.mark.skipif(PLUGIN != "outrider_npu", reason="about CANN's operator")
 def test_attention_is_canns_operator(fused_calls):
-    assert prove(Setup("eagle", "graphs", PLUGIN, EMULATIONS), 2, 1)["failures"] == []
+    assert prove_program(EngineSetup("eagle", "graphs", PLUGIN, EMULATIONS), 2, 1)["failures"] == []
     assert len(fused_calls) > 20
 
 
@@ -41,4 +41,6 @@ def test_a_fence_left_out_is_named():
     fence, half, consumer = (
         ("params_free", "wait", "update") if PLUGIN == "outrider_npu" else ("accept_ready", "wait", "plan")
     )
-    assert drop(Setup("eagle", "graphs", PLUGIN, EMULATIONS), fence, half, consumer, (1, 3, 7))["result"] == "live"
+    assert (
+        drop_fence(EngineSetup("eagle", "graphs", PLUGIN, EMULATIONS), fence, half, consumer, (1, 3, 7))["result"] == "live"
+    )

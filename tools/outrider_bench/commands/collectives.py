@@ -42,7 +42,7 @@ def collectives(
     del json_output
     require_torch()
     from outrider_bench.collective_times import KINDS
-    from outrider_conformance.rank_processes import RankProcesses
+    from outrider_conformance.rank_processes import TaskProcesses
 
     chosen = parse_names(kinds, "--kinds", KINDS) if kinds else list(KINDS)
     if ranks < 2:
@@ -56,8 +56,8 @@ def collectives(
     if (count is not None and 1 < count < ranks) or (count == 1 and registry.create(spec).capabilities.asynchronous):
         raise CapabilityError(f"--ranks {ranks} needs as many devices, and backend {spec.name!r} has {count} here")
     work = {"kinds": chosen, "tokens": sizes, "width": width, "dtype": dtype}
-    with RankProcesses(str(spec), ranks) as processes:
-        found, *_ = processes.run("outrider_bench.collective_times:measure", work, limit_s=_LIMIT_S)
+    with TaskProcesses(str(spec), ranks) as processes:
+        found, *_ = processes.run_task("outrider_bench.collective_times:measure", work, limit_s=_LIMIT_S)
     rows: list[dict[str, Any]] = found.pop("rows")
     libraries: dict[tuple[str, int], float] = {}
     for row in rows:

@@ -103,12 +103,12 @@ def _first_token(engine: Engine, prompt: list[int], count: int) -> float:
 def _device_ms(engine: Engine, once: Any) -> tuple[float | None, str | None]:
     """Return the busy time of the device in milliseconds and the name of its clock; None for a device without a profile."""
     from outrider_bench.device_profile import profile_timeline, profiled
-    from outrider_trace.timeline import record
+    from outrider_trace.timeline import record_timeline
 
     if engine.backend.control is None:
         profile = profiled(engine.backend, once, warm_up=once)
     else:
-        with record(engine.backend) as timeline:
+        with record_timeline(engine.backend) as timeline:
             once()
         profile = profile_timeline(timeline)
     if profile is None:

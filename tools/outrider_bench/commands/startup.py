@@ -22,7 +22,7 @@ from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import run_child
 from outrider_bench.options import LaunchOptions, ShapeOption
-from outrider_sanitizer.files import scratch_directory
+from outrider_sanitizer.scratch_files import scratch_directory
 
 _FUNCTION = "outrider_bench.engine_start:time_start"
 _MAX_CONTEXT = 1024

@@ -13,7 +13,7 @@ from outrider_bench.peers.work import PeerWork
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider.model.tuning import Prepared
+    from outrider.model.tuning import PreparedKernels
 
 
 class OutriderPeer(Peer):
@@ -83,7 +83,7 @@ def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str
         draft_vocabulary=work.draft_vocabulary if drafts else None,
         draft_quantize=work.draft_quantize if drafts else None,
     )
-    found: list[Prepared] = []
+    found: list[PreparedKernels] = []
     engine = model.load_engine(
         backend,
         running=Running(mode=options["mode"]),

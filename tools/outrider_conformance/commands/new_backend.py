@@ -40,7 +40,7 @@ _FILES: Mapping[str, str | None] = MappingProxyType(
 )
 
 
-class Kind(StrEnum):
+class DeviceKind(StrEnum):
     """How torch reaches the device."""
 
     TORCH = "torch"
@@ -63,15 +63,15 @@ class _Template:
     """The first edits that the vendor makes."""
 
 
-_TEMPLATES: Mapping[Kind, _Template] = MappingProxyType(
+_TEMPLATES: Mapping[DeviceKind, _Template] = MappingProxyType(
     {
-        Kind.TORCH: _Template(
+        DeviceKind.TORCH: _Template(
             files=MappingProxyType({"src/@package@/stand_in.py": "stand_in.py.in"}),
             level="L0",
             adapted="DEVICE_TYPE is it",
             edit="backend.py: DEVICE_TYPE, then CAPABILITIES, then what L1 says",
         ),
-        Kind.OWN_QUEUE: _Template(
+        DeviceKind.OWN_QUEUE: _Template(
             files=MappingProxyType(
                 {
                     "README.md": "own_queue/README.md.in",
@@ -98,8 +98,8 @@ def new_backend(
         Path | None, typer.Argument(metavar="[DIR]", help="Where to write; ./outrider-NAME without it.", show_default=False)
     ] = None,
     kind: Annotated[
-        Kind, typer.Option("--kind", help="torch: torch has a module for the device; own-queue: it has none.")
-    ] = Kind.TORCH,
+        DeviceKind, typer.Option("--kind", help="torch: torch has a module for the device; own-queue: it has none.")
+    ] = DeviceKind.TORCH,
     json_output: JsonOption = False,
 ) -> Report:
     """Write an installable plugin package for a new backend. Unchanged, it passes `outrider conform` up to L0 with --kind
@@ -145,7 +145,7 @@ def check_name(name: str) -> None:
         )
 
 
-def skeleton(name: str, kind: Kind = Kind.TORCH) -> dict[str, str]:
+def skeleton(name: str, kind: DeviceKind = DeviceKind.TORCH) -> dict[str, str]:
     """Return the files of a new package: contents by path, relative to its directory."""
     chosen = _TEMPLATES[kind]
     words = {

@@ -21,7 +21,7 @@ class Abilities:
     params: bool
 
     @classmethod
-    def of(cls, backend: Backend) -> Abilities:
+    def declared_by(cls, backend: Backend) -> Abilities:
         """Return the abilities that a backend declares."""
         declared = backend.capabilities
         return cls(

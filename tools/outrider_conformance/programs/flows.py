@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from outrider_conformance.programs import language as lang
-from outrider_conformance.programs.nodes import Senseless
+from outrider_conformance.programs.nodes import ForbiddenStep
 
 Carry = Callable[[Tensor], Tensor]
 Contents = dict[Tensor, tuple[Tensor, ...]]  # tensors are keys by identity
@@ -40,7 +40,7 @@ class Flows:
     def join(self, source: Tensor, target: Tensor, carry: Carry, *, itself: bool) -> set[Tensor]:
         """Let the contents of ``source`` reach ``target`` from now on, including its own contents if ``itself``.
 
-        Returns the versions that have more contents than before. Raises :class:`Senseless` if a version has too many
+        Returns the versions that have more contents than before. Raises :class:`ForbiddenStep` if a version has too many
         contents.
         """
         self._ways[source] = (*self._ways.get(source, ()), (target, carry))
@@ -52,7 +52,7 @@ class Flows:
                 continue
             self._others[version] = (*self.others(version), content)
             if len(self._others[version]) > MAX_CONTENTS:
-                raise Senseless("it has too many outcomes")
+                raise ForbiddenStep("it has too many outcomes")
             opened.add(version)
             waiting += [(further, onward(content)) for further, onward in self._ways.get(version, ())]
         return opened

@@ -17,7 +17,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ElementSpan:
     """``count`` elements of buffer or slot ``of``: ``start``, ``start + stride``, and so on."""
 
     of: int
@@ -32,7 +32,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ProgramMemory:
     """A buffer or a slot with ``count`` elements of ``dtype`` (``float32``). Its initial contents are :func:`pattern` of
     its index.
 
@@ -55,11 +55,11 @@ class Slow:
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class FillStep:
     """A kernel that writes ``value`` to ``to``."""
 
     stream: int
-    to: Span
+    to: ElementSpan
     value: int
 
 
@@ -68,8 +68,8 @@ class Copy:
     """A copy on the device, by ``copy_async`` or by an ordinary operation."""
 
     stream: int
-    to: Span
-    source: Span
+    to: ElementSpan
+    source: ElementSpan
     asynchronous: bool
 
 
@@ -81,8 +81,8 @@ class Mix:
     """
 
     stream: int
-    to: Span
-    source: Span
+    to: ElementSpan
+    source: ElementSpan
     add: int | str
 
 
@@ -91,8 +91,8 @@ class Upload:
     """A copy from pinned memory to the device by ``copy_async``."""
 
     stream: int
-    to: Span
-    slot: Span
+    to: ElementSpan
+    slot: ElementSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ class Download:
     """
 
     stream: int
-    slot: Span
-    source: Span
+    slot: ElementSpan
+    source: ElementSpan
     racy: bool = False
 
 
@@ -112,7 +112,7 @@ class Send:
     """An ordinary copy of new pageable memory with the pattern ``seed`` to the device. The memory is dropped at once."""
 
     stream: int
-    to: Span
+    to: ElementSpan
     seed: int
 
 
@@ -135,8 +135,8 @@ class Lend:
     maker: int
     user: int
     event: int
-    to: Span
-    source: Span
+    to: ElementSpan
+    source: ElementSpan
     add: int
     churn: int
 
@@ -166,7 +166,7 @@ class Renew:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordStep:
     """The call ``stream.record(event)``."""
 
     stream: int
@@ -174,7 +174,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitStep:
     """The call ``stream.wait(event)``."""
 
     stream: int
@@ -199,7 +199,7 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ReplaceEventStep:
     """The event is dropped, also while waits for it are queued, and replaced by a new one."""
 
     event: int
@@ -216,7 +216,7 @@ class Signal:
     event: int
     setter: int
     waiter: int
-    before: Mix | Fill
+    before: Mix | FillStep
     after: Mix | Copy
     early: bool
 
@@ -228,7 +228,7 @@ class Signal:
 class HostWrite:
     """The host writes the pattern ``seed`` to pinned memory."""
 
-    slot: Span
+    slot: ElementSpan
     seed: int
 
 
@@ -240,7 +240,7 @@ class HostRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class ScopeStep:
     """``steps`` inside ``on(stream)``, each in its own inner scope. ``raises``: an exception leaves the scope."""
 
     stream: int
@@ -256,7 +256,7 @@ class Elsewhere:
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class ThreadsStep:
     """Two host threads run their own steps concurrently. They share no stream, memory, event or graph."""
 
     first: tuple[Step, ...]
@@ -267,7 +267,7 @@ class Together:
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
+class CaptureStep:
     """A capture of ``body``, then of ``branch`` on stream ``fork`` if given, joined before ``tail``.
 
     Written buffers are outputs, the others are inputs. ``scalar`` is frozen; the caller changes its own copy right after
@@ -277,22 +277,22 @@ class Capture:
 
     graph: int
     stream: int
-    body: tuple[Fill | Copy | Mix, ...]
+    body: tuple[FillStep | Copy | Mix, ...]
     scalar: int
     value: int
     fork: int | None = None
-    branch: tuple[Fill | Copy | Mix, ...] = ()
-    tail: tuple[Fill | Copy | Mix, ...] = ()
+    branch: tuple[FillStep | Copy | Mix, ...] = ()
+    tail: tuple[FillStep | Copy | Mix, ...] = ()
     param: int | None = None
 
     @property
-    def work(self) -> tuple[Fill | Copy | Mix, ...]:
+    def work(self) -> tuple[FillStep | Copy | Mix, ...]:
         """The captured steps in order."""
         return (*self.body, *self.branch, *self.tail)
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ReplayStep:
     """``times`` replays of a graph, one after the other."""
 
     graph: int
@@ -318,7 +318,7 @@ class DropGraph:
 
 Step = (
     Slow
-    | Fill
+    | FillStep
     | Copy
     | Mix
     | Upload
@@ -328,31 +328,31 @@ Step = (
     | Lend
     | Churn
     | Renew
-    | Record
-    | Wait
+    | RecordStep
+    | WaitStep
     | Synchronize
     | Query
-    | Forget
+    | ReplaceEventStep
     | Signal
     | HostWrite
     | HostRead
-    | Scope
+    | ScopeStep
     | Elsewhere
-    | Together
-    | Capture
-    | Replay
+    | ThreadsStep
+    | CaptureStep
+    | ReplayStep
     | Update
     | DropGraph
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class DeviceProgram:
     """Resources and steps. At the end the device is synchronised, and all memory is read."""
 
     streams: int
-    buffers: tuple[Memory, ...]
-    slots: tuple[Memory, ...]
+    buffers: tuple[ProgramMemory, ...]
+    slots: tuple[ProgramMemory, ...]
     events: int
     steps: tuple[Step, ...]
     flags: int = 0
@@ -364,9 +364,9 @@ Path = tuple[int, ...]
 
 def inner(step: Step) -> tuple[tuple[Step, ...], ...]:
     """Return the lists of steps inside a step."""
-    if isinstance(step, Scope | Elsewhere):
+    if isinstance(step, ScopeStep | Elsewhere):
         return (step.steps,)
-    return (step.first, step.second) if isinstance(step, Together) else ()
+    return (step.first, step.second) if isinstance(step, ThreadsStep) else ()
 
 
 def walk(steps: tuple[Step, ...], path: Path = ()) -> Iterator[tuple[Path, Step]]:
@@ -408,7 +408,7 @@ _EXPONENTS = {
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def dtype_of(memory: Memory) -> torch.dtype:
+def dtype_of(memory: ProgramMemory) -> torch.dtype:
     """Return the torch dtype of a buffer or slot."""
     found = getattr(torch, memory.dtype)
     assert isinstance(found, torch.dtype)

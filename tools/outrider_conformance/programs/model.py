@@ -19,18 +19,18 @@ from torch import Tensor
 
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.flows import Flows
-from outrider_conformance.programs.language import Path, Program, Span, Step
+from outrider_conformance.programs.language import DeviceProgram, ElementSpan, Path, Step
 from outrider_conformance.programs.nodes import (
     LAUNCH,
     ORDER,
     Cell,
     Effect,
     Expectation,
-    Glance,
+    ForbiddenStep,
     Key,
+    ModelState,
     Node,
-    Senseless,
-    State,
+    RacyDownload,
     Unordered,
     join,
 )
@@ -39,7 +39,7 @@ from outrider_conformance.programs.nodes import (
 class Model:
     """The state of a program's execution as far as the contract determines it."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: DeviceProgram) -> None:
         self.program = program
         count = program.streams + 3  # three host threads: the main thread, and two that run concurrently
         zero = (0,) * count
@@ -47,7 +47,7 @@ class Model:
         for kind, memories in (("buffer", program.buffers), ("slot", program.slots)):
             for index, memory in enumerate(memories):
                 cells[kind, index] = Cell(lang.pattern(index, memory.count, lang.dtype_of(memory)))
-        self.state = State(
+        self.state = ModelState(
             [zero] * count, [None] * count, [None] * program.events, cells, Flows({}, {}), host=program.streams
         )
 
@@ -112,7 +112,7 @@ class Model:
             glanced = any(before.data is glance.version for glance in self.state.glances)
             # Only the host may read a value with several outcomes, and only a whole write may replace it.
             if (source is not None and self._others(source)) or (glanced and effect.to.count < len(before.data)):
-                raise Senseless("several outcomes are for the host alone, and replaced as a whole")
+                raise ForbiddenStep("several outcomes are for the host alone, and replaced as a whole")
             read = source.data if source is not None else None
             made = effect.make(read[effect.span.view] if read is not None and effect.span else None)
             node.effect = replace(effect, seen=source)
@@ -135,7 +135,7 @@ class Model:
             if glance.source == key and not self.covers(node.clock, glance.node):
                 self._allow(node, glance, self.state.cells[key])
 
-    def _allow(self, node: Node, glance: Glance, found: Cell) -> None:
+    def _allow(self, node: Node, glance: RacyDownload, found: Cell) -> None:
         """Allow a racy download to have read ``found``. Reads that completed before ``node`` keep their allowed values."""
         assert found.data is not None
         effect = Effect(glance.source, glance.to, _same, glance.source, glance.span)
@@ -159,13 +159,13 @@ class Model:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def apply(self, step: Step, path: Path) -> None:
-        """Apply a step. Raises :class:`Unordered` or :class:`Senseless`, without any change, for a race or a forbidden
+        """Apply a step. Raises :class:`Unordered` or :class:`ForbiddenStep`, without any change, for a race or a forbidden
         step.
         """
         before = self.state.copy()
         try:
             _HANDLERS[type(step)](self, step, path)
-        except (Unordered, Senseless):
+        except (Unordered, ForbiddenStep):
             self.state = before
             raise
 
@@ -189,7 +189,7 @@ class Model:
     def _churn(self, step: lang.Churn, path: Path) -> None:
         self._node(step.stream, path, "Backend.on")
 
-    def _fill(self, step: lang.Fill | lang.Mix, path: Path) -> None:
+    def _fill(self, step: lang.FillStep | lang.Mix, path: Path) -> None:
         self.work(step.stream, path, "Backend.on", [self.effect(step)])
 
     _mix = _fill
@@ -197,10 +197,10 @@ class Model:
     def _copy(self, step: lang.Copy, path: Path) -> None:
         self.work(step.stream, path, "Backend.copy_async" if step.asynchronous else "Backend.on", [self.effect(step)])
 
-    def effect(self, step: lang.Fill | lang.Copy | lang.Mix, scalar: int = 0, param: int = 0) -> Effect:
+    def effect(self, step: lang.FillStep | lang.Copy | lang.Mix, scalar: int = 0, param: int = 0) -> Effect:
         """Return the effect of a kernel on memory."""
         target: Key = ("buffer", step.to.of)
-        if isinstance(step, lang.Fill):
+        if isinstance(step, lang.FillStep):
             kind, value = lang.dtype_of(self.program.buffers[step.to.of]), step.value
             return Effect(target, step.to, lambda _: torch.full((step.to.count,), value, dtype=torch.int64).to(kind))
         source: Key = ("buffer", step.source.of)
@@ -234,7 +234,7 @@ class Model:
         self.state.cells[source] = replace(now, peeks=(*now.peeks, node))
         version = self.state.cells[slot].data
         assert version is not None
-        glance = Glance(node, version, step.slot, source, step.source)
+        glance = RacyDownload(node, version, step.slot, source, step.source)
         for cell in chain[1:]:
             self._allow(node, glance, cell)
         self.state.glances = (*self.state.glances, glance)
@@ -254,47 +254,47 @@ class Model:
 
     def _lend(self, step: lang.Lend, path: Path) -> None:
         if step.maker == step.user:
-            raise Senseless("nothing is lent")
+            raise ForbiddenStep("nothing is lent")
         source: Key = ("buffer", step.source.of)
         self._check(self.clock_of(step.maker), (source,), ())
         node = self._node(step.maker, path, "Backend.on")
         self._read(node, source)
-        self._record(lang.Record(step.maker, step.event), path)
-        self._wait(lang.Wait(step.user, step.event), path)
+        self._record(lang.RecordStep(step.maker, step.event), path)
+        self._wait(lang.WaitStep(step.user, step.event), path)
         self._node(step.user, path, "Backend.delay")
         effect = Effect(("buffer", step.to.of), step.to, lambda x: _mixed(x, step.add), source, step.source)
         # The model reads `source` again instead of the temporary, which is the same unless this step writes `source`.
         if step.to.of == step.source.of:
-            raise Senseless("the source changes")
+            raise ForbiddenStep("the source changes")
         self.work(step.user, path, "Backend.keep_alive", [effect])
         self._node(step.maker, path, "Backend.on")
 
     def _renew(self, step: lang.Renew, path: Path) -> None:
         key, home = ("buffer", step.of), self.program.buffers[step.of].home
         if any(key[1] in _buffers(graph) for graph in self.state.graphs.values()):
-            raise Senseless("a graph keeps it alive")
+            raise ForbiddenStep("a graph keeps it alive")
         clock = self.clock_of(home)
         cell = self.state.cells[key]
         self._check(clock, (), (key,), frees=True)
         dtype, count = lang.dtype_of(self.program.buffers[step.of]), self.program.buffers[step.of].count
         node = self._node(home, path, "Backend.on")
         data = torch.full((count,), step.value, dtype=torch.int64).to(dtype)
-        whole = Span(step.of, 0, count)
+        whole = ElementSpan(step.of, 0, count)
         node.effect, node.opaque = Effect(key, whole, lambda _: data), True
         self.state.cells[key] = Cell(data, node, before=cell)
 
     # -- order -----------------------------------------------------------------------------------------------------
 
-    def _record(self, step: lang.Record, path: Path) -> None:
+    def _record(self, step: lang.RecordStep, path: Path) -> None:
         self.state.events[step.event] = self._node(step.stream, path, "Stream.record")
 
-    def _wait(self, step: lang.Wait, path: Path) -> None:
+    def _wait(self, step: lang.WaitStep, path: Path) -> None:
         self._node(step.stream, path, "Stream.wait", [(self._recorded(step.event), "Stream.wait")])
 
     def _recorded(self, event: int) -> Node:
         found = self.state.events[event]
         if found is None:
-            raise Senseless("the event was never recorded")
+            raise ForbiddenStep("the event was never recorded")
         return found
 
     def _synchronize(self, step: lang.Synchronize, path: Path) -> None:
@@ -315,17 +315,17 @@ class Model:
         cell = self.state.cells[key]
         clock = join(self.host_clock, target.clock) if target is not None else self.host_clock
         if step.slot is not None and cell.writer is not None and not self.covers(clock, cell.writer):
-            raise Senseless("the answer doesn't speak of the slot")
+            raise ForbiddenStep("the answer doesn't speak of the slot")
         causes = ((target, verb),) if target is not None else ()
         reader = Node(self.state.host, clock, causes, path, verb)
         self._expect(path, key, reader=reader, certain=certain)
 
-    def _forget(self, step: lang.Forget, path: Path) -> None:
+    def _forget(self, step: lang.ReplaceEventStep, path: Path) -> None:
         self.state.events[step.event] = None
 
     def _signal(self, step: lang.Signal, path: Path) -> None:
         if step.setter == step.waiter or step.before.stream != step.setter or step.after.stream != step.waiter:
-            raise Senseless("a flag is between two streams")
+            raise ForbiddenStep("a flag is between two streams")
         key: Key = ("flag", step.flag)
         for stream in (step.setter, step.waiter):  # after the reset of the previous round
             self._check(self.clock_of(stream), (), (key,))
@@ -335,8 +335,8 @@ class Model:
         self.work(step.waiter, path, "Backend.on", [self.effect(step.after)])
         lowered = self._node(step.waiter, path, "Flag.reset")
         self.state.cells[key] = Cell(None, lowered)
-        self._record(lang.Record(step.waiter, step.event), path)
-        self._wait(lang.Wait(step.setter, step.event), path)
+        self._record(lang.RecordStep(step.waiter, step.event), path)
+        self._wait(lang.WaitStep(step.setter, step.event), path)
 
     # -- the host --------------------------------------------------------------------------------------------------
 
@@ -351,16 +351,16 @@ class Model:
         self._check(self.host_clock, (("slot", step.slot),), ())
         self._expect(path, ("slot", step.slot))
 
-    def _scope(self, step: lang.Scope | lang.Elsewhere, path: Path) -> None:
+    def _scope(self, step: lang.ScopeStep | lang.Elsewhere, path: Path) -> None:
         for number, within in enumerate(step.steps):
             self.apply(within, (*path, 0, number))
 
     _elsewhere = _scope
 
-    def _together(self, step: lang.Together, path: Path) -> None:
+    def _together(self, step: lang.ThreadsStep, path: Path) -> None:
         used = [_used(steps) for steps in (step.first, step.second)]
         if used[0] & used[1] or ("device", 0) in used[0] | used[1]:
-            raise Senseless("the two threads share something")
+            raise ForbiddenStep("the two threads share something")
         state, home = self.state, self.state.host
         for number, steps in enumerate((step.first, step.second)):
             self.state.host = home + 1 + number
@@ -373,9 +373,9 @@ class Model:
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
-    def _capture(self, step: lang.Capture, path: Path) -> None:
+    def _capture(self, step: lang.CaptureStep, path: Path) -> None:
         if step.graph in self.state.graphs:
-            raise Senseless("there is such a graph already")
+            raise ForbiddenStep("there is such a graph already")
         # A device may run the work to warm up: its accesses must be ordered, and its outputs are filled afterwards.
         reads, writes = _accessed(step)
         self._check(self.clock_of(step.stream), reads, writes, frees=True)
@@ -390,10 +390,10 @@ class Model:
             self.state.cells[what, step.graph] = Cell(None, node)
         for _, index in sorted(set(writes)):
             memory = self.program.buffers[index]
-            fill = lang.Fill(step.stream, Span(index, 0, memory.count), step.value)
+            fill = lang.FillStep(step.stream, ElementSpan(index, 0, memory.count), step.value)
             self.work(step.stream, path, "Backend.on", [self.effect(fill)]).opaque = True
 
-    def _replay(self, step: lang.Replay, path: Path) -> None:
+    def _replay(self, step: lang.ReplayStep, path: Path) -> None:
         graph = self._graph(step.graph)
         reads, writes = _accessed(graph)
         for _ in range(step.times):
@@ -405,15 +405,15 @@ class Model:
             self._read(node, ("param", step.graph))
             self.state.cells[key] = Cell(None, node)
 
-    def _graph(self, number: int) -> lang.Capture:
+    def _graph(self, number: int) -> lang.CaptureStep:
         found = self.state.graphs.get(number)
         if found is None:
-            raise Senseless("there is no such graph")
+            raise ForbiddenStep("there is no such graph")
         return found
 
     def _update(self, step: lang.Update, path: Path) -> None:
         if self._graph(step.graph).param is None:
-            raise Senseless("the graph has no host parameter")
+            raise ForbiddenStep("the graph has no host parameter")
         key: Key = ("param", step.graph)
         self._check(self.clock_of(step.stream), (), (key,))
         self.state.cells[key] = Cell(None, self._node(step.stream, path, "Graph.update_params"))
@@ -427,8 +427,10 @@ class Model:
 _HANDLERS = lang.handlers(Model)
 
 
-def judge(program: Program) -> Model:
-    """Return the model after the whole program. Raises :class:`Unordered` or :class:`Senseless` for an invalid program."""
+def judge(program: DeviceProgram) -> Model:
+    """Return the model after the whole program. Raises :class:`Unordered` or :class:`ForbiddenStep` for an invalid
+    program.
+    """
     model = Model(program)
     for index, step in enumerate(program.steps):
         model.apply(step, (index,))
@@ -441,7 +443,7 @@ def _same(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _patched(tensor: Tensor, to: Span, made: Tensor) -> Tensor:
+def _patched(tensor: Tensor, to: ElementSpan, made: Tensor) -> Tensor:
     tensor = tensor.clone()
     tensor[to.view] = made
     return tensor
@@ -463,13 +465,13 @@ def _mixed(tensor: Tensor | None, add: int) -> Tensor:
     return tensor * 3 + add
 
 
-def _buffers(graph: lang.Capture) -> set[int]:
+def _buffers(graph: lang.CaptureStep) -> set[int]:
     return {key[1] for keys in _accessed(graph) for key in keys}
 
 
-def _accessed(graph: lang.Capture) -> tuple[list[Key], list[Key]]:
+def _accessed(graph: lang.CaptureStep) -> tuple[list[Key], list[Key]]:
     """Return the buffers that a graph reads, and those that it writes."""
-    reads: list[Key] = [("buffer", w.source.of) for w in graph.work if not isinstance(w, lang.Fill)]
+    reads: list[Key] = [("buffer", w.source.of) for w in graph.work if not isinstance(w, lang.FillStep)]
     return reads, [("buffer", w.to.of) for w in graph.work]
 
 
@@ -479,7 +481,7 @@ def _used(steps: Sequence[Step]) -> set[tuple[str, int]]:
     for _, step in lang.walk(tuple(steps)):
         for name in step.__dataclass_fields__:
             value = getattr(step, name)
-            if isinstance(value, Span):
+            if isinstance(value, ElementSpan):
                 kind = "slot" if name == "slot" else "buffer"
                 found.add((kind, value.of))
             elif name in ("stream", "maker", "user", "fork", "setter", "waiter") and value is not None:
@@ -491,6 +493,6 @@ def _used(steps: Sequence[Step]) -> set[tuple[str, int]]:
             found.add(("event" if kind == "within" else kind, step.which))
         if isinstance(step, lang.Item | lang.Renew):
             found.add(("buffer", step.of))
-        if isinstance(step, lang.Capture):
+        if isinstance(step, lang.CaptureStep):
             found |= {key for keys in _accessed(step) for key in keys}
     return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from outrider_conformance.programs import language as lang
-from outrider_conformance.programs.language import Path, Span
+from outrider_conformance.programs.language import ElementSpan, Path
 
 if TYPE_CHECKING:
     from outrider_conformance.programs.flows import Flows
@@ -29,7 +29,7 @@ class Unordered(Exception):
         self.earlier = tuple(earlier)
 
 
-class Senseless(Exception):
+class ForbiddenStep(Exception):
     """The contract forbids a step here, for example a wait for an event that was never recorded."""
 
 
@@ -54,10 +54,10 @@ class Effect:
     """A write: ``to`` of ``target`` becomes ``make(source)``. ``seen`` is the state of ``source`` at that time."""
 
     target: Key
-    to: Span
+    to: ElementSpan
     make: Callable[[Tensor | None], Tensor]
     source: Key | None = None
-    span: Span | None = None
+    span: ElementSpan | None = None
     seen: Cell | None = None
 
 
@@ -84,18 +84,18 @@ class Expectation:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Glance:
+class RacyDownload:
     """A racy download: ``node`` wrote ``span`` of ``source`` to ``to`` of its slot, which became ``version``."""
 
     node: Node
     version: Tensor
-    to: Span
+    to: ElementSpan
     source: Key
-    span: Span
+    span: ElementSpan
 
 
 @dataclass(slots=True)
-class State:
+class ModelState:
     """The mutable state of the model. Lists are replaced or copied; contents are never written in place."""
 
     clocks: list[tuple[int, ...]]
@@ -103,13 +103,13 @@ class State:
     events: list[Node | None]
     cells: dict[Key, Cell]
     flows: Flows
-    graphs: dict[int, lang.Capture] = field(default_factory=dict)
+    graphs: dict[int, lang.CaptureStep] = field(default_factory=dict)
     params: dict[int, int] = field(default_factory=dict)
-    glances: tuple[Glance, ...] = ()
+    glances: tuple[RacyDownload, ...] = ()
     host: int = 0
     expectations: dict[Path, Expectation] = field(default_factory=dict)
 
-    def copy(self) -> State:
+    def copy(self) -> ModelState:
         """Return a copy, so that a failed step can be undone."""
         return replace(
             self,

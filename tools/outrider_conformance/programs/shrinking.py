@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from outrider_conformance.programs import language as lang
-from outrider_conformance.programs.language import Program, Step
+from outrider_conformance.programs.language import DeviceProgram, Step
 from outrider_conformance.programs.model import Model, judge
-from outrider_conformance.programs.nodes import Senseless, Unordered
+from outrider_conformance.programs.nodes import ForbiddenStep, Unordered
 
 Steps = tuple[Step, ...]
 
@@ -36,10 +36,10 @@ def shrink(
     return best, error
 
 
-def _judged(program: Program) -> Model | None:
+def _judged(program: DeviceProgram) -> Model | None:
     try:
         return judge(program)
-    except (Senseless, Unordered):
+    except (ForbiddenStep, Unordered):
         return None
 
 
@@ -60,21 +60,21 @@ def _smaller(steps: Steps) -> Iterator[Steps]:
 
 
 def _less(step: Step) -> Iterator[Steps]:
-    if isinstance(step, lang.Scope | lang.Elsewhere):
+    if isinstance(step, lang.ScopeStep | lang.Elsewhere):
         yield step.steps
         for steps in _smaller(step.steps):
             if steps:
                 yield (replace(step, steps=steps),)
-    elif isinstance(step, lang.Together):
+    elif isinstance(step, lang.ThreadsStep):
         yield (*step.first, *step.second)
         for first in _smaller(step.first):
             yield (replace(step, first=first),)
         for second in _smaller(step.second):
             yield (replace(step, second=second),)
-    elif isinstance(step, lang.Replay) and step.times > 1:
+    elif isinstance(step, lang.ReplayStep) and step.times > 1:
         yield (replace(step, times=1),)
         yield (replace(step, times=step.times // 2),)
-    elif isinstance(step, lang.Capture):
+    elif isinstance(step, lang.CaptureStep):
         if step.fork is not None:
             yield (replace(step, fork=None, branch=(), tail=()),)
         for number in range(len(step.body)):

@@ -13,12 +13,12 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from outrider.device import Backend, ControllableDevice, ExplorationResult
-from outrider_conformance.lab import Lab, Pace
-from outrider_conformance.programs.drawing import programs
+from outrider_conformance.lab import Lab, StreamDelay
+from outrider_conformance.programs.execution import SharedStreams, run
+from outrider_conformance.programs.explanation import broken_promise, report_text, script
 from outrider_conformance.programs.families import Abilities
-from outrider_conformance.programs.judging import broken, said, script
+from outrider_conformance.programs.generator import programs
 from outrider_conformance.programs.model import Model
-from outrider_conformance.programs.running import Stage, run
 from outrider_conformance.programs.shrinking import shrink
 
 SECONDS_TO_SHRINK = 4.0
@@ -31,16 +31,16 @@ _TIMED_OPERATIONS = 10
 _SCHEDULES = 2
 
 
-def share(family: str, total: int) -> int:
+def program_count(family: str, total: int) -> int:
     """Return the number of programs of ``family`` among ``total`` programs."""
     return max(1, round(total * _SHARES[family] / sum(_SHARES.values())))
 
 
-class Convicted(AssertionError):
+class ProgramFailed(AssertionError):
     """A backend did something that the contract does not allow. ``promise`` is the broken promise, (member, words)."""
 
-    def __init__(self, said: str, promise: tuple[str, str]) -> None:
-        super().__init__(said)
+    def __init__(self, report_text: str, promise: tuple[str, str]) -> None:
+        super().__init__(report_text)
         self.promise = promise
 
 
@@ -48,7 +48,7 @@ class _Caught(Exception):
     """The exception that leaves hypothesis's loop at the first failure."""
 
 
-def try_program(stage: Stage, model: Model, number: int = 0, *, brief: bool = False) -> None:
+def try_program(stage: SharedStreams, model: Model, number: int = 0, *, brief: bool = False) -> None:
     """Run one program, in several schedules on a device that takes schedules. Raises the error of the first failing run.
 
     ``brief`` skips shrinking the failing schedule, which takes many runs, if the device allows that.
@@ -62,7 +62,7 @@ def try_program(stage: Stage, model: Model, number: int = 0, *, brief: bool = Fa
         _explore(control, stage, model, first, brief)
 
 
-def _explore(control: ControllableDevice, stage: Stage, model: Model, first: int, brief: bool) -> None:
+def _explore(control: ControllableDevice, stage: SharedStreams, model: Model, first: int, brief: bool) -> None:
     def once(_: Backend) -> None:
         run(stage, model)
 
@@ -80,7 +80,7 @@ def _explore(control: ControllableDevice, stage: Stage, model: Model, first: int
         raise error
 
 
-def convict(
+def try_programs(
     opened: Callable[[], Backend],
     *,
     backend: str,
@@ -88,19 +88,19 @@ def convict(
     count: int,
     start: int = 0,
     alive: Callable[[], None] = lambda: None,
-    pace: Pace | None = None,
+    pace: StreamDelay | None = None,
 ) -> int:
     """Try ``count`` programs of ``family``, generated from the seed ``start``; return the number of tried programs.
 
     ``opened`` returns a new backend, ``backend`` is its name in scripts, and ``alive`` is called around each program.
-    Raises :class:`Convicted` for the first failing program, shrunk.
+    Raises :class:`ProgramFailed` for the first failing program, shrunk.
     """
     numbers = itertools.count()
-    stages: list[Stage] = []
+    stages: list[SharedStreams] = []
     caught: list[tuple[Model, int, Exception]] = []
     hung: list[BaseException] = []
     first = opened()
-    abilities, pace = Abilities.of(first), pace or _pace(first)
+    abilities, pace = Abilities.declared_by(first), pace or _pace(first)
 
     @seed(start)
     @settings(
@@ -114,7 +114,7 @@ def convict(
     def each(model: Model) -> None:
         number = next(numbers)
         if number % _PROGRAMS_PER_BACKEND == 0:
-            stages[:] = [Stage(Lab(opened(), pace))]
+            stages[:] = [SharedStreams(Lab(opened(), pace))]
         alive()
         try:
             try_program(stages[0], model, number, brief=True)
@@ -140,7 +140,7 @@ def convict(
     return next(numbers)
 
 
-def _pace(backend: Backend) -> Pace:
+def _pace(backend: Backend) -> StreamDelay:
     """Return a delay of twice the host time of a few operations, which depends on the load of the host."""
     stream = backend.create_stream("pace")
     with backend.on(stream):
@@ -150,12 +150,12 @@ def _pace(backend: Backend) -> Pace:
             x.fill_(1.0)
         took = 1e3 * (time.perf_counter() - began)
     backend.synchronize()
-    return Pace(target_ms=min(_MAX_DELAY_MS, max(_MIN_DELAY_MS, 2 * took)))
+    return StreamDelay(target_ms=min(_MAX_DELAY_MS, max(_MIN_DELAY_MS, 2 * took)))
 
 
 def _explain(
     opened: Callable[[], Backend],
-    pace: Pace,
+    pace: StreamDelay,
     backend: str,
     alive: Callable[[], None],
     model: Model,
@@ -167,7 +167,7 @@ def _explain(
         for orders in (number, 0):
             alive()
             try:
-                try_program(Stage(Lab(opened(), pace)), smaller, orders, brief=True)
+                try_program(SharedStreams(Lab(opened(), pace)), smaller, orders, brief=True)
             except Exception as found:
                 return found
         return None
@@ -175,8 +175,8 @@ def _explain(
     smallest, found = shrink(model, fails, SECONDS_TO_SHRINK)
     alive()
     try:  # run once more to find the smallest schedule
-        try_program(Stage(Lab(opened(), pace)), smallest, number)
+        try_program(SharedStreams(Lab(opened(), pace)), smallest, number)
     except Exception as explained:
         found = explained
     shown = found or error
-    raise Convicted(said(smallest, shown, backend), broken(smallest, shown)) from None
+    raise ProgramFailed(report_text(smallest, shown, backend), broken_promise(smallest, shown)) from None

@@ -70,14 +70,14 @@ def test_a_copy_to_the_host_reads_in_stream_order(lab: Lab) -> None:
     x = lab.full(a, 0)
     down = backend.empty_pinned("down", (WIDTH,), torch.float32)
     down.tensor.fill_(-1)
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     b.wait(lab.record(a, "written"))
     backend.copy_async(down.tensor, x, stream=b)
     copied = lab.record(b, "copied")
     a.wait(copied)
     lab.fill(a, x, 2)
     copied.synchronize()
-    expect(lab.peek(down.tensor), 1.0, "the copy between two writes")
+    expect(lab.current_values(down.tensor), 1.0, "the copy between two writes")
 
 
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
@@ -89,7 +89,7 @@ def test_a_copy_to_the_device_writes_in_stream_order(lab: Lab) -> None:
     x, y = lab.full(a, 0), lab.full(a, 0)
     up = backend.empty_pinned("up", (WIDTH,), torch.float32)
     up.tensor.fill_(5)
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     backend.copy_async(x, up.tensor, stream=a)
     lab.expect_read(a, y, x, 5.0, "what the copy wrote over a late write")
 
@@ -112,8 +112,8 @@ def test_a_copy_goes_to_its_stream_and_leaves_the_scope(lab: Lab) -> None:
         backend.copy_async(down.tensor, x, stream=a)
         z.copy_(y)
     a.synchronize()
-    expect(lab.peek(down.tensor), 1.0, "a copy after work of its own stream")
-    expect(lab.read(b, z), 3.0, "work in the scope, after a copy on another stream")
+    expect(lab.current_values(down.tensor), 1.0, "a copy after work of its own stream")
+    expect(lab.read_tensor(b, z), 3.0, "work in the scope, after a copy on another stream")
 
 
 @needs("asynchronous")
@@ -135,7 +135,7 @@ def test_a_copy_does_not_block_the_host(lab: Lab, direction: str) -> None:
 
     for width in (WIDTH, _LONG, *([0] if direction == "on the device" else [])):
         words = f"earlier work was always done after a copy of {width} numbers {direction}: the copy is synchronous"
-        lab.sometimes(observing(partial(is_pending, width)), words)
+        lab.check_in_some_order(observing(partial(is_pending, width)), words)
 
 
 @promise("PinnedBuffer", "``tensor`` is the host tensor; slices of it stay pinned.")
@@ -149,7 +149,7 @@ def test_a_copy_of_a_slice_leaves_its_neighbours_alone(lab: Lab) -> None:
         x = torch.full((8,), -1, dtype=torch.int64, device=backend.device)
     backend.copy_async(x[3:6], pinned.tensor[1:4], stream=stream)
     stream.synchronize()
-    expect(lab.peek(x), [-1, -1, -1, 1, 2, 3, -1, -1], "a slice copied to the device")
+    expect(lab.current_values(x), [-1, -1, -1, 1, 2, 3, -1, -1], "a slice copied to the device")
     backend.copy_async(pinned.tensor[5:7], x[4:6], stream=stream)
     stream.synchronize()
     expect(pinned.tensor.tolist(), [0, 1, 2, 3, 4, 2, 3, 7], "a slice copied to the host")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.device import Backend, DeviceError, DeviceFault
-from outrider_conformance.faults import WAITS, fallible
+from outrider_conformance.host_waits import WAITS, fallible
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import promise
 
@@ -37,9 +37,9 @@ def test_every_way_to_wait_raises_what_failed(lab: Lab, wait: str) -> None:
         lab.fill(a, x, 1)
         b.wait(lab.record(a, "filled"))
         lab.fill(b, x, 2)
-        expect(lab.read(b, x), 2.0, "what was written after the error was raised")
+        expect(lab.read_tensor(b, x), 2.0, "what was written after the error was raised")
 
-    lab.always(program, schedules=6)
+    lab.check_in_every_order(program, schedules=6)
 
 
 @promise("Backend.provoke_fault", "also if the wait covers the operation through other streams.")
@@ -58,7 +58,7 @@ def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, wait: str) ->
             WAITS[wait](backend, b, event)
         backend.synchronize()
 
-    lab.always(program, schedules=6)
+    lab.check_in_every_order(program, schedules=6)
 
 
 @promise("DeviceFault", "One operation failed. The device still works; the results of that operation are undefined.")
@@ -69,16 +69,16 @@ def test_work_around_a_fault_is_done(lab: Lab) -> None:
     def program(backend: Backend) -> None:
         a, b = lab.streams("a", "b")
         x, y, z = lab.full(a, 0), lab.full(a, 0), lab.full(b, 0)
-        lab.later(a, x, 1)
+        lab.fill_late(a, x, 1)
         backend.provoke_fault(a)
         lab.fill(a, y, 2)
         lab.fill(b, z, 3)
         with pytest.raises(DeviceFault):
             a.synchronize()
         b.synchronize()
-        expect([lab.peek(t) for t in (x, y, z)], [1.0, 2.0, 3.0], "work before it, after it and on another stream")
+        expect([lab.current_values(t) for t in (x, y, z)], [1.0, 2.0, 3.0], "work before it, after it and on another stream")
 
-    lab.always(program, schedules=6)
+    lab.check_in_every_order(program, schedules=6)
 
 
 @promise("Stream", "dropping the object neither cancels nor waits for its work.")
@@ -99,4 +99,4 @@ def test_a_fault_outlives_its_stream(lab: Lab, wait: str) -> None:
             WAITS[wait](backend, b, event)
         backend.synchronize()
 
-    lab.always(program, schedules=3)
+    lab.check_in_every_order(program, schedules=3)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from outrider.device import Backend
-from outrider_conformance.lab import Lab, elsewhere, expect, in_every_order, in_some_order
+from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order, in_some_order
 from outrider_conformance.promises import needs, promise
 
 
@@ -17,7 +17,7 @@ from outrider_conformance.promises import needs, promise
 def test_a_wait_orders_two_streams(lab: Lab) -> None:
     """A stream that waits for an event reads the late write of the recording stream."""
     a, b, x, y = lab.two_streams()
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     b.wait(lab.record(a))
     lab.expect_read(b, y, x, 1.0, "what the waiting stream read")
 
@@ -29,7 +29,7 @@ def test_a_wait_takes_the_newest_record(lab: Lab) -> None:
     a, b, x, y = lab.two_streams()
     event = lab.record(a)
     a.synchronize()
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     a.record(event)
     b.wait(event)
     lab.expect_read(b, y, x, 1.0, "what the stream read after the second generation")
@@ -42,7 +42,7 @@ def test_an_event_moves_between_streams(lab: Lab) -> None:
     a, b, c = lab.streams("a", "b", "c")
     x, y = lab.full(b, 0), lab.full(c, 0)
     event = lab.record(a)
-    lab.later(b, x, 1)
+    lab.fill_late(b, x, 1)
     b.record(event)
     c.wait(event)
     lab.expect_read(c, y, x, 1.0, "what was read after the record of the second stream")
@@ -54,7 +54,7 @@ def test_a_wait_keeps_the_generation_that_it_took(lab: Lab) -> None:
     """A later record on an idle stream does not replace the generation of a queued wait."""
     a, b, c = lab.streams("a", "b", "c")
     x, y = lab.full(a, 0), lab.full(b, 0)
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     event = lab.record(a)
     b.wait(event)
     c.record(event)
@@ -69,12 +69,12 @@ def test_a_later_record_holds_nobody_up(lab: Lab) -> bool:
     a, b, x, y = lab.two_streams()
     event = lab.record(a)
     b.wait(event)
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     a.record(event)
     lab.fill(b, y, 2)
     b.synchronize()
     pending = not a.query()
-    expect(lab.peek(y), 2.0, "work after the first generation")
+    expect(lab.current_values(y), 2.0, "work after the first generation")
     return pending
 
 
@@ -85,7 +85,7 @@ def test_a_wait_covers_no_more_than_the_record(lab: Lab) -> bool:
     """A wait does not cover work that the producer enqueued between the record and the wait."""
     a, b, x, y = lab.two_streams()
     event = lab.record(a)
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     b.wait(event)
     lab.fill(b, y, 2)
     b.synchronize()
@@ -98,7 +98,7 @@ def test_a_wait_covers_no_more_than_the_record(lab: Lab) -> bool:
 def test_a_record_waits_for_no_other_stream(lab: Lab) -> bool:
     """A stream records an event and continues while another stream is busy."""
     a, b, x, y = lab.two_streams()
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     lab.record(b).synchronize()
     lab.fill(b, y, 2)
     b.synchronize()
@@ -128,7 +128,7 @@ def test_one_event_fences_a_long_exchange(lab: Lab) -> None:
             x.add_(turn)
         b.record(back)
     a.wait(back)
-    expect(lab.read(a, x), 139.0, "1 tripled and increased by 1, 2, 3, 4 in turn, by two streams")
+    expect(lab.read_tensor(a, x), 139.0, "1 tripled and increased by 1, 2, 3, 4 in turn, by two streams")
 
 
 @promise("Event", "A wait that is enqueued stays valid when the Python object is dropped.")
@@ -137,7 +137,7 @@ def test_a_wait_outlives_the_event_object(lab: Lab) -> None:
     """A queued wait holds after its event object is dropped and further events are created."""
     a, b, c = lab.streams("a", "b", "c")
     x, y = lab.full(a, 0), lab.full(b, 0)
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     event = lab.record(a)
     b.wait(event)
     del event
@@ -153,10 +153,10 @@ def test_synchronize_waits_for_the_latest_generation(lab: Lab) -> None:
     a, x = lab.one_stream()
     event = lab.record(a)
     event.synchronize()
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     a.record(event)
     event.synchronize()
-    expect(lab.peek(x), 1.0, "what the host read after the second generation")
+    expect(lab.current_values(x), 1.0, "what the host read after the second generation")
     assert event.query(), "query is False right after synchronize"
 
 
@@ -166,10 +166,10 @@ def test_synchronize_within_waits_like_synchronize(lab: Lab) -> None:
     """With a distant limit, the wait orders the host after several long operations."""
     a, x = lab.one_stream()
     for piece in (1, 2, 3):
-        lab.later(a, x, piece)
+        lab.fill_late(a, x, piece)
     event = lab.record(a)
     assert event.synchronize_within(60.0), "a minute wasn't enough"
-    expect(lab.peek(x), 3.0, "what the host read after the generation")
+    expect(lab.current_values(x), 3.0, "what the host read after the generation")
 
 
 @needs("asynchronous")
@@ -179,12 +179,12 @@ def test_synchronize_within_gives_up(lab: Lab) -> None:
     instead.
     """
     a, x = lab.one_stream()
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     event = lab.record(a)
     came = event.synchronize_within(0.0)
     assert came or lab.backend.control is None, "a device without a clock gave up"
     if came:
-        expect(lab.peek(x), 1.0, "what the host read after the generation")
+        expect(lab.current_values(x), 1.0, "what the host read after the generation")
     a.synchronize()
     assert event.synchronize_within(0.0), "False for a generation that is over"
 
@@ -197,10 +197,10 @@ def test_query_speaks_of_the_latest_generation(lab: Lab) -> None:
     event = lab.record(a)
     event.synchronize()
     assert event.query(), "query is False for a generation that is over"
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     a.record(event)
     if event.query():
-        expect(lab.peek(x), 1.0, "the write before the generation that query says is over")
+        expect(lab.current_values(x), 1.0, "the write before the generation that query says is over")
     a.synchronize()
     assert event.query(), "query is False though the stream is empty"
 
@@ -212,7 +212,7 @@ def test_synchronize_waits_for_what_the_record_covers(lab: Lab) -> bool:
     """The host does not wait for work that was enqueued after the record."""
     a, x = lab.one_stream()
     event = lab.record(a)
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     event.synchronize()
     return not a.query()
 
@@ -224,7 +224,7 @@ def test_records_and_waits_do_not_block_the_host(lab: Lab) -> bool:
     """The producing stream is still busy after the calls of a record and a wait."""
     a, b = lab.streams("a", "b")
     x = lab.full(a, 0)
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     event = lab.record(a)
     b.wait(event)
     return not a.query()
@@ -238,7 +238,7 @@ def test_query_is_false_while_the_work_runs(lab: Lab) -> bool:
     a, x = lab.one_stream()
     event = lab.record(a)
     a.synchronize()
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     a.record(event)
     return not event.query() and not a.query()
 
@@ -306,14 +306,14 @@ def test_the_policys_fences_order_streams_and_the_host(lab: Lab) -> None:
     taken.signal(b)
     for turn in (1.0, 2.0, 3.0):
         taken.wait(a)
-        lab.later(a, x, turn)
+        lab.fill_late(a, x, turn)
         ready.signal(a)
         ready.wait(b)
         lab.copy(b, y, x)
         taken.signal(b)
         taken.wait_host()
         assert taken.done(), "done is False after wait_host"
-        expect(lab.peek(y), turn, "what crossed the fence")
+        expect(lab.current_values(y), turn, "what crossed the fence")
 
 
 @promise("Fence", "a ``wait`` takes the generation that is visible when the wait is enqueued.")
@@ -331,7 +331,7 @@ def test_fences_serve_every_thread_behind_much_work(lab: Lab) -> None:
         ready, taken = (backend.speculative_sync.create_fence(name) for name in ("ready", "taken"))
         ready.signal(a)
         taken.signal(b)
-        for turn, by in enumerate((here, elsewhere, here) if backend.control is None else (here, here), 1):
+        for turn, by in enumerate((here, call_on_new_thread, here) if backend.control is None else (here, here), 1):
             for stream in (a, b, a, a):  # both have much to do, and the one that signals has more
                 lab.slow(stream)
             for _ in range(30):
@@ -342,9 +342,9 @@ def test_fences_serve_every_thread_behind_much_work(lab: Lab) -> None:
             lab.copy(b, y, x)
             by(partial(taken.signal, b))
             by(taken.wait_host)
-            expect(lab.peek(y), float(turn), "what crossed the fence")
+            expect(lab.current_values(y), float(turn), "what crossed the fence")
 
-    lab.always(program)
+    lab.check_in_every_order(program)
 
 
 @promise("SpeculativeSync.create_fence", "Create the mechanism of the fence ``name``; called once per fence and engine.")
@@ -354,7 +354,7 @@ def test_two_fences_are_two(lab: Lab) -> None:
     a, b, c = lab.streams("a", "b", "c")
     x, y = lab.full(a, 0), lab.full(c, 0)
     late, early = (lab.backend.speculative_sync.create_fence(name) for name in ("late", "early"))
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     late.signal(a)
     early.signal(b)
     late.wait(c)
@@ -370,12 +370,12 @@ def test_a_fence_is_pending_while_the_work_runs(lab: Lab) -> bool:
     fence = lab.backend.speculative_sync.create_fence("fence")
     fence.signal(a)
     fence.wait_host()
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     fence.signal(a)
     if not fence.done() and not a.query():
         return True
     if fence.done():
-        expect(lab.peek(x), 1.0, "the write before the signal that is done")
+        expect(lab.current_values(x), 1.0, "the write before the signal that is done")
     return False
 
 
@@ -384,7 +384,7 @@ def test_a_fence_is_pending_while_the_work_runs(lab: Lab) -> bool:
 def test_a_wait_holds_whoever_has_asked_before(lab: Lab) -> None:
     """A stream waits for a generation that the host has queried before."""
     a, b, x, y = lab.two_streams()
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     event = lab.record(a)
     for _ in range(2):
         event.query()

@@ -18,12 +18,12 @@ def test_the_host_waits_for_a_fence_within_a_limit(lab: Lab) -> None:
     a, x = lab.one_stream()
     fence = lab.backend.speculative_sync.create_fence("fence")
     for turn in (1.0, 2.0):
-        lab.later(a, x, turn)
+        lab.fill_late(a, x, turn)
         fence.signal(a)
         if fence.wait_host_within(0.0):
-            expect(lab.peek(x), turn, "what the host read when a fence came at once")
+            expect(lab.current_values(x), turn, "what the host read when a fence came at once")
         assert fence.wait_host_within(60.0), "a minute wasn't enough"
-        expect(lab.peek(x), turn, "what the host read after the fence")
+        expect(lab.current_values(x), turn, "what the host read after the fence")
 
 
 @promise("Fence.done", "Return True if the visible generation has completed.")
@@ -33,11 +33,11 @@ def test_a_fence_that_is_done_is_done(lab: Lab) -> None:
     a, x = lab.one_stream()
     fence = lab.backend.speculative_sync.create_fence("fence")
     for turn in (1.0, 2.0):
-        lab.later(a, x, turn)
+        lab.fill_late(a, x, turn)
         fence.signal(a)
         for _ in range(_ASKED):
             if fence.done():
-                expect(lab.peek(x), turn, "the write before the signal that is done")
+                expect(lab.current_values(x), turn, "the write before the signal that is done")
         fence.wait_host()
         assert fence.done(), "done is False after wait_host"
 
@@ -49,7 +49,7 @@ def test_fences_of_two_engines_are_two(lab: Lab) -> None:
     a, b, c = lab.streams("a", "b", "c")
     x, y = lab.full(a, 0), lab.full(c, 0)
     late, early = (lab.backend.speculative_sync.create_fence("fence") for _ in range(2))
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     late.signal(a)
     early.signal(b)
     late.wait(c)

@@ -38,9 +38,9 @@ def test_queries_are_right_behind_any_number_of_operations(lab: Lab) -> None:
         idle, over = stream.query(), after.query()
         assert not idle or over, f"an idle stream with {number + 1} operations after an event that isn't over"
         if idle:
-            expect(lab.peek(x), float(number), f"what {number + 1} operations left on a stream that says it's idle")
+            expect(lab.current_values(x), float(number), f"what {number + 1} operations left on a stream that says it's idle")
     assert before.query(), "an event that was over isn't over any more"
-    expect(lab.read(stream, x), float(_DEEP - 1), "what the last operation left")
+    expect(lab.read_tensor(stream, x), float(_DEEP - 1), "what the last operation left")
 
 
 @promise("Event", "A wait that is enqueued stays valid when the Python object is dropped.")
@@ -89,7 +89,7 @@ def test_an_old_generation_stays_over(lab: Lab) -> None:
     old.synchronize()
     b.wait(old)
     lab.fill(b, x, 1)
-    expect(lab.read(b, x), 1.0, "what was written after a wait for an old event")
+    expect(lab.read_tensor(b, x), 1.0, "what was written after a wait for an old event")
 
 
 @promise("Stream", "dropping the object neither cancels nor waits for its work.")
@@ -100,7 +100,7 @@ def test_streams_are_dropped_with_work_of_theirs_pending(lab: Lab) -> None:
     tensors, events = [lab.full(last, 0) for _ in range(4)], []
     for number, tensor in enumerate(tensors):
         stream = lab.backend.create_stream("dropped")
-        lab.later(stream, tensor, number + 1)
+        lab.fill_late(stream, tensor, number + 1)
         lab.slow(stream)
         lab.fill(stream, tensor, number + 10)
         events.append(lab.record(stream))
@@ -108,7 +108,9 @@ def test_streams_are_dropped_with_work_of_theirs_pending(lab: Lab) -> None:
     for event in events:
         last.wait(event)
     last.synchronize()
-    expect([lab.peek(tensor) for tensor in tensors], [10.0, 11.0, 12.0, 13.0], "what streams that were dropped wrote")
+    expect(
+        [lab.current_values(tensor) for tensor in tensors], [10.0, 11.0, 12.0, 13.0], "what streams that were dropped wrote"
+    )
 
 
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
@@ -167,4 +169,4 @@ def test_writers_of_neighbouring_elements_leave_each_other_alone(lab: Lab, dtype
                 x.zero_()
             a.synchronize()
 
-    lab.always(program, schedules=4)
+    lab.check_in_every_order(program, schedules=4)

@@ -30,7 +30,9 @@ def test_allocations_do_not_overlap(lab: Lab) -> None:
         with backend.on(stream):
             made.append((number, torch.full((WIDTH,), float(number), device=backend.device)))
     backend.synchronize()
-    expect([lab.peek(tensor) for _, tensor in made], [float(number) for number, _ in made], "contents of forty tensors")
+    expect(
+        [lab.current_values(tensor) for _, tensor in made], [float(number) for number, _ in made], "contents of forty tensors"
+    )
 
 
 @promise("MemoryInfo", "``total`` and ``free`` are 0 where the backend doesn't declare ``memory_limit``.")
@@ -81,13 +83,13 @@ def test_out_of_memory_is_typed_and_survived(lab: Lab) -> None:
     """An allocation of twice the total memory raises a typed error, and work before and after it runs."""
     backend = lab.backend
     stream, x = lab.one_stream()
-    lab.later(stream, x, 1)
+    lab.fill_late(stream, x, 1)
     with pytest.raises(OutOfDeviceMemory) as caught, backend.guard("asking for too much"), backend.on(stream):
         torch.empty(2 * backend.memory_info().total, dtype=torch.uint8, device=backend.device)
     assert not caught.value.device_lost, "running out of memory is no loss of the device"
-    expect(lab.read(stream, x), 1.0, "what was queued before")
+    expect(lab.read_tensor(stream, x), 1.0, "what was queued before")
     lab.fill(stream, x, 2)
-    expect(lab.read(stream, x), 2.0, "what was enqueued after")
+    expect(lab.read_tensor(stream, x), 2.0, "what was enqueued after")
 
 
 @promise("Backend.keep_alive", "Hold references until the generation of ``until`` that is visible now has completed.")
@@ -98,7 +100,7 @@ def test_what_is_kept_alive_lives_until_the_event(lab: Lab) -> None:
     a, x = lab.one_stream()
     thing = _Thing()
     alive = weakref.ref(thing)
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     event = lab.record(a)
     backend.keep_alive([thing], until=event)
     del thing
@@ -118,7 +120,7 @@ def test_releasing_does_not_block(lab: Lab) -> bool:
     """A release call leaves a pending hold and returns at once."""
     backend = lab.backend
     a, x = lab.one_stream()
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     backend.keep_alive([x], until=lab.record(a))
     return backend.release_finished() == 1
 
@@ -140,7 +142,7 @@ def test_memory_in_use_elsewhere_is_not_reused(lab: Lab) -> None:
     backend.release_finished()
     with backend.on(a):
         others = [torch.full((WIDTH,), 9.0, device=backend.device) for _ in range(8)]
-    expect(lab.read(b, y), 1.0, "what the other stream read from memory that was kept alive")
+    expect(lab.read_tensor(b, y), 1.0, "what the other stream read from memory that was kept alive")
     del others
 
 
@@ -154,7 +156,7 @@ def test_each_hold_has_its_own_event(lab: Lab) -> None:
     early, late = [_Thing() for _ in range(3)], [_Thing() for _ in range(3)]
     watched = [[weakref.ref(thing) for thing in things] for things in (early, late)]
     over = lab.record(done, "over")
-    lab.later(busy, x, 1)
+    lab.fill_late(busy, x, 1)
     pending = lab.record(busy, "pending")
     backend.keep_alive(early, until=over)
     backend.keep_alive(late, until=pending)

@@ -106,38 +106,38 @@ def test_a_renewed_buffer_refuses_its_old_readers(backend: Backend) -> None:
     """A read of a pinned buffer under an older generation raises an error."""
     buffer = backend.empty_pinned("ring", (2,), torch.int64)
     old = buffer.renew()
-    assert buffer.read(old) is buffer.tensor
+    assert buffer.read_generation(old) is buffer.tensor
     new = buffer.renew()
     expect(new, old + 1, "the generation after a second renewal")
     with pytest.raises(StaleBufferError):
-        buffer.read(old)
+        buffer.read_generation(old)
 
 
 @promise("Backend.attach", "One observer at a time.")
 def test_one_observer_at_a_time(backend: Backend) -> None:
     """A second observer is refused until the first is detached. An observer is told of existing streams."""
-    from outrider_conformance.watching import Diary
+    from outrider_conformance.observer_log import ObserverLog
 
     stream = backend.create_stream("early")
-    diary = Diary()
+    diary = ObserverLog()
     backend.attach(diary)
     try:
         assert ("stream", stream.name) in diary.entries, "an observer isn't told of streams that existed before it"
         with pytest.raises(InterfaceError):
-            backend.attach(Diary())
+            backend.attach(ObserverLog())
     finally:
         backend.detach()
-    backend.attach(Diary())
+    backend.attach(ObserverLog())
     backend.detach()
 
 
 @promise("Observer", "Receives what happens on a device.")
 def test_an_observer_sees_every_verb(backend: Backend) -> None:
     """An observer receives records, waits, scopes and synchronisations in order, with their generations."""
-    from outrider_conformance.watching import Diary
+    from outrider_conformance.observer_log import ObserverLog
 
     a, b, event = backend.create_stream("a"), backend.create_stream("b"), backend.create_event("e")
-    diary = Diary()
+    diary = ObserverLog()
     backend.attach(diary)
     try:
         with backend.on(a):
@@ -163,13 +163,13 @@ def test_an_observer_sees_every_verb(backend: Backend) -> None:
 )
 def test_accesses_are_reported(backend: Backend) -> None:
     """A copy between two tensors is reported on its stream, as a read of one tensor and a write of the other."""
-    from outrider_conformance.watching import Diary
+    from outrider_conformance.observer_log import ObserverLog
 
     stream = backend.create_stream("s")
     with backend.on(stream):
         source, destination = torch.ones(16, device=backend.device), torch.zeros(16, device=backend.device)
     stream.synchronize()
-    diary = Diary()
+    diary = ObserverLog()
     backend.attach(diary)
     try:
         with backend.on(stream):
@@ -190,7 +190,7 @@ def test_accesses_are_reported(backend: Backend) -> None:
 )
 def test_rows_are_reported_exactly(backend: Backend) -> None:
     """A cache write is reported with the rows of its slots and no other rows."""
-    from outrider_conformance.watching import Diary
+    from outrider_conformance.observer_log import ObserverLog
 
     stream = backend.create_stream("s")
     with backend.on(stream):
@@ -199,7 +199,7 @@ def test_rows_are_reported_exactly(backend: Backend) -> None:
         caches = [torch.zeros(4, 2, 1, 4, device=backend.device) for _ in range(2)]
         slots = torch.tensor([3, 6], dtype=torch.int64, device=backend.device)
     stream.synchronize()
-    diary = Diary()
+    diary = ObserverLog()
     backend.attach(diary)
     try:
         with backend.on(stream):

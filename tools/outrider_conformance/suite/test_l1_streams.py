@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from outrider.device import CapabilityError, Stream
-from outrider_conformance.faults import WAITS
-from outrider_conformance.lab import Lab, elsewhere, expect, in_every_order, in_some_order, observing
+from outrider_conformance.host_waits import WAITS
+from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order, in_some_order, observing
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.verdict import not_applicable
 
@@ -32,8 +32,8 @@ def test_one_stream_keeps_its_order(lab: Lab) -> None:
             x.mul_(2).add_(step)
         y.copy_(x)
         x.zero_()
-    expect(lab.read(stream, y), 42.0, "1 doubled and increased by 1, 2, 3, 4 in turn")
-    expect(lab.peek(x), 0.0, "what was zeroed at the end")
+    expect(lab.read_tensor(stream, y), 42.0, "1 doubled and increased by 1, 2, 3, 4 in turn")
+    expect(lab.current_values(x), 0.0, "what was zeroed at the end")
 
 
 @promise("Stream.synchronize", "Block the calling thread until everything enqueued on this stream so far has run.")
@@ -41,9 +41,9 @@ def test_one_stream_keeps_its_order(lab: Lab) -> None:
 def test_synchronize_waits_for_the_stream(lab: Lab) -> None:
     """The last enqueued write is complete when the call returns."""
     stream, x = lab.one_stream()
-    lab.later(stream, x, 1)
+    lab.fill_late(stream, x, 1)
     stream.synchronize()
-    expect(lab.peek(x), 1.0, "the last write before synchronize")
+    expect(lab.current_values(x), 1.0, "the last write before synchronize")
     assert stream.query(), "query is False right after synchronize, with nothing enqueued since"
 
 
@@ -54,9 +54,9 @@ def test_the_device_synchronizes_every_stream(lab: Lab) -> None:
     streams = lab.streams("a", "b", "c")
     tensors = [lab.full(stream, 0) for stream in streams]
     for number, (stream, tensor) in enumerate(zip(streams, tensors, strict=True), 1):
-        lab.later(stream, tensor, number)
+        lab.fill_late(stream, tensor, number)
     lab.backend.synchronize()
-    expect([lab.peek(tensor) for tensor in tensors], [1.0, 2.0, 3.0], "late writes of three streams")
+    expect([lab.current_values(tensor) for tensor in tensors], [1.0, 2.0, 3.0], "late writes of three streams")
     assert all(stream.query() for stream in streams), "a stream isn't empty after synchronize"
 
 
@@ -65,9 +65,9 @@ def test_the_device_synchronizes_every_stream(lab: Lab) -> None:
 def test_query_is_true_only_when_the_work_is_done(lab: Lab) -> None:
     """A host that polls a stream until True may read its results."""
     stream, x = lab.one_stream()
-    lab.later(stream, x, 1)
+    lab.fill_late(stream, x, 1)
     if stream.query():
-        expect(lab.peek(x), 1.0, "the write that query says has run")
+        expect(lab.current_values(x), 1.0, "the write that query says has run")
     stream.synchronize()
     assert stream.query(), "query is False though the stream is empty"
 
@@ -90,10 +90,10 @@ def test_query_is_false_while_the_last_operation_runs(lab: Lab) -> bool:
 def test_work_returns_before_it_has_run(lab: Lab) -> bool:
     """The call of an operation returns while the operation is pending."""
     stream, x = lab.one_stream()
-    lab.later(stream, x, 1)
+    lab.fill_late(stream, x, 1)
     if not stream.query():
         return True
-    expect(lab.peek(x), 1.0, "the write that query says has run")
+    expect(lab.current_values(x), 1.0, "the write that query says has run")
     return False
 
 
@@ -104,11 +104,11 @@ def test_streams_run_beside_each_other(lab: Lab) -> bool:
     """A short job on one stream finishes before a long job that was enqueued earlier on another stream."""
     long, short = lab.streams("long", "short")
     x, y = lab.full(long, 0), lab.full(short, 0)
-    lab.later(long, x, 1)
+    lab.fill_late(long, x, 1)
     lab.fill(short, y, 2)
     short.synchronize()
     pending = not long.query()
-    expect(lab.peek(y), 2.0, "the short job")
+    expect(lab.current_values(y), 2.0, "the short job")
     return pending
 
 
@@ -141,7 +141,7 @@ def test_synchronize_waits_for_nothing_else(lab: Lab) -> bool:
     """Synchronising with an empty stream returns while another stream is busy."""
     busy, idle = lab.streams("busy", "idle")
     x = lab.full(busy, 0)
-    lab.later(busy, x, 1)
+    lab.fill_late(busy, x, 1)
     idle.synchronize()
     return not busy.query()
 
@@ -165,9 +165,9 @@ def test_scopes_nest_and_are_restored(lab: Lab) -> None:
         except ValueError:
             pass
         z.copy_(x)
-    expect(lab.read(inner, other), 5.0, "work of the inner scope")
-    expect(lab.read(outer, y), 1.0, "work after an inner scope, which must follow the outer stream")
-    expect(lab.peek(z), 1.0, "work after an inner scope that was left by an exception")
+    expect(lab.read_tensor(inner, other), 5.0, "work of the inner scope")
+    expect(lab.read_tensor(outer, y), 1.0, "work after an inner scope, which must follow the outer stream")
+    expect(lab.current_values(z), 1.0, "work after an inner scope that was left by an exception")
 
 
 @promise("Backend.on", "A tensor made, cast or filled inside a scope belongs to that scope's stream.")
@@ -177,7 +177,7 @@ def test_work_is_placed_on_the_scopes_stream(lab: Lab) -> None:
     backend = lab.backend
     producer, stream, consumer = lab.streams("producer", "stream", "consumer")
     x, out = lab.full(producer, 0), lab.full(consumer, 0)
-    lab.later(producer, x, 3)
+    lab.fill_late(producer, x, 3)
     stream.wait(lab.record(producer))
     with backend.on(stream):
         cast = x.to(torch.float64)
@@ -188,7 +188,7 @@ def test_work_is_placed_on_the_scopes_stream(lab: Lab) -> None:
     consumer.wait(lab.record(stream))
     with backend.on(consumer):
         out.copy_(total + made)
-    expect(lab.read(consumer, out), 12.0, "2 + 3 and then 7, through three streams")
+    expect(lab.read_tensor(consumer, out), 12.0, "2 + 3 and then 7, through three streams")
     expect(cast.dtype, torch.float64, "the dtype of the cast")
 
 
@@ -222,8 +222,8 @@ def test_scopes_belong_to_their_thread(lab: Lab) -> None:
         thread.join()
     if failures:
         raise failures[0]
-    expect(lab.read(ours, y), 1.0, "work of this thread while another one holds a scope")
-    expect(lab.read(theirs, z), 4.0, "work of the other thread, which must follow its own scope")
+    expect(lab.read_tensor(ours, y), 1.0, "work of this thread while another one holds a scope")
+    expect(lab.read_tensor(theirs, z), 4.0, "work of the other thread, which must follow its own scope")
 
 
 @needs("stream_priorities")
@@ -238,7 +238,7 @@ def test_priorities_change_urgency_alone(lab: Lab) -> None:
     urgent, usual = backend.create_stream("urgent", priority=-1), backend.create_stream("usual")
     expect(urgent.priority, -1, "the priority of an urgent stream")
     x, y = lab.full(usual, 0), lab.full(urgent, 0)
-    lab.later(usual, x, 1)
+    lab.fill_late(usual, x, 1)
     urgent.wait(lab.record(usual))
     lab.expect_read(urgent, y, x, 1.0, "what the urgent stream read after its wait")
 
@@ -260,7 +260,7 @@ def test_four_scopes_are_restored(lab: Lab) -> None:
     streams = lab.streams("a", "b", "c", "d")
     for late in streams:  # its work alone comes late, so that elsewhere it would come too early
         source, found = lab.full(late, 0), lab.full(late, 0)
-        lab.later(late, source, 1)
+        lab.fill_late(late, source, 1)
         with ExitStack() as deepest:
             scopes = [deepest.enter_context(ExitStack()) for _ in streams]
             for scope, stream in zip(scopes, streams, strict=True):
@@ -269,7 +269,7 @@ def test_four_scopes_are_restored(lab: Lab) -> None:
                 if stream is late:
                     found.copy_(source)
                 scope.close()
-        expect(lab.read(late, found), 1.0, f"work in the scope of {late.name!r}, after the scopes inside it")
+        expect(lab.read_tensor(late, found), 1.0, f"work in the scope of {late.name!r}, after the scopes inside it")
 
 
 @needs("asynchronous")
@@ -282,14 +282,16 @@ def test_any_thread_may_query(lab: Lab) -> None:
 
     def asked() -> bool:
         answers: list[bool] = []
-        elsewhere(lambda: answers.append(stream.query()))
+        call_on_new_thread(lambda: answers.append(stream.query()))
         return answers[0]
 
     def is_pending() -> bool:
-        lab.later(stream, x, 1)
+        lab.fill_late(stream, x, 1)
         return not asked()
 
-    lab.sometimes(observing(is_pending), "a stream with pending work is always empty for a thread that enqueued none of it")
+    lab.check_in_some_order(
+        observing(is_pending), "a stream with pending work is always empty for a thread that enqueued none of it"
+    )
     stream.synchronize()
     assert asked(), "a stream that is synchronised isn't empty for another thread"
 
@@ -303,22 +305,22 @@ def test_the_host_waits_alike_in_every_scope(lab: Lab, wait: str) -> None:
     streams = lab.streams("a", "b", "c", "d")
     x = lab.full(streams[0], 0)
     for turn, scope in enumerate(streams, 1):
-        lab.later(streams[0], x, turn)
+        lab.fill_late(streams[0], x, turn)
         event = lab.record(streams[0])
         with backend.on(scope):
             WAITS[wait](backend, streams[0], event)
-        expect(lab.peek(x), float(turn), f"what the host read after waiting in the scope of {scope.name!r}")
+        expect(lab.current_values(x), float(turn), f"what the host read after waiting in the scope of {scope.name!r}")
 
 
 @promise("Backend.synchronize", "Block the calling thread until every stream is empty.")
 def test_the_device_synchronizes_streams_of_other_threads(lab: Lab) -> None:
     """A device wait covers the work of a stream that another thread created."""
     made: list[Stream] = []
-    elsewhere(lambda: made.extend(lab.streams("made elsewhere")))
+    call_on_new_thread(lambda: made.extend(lab.streams("made elsewhere")))
     x = lab.full(made[0], 0)
-    lab.later(made[0], x, 1)
+    lab.fill_late(made[0], x, 1)
     lab.backend.synchronize()
-    expect(lab.peek(x), 1.0, "a late write of a stream that another thread made")
+    expect(lab.current_values(x), 1.0, "a late write of a stream that another thread made")
 
 
 @promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
@@ -329,7 +331,7 @@ def test_a_record_covers_waits_behind_the_last_record(lab: Lab) -> None:
     x, y = lab.full(a, 0), lab.full(c, 0)
     for value in (1.0, 2.0):
         first = lab.record(between)
-        lab.later(a, x, value)
+        lab.fill_late(a, x, value)
         between.wait(lab.record(a))
         second = lab.record(between)
         c.wait(second)

@@ -9,9 +9,9 @@ import torch
 
 from outrider.device import CaptureContext
 from outrider_conformance.lab import Lab, expect, observing
+from outrider_conformance.observer_log import ObserverLog
 from outrider_conformance.promises import promise
 from outrider_conformance.verdict import not_applicable
-from outrider_conformance.watching import Diary
 
 _WORDS = "and so does a working ability that isn't declared."
 
@@ -19,7 +19,7 @@ _WORDS = "and so does a working ability that isn't declared."
 def _asynchronous(lab: Lab) -> bool:
     def is_pending() -> bool:
         a, x = lab.one_stream()
-        lab.later(a, x, 1)
+        lab.fill_late(a, x, 1)
         return not a.query()
 
     return lab.sees(observing(is_pending))
@@ -28,7 +28,7 @@ def _asynchronous(lab: Lab) -> bool:
 def _concurrent(lab: Lab) -> bool:
     def second_finishes_first() -> bool:
         a, b, x, y = lab.two_streams()
-        lab.later(a, x, 1)
+        lab.fill_late(a, x, 1)
         lab.fill(b, y, 2)
         b.synchronize()
         return not a.query()
@@ -49,11 +49,11 @@ def _event_timing(lab: Lab) -> bool:
 def _flags(lab: Lab) -> bool:
     a, b, x, y = lab.two_streams()
     flag = lab.backend.create_flag("f")
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     flag.set(a)
     flag.wait(b)
     lab.copy(b, y, x)
-    return bool(lab.read(b, y) == 1.0)
+    return bool(lab.read_tensor(b, y) == 1.0)
 
 
 def _perturbs_timing(lab: Lab) -> bool:
@@ -81,7 +81,7 @@ def _captures_graphs(lab: Lab) -> bool:
     before = len(calls)
     lab.fill(stream, x, 3)
     graph.replay(stream)
-    return bool(lab.read(stream, y) == 3.0) and len(calls) == before
+    return bool(lab.read_tensor(stream, y) == 3.0) and len(calls) == before
 
 
 def _forks_in_capture(lab: Lab) -> bool:
@@ -102,7 +102,7 @@ def _forks_in_capture(lab: Lab) -> bool:
     graph = backend.capture("probe", fn, stream=a, inputs={"x": x}, outputs={"y": y})
     lab.fill(a, x, 3)
     graph.replay(a)
-    return bool(lab.read(a, y) == 3.0)
+    return bool(lab.read_tensor(a, y) == 3.0)
 
 
 def _waits_inside_graphs(lab: Lab) -> bool:
@@ -117,10 +117,10 @@ def _waits_inside_graphs(lab: Lab) -> bool:
         y.copy_(x)
 
     graph = backend.capture("probe", fn, stream=a, inputs={"x": x}, outputs={"y": y})
-    lab.later(b, x, 3)
+    lab.fill_late(b, x, 3)
     b.record(event)
     graph.replay(a)
-    return bool(lab.read(a, y) == 3.0)
+    return bool(lab.read_tensor(a, y) == 3.0)
 
 
 def _updates_graph_params(lab: Lab) -> bool:
@@ -134,10 +134,10 @@ def _updates_graph_params(lab: Lab) -> bool:
     graph = backend.capture("probe", fn, stream=stream, inputs={}, outputs={"y": y}, params={"value": [1]})
     graph.update_params({"value": [4]}, stream=stream)
     graph.replay(stream)
-    return bool(lab.read(stream, y) == 4.0)
+    return bool(lab.read_tensor(stream, y) == 4.0)
 
 
-def _watched(lab: Lab) -> Diary:
+def _watched(lab: Lab) -> ObserverLog:
     backend = lab.backend
     (stream,) = lab.streams("s")
     with backend.on(stream):
@@ -145,7 +145,7 @@ def _watched(lab: Lab) -> Diary:
         caches = [torch.zeros(2, 2, 1, 4, device=backend.device) for _ in range(2)]
         slots = torch.full((1,), 3, dtype=torch.int64, device=backend.device)
     stream.synchronize()
-    diary = Diary()
+    diary = ObserverLog()
     backend.attach(diary)
     try:
         with backend.on(stream):
@@ -191,7 +191,7 @@ def test_what_works_is_declared(lab: Lab, ability: str, base: str | None, works:
     if base is not None and not getattr(declared, base):
         not_applicable(f"{ability} means nothing without {base}")
     try:
-        found = works(Lab(lab.backend.declaring(**{ability: True}), lab.pace))
+        found = works(Lab(lab.backend.with_capabilities(**{ability: True}), lab.pace))
     except Exception:  # whatever the device says when it can't: that's the right answer here
         found = False
     assert not found, f"{ability} works but isn't declared: set Capabilities({ability}=True), so that it's used and tested"
@@ -205,7 +205,7 @@ def test_dtypes_compute(lab: Lab) -> None:
         x = lab.full(stream, 2, dtype=dtype)
         with lab.backend.on(stream):
             y = x + x
-        expect(lab.read(stream, y), 4.0, f"2 + 2 in {dtype}")
+        expect(lab.read_tensor(stream, y), 4.0, f"2 + 2 in {dtype}")
         expect(y.dtype, dtype, "the dtype of a sum")
     stream.synchronize()
     assert torch.float32 in lab.backend.capabilities.dtypes, "float32 isn't declared: the kit and the bundled model need it"

@@ -17,7 +17,7 @@ from outrider.device import (
     DeviceFault,
     StreamOrderError,
 )
-from outrider_conformance.lab import Lab, elsewhere, expect, in_every_order
+from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.suite.test_l2_graphs import triple
 
@@ -32,13 +32,13 @@ def _still_works(lab: Lab, backend: Backend, *, pool_name: str = "after") -> Non
     """Check that streams, scopes, events, graphs and pools work after a failure."""
     a, b = lab.streams("after a", "after b")
     x, y = lab.full(a, 0), lab.full(b, 0)
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     b.wait(lab.record(a, "after"))
     lab.expect_read(b, y, x, 1.0, "an ordinary exchange after the failure")
     graph = triple(lab, a, "after", backend.create_graph_pool(pool_name))
-    lab.later(a, graph.inputs["x"], 2)
+    lab.fill_late(a, graph.inputs["x"], 2)
     graph.replay(a)
-    expect(lab.read(a, graph.outputs["y"]), 7.0, "a graph captured after the failure")
+    expect(lab.read_tensor(a, graph.outputs["y"]), 7.0, "a graph captured after the failure")
     assert backend.active_capture is None, "a capture is still open on this thread"
 
 
@@ -64,13 +64,13 @@ def test_a_failing_callable_leaves_no_trace(lab: Lab, after: int) -> None:
     causes = [caught.value.__cause__, getattr(caught.value.__cause__, "__cause__", None)]
     assert any(isinstance(cause, _MistakeError) for cause in causes), f"the cause is lost: {causes}"
     assert backend.active_capture is None, "a capture is still open on this thread"
-    lab.later(stream, x, 5)
+    lab.fill_late(stream, x, 5)
     expect(stream.record(event), 2, "the generation of an event from before the failure")
     lab.expect_read(stream, y, x, 5.0, "work on the stream whose capture failed")
     graph = triple(lab, stream, "again", pool)
     lab.fill(stream, graph.inputs["x"], 2)
     graph.replay(stream)
-    expect(lab.read(stream, graph.outputs["y"]), 7.0, "a second capture with the same stream and pool")
+    expect(lab.read_tensor(stream, graph.outputs["y"]), 7.0, "a second capture with the same stream and pool")
     _still_works(lab, backend)
 
 
@@ -97,7 +97,7 @@ def test_the_scope_around_a_capture_is_restored(lab: Lab, fails: bool) -> None:
         except CaptureError:
             assert fails, "the capture failed"
         y.copy_(x)
-    expect(lab.read(scope, y), 1.0, "work in the scope, after the capture")
+    expect(lab.read_tensor(scope, y), 1.0, "work in the scope, after the capture")
 
 
 @needs("captures_graphs")
@@ -240,7 +240,11 @@ def test_static_buffers_must_be_on_the_device(lab: Lab, side: str) -> None:
     buffers[side] = torch.empty(4, device="meta")
     with pytest.raises(CaptureError, match=side):
         backend.capture(
-            "elsewhere", lambda _: None, stream=stream, inputs={"x": buffers["input"]}, outputs={"y": buffers["output"]}
+            "call_on_new_thread",
+            lambda _: None,
+            stream=stream,
+            inputs={"x": buffers["input"]},
+            outputs={"y": buffers["output"]},
         )
 
 
@@ -264,16 +268,16 @@ def test_another_thread_may_query_during_a_capture(lab: Lab) -> None:
     def fn(context: CaptureContext) -> None:
         middle = context.inputs["x"] * 2
         if backend.active_capture is not None:
-            elsewhere(watch)
+            call_on_new_thread(watch)
         context.outputs["y"].copy_(middle)
 
     graph = backend.capture("watched", fn, stream=stream, inputs={"x": x}, outputs={"y": y})
-    expect(lab.read(other, z), 1.0, "work of another thread during the capture")
+    expect(lab.read_tensor(other, z), 1.0, "work of another thread during the capture")
     lab.fill(stream, x, 4)
     lab.fill(other, z, 5)
     graph.replay(stream)
-    expect(lab.read(stream, y), 8.0, "the output of the graph that was captured meanwhile")
-    expect(lab.read(other, z), 5.0, "work of the other thread, which a replay must not do again")
+    expect(lab.read_tensor(stream, y), 8.0, "the output of the graph that was captured meanwhile")
+    expect(lab.read_tensor(other, z), 5.0, "work of the other thread, which a replay must not do again")
 
 
 @needs("captures_graphs")
@@ -299,4 +303,4 @@ def test_garbage_isnt_collected_in_a_capture(lab: Lab) -> None:
     graph = lab.backend.capture("fresh", fn, stream=stream, inputs={"x": x}, outputs={"y": y})
     expect(all(alive), True, "the unreachable graph is there until the capture is over")
     graph.replay(stream)
-    expect(lab.read(stream, y), 4.0, "a graph captured while there was garbage")
+    expect(lab.read_tensor(stream, y), 4.0, "a graph captured while there was garbage")

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from outrider.device import Backend, CaptureContext, DeviceError, DeviceFault
-from outrider_conformance.faults import WAITS, fallible
+from outrider_conformance.host_waits import WAITS, fallible
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import promise
 
@@ -34,7 +34,7 @@ def test_every_way_to_wait_raises_what_failed_in_a_graph(lab: Lab, wait: str) ->
         fails = False
         whole = backend.capture("works", fn, stream=b, inputs={"x": x}, outputs={"y": y})
         for turn in (1.0, 2.0):
-            lab.later(b, x, turn)
+            lab.fill_late(b, x, turn)
             fails = True  # for a device without graphs, which runs the callable now
             broken.replay(b)
             fails = False
@@ -45,6 +45,6 @@ def test_every_way_to_wait_raises_what_failed_in_a_graph(lab: Lab, wait: str) ->
                 again(backend, b, event)
         lab.fill(b, x, 3)
         whole.replay(b)
-        expect(lab.read(b, y), 3.0, "what another graph copied after the error was raised")
+        expect(lab.read_tensor(b, y), 3.0, "what another graph copied after the error was raised")
 
-    lab.always(program, schedules=6)
+    lab.check_in_every_order(program, schedules=6)

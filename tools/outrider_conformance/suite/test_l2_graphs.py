@@ -39,11 +39,11 @@ def test_a_replay_does_the_work_again(lab: Lab) -> None:
     (stream,) = lab.streams("s")
     graph = triple(lab, stream)
     replays = backend.replays
-    expect(lab.read(stream, graph.outputs["y"]), -1.0, "the output before the first replay")
+    expect(lab.read_tensor(stream, graph.outputs["y"]), -1.0, "the output before the first replay")
     for turn in (1, 2, 3):
-        lab.later(stream, graph.inputs["x"], turn)
+        lab.fill_late(stream, graph.inputs["x"], turn)
         expect(graph.replay(stream), turn, "the replay's generation")
-        expect(lab.read(stream, graph.outputs["y"]), 3.0 * turn + 1, f"the output of replay {turn}")
+        expect(lab.read_tensor(stream, graph.outputs["y"]), 3.0 * turn + 1, f"the output of replay {turn}")
     expect(graph.generation, 3, "generations after three replays")
     expect(backend.replays - replays, 3, "replays that the backend counts")
 
@@ -56,12 +56,12 @@ def test_a_replay_keeps_the_order_of_its_stream(lab: Lab) -> None:
     graph = triple(lab, stream)
     kept = [lab.full(stream, 0) for _ in range(3)]
     for turn, keep in enumerate(kept, 1):
-        lab.later(stream, graph.inputs["x"], turn)
+        lab.fill_late(stream, graph.inputs["x"], turn)
         graph.replay(stream)
         lab.copy(stream, keep, graph.outputs["y"])
     lab.fill(stream, graph.inputs["x"], 50)
     stream.synchronize()
-    expect([lab.peek(keep) for keep in kept], [4.0, 7.0, 10.0], "outputs of three replays in a row")
+    expect([lab.current_values(keep) for keep in kept], [4.0, 7.0, 10.0], "outputs of three replays in a row")
 
 
 @promise("Graph", "``replay`` enqueues the whole graph on a stream like one operation.")
@@ -81,7 +81,7 @@ def test_a_replay_reads_what_the_host_sent_before(lab: Lab) -> None:
         graph.replay(stream)
         lab.copy(stream, keep, graph.outputs["y"])
         stream.synchronize()
-    expect([lab.peek(keep) for keep in kept], [4.0, 7.0], "outputs of replays after copies from the host")
+    expect([lab.current_values(keep) for keep in kept], [4.0, 7.0], "outputs of replays after copies from the host")
 
 
 def _scale(context: CaptureContext) -> None:
@@ -96,7 +96,7 @@ def test_a_replay_goes_to_the_stream_that_is_named(lab: Lab) -> None:
     graph = triple(lab, captured)
     captured.synchronize()
     z = lab.full(consumer, 0)
-    lab.later(producer, graph.inputs["x"], 2)
+    lab.fill_late(producer, graph.inputs["x"], 2)
     stream.wait(lab.record(producer, "written"))
     graph.replay(stream)
     consumer.wait(lab.record(stream, "replayed"))
@@ -134,7 +134,7 @@ def test_a_replay_does_not_run_the_callable(lab: Lab) -> None:
     lab.fill(stream, y, 10)
     for _ in range(3):
         graph.replay(stream)
-    expect(lab.read(stream, y), 13.0, "three replays of an increment")
+    expect(lab.read_tensor(stream, y), 13.0, "three replays of an increment")
     expect(len(calls), captured, "calls of the callable after three replays")
 
 
@@ -158,8 +158,8 @@ def test_outputs_keep_their_storage(lab: Lab) -> None:
     lab.fill(stream, whole, -1)
     graph.replay(stream)
     stream.synchronize()
-    expect(lab.peek(whole[WIDTH:]), 8.0, "the output, seen through the tensor that it's a slice of")
-    expect(lab.peek(whole[:WIDTH]), -1.0, "the memory next to the output")
+    expect(lab.current_values(whole[WIDTH:]), 8.0, "the output, seen through the tensor that it's a slice of")
+    expect(lab.current_values(whole[:WIDTH]), -1.0, "the memory next to the output")
 
 
 @promise("CaptureContext.scalars", "Host values that the capture freezes.")
@@ -174,7 +174,7 @@ def test_scalars_are_frozen(lab: Lab) -> None:
     scalars["factor"] = 9
     inputs["x"] = outputs["y"] = lab.full(stream, 100)
     graph.replay(stream)
-    expect(lab.read(stream, y), 8.0, "the output after the caller's dictionaries changed")
+    expect(lab.read_tensor(stream, y), 8.0, "the output after the caller's dictionaries changed")
 
 
 @promise("Graph", "The graph keeps its inputs and outputs alive.")
@@ -184,11 +184,11 @@ def test_a_graph_keeps_its_buffers(lab: Lab) -> None:
     (stream,) = lab.streams("s")
     graph = triple(lab, stream)
     others = [lab.full(stream, 9) for _ in range(8)]
-    lab.later(stream, graph.inputs["x"], 2)
+    lab.fill_late(stream, graph.inputs["x"], 2)
     graph.replay(stream)
     more = [lab.full(stream, 8) for _ in range(8)]
-    expect(lab.read(stream, graph.outputs["y"]), 7.0, "the output of a graph whose buffers only the graph holds")
-    expect([lab.peek(tensor) for tensor in others + more], [9.0] * 8 + [8.0] * 8, "tensors made meanwhile")
+    expect(lab.read_tensor(stream, graph.outputs["y"]), 7.0, "the output of a graph whose buffers only the graph holds")
+    expect([lab.current_values(tensor) for tensor in others + more], [9.0] * 8 + [8.0] * 8, "tensors made meanwhile")
 
 
 @promise("Backend.create_graph_pool", "Create a memory pool for graphs that never run at the same time.")
@@ -202,13 +202,13 @@ def test_graphs_of_one_pool_take_turns(lab: Lab) -> None:
     kept = []
     for turn in range(1, 5):
         graph = graphs[turn % 2]
-        lab.later(stream, graph.inputs["x"], turn)
+        lab.fill_late(stream, graph.inputs["x"], turn)
         graph.replay(stream)
         keep = lab.full(stream, 0)
         lab.copy(stream, keep, graph.outputs["y"])
         kept.append(keep)
     stream.synchronize()
-    expect([lab.peek(keep) for keep in kept], [4.0, 7.0, 10.0, 13.0], "outputs of two graphs in turn")
+    expect([lab.current_values(keep) for keep in kept], [4.0, 7.0, 10.0, 13.0], "outputs of two graphs in turn")
 
 
 @promise("GraphPool", "Memory shared by graphs that never run at the same time.")
@@ -225,12 +225,12 @@ def test_graphs_of_different_pools_do_not_touch(lab: Lab) -> None:
     backend.synchronize()
     for turn in (1, 2):
         for stream, graph in zip(streams, graphs, strict=True):
-            lab.later(stream, graph.inputs["x"], turn * (2 if stream is streams[0] else 5))
+            lab.fill_late(stream, graph.inputs["x"], turn * (2 if stream is streams[0] else 5))
             graph.replay(stream)
         lab.fill(streams[0], loose.inputs["x"], turn)
         loose.replay(streams[0])
         backend.synchronize()
-        found = [lab.peek(graph.outputs["y"]) for graph in (*graphs, loose)]
+        found = [lab.current_values(graph.outputs["y"]) for graph in (*graphs, loose)]
         expect(found, [6.0 * turn + 1, 15.0 * turn + 1, 3.0 * turn + 1], "outputs of graphs of different pools")
 
 
@@ -240,16 +240,16 @@ def test_other_streams_may_be_busy_during_a_capture(lab: Lab) -> None:
     """A long job on another stream is neither captured, nor lost, nor repeated by a replay."""
     stream, busy = lab.streams("s", "busy")
     z = lab.full(busy, 0)
-    lab.later(busy, z, 5)
+    lab.fill_late(busy, z, 5)
     graph = triple(lab, stream)
     lab.fill(stream, graph.inputs["x"], 1)
     graph.replay(stream)
-    expect(lab.read(stream, graph.outputs["y"]), 4.0, "the output of a graph captured while another stream was busy")
-    expect(lab.read(busy, z), 5.0, "the job that ran during the capture")
+    expect(lab.read_tensor(stream, graph.outputs["y"]), 4.0, "the output of a graph captured while another stream was busy")
+    expect(lab.read_tensor(busy, z), 5.0, "the job that ran during the capture")
     lab.fill(busy, z, 6)
     graph.replay(stream)
     lab.backend.synchronize()
-    expect(lab.peek(z), 6.0, "what a replay must not repeat: the job that ran during the capture")
+    expect(lab.current_values(z), 6.0, "what a replay must not repeat: the job that ran during the capture")
 
 
 @needs("captures_graphs", "forks_in_capture")
@@ -282,11 +282,11 @@ def test_a_capture_may_fork(lab: Lab) -> None:
     graph = backend.capture("fork", fn, stream=a, inputs={"x": x}, outputs={"y": y})
     kept = [lab.full(a, 0) for _ in range(2)]
     for turn, keep in enumerate(kept, 1):
-        lab.later(a, x, turn)
+        lab.fill_late(a, x, turn)
         graph.replay(a)
         lab.copy(a, keep, y)
     a.synchronize()
-    expect([lab.peek(keep) for keep in kept], [220.0, 330.0], "outputs of two replays of a graph with two branches")
+    expect([lab.current_values(keep) for keep in kept], [220.0, 330.0], "outputs of two replays of a graph with two branches")
 
 
 @needs("captures_graphs", "waits_inside_graphs")
@@ -304,10 +304,10 @@ def test_a_graph_may_wait_for_an_event_outside(lab: Lab) -> None:
 
     graph = lab.backend.capture("waits", fn, stream=a, inputs={"x": x}, outputs={"y": y})
     for turn in (2.0, 3.0):
-        lab.later(b, x, turn)
+        lab.fill_late(b, x, turn)
         b.record(event)
         graph.replay(a)
-        expect(lab.read(a, y), turn, "what the graph read after its wait")
+        expect(lab.read_tensor(a, y), turn, "what the graph read after its wait")
 
 
 @promise("GraphPool", "Memory shared by graphs that never run at the same time.")
@@ -323,4 +323,4 @@ def test_intermediates_of_graphs_stay_apart_for_long(lab: Lab) -> None:
         lab.fill(stream, graph.inputs["x"], value)
         graph.replay(stream)
     backend.synchronize()
-    expect([lab.peek(graph.outputs["y"]) for graph in graphs], [4.0, 7.0], "outputs of two graphs at a time")
+    expect([lab.current_values(graph.outputs["y"]) for graph in graphs], [4.0, 7.0], "outputs of two graphs at a time")

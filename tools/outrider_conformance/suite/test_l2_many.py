@@ -36,7 +36,7 @@ def test_dozens_of_graphs_are_all_their_own(lab: Lab) -> None:
         for graph in reversed(graphs):
             graph.replay(stream)
     stream.synchronize()
-    found = [lab.peek(graph.outputs["y"]) for graph in graphs]
+    found = [lab.current_values(graph.outputs["y"]) for graph in graphs]
     expect(found, [2 * number for number in range(1, _GRAPHS + 1) if (number - 1) % 3], "what each graph added, twice")
 
 
@@ -49,4 +49,4 @@ def test_hundreds_of_replays_are_pending(lab: Lab) -> None:
     lab.slow(stream)
     for _ in range(_REPLAYS):
         graph.replay(stream)
-    expect(lab.read(stream, graph.outputs["y"]), _REPLAYS, "what so many replays added")
+    expect(lab.read_tensor(stream, graph.outputs["y"]), _REPLAYS, "what so many replays added")

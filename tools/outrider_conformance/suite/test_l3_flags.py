@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from outrider.device import CaptureContext, Stream
-from outrider_conformance.lab import Lab, elsewhere, expect, in_every_order
+from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order
 from outrider_conformance.promises import needs, promise
 
 _MANY = 32
@@ -23,9 +23,9 @@ def test_a_wait_may_precede_its_set(lab: Lab) -> None:
     flag.wait(b)
     lab.copy(b, y, x)
     assert not b.query(), "work after a wait for a flag that has not been set is said to have run"
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     flag.set(a)
-    expect(lab.read(b, y), 1.0, "what was read after the wait")
+    expect(lab.read_tensor(b, y), 1.0, "what was read after the wait")
 
 
 @needs("flags")
@@ -39,12 +39,12 @@ def test_a_wait_after_the_set_passes(lab: Lab) -> None:
     x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(c, 0)
     last = lab.full(a, 0)
     flag = lab.backend.create_flag("f")
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     flag.set(a)
     for stream, tensor in ((b, y), (c, z)):
         flag.wait(stream)
         lab.copy(stream, tensor, x)
-    expect([lab.read(b, y), lab.read(c, z)], [1.0, 1.0], "what two streams read after one set")
+    expect([lab.read_tensor(b, y), lab.read_tensor(c, z)], [1.0, 1.0], "what two streams read after one set")
     flag.wait(b)
     lab.expect_read(b, last, x, 1.0, "what was read after a wait that others had passed")
 
@@ -62,10 +62,10 @@ def test_a_reset_makes_the_next_wait_wait_again(lab: Lab) -> None:
         lab.copy(b, y, x)
         flag.reset(b)
         b.record(done)
-        lab.later(a, x, turn)
+        lab.fill_late(a, x, turn)
         flag.set(a)
         a.wait(done)
-        expect(lab.read(b, y), turn, "what was read in a round")
+        expect(lab.read_tensor(b, y), turn, "what was read in a round")
 
 
 @needs("flags")
@@ -82,9 +82,9 @@ def test_a_second_set_is_lost(lab: Lab) -> None:
     flag.wait(b)
     lab.copy(b, y, x)
     assert not b.query(), "a wait passed a flag that was set twice and reset once"
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     flag.set(a)
-    expect(lab.read(b, y), 1.0, "what was read after the set that came after the reset")
+    expect(lab.read_tensor(b, y), 1.0, "what was read after the set that came after the reset")
 
 
 @needs("flags")
@@ -100,9 +100,9 @@ def test_two_flags_are_two(lab: Lab) -> None:
     first.set(a)
     a.synchronize()
     assert not b.query(), "a wait for one flag passed on another's set"
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     second.set(a)
-    expect(lab.read(b, y), 1.0, "what was read after the right flag")
+    expect(lab.read_tensor(b, y), 1.0, "what was read after the right flag")
 
 
 @needs("flags")
@@ -119,12 +119,16 @@ def test_each_of_several_flags_is_its_own(lab: Lab) -> None:
         flag.wait(waiter)
         lab.copy(waiter, tensor, x)
     for number, (flag, waiter) in enumerate(zip(flags, waiters, strict=True)):
-        lab.later(setter, x, number)
+        lab.fill_late(setter, x, number)
         flag.set(setter)
         waiter.record(passed)
         setter.wait(passed)
     setter.synchronize()
-    expect([lab.peek(tensor) for tensor in found], [float(n) for n in range(_SEVERAL)], "what was read behind each flag")
+    expect(
+        [lab.current_values(tensor) for tensor in found],
+        [float(n) for n in range(_SEVERAL)],
+        "what was read behind each flag",
+    )
 
 
 @needs("flags")
@@ -145,9 +149,9 @@ def test_flags_work_behind_much_that_is_pending(lab: Lab) -> None:
     lab.copy(b, y, x)
     for _ in range(2):
         lab.slow(a)
-    lab.later(a, x, 1)
+    lab.fill_late(a, x, 1)
     flag.set(a)
-    expect(lab.read(b, y), 1.0, "what was read after a wait that came after many operations")
+    expect(lab.read_tensor(b, y), 1.0, "what was read after a wait that came after many operations")
     pile(b, y)
     flag.reset(b)
     a.wait(lab.record(b, "lowered"))
@@ -157,7 +161,7 @@ def test_flags_work_behind_much_that_is_pending(lab: Lab) -> None:
     pile(a, x)
     lab.fill(a, x, 2)
     flag.set(a)
-    expect(lab.read(b, y), 2.0, "what was read after a set that came after many operations")
+    expect(lab.read_tensor(b, y), 2.0, "what was read after a set that came after many operations")
 
 
 @needs("flags")
@@ -172,7 +176,7 @@ def test_flags_work_from_another_thread(lab: Lab, verb: str) -> None:
 
     def call(name: str, stream: Stream) -> None:
         if name == verb:
-            elsewhere(lambda: getattr(flag, name)(stream))
+            call_on_new_thread(lambda: getattr(flag, name)(stream))
         else:
             getattr(flag, name)(stream)
 
@@ -181,10 +185,10 @@ def test_flags_work_from_another_thread(lab: Lab, verb: str) -> None:
         lab.copy(b, y, x)
         call("reset", b)
         b.record(done)
-        lab.later(a, x, turn)
+        lab.fill_late(a, x, turn)
         call("set", a)
         a.wait(done)
-        expect(lab.read(b, y), turn, "what was read in a round")
+        expect(lab.read_tensor(b, y), turn, "what was read in a round")
 
 
 @needs("flags", "captures_graphs")
@@ -206,6 +210,6 @@ def test_flags_work_inside_a_graph(lab: Lab) -> None:
     for turn in (1.0, 2.0):
         graph.replay(b)
         assert not b.query(), "a graph that waits for a flag ran before the flag was set"
-        lab.later(a, x, turn)
+        lab.fill_late(a, x, turn)
         flag.set(a)
-        expect(lab.read(b, y), turn, "what the graph read after the flag")
+        expect(lab.read_tensor(b, y), turn, "what the graph read after the flag")

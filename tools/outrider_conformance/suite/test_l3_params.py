@@ -11,7 +11,7 @@ from outrider_conformance.promises import needs, promise
 from outrider_conformance.verdict import not_applicable
 
 
-def void(_: object) -> None:
+def drop_result(_: object) -> None:
     """Drop a result, so that a lambda returns None."""
 
 
@@ -21,7 +21,7 @@ def scaled(lab: Lab, stream: Stream) -> Graph:
 
     def fn(context: CaptureContext) -> None:
         source, result = context.inputs["x"], context.outputs["y"]
-        lab.backend.reissue(context.params["n"], lambda values: void(torch.mul(source, values[0], out=result)))
+        lab.backend.reissue(context.params["n"], lambda values: drop_result(torch.mul(source, values[0], out=result)))
 
     return lab.backend.capture(
         "scaled", fn, stream=stream, inputs={"x": x}, outputs={"y": y}, params={"n": [1], "unused": [7, 8]}
@@ -47,10 +47,10 @@ def test_a_rebind_changes_the_next_replay(lab: Lab) -> None:
                 graph.update_params({"n": [values]}, stream=stream)
             lab.slow(stream)
             graph.replay(stream)
-            found.append(lab.read(stream, graph.outputs["y"]))
+            found.append(lab.read_tensor(stream, graph.outputs["y"]))
         expect(found, [10.0, 40.0, 50.0, 50.0], "outputs with the parameter as captured, 4, 5 and 5 again")
 
-    lab.always(program)
+    lab.check_in_every_order(program)
 
 
 @promise("Graph.update_params", "The rebinding is work on ``stream``.")
@@ -75,9 +75,11 @@ def test_a_rebind_leaves_earlier_replays_alone(lab: Lab) -> None:
             forward.record(free)
             lab.copy(forward, keep, graph.outputs["y"])
         forward.synchronize()
-        expect([lab.peek(keep) for keep in kept], [20.0, 30.0, 40.0], "outputs of three replays, each rebound before")
+        expect(
+            [lab.current_values(keep) for keep in kept], [20.0, 30.0, 40.0], "outputs of three replays, each rebound before"
+        )
 
-    lab.always(program)
+    lab.check_in_every_order(program)
 
 
 @promise("Graph.update_params", "The values are copied before the call returns.")
@@ -90,7 +92,7 @@ def test_values_are_copied(lab: Lab) -> None:
     graph.update_params({"n": values}, stream=stream)
     values[0] = 100
     graph.replay(stream)
-    expect(lab.read(stream, graph.outputs["y"]), 60.0, "the output after the caller's list changed")
+    expect(lab.read_tensor(stream, graph.outputs["y"]), 60.0, "the output after the caller's list changed")
 
 
 @promise(
@@ -105,7 +107,7 @@ def test_wrong_names_and_lengths_are_refused(lab: Lab) -> None:
         with pytest.raises(InterfaceError):
             graph.update_params(wrong, stream=stream)
     graph.replay(stream)
-    expect(lab.read(stream, graph.outputs["y"]), 10.0, "the output after refused rebinds")
+    expect(lab.read_tensor(stream, graph.outputs["y"]), 10.0, "the output after refused rebinds")
 
 
 @needs("captures_graphs")

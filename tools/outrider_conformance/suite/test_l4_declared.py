@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider_conformance import engines
-from outrider_conformance.counting import KERNELS
+from outrider_conformance.kernel_calls import KERNELS
 from outrider_conformance.lab import Lab, expect
-from outrider_conformance.observed import USES, Observed, modes_of
+from outrider_conformance.observed_kernels import USES, ObservedKernels, modes_of
 from outrider_conformance.promises import promise
 from outrider_conformance.verdict import not_applicable
 
@@ -35,17 +35,17 @@ def test_tokens_in_every_mode_and_dtype(lab: Lab, mode: str, dtype: str) -> None
 
 @promise("KernelSet.unused_overrides", "Every other override must compute calls itself when the kit calls it.")
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_an_overridden_kernel_computes_something_itself(observed: Observed, kernel: str) -> None:
+def test_an_overridden_kernel_computes_something_itself(observed: ObservedKernels, kernel: str) -> None:
     """At least one call of each override is computed by the override itself.
 
     Calls come from engines in each declared mode and from the kit's cases. An override that only passes calls on has no
     path of its own: the reference runs, and the report says so.
     """
-    judged = observed.judged(kernel)
+    judged = observed.overriding_layer(kernel)
     if judged is None:
         not_applicable("the kernel set doesn't override it")
     name, unused = judged
-    own, left = observed.own(kernel), observed.left(kernel)
+    own, left = observed.calls_computed(kernel), observed.calls_left(kernel)
     if unused:
         expect(own, 0, f"calls of {kernel} that {name!r} computed, though it says that it never does ({unused})")
         not_applicable(f"never used here: {unused}")
@@ -53,7 +53,7 @@ def test_an_overridden_kernel_computes_something_itself(observed: Observed, kern
         not_applicable(f"the reference ran: the override passes on each of {left} calls, and has no other path")
     assert own, (
         f"{kernel} of {name!r} never computed anything: {left} calls were left to what it overrides, with operands "
-        f"{observed.shapes(kernel)}; its own path ({observed.other_way(kernel)}) never ran. "
+        f"{observed.shapes(kernel)}; its own path ({observed.unrun_path(kernel)}) never ran. "
         "Declare in Capabilities the page_size and preferred_dtypes "
         "that it takes, or name it in unused_overrides"
     )
@@ -61,14 +61,14 @@ def test_an_overridden_kernel_computes_something_itself(observed: Observed, kern
 
 @promise("KernelSet", "``outrider conform`` counts both kinds of calls.")
 @pytest.mark.parametrize("use", USES)
-def test_own_attention_serves_the_engine(observed: Observed, use: str) -> None:
+def test_own_attention_serves_the_engine(observed: ObservedKernels, use: str) -> None:
     """Attention of the backend answers prefill, draft, decode, verification and draft-extend."""
-    judged = observed.judged("paged_attention")
+    judged = observed.overriding_layer("paged_attention")
     if judged is None or judged[1]:
         not_applicable("attention is the reference's")
     if observed.passed_on("paged_attention"):
         not_applicable("the reference ran: the override passes every call on, and has no other path")
-    own, left = observed.served("paged_attention", use), observed.left("paged_attention", use)
+    own, left = observed.calls_served("paged_attention", use), observed.calls_left("paged_attention", use)
     if use == "draft" and observed.plans_on_host and not own:
         not_applicable("these kernels plan on the host, and passes of a draft aren't planned")
     assert own, (

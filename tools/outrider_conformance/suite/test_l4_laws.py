@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from outrider.device import KernelSet
-from outrider_conformance.drawn.laws import ROWS, SHAPINGS, Shaping, follows, independent
-from outrider_conformance.drawn.problem import Dice
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import promise
+from outrider_conformance.random_kernels.distributions import ROWS, SHAPINGS, Shaping, check_distribution, check_independence
+from outrider_conformance.random_kernels.problem import RandomValues
 
 _VOCABULARY = 9
 _LOSSLESS = "the others by lossless rejection sampling."
@@ -29,7 +29,7 @@ class _Device:
     def kernels(self) -> KernelSet:
         return self._lab.backend.kernels_in_use
 
-    def run(self, method: str, *operands: Tensor | None, **options: object) -> tuple[Tensor, ...]:
+    def run_kernel(self, method: str, *operands: Tensor | None, **options: object) -> tuple[Tensor, ...]:
         backend, stream = self._lab.backend, self.stream
         with backend.on(stream):
             there = [x if x is None else x.contiguous().to(backend.device, copy=True) for x in operands]
@@ -42,11 +42,11 @@ class _Device:
     def truncated(self, logits: Tensor, shaping: Shaping) -> Tensor:
         """Return ``logits`` [N, V] with -inf for tokens that ``shaping`` excludes."""
         one = (torch.tensor([value]) for value in (shaping.temperature, shaping.top_k, shaping.top_p, shaping.min_p))
-        return self.run("truncate_logits", logits.unsqueeze(0), *one)[0][0]
+        return self.run_kernel("truncate_logits", logits.unsqueeze(0), *one)[0][0]
 
 
-def _dice(lab: Lab, salt: int) -> Dice:
-    return Dice(lab.seed * 1009 + salt)
+def _dice(lab: Lab, salt: int) -> RandomValues:
+    return RandomValues(lab.seed * 1009 + salt)
 
 
 def _seeds(lab: Lab) -> Tensor:
@@ -55,7 +55,7 @@ def _seeds(lab: Lab) -> Tensor:
     return torch.cat((low, (torch.arange(ROWS // 2) << 32) + 3 + lab.seed))
 
 
-def _logits(dice: Dice, count: int) -> Tensor:
+def _logits(dice: RandomValues, count: int) -> Tensor:
     return dice.normal(count, _VOCABULARY, dtype=torch.float32, scale=1.3)
 
 
@@ -69,15 +69,15 @@ def test_samples_follow_the_law(lab: Lab, shaping: Shaping) -> None:
     """Samples over many seeds, and over many positions, follow the softmax distribution."""
     device, dice = _Device(lab), _dice(lab, 1)
     raw = _logits(dice, 1)
-    logits, law = device.truncated(raw, shaping), shaping.law(raw[0])
+    logits, law = device.truncated(raw, shaping), shaping.probabilities(raw[0])
     many, temperature = logits.expand(ROWS, -1), torch.full((ROWS,), shaping.temperature)
     one, other = torch.full((ROWS,), 11 + lab.seed), torch.arange(ROWS)
-    (by_seed,) = device.run("sample", many, temperature, _seeds(lab), one)
-    (by_position,) = device.run("sample", many, temperature, one, other)
-    (drafted,) = device.run("sample", many, temperature, _seeds(lab), one, draft=True)
-    follows(by_seed, law, f"sample by seed, {shaping}")
-    follows(by_position, law, f"sample by position, {shaping}")
-    follows(drafted, law, f"sample for a draft, {shaping}")
+    (by_seed,) = device.run_kernel("sample", many, temperature, _seeds(lab), one)
+    (by_position,) = device.run_kernel("sample", many, temperature, one, other)
+    (drafted,) = device.run_kernel("sample", many, temperature, _seeds(lab), one, draft=True)
+    check_distribution(by_seed, law, f"sample by seed, {shaping}")
+    check_distribution(by_position, law, f"sample by position, {shaping}")
+    check_distribution(drafted, law, f"sample for a draft, {shaping}")
 
 
 @promise("KernelSet.sample", "which are independent of the target's.")
@@ -90,7 +90,7 @@ def test_draws_are_independent(lab: Lab) -> None:
     positions = torch.arange(ROWS) % 97
 
     def drawn(seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
-        return device.run("sample", many, temperature, seeds, positions, draft=draft)[0]
+        return device.run_kernel("sample", many, temperature, seeds, positions, draft=draft)[0]
 
     first = drawn(seeds, positions)
     for what, other in (
@@ -100,7 +100,7 @@ def test_draws_are_independent(lab: Lab) -> None:
         ("draws at neighbouring positions", drawn(seeds, positions + 1)),
         ("draws at positions far apart", drawn(seeds, positions + (1 << 16))),
     ):
-        independent(first, other, law, law, what)
+        check_independence(first, other, law, law, what)
 
 
 def _chains(lab: Lab, shaping: Shaping) -> tuple[_Device, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -111,10 +111,10 @@ def _chains(lab: Lab, shaping: Shaping) -> tuple[_Device, Tensor, Tensor, Tensor
     raw = _logits(dice, 4)
     guess = raw[:3] * 0.3 + _logits(dice, 3)
     target, draft = device.truncated(raw, shaping), device.truncated(guess, shaping)
-    p, q, seeds = shaping.law(raw), shaping.law(guess), _seeds(lab)
+    p, q, seeds = shaping.probabilities(raw), shaping.probabilities(guess), _seeds(lab)
     heat = torch.full((ROWS,), shaping.temperature)
     drafts = [
-        device.run("sample", draft[i].expand(ROWS, -1), heat, seeds, torch.full((ROWS,), 20 + i), draft=True)[0]
+        device.run_kernel("sample", draft[i].expand(ROWS, -1), heat, seeds, torch.full((ROWS,), 20 + i), draft=True)[0]
         for i in range(3)
     ]
     return device, target, p, q, seeds, torch.stack(drafts, dim=1)
@@ -128,21 +128,23 @@ def test_chains_are_lossless(lab: Lab, shaping: Shaping) -> None:
     many = logits.unsqueeze(0).expand(ROWS, -1, -1)
     probs = q.float().unsqueeze(0).expand(ROWS, -1, -1)
     heat = torch.full((ROWS,), shaping.temperature)
-    tokens, accepted = device.run("verify_chain", many, drafts, probs, heat, seeds, torch.full((ROWS,), 20))
+    tokens, accepted = device.run_kernel("verify_chain", many, drafts, probs, heat, seeds, torch.full((ROWS,), 20))
     for place in range(4):
         reached = accepted >= place
         if int(reached.sum()) < 400:
             break
-        follows(tokens[reached, place], p[place], f"token {place} of a chain, {shaping}")
+        check_distribution(tokens[reached, place], p[place], f"token {place} of a chain, {shaping}")
         if place < 3:
             share = torch.minimum(p[place], q[place]).sum()
             law = torch.stack((1 - share, share))
             assert place or float(law[0]) > 0.03, "the case rejects nothing: it shows nothing"
-            follows((accepted[reached] > place).long(), law, f"whether draft {place} of a chain is accepted, {shaping}")
+            check_distribution(
+                (accepted[reached] > place).long(), law, f"whether draft {place} of a chain is accepted, {shaping}"
+            )
     rejected = accepted == 0
     left = (p[0] - q[0]).clamp(min=0)
     if int(rejected.sum()) >= 400:
-        follows(tokens[rejected, 0], left / left.sum(), f"what is drawn after a rejection, {shaping}")
+        check_distribution(tokens[rejected, 0], left / left.sum(), f"what is drawn after a rejection, {shaping}")
     expect(bool(place), True, "a draft was accepted often enough to judge the tokens after it")
 
 
@@ -152,20 +154,20 @@ def test_trees_are_lossless(lab: Lab, shaping: Shaping) -> None:
     """The token after each node of a tree follows the distribution of that node."""
     device, dice = _Device(lab), _dice(lab, 4)
     raw = _logits(dice, 6)
-    logits, law = device.truncated(raw, shaping), shaping.law(raw)
+    logits, law = device.truncated(raw, shaping), shaping.probabilities(raw)
     best = raw.argsort(dim=-1, descending=True)
     # The root's children are its likeliest token and the third; the first child has two, one of them a twin.
     parents = torch.tensor([-1, 0, 0, 1, 1, 2])
     tokens = torch.stack((best[0, 0], best[0, 0], best[0, 2], best[1, 1], best[1, 0], best[2, 0]))
     heat, seeds = torch.full((ROWS,), shaping.temperature), _seeds(lab)
     operands = (logits.expand(ROWS, -1, -1), tokens.expand(ROWS, -1), parents.expand(ROWS, -1), heat, seeds)
-    found, path, accepted = device.run("verify_tree", *operands, torch.full((ROWS,), 5), depth=2, sampling=True)
-    follows(found[:, 0], law[0], f"the token after the root, {shaping}")
+    found, path, accepted = device.run_kernel("verify_tree", *operands, torch.full((ROWS,), 5), depth=2, sampling=True)
+    check_distribution(found[:, 0], law[0], f"the token after the root, {shaping}")
     for node in range(1, 6):
         level = 1 if node < 3 else 2
         here = (accepted >= level) & (path[:, level] == node)
         if int(here.sum()) >= 400:
-            follows(found[here, level], law[node], f"the token after node {node}, {shaping}")
+            check_distribution(found[here, level], law[node], f"the token after node {node}, {shaping}")
 
 
 @promise(
@@ -180,8 +182,8 @@ def test_a_draw_does_not_depend_on_its_company(lab: Lab) -> None:
     logits = dice.normal(batch, drafts + 1, 131, dtype=torch.float32, scale=2.0)
     probs = torch.softmax(dice.normal(batch, drafts, 131, dtype=torch.float32, scale=2.0), dim=-1)
     tokens = torch.multinomial(probs.flatten(0, 1), 1, generator=dice.generator).view(batch, drafts)
-    heat = torch.tensor([0.0, 0.7, 1.0, 1.4])[dice.whole(0, 4, batch)]
-    seeds, positions = dice.whole(0, 1 << 60, batch), dice.whole(0, 4000, batch)
+    heat = torch.tensor([0.0, 0.7, 1.0, 1.4])[dice.integers(0, 4, batch)]
+    seeds, positions = dice.integers(0, 1 << 60, batch), dice.integers(0, 4000, batch)
     parents = torch.tensor([-1, 0, 1, 1]).expand(batch, -1)
     nodes = torch.cat((tokens[:, :1], tokens), dim=1)
 
@@ -190,9 +192,9 @@ def test_a_draw_does_not_depend_on_its_company(lab: Lab) -> None:
             return torch.cat((x[rows], torch.zeros(padding, *x.shape[1:], dtype=x.dtype)))
 
         rest = [pick(x) for x in (heat, seeds, positions)]
-        sampled = device.run("sample", pick(logits[:, 0]), *rest)
-        chained = device.run("verify_chain", pick(logits), pick(tokens), pick(probs), *rest)
-        walked = device.run("verify_tree", pick(logits), pick(nodes), pick(parents), *rest, depth=2, sampling=True)
+        sampled = device.run_kernel("sample", pick(logits[:, 0]), *rest)
+        chained = device.run_kernel("verify_chain", pick(logits), pick(tokens), pick(probs), *rest)
+        walked = device.run_kernel("verify_tree", pick(logits), pick(nodes), pick(parents), *rest, depth=2, sampling=True)
         return [x[: len(rows)] for x in (*sampled, *chained, *walked)]
 
     whole = every(torch.arange(batch), 0)

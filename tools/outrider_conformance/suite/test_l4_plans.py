@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider_conformance.lab import Lab
-from outrider_conformance.planned import check_in_graph, check_renewed, check_unplanned
+from outrider_conformance.planned_attention import check_in_graph, check_renewed, check_unplanned
 from outrider_conformance.promises import promise
 
 

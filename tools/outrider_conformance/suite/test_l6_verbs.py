@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider_conformance import rank_faults as faults
+from outrider_conformance import rank_faults as host_waits
 from outrider_conformance import rank_programs as programs
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import expect
@@ -31,7 +31,7 @@ def _reduced(kit: Kit, dtype: str) -> None:
 def test_reductions(kit: Kit, ranks: RankRunner, dtype: str, reduction: str) -> None:
     """all_reduce and reduce_scatter are right for odd sizes, empty tensors and tensors larger than a block."""
     _reduced(kit, dtype)
-    ranks.run(programs.reduces, dtype, _SHAPES, reduction, schedules=1)
+    ranks.run_program(programs.reduces, dtype, _SHAPES, reduction, schedules=1)
 
 
 @needs("collectives")
@@ -39,7 +39,7 @@ def test_reductions(kit: Kit, ranks: RankRunner, dtype: str, reduction: str) -> 
 @pytest.mark.parametrize("dtype", _ANY)
 def test_moves(ranks: RankRunner, dtype: str) -> None:
     """all_gather, broadcast, all_to_all and messages transfer the bytes in the order of the group."""
-    ranks.run(programs.moves, dtype, _SHAPES, schedules=1)
+    ranks.run_program(programs.moves, dtype, _SHAPES, schedules=1)
 
 
 @needs("collectives")
@@ -48,7 +48,7 @@ def test_moves(ranks: RankRunner, dtype: str) -> None:
 def test_every_rank_has_the_same_bits(kit: Kit, ranks: RankRunner, dtype: str) -> None:
     """Sums that round have the same bits on every rank."""
     _reduced(kit, dtype)
-    first, *others = ranks.run(programs.bits, dtype, schedules=1)
+    first, *others = ranks.run_program(programs.sum_results, dtype, schedules=1)
     for number, other in enumerate(others, start=1):
         expect(other, first, f"the sums on rank {number}, against those on rank 0")
 
@@ -60,7 +60,7 @@ def test_every_rank_has_the_same_bits(kit: Kit, ranks: RankRunner, dtype: str) -
 )
 def test_messages_keep_their_order(ranks: RankRunner) -> None:
     """Several messages in each direction arrive in the order in which they were sent."""
-    ranks.run(programs.messages)
+    ranks.run_program(programs.messages)
 
 
 @needs("collectives")
@@ -70,7 +70,7 @@ def test_groups_do_not_mix(kit: Kit, ranks: RankRunner) -> None:
     count = kit.info.device_count
     if ranks.in_processes() and count is not None and count < 3:
         not_applicable(f"three ranks need three devices, and there are {count}")
-    ranks.run(programs.groups, size=3, schedules=2)
+    ranks.run_program(programs.groups, size=3, schedules=2)
 
 
 @needs("collectives")
@@ -80,7 +80,7 @@ def test_the_fused_norm_is_the_sum_and_its_norm(kit: Kit, ranks: RankRunner, dty
     """Repeated fused calls are right with either rank late, and give the same bits on each rank."""
     _reduced(kit, dtype)
     shapes = [[1, 64], [3, 130], [5, 4096], [64, 1024], [2, 33]]
-    first, second = ranks.run(faults.fused_norm, dtype, shapes, schedules=2)
+    first, second = ranks.run_program(host_waits.fused_norm, dtype, shapes, schedules=2)
     expect(second, first, "the norms on rank 1, against those on rank 0")
 
 
@@ -91,6 +91,6 @@ def test_the_fused_norm_is_the_sum_and_its_norm(kit: Kit, ranks: RankRunner, dty
 )
 def test_ranks_reach_each_others_memory(ranks: RankRunner) -> None:
     """A value that a rank writes into another rank's buffer is visible there."""
-    reached = ranks.run(faults.shared_memory)
+    reached = ranks.run_program(host_waits.shared_memory)
     if not any(reached):
         not_applicable("these devices don't reach each other's memory")

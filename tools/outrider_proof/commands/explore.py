@@ -17,7 +17,7 @@ from outrider.cli.report import BackendOption, JsonOption, Report, exit_code
 from outrider.device.errors import CapabilityError, ConfigError, OutriderError
 from outrider.registry import Registry
 from outrider_proof.corpus_exploration import CORPUS, CorpusWanted, explore_corpus
-from outrider_proof.decode_exploration import DECODE, Exploration, explore_decode
+from outrider_proof.decode_exploration import DECODE, DecodeExploration, explore_decode
 from outrider_proof.rank_exploration import RANKS, RanksWanted, explore_ranks
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def explore(
     chosen = f"replay:{replay}" if replay is not None else strategy
     if name == DECODE:
         return explore_decode(
-            Exploration(
+            DecodeExploration(
                 make=lambda: registry.create(spec),
                 strategy=chosen,
                 iterations=iterations,

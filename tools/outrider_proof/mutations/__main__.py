@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outrider_proof.mutations.sites import Site
+    from outrider_proof.mutations.mutation_sites import MutationSite
 
 
 def main() -> int:
@@ -35,15 +35,17 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    from outrider_proof.mutations import deck
-    from outrider_proof.mutations.classes import CLASSES, class_of, sample
+    from outrider_proof.mutations import program_set
+    from outrider_proof.mutations.classes import CLASSES, class_of, sample_sites
+    from outrider_proof.mutations.mutation_sites import sites
     from outrider_proof.mutations.running import run
-    from outrider_proof.mutations.sites import sites
     from outrider_proof.mutations.survivors import explained
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=os.cpu_count(), help="processes at a time")
-    parser.add_argument("--modules", nargs="+", default=list(deck.modules()), help="modules of the engine; all unless named")
+    parser.add_argument(
+        "--modules", nargs="+", default=list(program_set.modules()), help="modules of the engine; all unless named"
+    )
     parser.add_argument("--class", dest="kind", choices=[name for name, *_ in CLASSES], help="changes of this class")
     parser.add_argument("--sample", type=int, help="as many changes, drawn evenly from each class")
     parser.add_argument("--seed", type=int, default=0, help="of that draw")
@@ -56,18 +58,20 @@ def main() -> int:
     every = [site for module in options.modules for site in sites(import_module(module))]
     asked = [site for site in every if options.only is None or options.only in site.name]
     asked = [site for site in asked if options.kind is None or class_of(site) == options.kind]
-    known = deck.warm(options.modules)
+    known = program_set.record_baselines(options.modules)
     reached = [site for site in asked if any(each.reaches(site) for each in known)]
-    todo = reached if options.sample is None else sample(reached, options.sample, options.seed)
+    todo = reached if options.sample is None else sample_sites(reached, options.sample, options.seed)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-    limits = deck.Limits(processes=options.n, seconds=options.seconds, patience=options.patience, programs=options.programs)
+    limits = program_set.Limits(
+        processes=options.n, seconds=options.seconds, patience=options.patience, programs=options.programs
+    )
     records = run(todo, known, limits, options.out)
     _tell_unreached([site for site in asked if site not in set(reached)], len(asked))
     return _told(records, len(todo), explained)
 
 
-def _tell_unreached(sites: list[Site], asked: int) -> None:
+def _tell_unreached(sites: list[MutationSite], asked: int) -> None:
     print(f"{len(sites)} of {asked} changes are in lines that no program runs; they aren't tried")
     for module, count in sorted(Counter(site.module for site in sites).items()):
         print(f"  not run: {count} of {module}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from outrider_proof.mutations.sites import Site
+from outrider_proof.mutations.mutation_sites import MutationSite
 
 CLASSES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("fences", (".fences", ".streams", ".probes"), ("fence", "signal(", "wait", "_done", "_ready", "_free.", "record(")),
@@ -40,7 +40,7 @@ CLASSES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 is, else of the first of whose words it has one, else of ``other``."""
 
 
-def class_of(site: Site) -> str:
+def class_of(site: MutationSite) -> str:
     """Return the name of the class that a mutant belongs to."""
     module = f"{site.module}"
     for name, modules, _ in CLASSES:
@@ -53,13 +53,13 @@ def class_of(site: Site) -> str:
     return "other"
 
 
-def sample(sites: Sequence[Site], count: int, seed: int) -> list[Site]:
+def sample_sites(sites: Sequence[MutationSite], count: int, seed: int) -> list[MutationSite]:
     """Return a sample with equally many mutants of each class that has any left; each prefix is such a sample, too."""
     dice = random.Random(seed)
-    by_class: dict[str, list[Site]] = {}
+    by_class: dict[str, list[MutationSite]] = {}
     for site in dice.sample(list(sites), len(sites)):
         by_class.setdefault(class_of(site), []).append(site)
-    found: list[Site] = []
+    found: list[MutationSite] = []
     while any(by_class.values()) and len(found) < count:
         found += [left.pop() for _, left in sorted(by_class.items()) if left]
     return found[:count]

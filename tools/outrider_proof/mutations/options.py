@@ -9,16 +9,16 @@ from typing import Any
 
 from outrider import Engine, SamplingParams
 from outrider_proof.decode_program import CONTEXT, Arrival
-from outrider_proof.setups import Models, Setup, alone, draw, models, prompt_and_media
+from outrider_proof.engine_setups import EngineSetup, Models, models, prompt_and_media, random_host_program, without_schedule
 from outrider_proof.tiny import VOCABULARY, plain_config
 
 OPTIONED = (
-    (Setup("none", "staged", "cuda"), 20),
-    (Setup("none", "fused", "rocm"), 22),
-    (Setup("none", "graphs", "npu"), 24),
-    (Setup("eagle", "graphs", "cuda"), 20),
-    (Setup("ngram-tree", "staged", "npu"), 22),
-    (Setup("draft-model", "fused", "cuda"), 24),
+    (EngineSetup("none", "staged", "cuda"), 20),
+    (EngineSetup("none", "fused", "rocm"), 22),
+    (EngineSetup("none", "graphs", "npu"), 24),
+    (EngineSetup("eagle", "graphs", "cuda"), 20),
+    (EngineSetup("ngram-tree", "staged", "npu"), 22),
+    (EngineSetup("draft-model", "fused", "cuda"), 24),
 )
 """Setups and numbers of programs. What is drawn is the same with and without a draft only where nothing is drafted: there
 requests have temperatures. With a draft they are greedy."""
@@ -26,15 +26,15 @@ requests have temperatures. With a draft they are greedy."""
 _LOGPROBS = 3
 
 
-def drawn_params(setup: Setup, number: int) -> tuple[tuple[Arrival, SamplingParams], ...]:
+def drawn_params(setup: EngineSetup, number: int) -> tuple[tuple[Arrival, SamplingParams], ...]:
     """Each request of the program, plain of guides, aborts and moves, with options of its own; one in four has none."""
     dice = random.Random(f"options {setup.name} {number}")
     found = []
-    for arrival in draw(number).arrivals:
+    for arrival in random_host_program(number).arrivals:
         params = SamplingParams(max_tokens=arrival.max_tokens)
         if dice.random() < 0.75:
             params = replace(params, **_options(dice, sampled=setup.proposer == "none", tokens=arrival.max_tokens))
-        found.append((replace(alone(arrival), guided=False), params))
+        found.append((replace(without_schedule(arrival), guided=False), params))
     return tuple(found)
 
 
@@ -60,11 +60,11 @@ def _options(dice: random.Random, *, sampled: bool, tokens: int) -> dict[str, An
     return found
 
 
-def judged(setup: Setup, number: int) -> str:
+def judged(setup: EngineSetup, number: int) -> str:
     """All requests together on the imitated device, against each alone on the host: tokens, log-probabilities and endings."""
     asked = drawn_params(setup, number)
     loaded = models(setup.proposer, setup.like)
-    engine = loaded.engine(draw(number), mode=setup.mode)
+    engine = loaded.engine(random_host_program(number), mode=setup.mode)
     free = engine.free_pages, engine.free_rows
     ids = [engine.add_request(prompt_and_media(setup.proposer, arrival)[0], params) for arrival, params in asked]
     got = _outputs(engine)

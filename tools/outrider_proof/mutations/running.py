@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from outrider_proof.mutations.classes import class_of
-from outrider_proof.mutations.deck import Known, Limits, Trial, judge_all
-from outrider_proof.mutations.sites import Site
+from outrider_proof.mutations.mutation_sites import MutationSite
+from outrider_proof.mutations.program_set import Limits, ProgramBaseline, Trial, judge_all
 
 
-def run(todo: Sequence[Site], known: Sequence[Known], limits: Limits, out: Path | None = None) -> list[dict[str, Any]]:
+def run(
+    todo: Sequence[MutationSite], known: Sequence[ProgramBaseline], limits: Limits, out: Path | None = None
+) -> list[dict[str, Any]]:
     """A record of each change that was tried: the site, ``by`` what it was killed (None: it survived) and where.
 
     ``out``: a file to which each is appended as a line of JSON. What it has already isn't tried again, unless it survived
@@ -31,7 +33,7 @@ def run(todo: Sequence[Site], known: Sequence[Known], limits: Limits, out: Path 
     return sorted(records.values(), key=lambda record: (record["module"], record["number"]))
 
 
-def _falls_short(record: dict[str, Any], site: Site, known: Sequence[Known], most: int) -> bool:
+def _falls_short(record: dict[str, Any], site: MutationSite, known: Sequence[ProgramBaseline], most: int) -> bool:
     return record["by"] is None and record["programs"] < min(most, sum(each.reaches(site) for each in known))
 
 

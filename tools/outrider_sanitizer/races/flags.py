@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from outrider.device import Backend, DeadlockError
-from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import Race, WrongValue, expect, filled, order, race
+from outrider_sanitizer.findings import FindingKind
+from outrider_sanitizer.races.race import Race, WrongValue, expect, filled, order, race
 
 RACES: list[Race] = []
 
 
-@race(RACES, "A set of a flag that is up is lost.", Kind.FLAG_LOST, names=("flag 'bound'",), needs="flags")
+@race(RACES, "A set of a flag that is up is lost.", FindingKind.FLAG_LOST, names=("flag 'bound'",), needs="flags")
 def flag_set_twice(backend: Backend, fixed: bool) -> None:
     """The second round's set comes while the first round's is still up, so one wait is never served."""
     update, forward = backend.create_stream("update"), backend.create_stream("forward")
@@ -34,7 +34,7 @@ def flag_set_twice(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A flag that is waited for and never set.",
-    Kind.FLAG_NEVER_SET,
+    FindingKind.FLAG_NEVER_SET,
     names=("flag 'bound'", "'forward' hangs"),
     needs="flags",
 )
@@ -49,7 +49,13 @@ def flag_never_set(backend: Backend, fixed: bool) -> None:
     _expect(backend, x, 1.0)
 
 
-@race(RACES, "A reset that may undo the set of the next round.", Kind.FLAG_LOST, names=("make 'update' wait",), needs="flags")
+@race(
+    RACES,
+    "A reset that may undo the set of the next round.",
+    FindingKind.FLAG_LOST,
+    names=("make 'update' wait",),
+    needs="flags",
+)
 def reset_beside_the_next_set(backend: Backend, fixed: bool) -> None:
     """The next round's set isn't ordered after this round's reset, which may then undo it."""
     update, forward = backend.create_stream("update"), backend.create_stream("forward")

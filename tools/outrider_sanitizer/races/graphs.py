@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, CaptureContext, Graph, Stream
-from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import Race, expect, filled, order, race
+from outrider_sanitizer.findings import FindingKind
+from outrider_sanitizer.races.race import Race, expect, filled, order, race
 
 RACES: list[Race] = []
 
@@ -25,7 +25,7 @@ def _graph(backend: Backend, stream: Stream, size: int = 4) -> tuple[Graph, Tens
 @race(
     RACES,
     "A graph's static input is written while a replay reads it.",
-    Kind.WRITE_AFTER_READ,
+    FindingKind.WRITE_AFTER_READ,
     names=("record an event on 'forward' after replay 1 of graph 'verify'", "make 'plan' wait"),
 )
 def input_overwritten(backend: Backend, fixed: bool) -> None:
@@ -46,7 +46,7 @@ def input_overwritten(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A fence recorded before a replay doesn't cover it.",
-    Kind.WRITE_AFTER_READ,
+    FindingKind.WRITE_AFTER_READ,
     names=("event 'shared_reads_done'", "after replay 1 of graph 'verify'"),
 )
 def fence_before_the_replay(backend: Backend, fixed: bool) -> None:
@@ -71,7 +71,7 @@ def fence_before_the_replay(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A view of a graph's output is read after the graph has run again.",
-    Kind.STALE_OUTPUT,
+    FindingKind.STALE_OUTPUT,
     names=("output 'y' of graph 'verify'",),
     visible=False,
 )
@@ -91,7 +91,7 @@ def output_after_the_next_replay(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A graph reads the address that it captured, not the tensor that the name means now.",
-    Kind.REUSE,
+    FindingKind.REUSE,
     names=("graph 'verify'",),
     visible=False,
 )
@@ -119,7 +119,7 @@ def captured_address(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "What a larger batch left behind the rows of a smaller one.",
-    Kind.STALE_PADDING,
+    FindingKind.STALE_PADDING,
     names=("input 'x'", "bytes 8 to 16"),
     visible=False,
 )
@@ -137,7 +137,7 @@ def stale_padding(backend: Backend, fixed: bool) -> None:
     expect(backend, y[2:] if fixed else y[:2], 0.0 if fixed else 4.0)
 
 
-@race(RACES, "Contents that were declared over are read.", Kind.STALE, names=("a new batch begins",), visible=False)
+@race(RACES, "Contents that were declared over are read.", FindingKind.STALE, names=("a new batch begins",), visible=False)
 def marked_over(backend: Backend, fixed: bool) -> None:
     """A buffer that was marked as over is read before it was written again."""
     forward = backend.create_stream("forward")
@@ -162,7 +162,7 @@ def _parametrised(backend: Backend, stream: Stream) -> tuple[Graph, Tensor]:
 @race(
     RACES,
     "A host parameter of a graph is older than the value that it mirrors.",
-    Kind.NOT_REBOUND,
+    FindingKind.NOT_REBOUND,
     names=("update_params('lengths')",),
     visible=False,
     needs="updates_graph_params",
@@ -185,7 +185,7 @@ def not_rebound(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A host parameter is rebound while a replay still reads it.",
-    Kind.REBIND,
+    FindingKind.REBIND,
     names=("host parameter 'lengths'", "make 'update' wait"),
     needs="updates_graph_params",
 )

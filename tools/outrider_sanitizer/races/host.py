@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from outrider.device import Backend
-from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import Race, expect, expect_values, filled, order, race
+from outrider_sanitizer.findings import FindingKind
+from outrider_sanitizer.races.race import Race, expect, expect_values, filled, order, race
 
 RACES: list[Race] = []
 
@@ -17,7 +17,7 @@ RACES: list[Race] = []
 @race(
     RACES,
     "The host reads pinned memory before the copy into it is over.",
-    Kind.READ_AFTER_WRITE,
+    FindingKind.READ_AFTER_WRITE,
     names=("record an event on 'copy'", "synchronize host thread"),
 )
 def host_read_early(backend: Backend, fixed: bool) -> None:
@@ -37,7 +37,7 @@ def host_read_early(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "The host overwrites pinned memory that a copy still reads.",
-    Kind.WRITE_AFTER_READ,
+    FindingKind.WRITE_AFTER_READ,
     names=("record an event on 'schedule'", "synchronize host thread"),
 )
 def pinned_overwritten(backend: Backend, fixed: bool) -> None:
@@ -58,7 +58,7 @@ def pinned_overwritten(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A pinned buffer is read after it was renewed and before it was filled.",
-    Kind.STALE,
+    FindingKind.STALE,
     names=("pinned buffer 'results'",),
     visible=False,
 )
@@ -79,7 +79,7 @@ def pinned_renewed(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "The host's copy of a value is behind the device's.",
-    Kind.STALE_MIRROR,
+    FindingKind.STALE_MIRROR,
     names=("copy the value again after aten::add_",),
 )
 def stale_mirror(backend: Backend, fixed: bool) -> None:
@@ -100,7 +100,7 @@ def stale_mirror(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A host thread touches pinned memory that only another thread has waited for.",
-    Kind.WRITE_AFTER_READ,
+    FindingKind.WRITE_AFTER_READ,
     names=("synchronize host thread",),
 )
 def beside_another_thread(backend: Backend, fixed: bool) -> None:

@@ -8,8 +8,8 @@ import time
 import torch
 
 from outrider.device import Backend, CapabilityError, CaptureContext
-from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import Race, expect, filled, order, race
+from outrider_sanitizer.findings import FindingKind
+from outrider_sanitizer.races.race import Race, expect, filled, order, race
 
 RACES: list[Race] = []
 _WRITERS_NAMED = ("record an event on 'first'", "make 'second' wait")
@@ -18,7 +18,7 @@ _WRITERS_NAMED = ("record an event on 'first'", "make 'second' wait")
 @race(
     RACES,
     "Temporaries of two graphs lie at one address, and nothing orders the replays.",
-    Kind.WRITE_AFTER_WRITE,
+    FindingKind.WRITE_AFTER_WRITE,
     names=("make 'draft' wait",),
     visible=False,
 )
@@ -51,7 +51,7 @@ def graphs_that_share_a_pool(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A tensor is freed while another stream reads it, and the allocator wasn't told.",
-    Kind.REUSE,
+    FindingKind.REUSE,
     names=("after aten::mul",),
 )
 def record_stream(backend: Backend, fixed: bool) -> None:
@@ -77,7 +77,7 @@ def record_stream(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A buffer that another thread pinned is sent without waiting for that thread.",
-    Kind.READ_AFTER_WRITE,
+    FindingKind.READ_AFTER_WRITE,
     names=("order host thread pinner",),
     visible=False,
 )
@@ -109,7 +109,7 @@ def _index(backend: Backend, *values: int) -> torch.Tensor:
     return torch.tensor(values, device=backend.device)
 
 
-@race(RACES, "Columns picked by an index overlap.", Kind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
+@race(RACES, "Columns picked by an index overlap.", FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def indexed_columns(backend: Backend, fixed: bool) -> None:
     """Two streams write columns that they pick by an index."""
     mine, theirs = _index(backend, 0, 1), _index(backend, *((2, 3) if fixed else (1, 3)))
@@ -119,7 +119,7 @@ def indexed_columns(backend: Backend, fixed: bool) -> None:
     )
 
 
-@race(RACES, "Elements picked by two indices overlap.", Kind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
+@race(RACES, "Elements picked by two indices overlap.", FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def indexed_elements(backend: Backend, fixed: bool) -> None:
     """Two streams write elements of the same rows."""
     rows = _index(backend, 0, 1, 2, 3)
@@ -142,7 +142,7 @@ def _two_writers(backend: Backend, place: object, fixed: bool, *bodies: object) 
     expect(backend, x[place], 1.0 if fixed else 2.0)  # type: ignore[index]
 
 
-@race(RACES, "Two scatters reach the same elements.", Kind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
+@race(RACES, "Two scatters reach the same elements.", FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def scatters_along_rows(backend: Backend, fixed: bool) -> None:
     """Two streams scatter into the same rows."""
     mine = torch.zeros(4, 1, dtype=torch.int64, device=backend.device)
@@ -150,7 +150,7 @@ def scatters_along_rows(backend: Backend, fixed: bool) -> None:
     _two_writers(backend, (slice(None), 0), fixed, lambda x: x.scatter_(1, mine, 1.0), lambda x: x.scatter_(1, theirs, 2.0))
 
 
-@race(RACES, "Two masks overlap.", Kind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
+@race(RACES, "Two masks overlap.", FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def masks(backend: Backend, fixed: bool) -> None:
     """Two streams fill what their masks say."""
     mine = torch.tensor([True, False, False, False], device=backend.device).expand(4, 4)
@@ -161,7 +161,7 @@ def masks(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A gradient is read before the backward has written it.",
-    Kind.READ_AFTER_WRITE,
+    FindingKind.READ_AFTER_WRITE,
     names=("record an event on 'forward'", "make 'reduce' wait"),
     visible=False,
 )

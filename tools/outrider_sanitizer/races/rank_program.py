@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, ControllableDevice, Group, Stream
-from outrider_sanitizer.findings import Kind, Report
+from outrider_sanitizer.findings import FindingKind, Report
 
 if TYPE_CHECKING:
     from outrider.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank:
+class ProgramRank:
     """One rank of a running program. ``everyone`` is the group of all ranks; ``store`` connects further groups."""
 
     index: int
@@ -46,14 +46,14 @@ class Rank:
         with self.backend.on(self.stream):
             return torch.tensor(values, dtype=dtype).to(self.backend.device)
 
-    def read(self, tensor: Tensor) -> list[Any]:
+    def read_tensor(self, tensor: Tensor) -> list[Any]:
         """Return the values of ``tensor``; waits for this rank's stream."""
         with self.backend.on(self.stream):
             values: list[Any] = tensor.cpu().tolist()
         return values
 
 
-RankBody = Callable[[Rank, bool], None]
+RankBody = Callable[[ProgramRank, bool], None]
 """The program of one rank: called with the rank, and True for the corrected program."""
 
 
@@ -62,11 +62,11 @@ class RankRace:
     """One divergence of ranks, as a small program with the fault and the same program corrected."""
 
     name: str
-    of: str
+    category: str
     """Class of the divergence, A to F, as docs/ranks-proof.md defines them."""
     about: str
     body: RankBody
-    kinds: frozenset[Kind]
+    kinds: frozenset[FindingKind]
     """Findings that the sanitizer must make after one run with the fault."""
     decision: str = ""
     """Name of the first decision in which the ranks differ."""
@@ -88,7 +88,7 @@ class RankRace:
         options_text = "".join(f",{key}={value}" for key, value in self.options.items())
         return [registry.create(f"sim:{index}{options_text if index == 0 else ''}") for index in range(ranks or self.ranks)]
 
-    def run(self, backends: Sequence[Backend], *, fixed: bool) -> None:
+    def run_race(self, backends: Sequence[Backend], *, fixed: bool) -> None:
         """Run each rank in its own host thread. Raises the first error of a rank."""
         control = control_of(backends[0])
         store = control.create_store()
@@ -99,13 +99,13 @@ class RankRace:
         backend, size = backends[index], len(backends)
         everyone = backend.create_group("everyone", ranks=range(size), rank=index, store=store)
         stream = backend.create_stream("forward")
-        rank = Rank(index=index, size=size, backend=backend, stream=stream, everyone=everyone, store=store)
+        rank = ProgramRank(index=index, size=size, backend=backend, stream=stream, everyone=everyone, store=store)
         self.body(rank, fixed)
         backend.synchronize()
 
 
 def rank_race(
-    races: list[RankRace], category: str, about: str, kinds: frozenset[Kind], **fields: Any
+    races: list[RankRace], category: str, about: str, kinds: frozenset[FindingKind], **fields: Any
 ) -> Callable[[RankBody], RankBody]:
     """Return a decorator that appends a body to ``races`` as a :class:`RankRace` with the function's name, in hyphens.
 
@@ -114,7 +114,7 @@ def rank_race(
 
     def register(body: RankBody) -> RankBody:
         name = body.__name__.replace("_", "-")
-        races.append(RankRace(name=name, of=category, about=about, body=body, kinds=kinds, **fields))
+        races.append(RankRace(name=name, category=category, about=about, body=body, kinds=kinds, **fields))
         return body
 
     return register
@@ -130,6 +130,6 @@ def control_of(backend: Backend) -> ControllableDevice:
 def decision_named(report: Report) -> str:
     """Return the first decision that the report names, or an empty string."""
     for finding in report:
-        if finding.kind is Kind.DECISION:
+        if finding.kind is FindingKind.DECISION:
             return finding.second.operation.removeprefix("decision ").partition(" = ")[0]
     return ""

@@ -9,25 +9,25 @@ from __future__ import annotations
 import torch
 
 from outrider.device import Reduction
-from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import order
-from outrider_sanitizer.races.rank_program import Rank, RankRace, rank_race
+from outrider_sanitizer.findings import FindingKind
+from outrider_sanitizer.races.race import order
+from outrider_sanitizer.races.rank_program import ProgramRank, RankRace, rank_race
 
 RANK_RACES: list[RankRace] = []
-_DIFFERENT = frozenset({Kind.DECISION, Kind.COLLECTIVE})
-_LEFT_OUT = frozenset({Kind.DECISION, Kind.COLLECTIVE_MISSING})
-_UNORDERED = frozenset({Kind.COLLECTIVE_UNORDERED})
+_DIFFERENT = frozenset({FindingKind.DECISION, FindingKind.COLLECTIVE})
+_LEFT_OUT = frozenset({FindingKind.DECISION, FindingKind.COLLECTIVE_MISSING})
+_UNORDERED = frozenset({FindingKind.COLLECTIVE_UNORDERED})
 
 _DRAFTED = (2, 1, 0)
 
 
-def _agreed(rank: Rank, value: int, fixed: bool) -> int:
+def _agreed(rank: ProgramRank, value: int, fixed: bool) -> int:
     """The value, or that of rank 0."""
     if not fixed:
         return value
     record = rank.tensor([value], torch.int32)
     rank.everyone.broadcast(record, root=0, stream=rank.stream)
-    return int(rank.read(record)[0])
+    return int(rank.read_tensor(record)[0])
 
 
 # -- A: ranks decide differently, then leave collectives out or make more ---------------------------------------------
@@ -41,7 +41,7 @@ def _agreed(rank: Rank, value: int, fixed: bool) -> int:
     decision="accepted",
     inject="tie",
 )
-def accepted_counts(rank: Rank, fixed: bool) -> None:
+def accepted_counts(rank: ProgramRank, fixed: bool) -> None:
     """Two logits tie, and one rank's argmax takes the other: ranks accept different counts, and one drafts again."""
     if rank.index == 1:
         rank.diverge("tie")
@@ -52,7 +52,7 @@ def accepted_counts(rank: Rank, fixed: bool) -> None:
         count = equal.int().cumprod(0).sum().to(torch.int32).reshape(1)
     if fixed:
         rank.everyone.broadcast(count, root=0, stream=rank.stream)
-    accepted = int(rank.read(count)[0])
+    accepted = int(rank.read_tensor(count)[0])
     rank.everyone.decide("accepted", accepted)
     if accepted < len(_DRAFTED):
         rank.everyone.all_reduce(rank.filled(1.0, 8), stream=rank.stream)  # the draft's layer
@@ -67,7 +67,7 @@ def accepted_counts(rank: Rank, fixed: bool) -> None:
     decision="draft_again",
     inject="ulp",
 )
-def one_ulp(rank: Rank, fixed: bool) -> None:
+def one_ulp(rank: ProgramRank, fixed: bool) -> None:
     """Products differ in their last bit, which a threshold turns into another decision."""
     if rank.index == 1:
         rank.diverge("ulp")
@@ -77,7 +77,7 @@ def one_ulp(rank: Rank, fixed: bool) -> None:
         confident = (score > 1.0).int().reshape(1)
     if fixed:
         rank.everyone.broadcast(confident, root=0, stream=rank.stream)
-    again = int(rank.read(confident)[0])
+    again = int(rank.read_tensor(confident)[0])
     rank.everyone.decide("draft_again", again)
     if again:
         rank.everyone.all_reduce(rank.filled(1.0), stream=rank.stream)
@@ -92,7 +92,7 @@ def one_ulp(rank: Rank, fixed: bool) -> None:
     decision="drain",
     inject="slow",
 )
-def slow_host(rank: Rank, fixed: bool) -> None:
+def slow_host(rank: ProgramRank, fixed: bool) -> None:
     """Each rank asks whether its results are there; on the rank whose host is late they are."""
     if rank.index == 1:
         rank.diverge("slow")
@@ -115,27 +115,27 @@ def slow_host(rank: Rank, fixed: bool) -> None:
     decision="pages",
     inject="memory",
 )
-def smaller_allocation(rank: Rank, fixed: bool) -> None:
+def smaller_allocation(rank: ProgramRank, fixed: bool) -> None:
     """One rank has less memory free, so it counts fewer pages and admits fewer requests."""
     taken = rank.filled(0.0, 1 << 20) if rank.index == 1 else None
     pages = rank.backend.memory_info().free // (1 << 20)
     if fixed:
         least = rank.tensor([pages], torch.int64)
         rank.everyone.all_reduce(least, reduction=Reduction.MIN, stream=rank.stream)
-        pages = int(rank.read(least)[0])
+        pages = int(rank.read_tensor(least)[0])
     rank.everyone.decide("pages", pages)
     rank.everyone.all_reduce(rank.filled(1.0, pages % 97 + 1), stream=rank.stream)
     del taken
 
 
 @rank_race(RANK_RACES, "A", "One rank alone hears that a client has gone.", _DIFFERENT, decision="running", inject="abort")
-def abort_on_one_rank(rank: Rank, fixed: bool) -> None:
+def abort_on_one_rank(rank: ProgramRank, fixed: bool) -> None:
     """The client of request 2 has gone; one rank alone has heard of it."""
     running = (1, 2) if rank.index else (1,)
     if fixed:
         abort_seen = rank.tensor([1 if 2 in running else 0], torch.int32)
         rank.everyone.broadcast(abort_seen, root=0, stream=rank.stream)
-        running = (1, 2) if rank.read(abort_seen)[0] else (1,)
+        running = (1, 2) if rank.read_tensor(abort_seen)[0] else (1,)
     rank.everyone.decide("running", running)
     rank.everyone.all_reduce(rank.filled(1.0, len(running), 8), stream=rank.stream)
 
@@ -148,7 +148,7 @@ def abort_on_one_rank(rank: Rank, fixed: bool) -> None:
     decision="draft",
     inject="length",
 )
-def draft_near_the_limit(rank: Rank, fixed: bool) -> None:
+def draft_near_the_limit(rank: ProgramRank, fixed: bool) -> None:
     """A rank's host has the lengths of the previous iteration, so it drafts although the other rank is at the limit."""
     length, limit = (14 if rank.index else 15), 16
     draft = _agreed(rank, int(length + 1 < limit), fixed)
@@ -169,7 +169,7 @@ def draft_near_the_limit(rank: Rank, fixed: bool) -> None:
     decision="draft_passes",
     inject="idle",
 )
-def idle_rank_drafts_less(rank: Rank, fixed: bool) -> None:
+def idle_rank_drafts_less(rank: ProgramRank, fixed: bool) -> None:
     """The busy rank drafts in three passes, the idle one makes a single pass that counts for nothing."""
     busy = rank.index == 0
     passes = 3 if busy or fixed else 1
@@ -180,13 +180,13 @@ def idle_rank_drafts_less(rank: Rank, fixed: bool) -> None:
 
 
 @rank_race(RANK_RACES, "B", "A rank picks its bucket by its own tokens.", _DIFFERENT, decision="bucket", inject="bucket")
-def idle_rank_takes_another_bucket(rank: Rank, fixed: bool) -> None:
+def idle_rank_takes_another_bucket(rank: ProgramRank, fixed: bool) -> None:
     """A rank picks its bucket by its own count of tokens, not by the largest of all ranks."""
     tokens = 6 if rank.index == 0 else 1
     if fixed:
         most = rank.tensor([tokens], torch.int32)
         rank.everyone.all_reduce(most, reduction=Reduction.MAX, stream=rank.stream)
-        tokens = int(rank.read(most)[0])
+        tokens = int(rank.read_tensor(most)[0])
     bucket = next(size for size in (1, 4, 8) if size >= tokens)
     rank.everyone.decide("bucket", bucket)
     gathered = rank.filled(0.0, rank.size, bucket, 4)
@@ -201,12 +201,12 @@ def idle_rank_takes_another_bucket(rank: Rank, fixed: bool) -> None:
     decision="anybody_has_work",
     inject="vote",
 )
-def vote_over_too_few(rank: Rank, fixed: bool) -> None:
+def vote_over_too_few(rank: ProgramRank, fixed: bool) -> None:
     """Ranks vote on whether any rank has work, over a group that has only one rank."""
     alone = rank.group(f"attention {rank.index}", rank.index)
     work = rank.filled(1.0 if rank.index == 0 else 0.0, 1)
     (rank.everyone if fixed else alone).all_reduce(work, reduction=Reduction.MAX, stream=rank.stream)
-    anybody = int(rank.read(work)[0])
+    anybody = int(rank.read_tensor(work)[0])
     rank.everyone.decide("anybody_has_work", anybody)
     if anybody:
         rank.everyone.all_reduce(rank.filled(1.0), stream=rank.stream)
@@ -219,12 +219,12 @@ def vote_over_too_few(rank: Rank, fixed: bool) -> None:
     RANK_RACES,
     "C",
     "A host reads the counts of the batch before they have landed.",
-    frozenset({Kind.DECISION, Kind.COLLECTIVE, Kind.READ_AFTER_WRITE}),
+    frozenset({FindingKind.DECISION, FindingKind.COLLECTIVE, FindingKind.READ_AFTER_WRITE}),
     decision="padded_tokens",
     inject="early",
     options={"late": "copies"},
 )
-def counts_read_early(rank: Rank, fixed: bool) -> None:
+def counts_read_early(rank: ProgramRank, fixed: bool) -> None:
     """A rank reads the gathered counts before their copy has landed, and sees those of the step before."""
     counts = rank.backend.empty_pinned("counts", (rank.size,), torch.int32)
     counts.tensor.fill_(1)
@@ -253,7 +253,7 @@ def counts_read_early(rank: Rank, fixed: bool) -> None:
     inject="streams",
     options={"resident": "1"},
 )
-def one_group_on_two_streams(rank: Rank, fixed: bool) -> None:
+def one_group_on_two_streams(rank: ProgramRank, fixed: bool) -> None:
     """One group is used from two streams, and nothing says which call begins first: here each rank issues another one so."""
     side = rank.backend.create_stream("side")
     x, y = rank.filled(1.0), rank.filled(2.0)
@@ -268,12 +268,12 @@ def one_group_on_two_streams(rank: Rank, fixed: bool) -> None:
     RANK_RACES,
     "D",
     "Ranks call two groups in different order.",
-    frozenset({Kind.DECISION, Kind.COLLECTIVE_ORDER}),
+    frozenset({FindingKind.DECISION, FindingKind.COLLECTIVE_ORDER}),
     decision="first",
     inject="order",
     options={"resident": "1"},
 )
-def two_groups_in_different_order(rank: Rank, fixed: bool) -> None:
+def two_groups_in_different_order(rank: ProgramRank, fixed: bool) -> None:
     """Two groups of the same ranks, and each rank calls another one first."""
     tensor, data = rank.group("tensor"), rank.group("data")
     side = rank.backend.create_stream("side")
@@ -302,7 +302,7 @@ def two_groups_in_different_order(rank: Rank, fixed: bool) -> None:
     decision="mode",
     inject="mode",
 )
-def captured_on_one_rank(rank: Rank, fixed: bool) -> None:
+def captured_on_one_rank(rank: ProgramRank, fixed: bool) -> None:
     """One rank has a graph for this bucket and replays it, the other one has none and runs the step itself."""
     x = rank.filled(1.0)
 
@@ -328,7 +328,7 @@ def captured_on_one_rank(rank: Rank, fixed: bool) -> None:
     inject="graphs",
     options={"resident": "1"},
 )
-def graphs_on_two_streams(rank: Rank, fixed: bool) -> None:
+def graphs_on_two_streams(rank: ProgramRank, fixed: bool) -> None:
     """Two graphs with collectives of one group are replayed on two streams that nothing orders."""
     side = rank.backend.create_stream("side")
     x, y = rank.filled(1.0), rank.filled(2.0)
@@ -361,7 +361,7 @@ def graphs_on_two_streams(rank: Rank, fixed: bool) -> None:
     decision="token_width",
     inject="width",
 )
-def width_of_tokens(rank: Rank, fixed: bool) -> None:
+def width_of_tokens(rank: ProgramRank, fixed: bool) -> None:
     """The last stage sends the tokens that it sampled, [requests, 1]; the first one waits for as many as there may be."""
     requests, most = 3, 4
     width = most if fixed or rank.index == 0 else 1

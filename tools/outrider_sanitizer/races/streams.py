@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from outrider.device import Backend
-from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import Race, expect, filled, order, race
+from outrider_sanitizer.findings import FindingKind
+from outrider_sanitizer.races.race import Race, expect, filled, order, race
 
 RACES: list[Race] = []
 
@@ -14,7 +14,7 @@ RACES: list[Race] = []
 @race(
     RACES,
     "A reader on another stream doesn't wait for the writer.",
-    Kind.READ_AFTER_WRITE,
+    FindingKind.READ_AFTER_WRITE,
     names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"),
 )
 def read_after_write(backend: Backend, fixed: bool) -> None:
@@ -34,7 +34,7 @@ def read_after_write(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A writer doesn't wait for a reader on another stream.",
-    Kind.WRITE_AFTER_READ,
+    FindingKind.WRITE_AFTER_READ,
     names=("record an event on 'plan' after aten::mul", "make 'forward' wait"),
 )
 def write_after_read(backend: Backend, fixed: bool) -> None:
@@ -54,7 +54,7 @@ def write_after_read(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "Two streams write the same memory.",
-    Kind.WRITE_AFTER_WRITE,
+    FindingKind.WRITE_AFTER_WRITE,
     names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"),
 )
 def write_after_write(backend: Backend, fixed: bool) -> None:
@@ -74,7 +74,7 @@ def write_after_write(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "The wait came before the record that it was meant for.",
-    Kind.READ_AFTER_WRITE,
+    FindingKind.READ_AFTER_WRITE,
     names=("generation 1 of event 'draft_done'", "make 'plan' wait"),
 )
 def stale_generation(backend: Backend, fixed: bool) -> None:
@@ -98,7 +98,7 @@ def stale_generation(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A wait that is skipped when an optional tensor is absent.",
-    Kind.READ_AFTER_WRITE,
+    FindingKind.READ_AFTER_WRITE,
     names=("generation 1 of event 'accept_ready'", "make 'plan' wait"),
 )
 def optional_wait(backend: Backend, fixed: bool) -> None:
@@ -122,7 +122,7 @@ def optional_wait(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A fence that was recorded before the last of what its waiter reads.",
-    Kind.READ_AFTER_WRITE,
+    FindingKind.READ_AFTER_WRITE,
     names=("event 'published'", "make 'schedule' wait"),
 )
 def covers_a_subset(backend: Backend, fixed: bool) -> None:
@@ -146,7 +146,7 @@ def covers_a_subset(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "An implicit kernel runs on the stream of the scope that it's written in.",
-    Kind.READ_AFTER_WRITE,
+    FindingKind.READ_AFTER_WRITE,
     names=("make 'plan' wait",),
 )
 def cast_in_the_wrong_scope(backend: Backend, fixed: bool) -> None:
@@ -171,7 +171,7 @@ def cast_in_the_wrong_scope(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "Two views of one storage at different offsets that share bytes.",
-    Kind.WRITE_AFTER_WRITE,
+    FindingKind.WRITE_AFTER_WRITE,
     names=("record an event on 'forward'", "make 'plan' wait"),
 )
 def overlapping_views(backend: Backend, fixed: bool) -> None:
@@ -189,7 +189,7 @@ def overlapping_views(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "Interleaved columns of one matrix, overlapping and not.",
-    Kind.WRITE_AFTER_WRITE,
+    FindingKind.WRITE_AFTER_WRITE,
     names=("record an event on 'forward'", "make 'plan' wait"),
 )
 def columns(backend: Backend, fixed: bool) -> None:
@@ -207,7 +207,7 @@ def columns(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "Scatters by data into one pool, overlapping and not.",
-    Kind.WRITE_AFTER_WRITE,
+    FindingKind.WRITE_AFTER_WRITE,
     names=("index_copy_", "make 'plan' wait"),
 )
 def scatters(backend: Backend, fixed: bool) -> None:
@@ -228,7 +228,7 @@ def scatters(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "Memory is freed in one stream's order while another stream uses it.",
-    Kind.REUSE,
+    FindingKind.REUSE,
     names=("keep the tensor alive until an event recorded on 'plan'",),
 )
 def reuse_across_streams(backend: Backend, fixed: bool) -> None:
@@ -249,7 +249,7 @@ def reuse_across_streams(backend: Backend, fixed: bool) -> None:
     del other
 
 
-@race(RACES, "A read of memory that was never written.", Kind.UNDEFINED, names=("allocated on 'forward'",))
+@race(RACES, "A read of memory that was never written.", FindingKind.UNDEFINED, names=("allocated on 'forward'",))
 def read_before_write(backend: Backend, fixed: bool) -> None:
     """Fresh memory holds whatever was there before."""
     forward = backend.create_stream("forward")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from outrider.device import Backend
-from outrider_sanitizer.findings import Kind
-from outrider_sanitizer.races.program import Race, expect, expect_values, filled, race
+from outrider_sanitizer.findings import FindingKind
+from outrider_sanitizer.races.race import Race, expect, expect_values, filled, race
 
 RACES: list[Race] = []
 
@@ -108,7 +108,13 @@ def _polled_event() -> Ends:
     return ready.set, take
 
 
-@race(RACES, "A wait that gave up orders nothing.", Kind.READ_AFTER_WRITE, names=("order host thread filler",), visible=False)
+@race(
+    RACES,
+    "A wait that gave up orders nothing.",
+    FindingKind.READ_AFTER_WRITE,
+    names=("order host thread filler",),
+    visible=False,
+)
 def timed_out(backend: Backend, fixed: bool) -> None:
     """A wait for the other thread gives up, and the program goes on."""
     copy = backend.create_stream("copy")
@@ -139,7 +145,7 @@ def timed_out(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "A new thread begins on the default stream, wherever it was started.",
-    Kind.READ_AFTER_WRITE,
+    FindingKind.READ_AFTER_WRITE,
     names=("record an event on 'side'", "make 'default' wait"),
 )
 def thread_on_the_default_stream(backend: Backend, fixed: bool) -> None:
@@ -167,7 +173,7 @@ def thread_on_the_default_stream(backend: Backend, fixed: bool) -> None:
 @race(
     RACES,
     "The host reads a result without having asked whether it's there.",
-    Kind.READ_AFTER_WRITE,
+    FindingKind.READ_AFTER_WRITE,
     names=("record an event on 'copy'",),
 )
 def loop_over_query(backend: Backend, fixed: bool) -> None:
@@ -192,7 +198,7 @@ def handover(name: str, ends: Callable[[], Ends], through: str) -> Race:
         name=name,
         about=f"A buffer goes from one host thread to another; {through} orders them, a variable doesn't.",
         body=handing_over(ends),
-        kind=Kind.READ_AFTER_WRITE,
+        kind=FindingKind.READ_AFTER_WRITE,
         names=("order host thread filler", "hand over"),
         visible=False,
     )

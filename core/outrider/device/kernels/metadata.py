@@ -30,7 +30,7 @@ class AttentionShape:
     """Window in tokens, as in ``paged_attention``."""
 
     @classmethod
-    def of(cls, q: Tensor, k_cache: Tensor, *, scale: float, window: int) -> AttentionShape:
+    def from_operands(cls, q: Tensor, k_cache: Tensor, *, scale: float, window: int) -> AttentionShape:
         """Return the shape of a call of ``KernelSet.paged_attention`` with these operands."""
         return cls(
             heads=q.shape[1],

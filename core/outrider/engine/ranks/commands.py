@@ -14,7 +14,7 @@ from outrider.model import Media
 
 
 @dataclass(frozen=True, slots=True)
-class AddRequest:
+class AddCommand:
     """Queue one request of a caller."""
 
     tokens: tuple[int, ...]
@@ -24,7 +24,7 @@ class AddRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class QueueCommand:
     """Queue the requests of one ``generate`` call."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -35,42 +35,42 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortCommand:
     """End the request with number ``request``."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class DropCommand:
     """Drop requests whose caller has disappeared."""
 
     requests: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class GiveOver:
+class HandOverCommand:
     """Hand a request over to another engine of the same ranks."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
-class TakeOver:
+class TakeOverCommand:
     """Continue a handed-over request. Each rank stores its part under ``key``."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeCommand:
     """Queue a request that another engine has started."""
 
     state: RequestState
 
 
 @dataclass(frozen=True, slots=True)
-class Expect:
+class ExpectPagesCommand:
     """Reserve pages in a data-parallel group for a request that another engine lends."""
 
     state: RequestState
@@ -78,7 +78,7 @@ class Expect:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrive:
+class PagesArrivedCommand:
     """Continue an expected request whose pages have arrived."""
 
     request: int
@@ -87,14 +87,14 @@ class Arrive:
 
 
 @dataclass(frozen=True, slots=True)
-class Forsake:
+class ReleasePagesCommand:
     """Release the pages of an expected request that won't arrive."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class VoteRequest:
     """Request a vote from the component next to the engine of each follower rank."""
 
     number: int
@@ -103,4 +103,16 @@ class Ask:
     """The text of the request."""
 
 
-Command: TypeAlias = AddRequest | Queue | Abort | Forget | GiveOver | TakeOver | Resume | Expect | Arrive | Forsake | Ask
+Command: TypeAlias = (
+    AddCommand
+    | QueueCommand
+    | AbortCommand
+    | DropCommand
+    | HandOverCommand
+    | TakeOverCommand
+    | ResumeCommand
+    | ExpectPagesCommand
+    | PagesArrivedCommand
+    | ReleasePagesCommand
+    | VoteRequest
+)

@@ -40,7 +40,7 @@ class ParallelConfig:
         """The total number of ranks."""
         return self.tensor * self.data
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def group_and_index(self, rank: int) -> tuple[int, int]:
         """Return the data-parallel group of ``rank`` and its index in this group."""
         if not 0 <= rank < self.world:
             raise ConfigError(f"rank {rank} isn't one of the {self.world} ranks of {self}; expected 0 to {self.world - 1}")
@@ -48,7 +48,7 @@ class ParallelConfig:
 
     def shards(self, rank: int) -> Shards:
         """Return the parts of the model's weights that ``rank`` holds."""
-        _, tensor = self.place(rank)
+        _, tensor = self.group_and_index(rank)
         within = Shard(tensor, self.tensor)
         return Shards(attention=within, mlp=Shard(rank, self.world), vocabulary=within)
 

@@ -21,7 +21,7 @@ _EXIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loading:
+class LoadingArguments:
     """The arguments of :meth:`Engine.from_checkpoint` that are equal on all ranks."""
 
     draft_dir: Path | None
@@ -39,7 +39,7 @@ class Loading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class RankWork:
     """The work of a child process: which rank it is, and which checkpoint its engine loads."""
 
     rank: int
@@ -48,16 +48,16 @@ class Work:
     """The port of the parent's store on this host."""
     backend: str
     """The name of the backend."""
-    numbered: bool
+    has_device_numbers: bool
     """True if the backend's devices have numbers. Rank i then uses device i."""
     model_dir: Path
-    loading: Loading
+    loading: LoadingArguments
 
 
 class RankProcesses:
     """The child processes of the follower ranks. They end if this process ends, at the latest in :meth:`close`."""
 
-    def __init__(self, backend: Backend, parallel: ParallelConfig, model_dir: Path, loading: Loading) -> None:
+    def __init__(self, backend: Backend, parallel: ParallelConfig, model_dir: Path, loading: LoadingArguments) -> None:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._children: list[subprocess.Popen[bytes]] = []
         try:
@@ -67,21 +67,21 @@ class RankProcesses:
                 )
                 self._children.append(child)
                 index: int | None = backend.device.index  # torch annotates int, but the host device has None
-                work = Work(
+                work = RankWork(
                     rank=rank,
                     parallel=parallel,
                     port=store.port,
                     backend=backend.name,
-                    numbered=index is not None,
+                    has_device_numbers=index is not None,
                     model_dir=Path(model_dir).resolve(),
                     loading=loading,
                 )
                 assert child.stdin is not None
                 # The pipe stays open. A child ends once its pipe is closed, for example by the end of this process.
-                child.stdin.write(encode(work, Work).encode() + b"\n")
+                child.stdin.write(encode(work, RankWork).encode() + b"\n")
                 child.stdin.flush()
             self.ranks = Ranks(backend, parallel, rank=0, store=store)
-            self.ranks.who_ended = self._find_ended
+            self.ranks.find_ended_process = self._find_ended
         except BaseException:
             self.close()
             raise
@@ -123,7 +123,7 @@ def start_ranks(
     backend: Backend,
     parallel: ParallelConfig,
     model_dir: Path,
-    loading: Loading,
+    loading: LoadingArguments,
     *,
     given: Ranks | None,
     builders: object,

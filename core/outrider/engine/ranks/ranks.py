@@ -13,9 +13,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stu
 
 from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Group, OutriderError
 from outrider.engine.ranks.codec import decode, encode
+from outrider.engine.ranks.key_value_store import STORE_LOST, KeyValueStore
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, wait_for_key
-from outrider.engine.ranks.room import GONE, Room
 from outrider.engine.requests.hand_over import HandOver
 from outrider.model import ModelRanks
 
@@ -29,7 +29,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _ExchangeMessage:
-    """The message of one rank in :meth:`Ranks.meet`."""
+    """The message of one rank in :meth:`Ranks.exchange`."""
 
     subject: str | None
     """The subject of the exchange; None if the rank has failed."""
@@ -55,22 +55,22 @@ class Ranks:
         self.rank = rank
         self.store = store
         self.name = name
-        self.data_rank, self.tensor_rank = config.place(rank)
+        self.data_rank, self.tensor_rank = config.group_and_index(rank)
         tensor = tuple(range(self.data_rank * config.tensor, (self.data_rank + 1) * config.tensor))
         data = tuple(range(self.tensor_rank, config.world, config.tensor))
-        self.room = Room(store, name)
+        self.key_value_store = KeyValueStore(store, name)
         self._engines = itertools.count()
         self._num_exchanges = 0
         self._handed_over_numbers = itertools.count()
         # Wait here for slow starts: the group's own timeout is that of an iteration.
-        self.meet("the start", str(config), str)
+        self.exchange("the start", str(config), str)
         self.tensor, self.data = self._group("tensor", tensor), self._group("data", data)
         self.model = ModelRanks(config.shards(rank), tensor=self.tensor, data=self.data)
         self.handed_over: dict[str, HandOver] = {}
         """This rank's part of each request between two engines, by a key that is equal on all ranks."""
-        self.hears_s = _FAILURE_WAIT_S
+        self.failure_wait_s = _FAILURE_WAIT_S
         """Seconds that this rank waits for another rank's report after it lost the other ranks."""
-        self.who_ended: Callable[[], str | None] | None = None
+        self.find_ended_process: Callable[[], str | None] | None = None
         """Returns a message about an ended child process, if this process started the other ranks."""
 
     def _group(self, kind: str, ranks: tuple[int, ...]) -> Group | None:
@@ -102,7 +102,7 @@ class Ranks:
         """Return the record log of the next engine. Every rank creates its engines in the same order."""
         return RecordLog(self.store, f"{self.name}/engine/{next(self._engines)}")
 
-    def meet(self, what: str, value: Any, kind: Any) -> list[Any]:
+    def exchange(self, what: str, value: Any, kind: Any) -> list[Any]:
         """Return the ``value`` of every rank, of type ``kind``, in rank order.
 
         All ranks call this method in the same order. It is slow and meant for the start. Raises :class:`RanksFailed` if a
@@ -131,7 +131,7 @@ class Ranks:
 
     def check_same(self, what: str, values: Mapping[str, object]) -> None:
         """Raise :class:`RanksDiffer` with the first difference if ``values`` aren't equal on all ranks."""
-        all_values = self.meet(what, {name: repr(value) for name, value in values.items()}, Mapping[str, str])
+        all_values = self.exchange(what, {name: repr(value) for name, value in values.items()}, Mapping[str, str])
         for rank, rank_values in enumerate(all_values):
             for name, value in all_values[0].items():
                 if rank_values.get(name) != value:
@@ -140,14 +140,14 @@ class Ranks:
                         "with the same options, files and software"
                     )
 
-    def keep(self, handed: HandOver) -> HandOver:
+    def store_handed_over(self, handed: HandOver) -> HandOver:
         """Store this rank's part of a request that leaves an engine, under a key that is equal on all ranks."""
         handed = replace(handed, key=f"{self.name}/request/{next(self._handed_over_numbers)}")
         assert handed.key is not None
         self.handed_over[handed.key] = handed
         return handed
 
-    def forget(self, handed: HandOver) -> None:
+    def drop_handed_over(self, handed: HandOver) -> None:
         """Drop this rank's part of a request that another engine has taken over."""
         del self.handed_over[str(handed.key)]
 
@@ -156,30 +156,30 @@ class Ranks:
         """The last decision and collective of this rank, for error messages."""
         return "; ".join(group.progress for group in self.groups)
 
-    def fail(self, error: BaseException) -> str:
+    def report_failure(self, error: BaseException) -> str:
         """Report to the other ranks that this rank fails, and close the groups. Return the first report of any rank."""
         if isinstance(error, CollectiveError | DeviceStuck):
             self._wait_for_failure()
         report = f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})"
         try:
-            first = self.room.fail(report)
+            first = self.key_value_store.publish_failure(report)
             self._publish(self._num_exchanges, _ExchangeMessage(None, first))  # ends the wait of ranks in meet()
         except RuntimeError:  # raised by the store
-            first = f"{GONE}: {self.progress}"
+            first = f"{STORE_LOST}: {self.progress}"
         self.close()
         return first
 
     def _wait_for_failure(self) -> None:
         """Wait for a report of the original failure, which most likely happened on another rank."""
-        if self.who_ended is None:
+        if self.find_ended_process is None:
             with suppress(RuntimeError, OutriderError):
-                self.room.hear(self.hears_s)
+                self.key_value_store.wait_for_failure(self.failure_wait_s)
             return
-        until = time.monotonic() + self.hears_s
-        while self.room.failure is None and time.monotonic() < until:
-            ended = self.who_ended()
+        until = time.monotonic() + self.failure_wait_s
+        while self.key_value_store.failure is None and time.monotonic() < until:
+            ended = self.find_ended_process()
             if ended is not None:
-                self.room.fail(f"{ended}; rank {self.rank} waited for it: {self.progress}")
+                self.key_value_store.publish_failure(f"{ended}; rank {self.rank} waited for it: {self.progress}")
             else:
                 time.sleep(_POLL_S)
 
@@ -189,7 +189,7 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            first = self.fail(error)
+            first = self.report_failure(error)
             if isinstance(error, CollectiveError) and not first.startswith(f"rank {self.rank} "):
                 raise RanksFailed(first) from error
             raise

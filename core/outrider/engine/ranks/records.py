@@ -19,7 +19,7 @@ _MAX_STORED_RECORDS = 256
 """Number of newest records that stay in the store. No rank lags further, because each iteration has collectives."""
 
 Decisions: TypeAlias = Mapping[str, Decision]
-Act: TypeAlias = Literal["iterate", "drain", "go on", "end"]
+RankAct: TypeAlias = Literal["iterate", "drain", "go on", "end"]
 
 
 class RanksFailed(DeviceError):
@@ -36,12 +36,12 @@ class RanksDiffer(RanksFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class DecisionRecord:
     """One entry of the decision log. Every rank applies the commands and then performs the act."""
 
     commands: tuple[str, ...]
     """Encoded calls that change the engine (:mod:`outrider.engine.ranks.commands`), in the order of the calls."""
-    act: Act
+    act: RankAct
     """The next act: iterate, drain, go on (no iteration), or end."""
     decisions: Decisions | None = None
     """The decisions for an iteration, by name. Followers use the draft length and compare all others with their own."""
@@ -59,14 +59,14 @@ class RecordLog:
         self._name = name
         self._next = 0
 
-    def publish(self, record: Record) -> None:
+    def publish(self, record: DecisionRecord) -> None:
         """Write the next record and delete the oldest stored one."""
-        self._store.set(self._record_key(self._next), encode(record, Record))
+        self._store.set(self._record_key(self._next), encode(record, DecisionRecord))
         self._next += 1
         if self._next > _MAX_STORED_RECORDS:
             self._store.delete_key(self._record_key(self._next - _MAX_STORED_RECORDS - 1))
 
-    def next(self) -> Record:
+    def next(self) -> DecisionRecord:
         """Wait for the next record without a time limit. If the leading rank is lost, ``Watch`` ends this process.
 
         Raises :class:`~outrider.engine.ranks.codec.RecordError` for an invalid record.
@@ -75,7 +75,7 @@ class RecordLog:
         while not wait_for_key(self._store, key, _RECORD_POLL_S):
             pass
         self._next += 1
-        record: Record = decode(self._store.get(key), Record)
+        record: DecisionRecord = decode(self._store.get(key), DecisionRecord)
         return record
 
     def publish_vote(self, number: int, rank: int, said: str) -> None:

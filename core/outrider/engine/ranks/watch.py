@@ -9,8 +9,8 @@ import time
 from contextlib import suppress
 
 from outrider.device import DeviceError
+from outrider.engine.ranks.key_value_store import STORE_LOST, KeyValueStore
 from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.ranks.room import GONE, Room
 
 _HEARTBEAT_PERIOD_S = 0.4
 _MAX_MISSED_HEARTBEATS = 10
@@ -24,10 +24,10 @@ _GRACE_PERIOD_S = 2.0
 """Seconds that a rank has to end by itself after another rank has failed."""
 
 
-class Watch:
+class RankWatch:
     """A thread that publishes this rank's heartbeats and checks those of all others. After a loss it ends this process."""
 
-    def __init__(self, ranks: Ranks, room: Room, *, speaks: bool, starter: int | None = None) -> None:
+    def __init__(self, ranks: Ranks, room: KeyValueStore, *, speaks: bool, starter: int | None = None) -> None:
         """``room``: a store on a separate connection, because another thread of this rank may block in the main one.
         ``speaks``: print the reason before the process ends. ``starter``: the process whose end also ends this one.
         """
@@ -53,56 +53,62 @@ class Watch:
         while not self._stopped.wait(_HEARTBEAT_PERIOD_S):
             self._num_heartbeats += 1
             try:
-                self._room.beat(self._ranks.rank, f"{self._num_heartbeats}{self._start_suffix} {self._ranks.progress}")
+                self._room.publish_heartbeat(
+                    self._ranks.rank, f"{self._num_heartbeats}{self._start_suffix} {self._ranks.progress}"
+                )
                 failure = self._room.failure or self._check_starter() or self._check_heartbeats()
             except (RuntimeError, DeviceError) as error:
-                failure = f"{GONE}: {error}; {self._ranks.progress}"
+                failure = f"{STORE_LOST}: {error}; {self._ranks.progress}"
             if failure is not None and not self._stopped.wait(_GRACE_PERIOD_S):
                 self._end_process(failure)
 
     def _check_starter(self) -> str | None:
         if self._starter is None or os.getppid() == self._starter:
             return None
-        return self._room.fail(f"rank {self._ranks.rank} lost the process that started it; {self._ranks.progress}")
+        return self._room.publish_failure(f"rank {self._ranks.rank} lost the process that started it; {self._ranks.progress}")
 
     def _check_heartbeats(self) -> str | None:
         now = time.monotonic()
         for rank in range(self._ranks.config.world):
             if rank == self._ranks.rank:
                 continue
-            heartbeat = self._room.last_beat(rank)
+            heartbeat = self._room.last_heartbeat(rank)
             last_seen, own_count, since = self._last_seen.get(rank, ("", self._num_heartbeats, now))
             if heartbeat != last_seen:
                 self._last_seen[rank] = heartbeat, self._num_heartbeats, now
-            elif heartbeat and heartbeat != Room.ENDED and self._num_heartbeats - own_count >= self._max_missed(heartbeat):
+            elif (
+                heartbeat
+                and heartbeat != KeyValueStore.ENDED
+                and self._num_heartbeats - own_count >= self._max_missed(heartbeat)
+            ):
                 last = heartbeat.partition(" ")[2] or "nothing is known of it"
-                return self._room.fail(f"rank {rank} hangs: no sign of life for {now - since:.0f} s; {last}")
+                return self._room.publish_failure(f"rank {rank} hangs: no sign of life for {now - since:.0f} s; {last}")
         return None
 
     @property
     def _start_suffix(self) -> str:
         has_decided = any(group.last_decision is not None for group in self._ranks.groups)
-        return "" if has_decided else Room.STARTS
+        return "" if has_decided else KeyValueStore.STARTING_SUFFIX
 
     @staticmethod
     def _max_missed(heartbeat: str) -> int:
-        is_starting = heartbeat.partition(" ")[0].endswith(Room.STARTS)
+        is_starting = heartbeat.partition(" ")[0].endswith(KeyValueStore.STARTING_SUFFIX)
         return _MAX_MISSED_HEARTBEATS_AT_START if is_starting else _MAX_MISSED_HEARTBEATS
 
     def _end_process(self, failure: str) -> None:
-        if self._speaks or (self._starter is not None and first_is_lost(failure)):
+        if self._speaks or (self._starter is not None and first_rank_is_lost(failure)):
             with suppress(OSError):  # the process ends even if standard error is closed
                 sys.stderr.write(f"outrider: {failure}\n")
                 sys.stderr.flush()
         os._exit(1)
 
 
-def first_is_lost(failure: str) -> bool:
+def first_rank_is_lost(failure: str) -> bool:
     """Return True if the first rank can't print ``failure``, because that rank or the store's process is lost."""
-    return failure.startswith(("rank 0 hangs", "rank 0 lost", GONE))
+    return failure.startswith(("rank 0 hangs", "rank 0 lost", STORE_LOST))
 
 
-def end_with(descriptor: int) -> None:
+def end_with_pipe(descriptor: int) -> None:
     """End this process once the other end of the pipe at ``descriptor`` is closed: the starter has ended."""
 
     def wait() -> None:

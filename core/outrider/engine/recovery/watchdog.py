@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from outrider.device import Backend, DeadlockError, DeviceError, DeviceStuck, Fence, Stream
 
-Wrap = Callable[[Fence], Fence]
+FenceWrapper = Callable[[Fence], Fence]
 
 
 class Watchdog:
@@ -28,26 +28,26 @@ class Watchdog:
         """The last fence that a host wait reached."""
         self.blocked_s = 0.0
         """Total duration of all host waits, in seconds."""
-        self._fences: list[Watched] = []
+        self._fences: list[WatchedFence] = []
 
-    def around(self, wrap: Wrap | None) -> Wrap:
+    def wrapping(self, wrap: FenceWrapper | None) -> FenceWrapper:
         """Return a function that applies ``wrap`` to a new fence and then this watchdog."""
 
         def watched(fence: Fence) -> Fence:
-            inner = Watched(fence if wrap is None else wrap(fence), self)
+            inner = WatchedFence(fence if wrap is None else wrap(fence), self)
             self._fences.append(inner)
             return inner
 
         return watched
 
-    def quiet(self, backend: Backend, streams: Iterable[Stream]) -> None:
+    def wait_until_idle(self, backend: Backend, streams: Iterable[Stream]) -> None:
         """Wait on the host until all operations on ``streams`` have finished."""
         for stream in streams:
-            fence = Watched(backend.speculative_sync.create_fence("quiet"), self)
+            fence = WatchedFence(backend.speculative_sync.create_fence("quiet"), self)
             fence.signal(stream)
             fence.wait_host()
 
-    def stuck(self, fence: Watched, reason: str) -> DeviceStuck:
+    def stuck_error(self, fence: WatchedFence, reason: str) -> DeviceStuck:
         """Return the error for a host wait at ``fence`` that failed because of ``reason``."""
         lines = [
             f"the device is stuck: the host waits for fence {fence.name!r}, generation {fence.generation}, which was "
@@ -78,7 +78,7 @@ class Watchdog:
         return f"stream {stream!r}: {progress}hasn't reached {pending[0]}; enqueued last {last}"
 
 
-class Watched(Fence):
+class WatchedFence(Fence):
     """A fence that counts its signals and limits host waits."""
 
     def __init__(self, inner: Fence, watchdog: Watchdog) -> None:
@@ -117,9 +117,9 @@ class Watched(Fence):
             if limit is None:
                 self._inner.wait_host()
             elif not self._inner.wait_host_within(limit):
-                raise self._watchdog.stuck(self, f"it hasn't come within {limit:g} s")
+                raise self._watchdog.stuck_error(self, f"it hasn't come within {limit:g} s")
         except DeadlockError as error:
-            raise self._watchdog.stuck(self, f"it can't come any more: {error}") from error
+            raise self._watchdog.stuck_error(self, f"it can't come any more: {error}") from error
         finally:
             self._watchdog.blocked_s += time.perf_counter() - began
         self._watchdog.passed = str(self)

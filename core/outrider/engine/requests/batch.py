@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.engine.requests.features import Features
 from outrider.engine.requests.hand_over import HandOver
-from outrider.engine.requests.lent import Arrived
+from outrider.engine.requests.lent_pages import ArrivedPages
 from outrider.engine.requests.request import Request
 
 
@@ -19,13 +19,13 @@ class PrefillChunk:
     end: int
 
     @property
-    def final(self) -> bool:
+    def is_final(self) -> bool:
         """Return True if this chunk ends with the last context token."""
         return self.end == len(self.request.context)
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class GlobalBatch:
     """One iteration of all data-parallel groups. Every rank has an equal record, except for ``launched``."""
 
     batches: tuple[Batch, ...]
@@ -52,31 +52,31 @@ class Batch:
     """Requests that get their row in this iteration."""
     table_updates: tuple[tuple[int, int, int], ...]
     """Block-table entries to write, as (row, index, page)."""
-    arrivals: tuple[tuple[Request, HandOver | Arrived], ...] = ()
+    arrivals: tuple[tuple[Request, HandOver | ArrivedPages], ...] = ()
     """Requests whose state comes from another engine. They decode from the next iteration on."""
     drafted: int | None = None
     """Draft tokens of each decoding request; None: as many as the proposer drafts."""
-    together: Together | None = None
+    global_batch: GlobalBatch | None = None
     """The batches of all data-parallel groups; None if there is only one group."""
     decode_features: Features | None = None
     """The features that ``decode`` needs; None: :attr:`features` computes them."""
 
     @property
-    def everyone(self) -> tuple[Batch, ...]:
+    def group_batches(self) -> tuple[Batch, ...]:
         """The batches of all data-parallel groups."""
-        return (self,) if self.together is None else self.together.batches
+        return (self,) if self.global_batch is None else self.global_batch.batches
 
     @property
     def launched(self) -> Batch:
         """The batch that this rank launches: this one, or its padded form if there are several groups."""
-        return self if self.together is None else self.together.launched
+        return self if self.global_batch is None else self.global_batch.launched
 
     @property
     def features(self) -> Features:
         """The features that the decoding requests of all groups need."""
-        if self.together is not None:
-            return self.together.features
-        return Features.of(self.decode) if self.decode_features is None else self.decode_features
+        if self.global_batch is not None:
+            return self.global_batch.features
+        return Features.from_requests(self.decode) if self.decode_features is None else self.decode_features
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -85,16 +85,16 @@ class Batch:
         return (*self.decode, *prefilled, *(request for request, _ in self.arrivals))
 
     @property
-    def guided(self) -> bool:
+    def is_guided(self) -> bool:
         """Return True if a guided request of any group gets a token, from decode or from its last prefill chunk."""
         emitting = (
             request
-            for batch in self.everyone
-            for request in (*batch.decode, *(chunk.request for chunk in batch.prefill if chunk.final))
+            for batch in self.group_batches
+            for request in (*batch.decode, *(chunk.request for chunk in batch.prefill if chunk.is_final))
         )
         return any(request.guidance is not None for request in emitting)
 
-    def only(self, request: Request) -> Batch:
+    def part_of_request(self, request: Request) -> Batch:
         """Return a batch with the work of ``request`` alone."""
         return Batch(
             prefill=tuple(chunk for chunk in self.prefill if chunk.request is request),

@@ -22,7 +22,7 @@ class BlockStored:
     tokens: tuple[int, ...]
     """The tokens of all pages, in order."""
     extras: tuple[object, ...]
-    """For each page, the result of :meth:`Request.besides_tokens`, or None if the contents depend on tokens alone."""
+    """For each page, the result of :meth:`Request.extra_identity`, or None if the contents depend on tokens alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class DraftCosts:
         return self.base[length, self.size(length, requests)] + self.per_token.get(length, 0.0) * cached
 
 
-class Acceptance:
+class AcceptanceEstimate:
     """Estimated acceptance of each position of a chain: an exponential moving average that starts from a prior.
 
     The acceptance of a position is the probability that its token is accepted if all tokens before it are.
@@ -136,7 +136,7 @@ class Acceptance:
         return total
 
 
-class FollowLoad(DraftLengthPolicy):
+class LoadDraftLength(DraftLengthPolicy):
     """A policy that maximizes the expected tokens per second, from iteration costs and the acceptance so far.
 
     The length changes if another one is at least 2 % faster, at most every fourth iteration. After 256 iterations below the
@@ -146,7 +146,7 @@ class FollowLoad(DraftLengthPolicy):
     def __init__(self, costs: DraftCosts) -> None:
         super().__init__([length for length, _ in costs.base])
         self.costs = costs
-        self.acceptance = Acceptance(self.lengths[-1])
+        self.acceptance = AcceptanceEstimate(self.lengths[-1])
         self._length = self.lengths[-1]
         self._since_change = _MIN_ITERATIONS_BETWEEN_CHANGES
         self._short_iterations = 0
@@ -180,6 +180,8 @@ class FollowLoad(DraftLengthPolicy):
         return max(self.lengths, key=lambda length: self.rate(length, requests, cached))
 
 
-def usual_lengths(draft_tokens: int) -> tuple[int, ...]:
-    """Return the lengths that :class:`FollowLoad` chooses from: 0, 1, two thirds of ``draft_tokens``, and all of them."""
+def default_draft_lengths(draft_tokens: int) -> tuple[int, ...]:
+    """Return the lengths that :class:`LoadDraftLength` chooses from: 0, 1, two thirds of ``draft_tokens``, and all of
+    them.
+    """
     return tuple(sorted({0, 1, -(-2 * draft_tokens // 3), draft_tokens}))

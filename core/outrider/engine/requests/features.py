@@ -26,7 +26,7 @@ class Features:
     """Number of likeliest tokens to report with log-probabilities; None: the iteration reports no log-probabilities."""
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> Features:
+    def from_requests(cls, requests: Sequence[Request]) -> Features:
         """Return the fewest features that serve all ``requests``."""
         all_params = [request.params for request in requests]
         return cls(

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError
-from outrider.engine.requests.guidance import Guidance, words_of
-from outrider.engine.requests.guides import Choice, Ebnf, Guide, JsonObject, JsonSchema, Regex
+from outrider.engine.requests.guidance import Guidance, mask_words
+from outrider.engine.requests.guides import ChoiceGuide, Ebnf, Guide, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.errors import RequestError, one_line
 from outrider.model import Tokenizer
@@ -32,7 +32,7 @@ _MAX_COMPILE_THREADS = 4  # includes threads past their time limit, which can't 
 _MAX_JSON_WHITESPACE = 16  # characters between two parts of JSON: without a limit a model can emit whitespace forever
 
 
-def available() -> bool:
+def guides_are_available() -> bool:
     """Return True if xgrammar is installed."""
     return find_spec("xgrammar") is not None
 
@@ -69,7 +69,7 @@ class Grammars:
         Raises :class:`ConfigError` if the engine can't compile any guide, and :class:`RequestError` if this guide fails.
         """
         limit = None if self._time_limit_s is None else min(self._time_limit_s, COMPILE_SECONDS)
-        if self._time_limit_s != math.inf and self._tokenizer is not None and available():
+        if self._time_limit_s != math.inf and self._tokenizer is not None and guides_are_available():
             self._create_compiler_once()  # outside the time limit: other ranks wait for the guide only
         with self._lock:
             compiled = self._compiled.get(guide)
@@ -116,7 +116,7 @@ class Grammars:
                 "the request has a guide, and this engine was built without a tokenizer, of which a guide is made; take a "
                 "checkpoint that has one, through Engine.from_checkpoint"
             )
-        if not available():
+        if not guides_are_available():
             raise ConfigError("the request has a guide, which xgrammar compiles; install it: pip install 'outrider[guided]'")
 
     def _run(self, guide: Guide, future: Future[Any]) -> None:
@@ -147,8 +147,8 @@ class Grammars:
                 "it smaller"
             )
         matcher = XgrammarMatcher(compiled, sorted(self._ends), self._textless)
-        words = torch.zeros((1, words_of(self._vocabulary)), dtype=torch.int32)
-        if not matcher.over:
+        words = torch.zeros((1, mask_words(self._vocabulary)), dtype=torch.int32)
+        if not matcher.is_complete:
             matcher.fill(words, 0)
             if not bool(words.any()):
                 raise RequestError(f"the {type(guide).__name__} guide allows no text that this tokenizer can write")
@@ -185,7 +185,7 @@ class XgrammarMatcher:
 
     def accept(self, token: int) -> bool:
         """Pass ``token`` to xgrammar, unless the text is complete or the token has no text."""
-        if self.over or token in self._never_allowed:  # xgrammar prints a warning for a token without text
+        if self.is_complete or token in self._never_allowed:  # xgrammar prints a warning for a token without text
             return False
         return bool(self._matcher.accept_token(token))
 
@@ -198,19 +198,19 @@ class XgrammarMatcher:
         self._matcher.fill_next_token_bitmask(words, index)
 
     @property
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         """Return True if xgrammar has terminated the text."""
         return bool(self._matcher.is_terminated())
 
 
 def _compile_guide(compiler: Any, guide: Guide) -> Any:
     if isinstance(guide, JsonSchema):
-        return compiler.compile_json_schema(guide.written, max_whitespace_cnt=_MAX_JSON_WHITESPACE)
+        return compiler.compile_json_schema(guide.compiler_text, max_whitespace_cnt=_MAX_JSON_WHITESPACE)
     if isinstance(guide, JsonObject):
         return compiler.compile_json_schema('{"type": "object"}', strict_mode=False, max_whitespace_cnt=_MAX_JSON_WHITESPACE)
     if isinstance(guide, Regex):
-        return compiler.compile_regex(guide.written)
+        return compiler.compile_regex(guide.compiler_text)
     if isinstance(guide, Ebnf):
         return compiler.compile_grammar(guide.grammar, root_rule_name=guide.root)
-    assert isinstance(guide, Choice)
+    assert isinstance(guide, ChoiceGuide)
     return compiler.compile_grammar(guide.grammar)

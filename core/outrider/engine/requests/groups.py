@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
-from outrider.engine.requests.batch import Batch, PrefillChunk, Together
+from outrider.engine.requests.batch import Batch, GlobalBatch, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
 from outrider.engine.requests.features import Features
 from outrider.engine.requests.pages import PagePool, PageWatcher
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.scheduler import Scheduler, length_for, report_accepted
+from outrider.engine.requests.scheduler import Scheduler, choose_draft_length, report_accepted
 
 PromptPasses = Callable[[int, int, int], tuple[int, ...]]
 """Return the number of tokens of each prefill pass from (tokens, sequences, longest sequence)."""
@@ -129,12 +129,12 @@ class GroupScheduler:
         decodes = any(batch is not None and batch.decode for batch in group_batches)
         length = self._agreed_length.lengths[0] if decodes else None
         batches = tuple(replace(batch or Batch((), (), (), ()), drafted=length) for batch in group_batches)
-        return replace(batches[self._own], together=self._global_batch(batches))
+        return replace(batches[self._own], global_batch=self._global_batch(batches))
 
-    def landed(self, batch: Batch, accepted: Sequence[int]) -> None:
-        """Count the results of ``batch`` as read in all groups, see :meth:`Scheduler.landed`."""
-        for scheduler, group_batch in zip(self._schedulers, batch.everyone, strict=True):
-            scheduler.landed(group_batch, ())
+    def handle_landed(self, batch: Batch, accepted: Sequence[int]) -> None:
+        """Count the results of ``batch`` as read in all groups, see :meth:`Scheduler.handle_landed`."""
+        for scheduler, group_batch in zip(self._schedulers, batch.group_batches, strict=True):
+            scheduler.handle_landed(group_batch, ())
         report_accepted(self._draft_length, batch, accepted)
 
     def register(self, request: Request, filled: int) -> None:
@@ -146,18 +146,18 @@ class GroupScheduler:
         for scheduler in self._schedulers:
             scheduler.retire()
 
-    def take_back(self, batches: Sequence[Batch], *, corrupted: bool) -> None:
-        """Call :meth:`Scheduler.take_back` of every group with its part of ``batches``."""
+    def undo_batches(self, batches: Sequence[Batch], *, corrupted: bool) -> None:
+        """Call :meth:`Scheduler.undo_batches` of every group with its part of ``batches``."""
         for index, scheduler in enumerate(self._schedulers):
-            scheduler.take_back([batch.everyone[index] for batch in batches], corrupted=corrupted)
+            scheduler.undo_batches([batch.group_batches[index] for batch in batches], corrupted=corrupted)
 
-    def proposed(self, batch: Batch) -> int:
-        """Return :meth:`Scheduler.proposed`, which is equal in all groups."""
-        return self._schedulers[0].proposed(batch)
+    def max_accepted(self, batch: Batch) -> int:
+        """Return :meth:`Scheduler.max_accepted`, which is equal in all groups."""
+        return self._schedulers[0].max_accepted(batch)
 
-    def most_pages(self, tokens: int) -> int:
-        """Return :meth:`Scheduler.most_pages`, which is equal in all groups."""
-        return self._schedulers[0].most_pages(tokens)
+    def max_pages(self, tokens: int) -> int:
+        """Return :meth:`Scheduler.max_pages`, which is equal in all groups."""
+        return self._schedulers[0].max_pages(tokens)
 
     def _of(self, request: Request) -> Scheduler:
         return self._schedulers[request.group]
@@ -165,11 +165,11 @@ class GroupScheduler:
     def _choose_length(self) -> int:
         """Return the longest length if a request samples (its draws depend on the draft), else the policy's choice."""
         decoding = [request for request in self.running if not request.finished and not request.needs_prefill]
-        if not decoding or Features.of(decoding) != Features():
+        if not decoding or Features.from_requests(decoding) != Features():
             return self._draft_length.lengths[-1]
-        return length_for(self._draft_length, decoding)
+        return choose_draft_length(self._draft_length, decoding)
 
-    def _global_batch(self, batches: tuple[Batch, ...]) -> Together:
+    def _global_batch(self, batches: tuple[Batch, ...]) -> GlobalBatch:
         own = batches[self._own]
         count = max(len(batch.decode) for batch in batches)
         widths = [self._passes(*_prefill_extent(batch.prefill)) for batch in batches if batch.prefill]
@@ -181,10 +181,10 @@ class GroupScheduler:
             prefill=own.prefill or ((PrefillChunk(idle, 0, 1),) if widths else ()),
             decode=(*own.decode, *[idle] * (count - len(own.decode))),
         )
-        return Together(
+        return GlobalBatch(
             batches=batches,
             launched=launched,
-            features=Features.of([request for batch in batches for request in batch.decode]),
+            features=Features.from_requests([request for batch in batches for request in batch.decode]),
             widths=tuple(max(pass_widths) for pass_widths in zip(*widths, strict=True)),
         )
 
@@ -215,18 +215,18 @@ class GroupPages:
         return sum(pool.cached for pool in self._pools)
 
     @property
-    def shares(self) -> bool:
-        """Return True if pages are registered by contents, see :attr:`PagePool.shares`."""
-        return self._own.shares
+    def shares_prefixes(self) -> bool:
+        """Return True if pages are registered by contents, see :attr:`PagePool.shares_prefixes`."""
+        return self._own.shares_prefixes
 
     def watch(self, watcher: PageWatcher | None) -> None:
         """Watch the page pool of this rank's group; this rank's device has no pages of other groups."""
         self._own.watch(watcher)
 
-    def forget_all(self) -> None:
-        """Call :meth:`PagePool.forget_all` of every group."""
+    def unregister_all(self) -> None:
+        """Call :meth:`PagePool.unregister_all` of every group."""
         for pool in self._pools:
-            pool.forget_all()
+            pool.unregister_all()
 
 
 class GroupRows:

@@ -12,23 +12,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-EVERYTHING = -1
+ALLOW_ALL_WORD = -1
 """A mask word that allows all of its 32 tokens."""
-WALK_SECONDS = 1.0
+MASK_TIME_LIMIT_S = 1.0
 """CPU-time limit for the masks of one request in one iteration, in seconds.
 
 All other requests of the batch wait for these masks. Ambiguous grammars take longer with each token.
 """
 
 
-def words_of(vocabulary: int) -> int:
+def mask_words(vocabulary: int) -> int:
     """Return the number of 32-bit words of a mask over ``vocabulary`` tokens."""
     return -(-vocabulary // 32)
 
 
-def words_with(tokens: Iterable[int], vocabulary: int) -> Tensor:
+def mask_of_tokens(tokens: Iterable[int], vocabulary: int) -> Tensor:
     """Return a mask that allows ``tokens`` only, int32 [W]."""
-    allowed = torch.zeros(words_of(vocabulary) * 32, dtype=torch.int64)
+    allowed = torch.zeros(mask_words(vocabulary) * 32, dtype=torch.int64)
     allowed[torch.tensor(sorted(tokens), dtype=torch.int64)] = 1
     bits = (allowed.view(-1, 32) << torch.arange(32)).sum(dim=1)
     return bits.to(torch.int32)
@@ -46,18 +46,18 @@ class Matcher(Protocol):
     def fill(self, words: Tensor, index: int) -> None:
         """Write the mask of allowed tokens into row ``index`` of ``words`` int32 [N, W].
 
-        Bit i of word w stands for token 32w+i. Not called if the matcher is :attr:`over`.
+        Bit i of word w stands for token 32w+i. Not called if the matcher is :attr:`is_complete`.
         """
 
     @property
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         """Return True if no token may follow."""
 
 
-class Anything:
+class UnrestrictedMatcher:
     """A matcher that allows every token and is never over."""
 
-    over = False
+    is_complete = False
 
     def accept(self, token: int) -> bool:
         """Return True for every token."""
@@ -70,7 +70,7 @@ class Anything:
 
     def fill(self, words: Tensor, index: int) -> None:
         """Write a mask of all tokens."""
-        words[index].fill_(EVERYTHING)
+        words[index].fill_(ALLOW_ALL_WORD)
 
 
 class Guidance:
@@ -91,26 +91,26 @@ class Guidance:
         self._output_length = 0
         self._draft_depth = 0  # draft tokens that the matcher has accepted after the output
         self._late = False
-        self._unheld = [(~words_with(held, vocabulary), until) for held, until in held_back if held and until]
-        self._unbanned = ~words_with(banned, vocabulary) if banned else None
+        self._unheld = [(~mask_of_tokens(held, vocabulary), until) for held, until in held_back if held and until]
+        self._unbanned = ~mask_of_tokens(banned, vocabulary) if banned else None
 
     @property
-    def late(self) -> bool:
-        """Return True if masks took longer than :data:`WALK_SECONDS`. :meth:`take` then rejects every token."""
+    def exceeded_time_limit(self) -> bool:
+        """Return True if masks took longer than :data:`MASK_TIME_LIMIT_S`. :meth:`accept_token` then rejects every token."""
         return self._late
 
     @property
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         """Return True if the output is complete and no token may follow."""
-        return self._matcher.over
+        return self._matcher.is_complete
 
-    def take(self, token: int) -> str | None:
+    def accept_token(self, token: int) -> str | None:
         """Advance by an output token. Return None, or the reason if the guide doesn't allow the token."""
         self._roll_back_to(0)
         if self._late:
             return (
-                f"finding what its guide allows behind {self._output_length} tokens took more than {WALK_SECONDS:g} s; write "
-                "the guide with fewer ways to read a text"
+                f"finding what its guide allows behind {self._output_length} tokens took more than {MASK_TIME_LIMIT_S:g} s; "
+                "write the guide with fewer ways to read a text"
             )
         if not self._matcher.accept(token):
             return (
@@ -120,20 +120,20 @@ class Guidance:
         self._output_length += 1
         return None
 
-    def first(self, words: Tensor, index: int) -> None:
+    def fill_next_mask(self, words: Tensor, index: int) -> None:
         """Write the mask of the token after the output into row ``index`` of ``words`` int32 [N, W]."""
         self._roll_back_to(0)
         began = time.thread_time()
         self._fill(words, index)
-        self._late |= time.thread_time() - began > WALK_SECONDS
+        self._late |= time.thread_time() - began > MASK_TIME_LIMIT_S
 
-    def along(self, tokens: Sequence[int], parents: Sequence[int], words: Tensor) -> None:
+    def fill_draft_masks(self, tokens: Sequence[int], parents: Sequence[int], words: Tensor) -> None:
         """Write the masks of the tokens after the output and after each draft node into ``words`` int32 [N, W].
 
         ``tokens``: the tokens of nodes 1 to N-1. ``parents``: the parent of each of the N nodes, -1 for the root and for
         unused nodes. Nodes after a disallowed token get a mask of all tokens, because the target rejects them.
         """
-        words.fill_(EVERYTHING)
+        words.fill_(ALLOW_ALL_WORD)
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
             if node and parent >= 0:
@@ -144,15 +144,15 @@ class Guidance:
         while stack:
             node, depth = stack.pop()
             self._roll_back_to(depth)
-            self._late |= time.thread_time() - began > WALK_SECONDS
+            self._late |= time.thread_time() - began > MASK_TIME_LIMIT_S
             if self._late:
                 break
-            if self._matcher.over or not self._matcher.accept(tokens[node - 1]):
+            if self._matcher.is_complete or not self._matcher.accept(tokens[node - 1]):
                 continue
             self._draft_depth += 1
             self._fill(words, node)
             stack += [(child, depth + 1) for child in reversed(children.get(node, ()))]
-        self._late |= time.thread_time() - began > WALK_SECONDS
+        self._late |= time.thread_time() - began > MASK_TIME_LIMIT_S
         self._roll_back_to(0)
 
     def _roll_back_to(self, depth: int) -> None:
@@ -163,12 +163,12 @@ class Guidance:
 
     def _fill(self, words: Tensor, index: int) -> None:
         row = words[index]
-        if self._matcher.over:
-            row.fill_(EVERYTHING)
+        if self._matcher.is_complete:
+            row.fill_(ALLOW_ALL_WORD)
             return
         self._matcher.fill(words, index)
         for unheld, until in self._unheld:
             if self._output_length + self._draft_depth < until and bool((row & unheld).any()):
                 row &= unheld
         if self._unbanned is not None and not bool((row & self._unbanned).any()):
-            row.fill_(EVERYTHING)  # the guide allows banned tokens only: take() rejects the sampled token
+            row.fill_(ALLOW_ALL_WORD)  # the guide allows banned tokens only: take() rejects the sampled token

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from outrider.device.errors import ConfigError
-from outrider.engine.requests.patterns import written
+from outrider.engine.requests.patterns import to_xgrammar_syntax
 from outrider.engine.requests.schemas import supported_schema
 from outrider.errors import shown
 
 MAX_GUIDE_TEXT = 1 << 18
 """Maximum number of characters of a schema, an expression or a grammar."""
 MAX_CHOICES = 4096
-"""Maximum number of strings of a :class:`Choice`."""
+"""Maximum number of strings of a :class:`ChoiceGuide`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class JsonSchema(Guide):
         if not isinstance(schema, Mapping):
             raise ConfigError(f"the JSON schema is {shown(self.schema)}; expected a JSON object, as text or as a mapping")
         object.__setattr__(self, "schema", _checked_text("the JSON schema", _dump_json(schema)))
-        _checked_text("the JSON schema", self.written)
+        _checked_text("the JSON schema", self.compiler_text)
 
     @property
-    def written(self) -> str:
+    def compiler_text(self) -> str:
         """The schema as JSON text in the form that the grammar compiler reads."""
         return _dump_json(supported_schema(json.loads(str(self.schema))))
 
@@ -65,12 +65,12 @@ class Regex(Guide):
 
     def __post_init__(self) -> None:
         _checked_text("the regular expression", self.pattern)
-        _checked_text("the regular expression", self.written)
+        _checked_text("the regular expression", self.compiler_text)
 
     @property
-    def written(self) -> str:
+    def compiler_text(self) -> str:
         """The expression in the syntax of the grammar compiler."""
-        return written(self.pattern, in_json=False)
+        return to_xgrammar_syntax(self.pattern, in_json=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Ebnf(Guide):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Guide):
+class ChoiceGuide(Guide):
     """One of several fixed texts."""
 
     options: Sequence[str]
@@ -106,7 +106,7 @@ class Choice(Guide):
         return "root ::= " + " | ".join(json.dumps(option, ensure_ascii=False) for option in self.options)
 
 
-GUIDES: Final[tuple[type[Guide], ...]] = (JsonSchema, JsonObject, Regex, Ebnf, Choice)
+GUIDES: Final[tuple[type[Guide], ...]] = (JsonSchema, JsonObject, Regex, Ebnf, ChoiceGuide)
 """All guide classes that a request may use."""
 
 

@@ -12,7 +12,7 @@ from outrider.model import Media, VisionConfig, VisionTower, expand_placeholders
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class MediaSpan:
     """The placeholder tokens of ``media`` in the prompt, ``start`` inclusive to ``end`` exclusive."""
 
     start: int
@@ -61,7 +61,7 @@ class RequestMedia:
                 del self._features[index]
 
 
-def expanded(tokens: Sequence[int], media: Sequence[Media], vision: VisionConfig | None) -> tuple[int, ...]:
+def expand_prompt(tokens: Sequence[int], media: Sequence[Media], vision: VisionConfig | None) -> tuple[int, ...]:
     """Return ``tokens`` with one placeholder for each feature. The input has one for each feature or for each medium.
 
     Raises :class:`RequestError` if tokens and media don't match, or if the model has no vision part.
@@ -93,12 +93,12 @@ def request_media(
     return prompt_media
 
 
-def _spans(media: Sequence[Media], prompt: Sequence[int], vision: VisionConfig) -> tuple[Span, ...]:
-    spans: list[Span] = []
+def _spans(media: Sequence[Media], prompt: Sequence[int], vision: VisionConfig) -> tuple[MediaSpan, ...]:
+    spans: list[MediaSpan] = []
     index = 0
     for each in media:
         while prompt[index] not in (vision.image_token, vision.video_token):
             index += 1
-        spans.append(Span(index, index + each.grid.features(vision), each))
+        spans.append(MediaSpan(index, index + each.grid.features(vision), each))
         index = spans[-1].end
     return tuple(spans)

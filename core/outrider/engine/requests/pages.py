@@ -30,7 +30,7 @@ class FreeList:
         """The number of free entries."""
         return len(self._free)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Allocate one number. Raises :class:`InterfaceError` if none is free."""
         if not self._free:
             raise InterfaceError(f"no {self.resource} left: all {self.count - 1} are taken")
@@ -54,14 +54,14 @@ class PageKey:
     """The key of the page before; None for the first page of a sequence."""
     tokens: tuple[int, ...]
     """The tokens of this page."""
-    ahead: tuple[int, ...]
+    following_tokens: tuple[int, ...]
     """The tokens after this page that the draft's cache entries depend on."""
     extra: object = None
     """The result of :data:`Extra` for this page: it distinguishes pages with equal tokens, for example other images."""
 
     def __hash__(self) -> int:
         # The parent counts by identity, so that hashing doesn't walk the chain of parents.
-        return hash((id(self.parent), self.tokens, self.ahead, self.extra))
+        return hash((id(self.parent), self.tokens, self.following_tokens, self.extra))
 
     def __eq__(self, other: object) -> bool:
         # The pool interns parents: equal parents are the same object.
@@ -69,7 +69,7 @@ class PageKey:
             isinstance(other, PageKey)
             and self.parent is other.parent
             and self.tokens == other.tokens
-            and self.ahead == other.ahead
+            and self.following_tokens == other.following_tokens
             and self.extra == other.extra
         )
 
@@ -117,7 +117,7 @@ class PagePool:
             watcher.stored(list(self._page_of))
 
     @property
-    def shares(self) -> bool:
+    def shares_prefixes(self) -> bool:
         """Return True if pages are registered, so that requests share prefixes."""
         return self._share
 
@@ -131,7 +131,7 @@ class PagePool:
         """The number of registered pages without a holder."""
         return len(self._cached)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Allocate a page with undefined contents. Raises :class:`InterfaceError` if all pages are held."""
         if self._free:
             page = self._free.pop()
@@ -211,7 +211,7 @@ class PagePool:
             self._watcher.stored(new_keys)
         return key, done
 
-    def forget_all(self) -> None:
+    def unregister_all(self) -> None:
         """Unregister every page, for example after a fault that may have corrupted contents."""
         if self._key_of and self._watcher is not None:
             self._watcher.cleared()

@@ -50,7 +50,7 @@ Ranges = list[tuple[int, int]]
 """Code point ranges of a character set; both ends are included."""
 
 
-def written(pattern: str, *, in_json: bool) -> str:
+def to_xgrammar_syntax(pattern: str, *, in_json: bool) -> str:
     """Return ``pattern`` in xgrammar's syntax.
 
     Raises :class:`ConfigError` if Python's ``re`` rejects the pattern, or if xgrammar can't enforce it.

@@ -9,12 +9,12 @@ from enum import StrEnum
 from outrider.device import OutriderError
 from outrider.engine.requests.guidance import Guidance
 from outrider.engine.requests.hand_over import HandOver
-from outrider.engine.requests.lent import Arrived
+from outrider.engine.requests.lent_pages import ArrivedPages
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.media import RequestMedia
 from outrider.engine.requests.pages import PageKey
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.text import StopText
+from outrider.engine.requests.stop_text import StopText
 
 
 class FinishReason(StrEnum):
@@ -113,9 +113,9 @@ class Request:
     preemptions: int = 0
     group: int = 0
     """The data-parallel group that runs the request."""
-    arrival: HandOver | Arrived | None = None
+    arrival: HandOver | ArrivedPages | None = None
     """State from another engine that isn't in this engine's caches yet."""
-    lends: bool = False
+    is_prefill_only: bool = False
     """True if this engine only prefills the request and then lends its pages to another engine."""
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -138,16 +138,16 @@ class Request:
         return self.prefilled < len(self.context)
 
     @property
-    def rests(self) -> bool:
+    def is_ready_to_lend(self) -> bool:
         """Return True if the prefill has finished and the request waits until its pages are lent."""
-        return self.lends and not self.needs_prefill and not self.in_flight
+        return self.is_prefill_only and not self.needs_prefill and not self.in_flight
 
     @property
     def mrope_position_delta(self) -> int:
         """The difference between rope positions and sequence indices of tokens after a prompt with media."""
         return self.media.mrope_position_delta if self.media is not None else 0
 
-    def besides_tokens(self, start: int, end: int) -> object:
+    def extra_identity(self, start: int, end: int) -> object:
         """Return the extra identity of the tokens ``start`` to ``end``: rope key and media digests; None if there is none."""
         digests = self.media.digests(start, end) if self.media is not None else ()
         return (self.rope_key, digests) if self.rope_key or digests else None
@@ -201,7 +201,7 @@ class Request:
         """Return the maximum KV length after all iterations in flight, if each adds ``growth`` tokens."""
         return self.known_length + self.decodes_in_flight * growth
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], proposed: int = 0) -> StepOutput:
+    def append_tokens(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], proposed: int = 0) -> StepOutput:
         """Append ``tokens`` of one iteration up to a stop token, a stop string, the end of a guided text, or the limit.
 
         A token that the guide doesn't allow ends the request with an error. The last of ``tokens`` is the target's own; all
@@ -210,13 +210,13 @@ class Request:
         appended: list[int] = []
         guidance = self.guidance
         for token in tokens:
-            violation = None if guidance is None else guidance.take(token)
+            violation = None if guidance is None else guidance.accept_token(token)
             if violation is not None:
                 self.finish_reason, self.error = FinishReason.ERROR, f"request {self.id}: {violation}"
                 break
             appended.append(token)
             has_stop_string = self.stop_text is not None and self.stop_text.push(token)
-            if has_stop_string or token in self.stop_tokens or (guidance is not None and guidance.over):
+            if has_stop_string or token in self.stop_tokens or (guidance is not None and guidance.is_complete):
                 self.finish_reason = FinishReason.STOP
                 break
             if len(self.output) + len(appended) == self.params.max_tokens:
@@ -238,7 +238,7 @@ class Request:
             refused=self.finish_reason is FinishReason.ERROR,
         )
 
-    def end(self, reason: FinishReason, error: str | None = None) -> StepOutput:
+    def finish(self, reason: FinishReason, error: str | None = None) -> StepOutput:
         """Set the finish reason and return the last output. Tokens so far stay valid."""
         self.finish_reason, self.error = reason, error
         return StepOutput(self.id, (), reason, text=self.new_text(), error=error)
@@ -253,7 +253,7 @@ class Request:
             return None
         if self.finished and stop_text.finish() and self.finish_reason is FinishReason.LENGTH:
             self.finish_reason = FinishReason.STOP
-        text = stop_text.take()
+        text = stop_text.pop_certain_text()
         self.text.append(text)
         return text
 

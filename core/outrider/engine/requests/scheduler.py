@@ -77,7 +77,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Return True if a request waits or runs."""
-        return bool(self._waiting) or any(not request.finished and not request.rests for request in self._running)
+        return bool(self._waiting) or any(not request.finished and not request.is_ready_to_lend for request in self._running)
 
     @property
     def chance_of_end(self) -> float:
@@ -89,7 +89,7 @@ class Scheduler:
         for request in self._running:
             if not chance:
                 break  # usually at the first request; the engine reads this property in each iteration
-            if not request.finished and not request.lends:
+            if not request.finished and not request.is_prefill_only:
                 chance *= 0.0 if request.needs_prefill else request.chance_of_end(self._limits.growth)
         return chance
 
@@ -117,12 +117,12 @@ class Scheduler:
         self._grow()
         admitted = self._admit()
         decode = tuple(r for r in self._running if self._can_decode(r))
-        drafted, features = None, Features.of(decode)
+        drafted, features = None, Features.from_requests(decode)
         if decode and self._draft_length is not None:
             # A sampled token depends on the draft. Full drafts keep it independent of the other requests.
             drafted = self._draft_length.lengths[-1]
             if features == _GREEDY:
-                drafted = length_for(self._draft_length, decode)
+                drafted = choose_draft_length(self._draft_length, decode)
         prefill = self._chunks(len(decode), self._limits.growth if drafted is None else drafted + 1)
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:
@@ -141,9 +141,9 @@ class Scheduler:
     @staticmethod
     def _can_decode(request: Request) -> bool:
         """Return True if one more iteration can add tokens to the request."""
-        return not (request.finished or request.lends or request.needs_prefill or request.will_finish)
+        return not (request.finished or request.is_prefill_only or request.needs_prefill or request.will_finish)
 
-    def landed(self, batch: Batch, accepted: Sequence[int]) -> None:
+    def handle_landed(self, batch: Batch, accepted: Sequence[int]) -> None:
         """Count the results of ``batch`` as read by the host: its requests have one iteration less in flight.
 
         ``accepted``: number of accepted draft tokens of each decoding request that continues.
@@ -152,7 +152,7 @@ class Scheduler:
         if self._draft_length is not None:
             report_accepted(self._draft_length, batch, accepted)
 
-    def proposed(self, batch: Batch) -> int:
+    def max_accepted(self, batch: Batch) -> int:
         """Return the maximum number of accepted draft tokens of one request of ``batch``."""
         longest = self._limits.growth - 1
         return longest if batch.drafted is None else min(batch.drafted, longest)
@@ -165,14 +165,14 @@ class Scheduler:
             request.decodes_in_flight += change
             request.tokens_in_flight += change
         for chunk in batch.prefill:
-            if chunk.final:
+            if chunk.is_final:
                 chunk.request.tokens_in_flight += change
 
     def register(self, request: Request, filled: int) -> None:
         """Register the request's full pages among its first ``filled`` tokens in the prefix cache."""
         tokens = request.context if request.needs_prefill else (*request.prompt, *request.output)
         request.page_key, request.registered = self.pages.register(
-            request.pages, tokens, filled, request.page_key, request.registered, request.besides_tokens
+            request.pages, tokens, filled, request.page_key, request.registered, request.extra_identity
         )
 
     def retire(self) -> None:
@@ -191,7 +191,7 @@ class Scheduler:
             needed = self._pages_of(min(written, request.length_limit + self._limits.spare))
             while request in self._running and len(request.pages) < needed:
                 if self.pages.available:
-                    self._append(request, self.pages.take())
+                    self._append(request, self.pages.allocate())
                 else:
                     self._preempt()
 
@@ -203,7 +203,7 @@ class Scheduler:
         self.preemptions += 1
         self._requeue(victim)
 
-    def take_back(self, batches: Sequence[Batch], *, corrupted: bool) -> None:
+    def undo_batches(self, batches: Sequence[Batch], *, corrupted: bool) -> None:
         """Undo ``batches`` that failed or weren't completely launched, and queue their requests again.
 
         No other batch may be in flight. The requests prefill their prompt and their output as known to the host. All pages
@@ -215,7 +215,7 @@ class Scheduler:
             self._count(batch, -1)
             # An admitted request may have no token in the batch, but the batch initializes its row.
             affected |= {request.id: request for request in (*batch.requests, *batch.admitted)}
-        self.pages.forget_all()
+        self.pages.unregister_all()
         for request in affected.values():
             if not request.finished:
                 self._requeue(request)
@@ -231,9 +231,9 @@ class Scheduler:
         self.add(request)
 
     def _release(self, request: Request) -> None:
-        self.pages.give_back(self.lend(request))
+        self.pages.give_back(self.detach_pages(request))
 
-    def lend(self, request: Request) -> list[int]:
+    def detach_pages(self, request: Request) -> list[int]:
         """Free the row of a running request that has no iteration in flight, and return its pages.
 
         The caller holds the pages from now on and gives them back to the pool.
@@ -250,7 +250,7 @@ class Scheduler:
         needed = self._initial_pages(request)
         if needed > self.pages.available:
             return False
-        request.pages = [self.pages.take() for _ in range(needed)]
+        request.pages = [self.pages.allocate() for _ in range(needed)]
         return True
 
     def free_reserved(self, request: Request) -> None:
@@ -262,7 +262,7 @@ class Scheduler:
         self._table_updates.append((request.row, len(request.pages), page))
         request.pages.append(page)
 
-    def most_pages(self, tokens: int) -> int:
+    def max_pages(self, tokens: int) -> int:
         """Return the maximum number of pages of a request with at most ``tokens`` tokens."""
         return self._pages_of(tokens + self._limits.spare)
 
@@ -292,14 +292,14 @@ class Scheduler:
             if request.arrival is None:
                 self.prefix_looked_up += len(request.context)
                 self.prefix_hits += len(hit) * self.pages.page_size
-            request.row = self.rows.take()
+            request.row = self.rows.allocate()
             if not reserved:
                 request.registered, request.page_key = len(hit), key
                 request.prefilled = request.prefill_start = len(hit) * self.pages.page_size
             for page in hit:
                 self._append(request, page)
             while len(request.pages) < needed:
-                self._append(request, self.pages.take())
+                self._append(request, self.pages.allocate())
             bisect.insort(self._running, request, key=lambda r: r.urgency)
             admitted.append(request)
         return tuple(admitted)
@@ -311,7 +311,7 @@ class Scheduler:
 
     def _match(self, request: Request) -> tuple[list[int], PageKey | None]:
         """Return the cached pages of the context; none for an arrival, whose state needs separate pages."""
-        return ([], None) if request.arrival is not None else self.pages.match(request.context, request.besides_tokens)
+        return ([], None) if request.arrival is not None else self.pages.match(request.context, request.extra_identity)
 
     def _chunks(self, decoding: int, width: int) -> tuple[PrefillChunk, ...]:
         """Return the prefill chunks of an iteration in which ``decoding`` requests decode ``width`` tokens each."""
@@ -350,13 +350,13 @@ class Scheduler:
         return waits
 
 
-def length_for(policy: DraftLengthPolicy, decode: Sequence[Request]) -> int:
+def choose_draft_length(policy: DraftLengthPolicy, decode: Sequence[Request]) -> int:
     """Return the draft length that ``policy`` chooses for a batch of greedy requests."""
     cached = sum(request.known_length for request in decode) if policy.reads_load else 0
     return policy.choose(len(decode), cached)
 
 
 def report_accepted(policy: DraftLengthPolicy, batch: Batch, accepted: Sequence[int]) -> None:
-    """Pass the numbers of accepted draft tokens to ``policy``, if it needs them, see :meth:`Scheduler.landed`."""
+    """Pass the numbers of accepted draft tokens to ``policy``, if it needs them, see :meth:`Scheduler.handle_landed`."""
     if policy.needs_acceptance and batch.drafted is not None and accepted:
         policy.observe(batch.drafted, accepted)

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.device.errors import ConfigError
-from outrider.engine.requests.patterns import FORMATS, written
+from outrider.engine.requests.patterns import FORMATS, to_xgrammar_syntax
 from outrider.errors import shown
 
 MAX_DEPTH = 64
@@ -59,17 +59,17 @@ def supported_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises :class:`ConfigError` with the JSON pointer of a keyword that can't be enforced.
     """
-    return dict(_Reader(schema).read(schema, "#", 0))
+    return dict(_SchemaReader(schema).read_schema(schema, "#", 0))
 
 
-class _Reader:
+class _SchemaReader:
     """A translator of one schema. ``root`` is the schema that references point into."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._nodes = 0
 
-    def read(self, schema: Any, pointer: str, depth: int) -> Any:
+    def read_schema(self, schema: Any, pointer: str, depth: int) -> Any:
         """Translate the schema at ``pointer``."""
         self._nodes += 1
         if depth > MAX_DEPTH or self._nodes > MAX_NODES:
@@ -92,7 +92,7 @@ class _Reader:
     def _definitions(self, schemas: Any, pointer: str, depth: int) -> dict[str, Any]:
         if not isinstance(schemas, Mapping):
             raise _unexpected(pointer, schemas, "an object of schemas")
-        return {name: self.read(schema, f"{pointer}/{name}", depth + 1) for name, schema in schemas.items()}
+        return {name: self.read_schema(schema, f"{pointer}/{name}", depth + 1) for name, schema in schemas.items()}
 
     def _combinator(self, key: str, keywords: dict[str, Any], pointer: str, depth: int) -> dict[str, Any]:
         """Translate a schema with one of :data:`_COMBINATORS`."""
@@ -122,7 +122,7 @@ class _Reader:
             raise _unexpected(f"{pointer}/{key}", value, f"at most {MAX_BRANCHES} schemas")
         if key == "oneOf":
             self._check_disjoint(value, pointer)
-        branches = [self.read(each, f"{pointer}/{key}/{index}", depth + 1) for index, each in enumerate(value)]
+        branches = [self.read_schema(each, f"{pointer}/{key}/{index}", depth + 1) for index, each in enumerate(value)]
         return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
     def _look_up(self, reference: Any, pointer: str) -> Any:
@@ -213,7 +213,7 @@ class _Reader:
                 raise _unexpected(f"{pointer}/minLength", min_length, f"at most maxLength, {max_length}")
             result["pattern"] = f'[^"]{{{min_length},{"" if max_length is None else max_length}}}'
         if "pattern" in result:
-            result["pattern"] = written(result["pattern"], in_json=True)
+            result["pattern"] = to_xgrammar_syntax(result["pattern"], in_json=True)
 
     def _array(self, result: dict[str, Any], pointer: str, depth: int) -> None:
         if result.pop("uniqueItems", False) is not False:
@@ -223,11 +223,11 @@ class _Reader:
             if not isinstance(items, list | tuple) or not items:
                 raise _unexpected(f"{pointer}/prefixItems", items, "a list of schemas")
             result["prefixItems"] = [
-                self.read(each, f"{pointer}/prefixItems/{index}", depth + 1) for index, each in enumerate(items)
+                self.read_schema(each, f"{pointer}/prefixItems/{index}", depth + 1) for index, each in enumerate(items)
             ]
         # If 'items' is missing, an array has no items after those of 'prefixItems'.
         if result.get("items", "prefixItems" not in result) is not False:
-            result["items"] = self.read(result.get("items", True), f"{pointer}/items", depth + 1)
+            result["items"] = self.read_schema(result.get("items", True), f"{pointer}/items", depth + 1)
 
     def _object(self, result: dict[str, Any], pointer: str, depth: int) -> None:
         properties, required = result.get("properties", {}), result.get("required", [])
@@ -242,7 +242,7 @@ class _Reader:
                 f"the JSON schema requires {undefined!r} at {pointer}, which its 'properties' don't have; add it"
             )
         result["properties"] = {
-            key: self.read(each, f"{pointer}/properties/{key}", depth + 1) for key, each in properties.items()
+            key: self.read_schema(each, f"{pointer}/properties/{key}", depth + 1) for key, each in properties.items()
         }
         if not properties:
             del result["properties"]
@@ -250,7 +250,7 @@ class _Reader:
         # violate the schema of a named one, so the result allows either kind, never both.
         allows_additional = not properties and additional is not False
         result["additionalProperties"] = allows_additional and (
-            self.read(additional, f"{pointer}/additionalProperties", depth + 1) or True
+            self.read_schema(additional, f"{pointer}/additionalProperties", depth + 1) or True
         )
         if not properties and result.get("minProperties", 0) > 1:
             raise ConfigError(

@@ -186,7 +186,7 @@ class VerifyOutputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Views:
+class BufferViews:
     """Views of every buffer for the first ``count`` requests."""
 
     count: int
@@ -243,7 +243,7 @@ class StaticBuffers:
                 self._memory[name].copy_(self._step_padding[None, name])
         self._query_starts: dict[int, Tensor] = {}
         self._continues = torch.ones(max_requests, dtype=torch.bool, device=backend.device)
-        self._views: dict[tuple[int | None, int], Views] = {}
+        self._views: dict[tuple[int | None, int], BufferViews] = {}
         for layout in self._layouts.values():
             for per in {1, layout["verify.positions"].per, layout["extend.tokens"].per} - self._query_starts.keys():
                 starts = torch.arange(0, (max_requests + 1) * per, per, dtype=torch.int32, device=backend.device)
@@ -291,14 +291,14 @@ class StaticBuffers:
         for name, rows in self.group(prefix, count=bucket, drafted=drafted).items():
             self._backend.mark_stale(rows, f"{name} of the batch before")
 
-    def views(self, count: int, drafted: int | None = None) -> Views:
+    def views(self, count: int, drafted: int | None = None) -> BufferViews:
         """Return the views of all buffers for ``count`` requests."""
         key = self._layout(drafted), count
         if key not in self._views:
             self._views[key] = self._view(count, key[0])
         return self._views[key]
 
-    def _view(self, count: int, drafted: int | None) -> Views:
+    def _view(self, count: int, drafted: int | None) -> BufferViews:
         specs = self._layouts[drafted]
 
         def get(name: str) -> Tensor:
@@ -327,7 +327,7 @@ class StaticBuffers:
         positions = get("verify.positions")
         has_axes = "verify.rope_positions" in specs
         hidden, states = get("outputs.hidden"), get_or_none("outputs.aux_hidden_states")
-        return Views(
+        return BufferViews(
             count=count,
             inputs=DecodeInputs(
                 rows=get("inputs.rows"),

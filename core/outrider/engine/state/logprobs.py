@@ -44,19 +44,19 @@ class LogprobBuffers:
         if self._data is not None:
             self._data.all_gather(self._shared, self._device, stream=forward)
 
-    def keep(self, entry: int) -> None:
+    def copy_on_device(self, entry: int) -> None:
         """Copy the rows to ring entry ``entry`` on the device, on the current stream (forward)."""
-        self._outgoing.keep(entry)
+        self._outgoing.copy_on_device(entry)
 
     def copy_out(self, entry: int, stream: Stream) -> int:
         """Copy ring entry ``entry`` to pinned memory on ``stream``. Return the generation of the pinned entry."""
         return self._outgoing.copy_out(entry, stream)
 
-    def read(
+    def read_entry(
         self, entry: int, generation: int, row: int, tokens: tuple[int, ...], count: int, group: int = 0
     ) -> tuple[TokenLogprobs, ...]:
         """Return the log-probabilities of ``tokens`` of one row, with ``count`` likeliest tokens each, after the fence."""
-        bits = self._outgoing.read(entry, generation)[group, row, : len(tokens)]
+        bits = self._outgoing.read_entry(entry, generation)[group, row, : len(tokens)]
         values: list[list[float]] = bits[:, : 1 + count].contiguous().view(torch.float32).tolist()
         ids: list[list[int]] = bits[:, 1 + self._max_likeliest : 1 + self._max_likeliest + count].tolist()
         return tuple(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.device import Backend, Fence, PinnedBuffer, Stream
 from outrider.engine.requests.batch import PrefillChunk
-from outrider.engine.requests.guidance import EVERYTHING, words_of
+from outrider.engine.requests.guidance import ALLOW_ALL_WORD, mask_words
 from outrider.engine.requests.request import Request
 from outrider.speculative.proposer import Draft, Proposer
 
@@ -30,11 +30,11 @@ class Masks:
     def __init__(self, backend: Backend, proposer: Proposer, *, entries: int, max_requests: int, vocabulary: int) -> None:
         self._backend = backend
         self._is_tree = proposer.is_tree
-        self._words = words = words_of(vocabulary)
+        self._words = words = mask_words(vocabulary)
         nodes = proposer.nodes
         draft_shape, prefill_shape = (max_requests, nodes + 1, words), (max_requests, words)
-        self._draft_masks = torch.full(draft_shape, EVERYTHING, dtype=torch.int32, device=backend.device)
-        self._prefill_masks = torch.full(prefill_shape, EVERYTHING, dtype=torch.int32, device=backend.device)
+        self._draft_masks = torch.full(draft_shape, ALLOW_ALL_WORD, dtype=torch.int32, device=backend.device)
+        self._prefill_masks = torch.full(prefill_shape, ALLOW_ALL_WORD, dtype=torch.int32, device=backend.device)
         self._draft_ring = _ring(backend, "masks", entries, draft_shape, torch.int32)
         self._prefill_ring = _ring(backend, "first masks", entries, prefill_shape, torch.int32)
         self._tokens_ring = _ring(backend, "drafted", entries, (max_requests, nodes), torch.int64)
@@ -49,7 +49,9 @@ class Masks:
         if draft.tree is not None:
             self._backend.copy_async(_front(parents.tensor, draft.tree.parents.shape), draft.tree.parents, stream=stream)
 
-    def behind(self, requests: Sequence[Request], drafted: int, entry: int, copied: Fence, stream: Stream) -> Tensor:
+    def upload_draft_masks(
+        self, requests: Sequence[Request], drafted: int, entry: int, copied: Fence, stream: Stream
+    ) -> Tensor:
         """Wait for the draft on the host, compute the masks, and copy them to the device on ``stream``.
 
         ``copied``: the fence of :meth:`copy_out`. Returns the device masks, int32 [B, N, W].
@@ -59,25 +61,25 @@ class Masks:
         if drafted:
             copied.wait_host()
             generations = self._generations[entry]
-            tokens = _front(self._tokens_ring[entry].read(generations[0]), (count, drafted)).tolist()
+            tokens = _front(self._tokens_ring[entry].read_generation(generations[0]), (count, drafted)).tolist()
             if self._is_tree:
-                parents = _front(self._parents_ring[entry].read(generations[1]), (count, width)).tolist()
-        masks = torch.full((count, width, self._words), EVERYTHING, dtype=torch.int32)
+                parents = _front(self._parents_ring[entry].read_generation(generations[1]), (count, width)).tolist()
+        masks = torch.full((count, width, self._words), ALLOW_ALL_WORD, dtype=torch.int32)
         for index, request in enumerate(requests):
             if request.guidance is not None and not request.finished:
-                request.guidance.along(tokens[index], parents[index], masks[index])
+                request.guidance.fill_draft_masks(tokens[index], parents[index], masks[index])
         return self._upload(masks, self._draft_ring[entry], self._draft_masks, stream)
 
-    def first(self, chunks: Sequence[PrefillChunk], entry: int, stream: Stream) -> None:
+    def upload_prefill_masks(self, chunks: Sequence[PrefillChunk], entry: int, stream: Stream) -> None:
         """Compute the masks of the first tokens after the prompts, and copy them to the device on ``stream``."""
-        masks = torch.full((len(chunks), self._words), EVERYTHING, dtype=torch.int32)
+        masks = torch.full((len(chunks), self._words), ALLOW_ALL_WORD, dtype=torch.int32)
         for index, chunk in enumerate(chunks):
             guidance = chunk.request.guidance
-            if guidance is not None and chunk.final and not chunk.request.finished:
-                guidance.first(masks, index)
+            if guidance is not None and chunk.is_final and not chunk.request.finished:
+                guidance.fill_next_mask(masks, index)
         self._upload(masks, self._prefill_ring[entry], self._prefill_masks, stream)
 
-    def of_prompts(self, count: int) -> Tensor:
+    def prefill_masks(self, count: int) -> Tensor:
         """Return the device masks of ``count`` prefill chunks, int32 [count, W], for the forward stream."""
         return self._prefill_masks[:count]
 
@@ -89,9 +91,13 @@ class Masks:
         return target
 
 
-def late(requests: Sequence[Request]) -> list[int]:
+def late_guidance_indices(requests: Sequence[Request]) -> list[int]:
     """Return the indices of requests whose masks took longer than the time limit."""
-    return [index for index, request in enumerate(requests) if request.guidance is not None and request.guidance.late]
+    return [
+        index
+        for index, request in enumerate(requests)
+        if request.guidance is not None and request.guidance.exceeded_time_limit
+    ]
 
 
 def _ring(backend: Backend, name: str, entries: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[PinnedBuffer]:

@@ -145,7 +145,7 @@ class OptionTable:
             self._bias_values.view(-1)[entries] = _floats(view(segments["bias_values"]))
             self._bias_until.view(-1)[entries] = view(segments["bias_until"])
 
-    def begin(self, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
+    def write_token_counts(self, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
         """Write the token counts of admitted requests with penalties, on the forward stream, before the first count."""
         if segments["history_rows"][0] == segments["history_rows"][1]:
             return
@@ -167,7 +167,7 @@ class OptionTable:
         )
 
     def gather_into(self, features: Features, rows: Tensor, inputs: DecodeInputs) -> None:
-        """Copy the options of ``rows`` int64 [B] to the static buffers ``inputs``, for :meth:`over`."""
+        """Copy the options of ``rows`` int64 [B] to the static buffers ``inputs``, for :meth:`options_from_inputs`."""
         if not features.options:
             return
         inputs.numbers.copy_(self._numbers.index_select(0, rows))
@@ -177,7 +177,7 @@ class OptionTable:
             for static, table in zip(inputs.biases, bias_tables, strict=True):
                 static.copy_(table.index_select(0, rows))
 
-    def over(self, features: Features, inputs: DecodeInputs) -> BatchOptions | None:
+    def options_from_inputs(self, features: Features, inputs: DecodeInputs) -> BatchOptions | None:
         """Return the options of a batch that :meth:`gather_into` has copied to ``inputs``."""
         if not features.options:
             return None

@@ -26,7 +26,7 @@ class Outgoing:
             backend.empty_pinned(f"{name}[{entry}]", source.shape, source.dtype) for entry in range(entries)
         ]
 
-    def keep(self, entry: int) -> None:
+    def copy_on_device(self, entry: int) -> None:
         """Copy the source to device ring entry ``entry``, on the current stream (forward)."""
         self._device_ring[entry].copy_(self._source)
 
@@ -40,6 +40,6 @@ class Outgoing:
         self._backend.copy_async(buffer.tensor, self._device_ring[entry], stream=stream)
         return generation
 
-    def read(self, entry: int, generation: int) -> Tensor:
+    def read_entry(self, entry: int, generation: int) -> Tensor:
         """Return generation ``generation`` of a pinned entry, after the fence of its copy."""
-        return self._pinned_ring[entry].read(generation)
+        return self._pinned_ring[entry].read_generation(generation)

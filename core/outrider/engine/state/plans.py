@@ -46,7 +46,7 @@ class Plans:
             verify.seq_lens.unsqueeze(1),
         )
         if verify.mask is None:
-            self.on_axes(inputs, verify)
+            self.write_rope_positions(inputs, verify)
 
     def from_draft(self, inputs: DecodeInputs, draft: Draft, verify: VerifyInputs) -> None:
         """Write verify's tokens and, for a tree, its positions and mask, from the outputs of the draft.
@@ -58,15 +58,15 @@ class Plans:
             torch.cat((inputs.last_tokens.unsqueeze(1), draft.tokens), dim=1, out=tokens)
         if verify.mask is not None and draft.tree is not None:
             verify.positions.copy_(self._clamped(inputs.seq_lens.unsqueeze(1) + draft.tree.depths).flatten())
-            self.on_axes(inputs, verify)
+            self.write_rope_positions(inputs, verify)
             verify.mask.copy_(draft.tree.mask.flatten(0, 1))
 
-    def on_axes(self, inputs: DecodeInputs, verify: VerifyInputs) -> None:
+    def write_rope_positions(self, inputs: DecodeInputs, verify: VerifyInputs) -> None:
         """Write verify's rope positions on three axes. Does nothing if the model's positions have one axis."""
         if inputs.mrope_position_deltas is not None:
             speculative_positions(verify.positions, inputs.mrope_position_deltas, out=verify.rope_positions)
 
-    def into_graph(self, inputs: DecodeInputs, verify: VerifyInputs, *, captured: bool) -> None:
+    def copy_rope_positions_for_graph(self, inputs: DecodeInputs, verify: VerifyInputs, *, captured: bool) -> None:
         """Copy the rope positions to the buffer that a captured verify reads. Does nothing without a graph."""
         if captured and inputs.mrope_position_deltas is not None:
             verify.static_rope_positions.copy_(verify.rope_positions)
@@ -137,9 +137,9 @@ class PlanAtJoin:
     def recompute(self, what: Recompute) -> None:
         """Write the rope positions on three axes again, from sequence indices and deltas."""
         if what is Recompute.MROPE_POSITIONS:
-            self.plans.on_axes(self.inputs, self.verify)
+            self.plans.write_rope_positions(self.inputs, self.verify)
 
     def refresh(self, buffer: str) -> None:
         """Copy ``rope_positions`` to the buffer of a captured verify. Does nothing without a graph."""
         if buffer == "rope_positions":
-            self.plans.into_graph(self.inputs, self.verify, captured=self.captured)
+            self.plans.copy_rope_positions_for_graph(self.inputs, self.verify, captured=self.captured)

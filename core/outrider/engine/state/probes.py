@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from outrider.device import KernelSet
-from outrider.engine.requests.guidance import WALK_SECONDS
+from outrider.engine.requests.guidance import MASK_TIME_LIMIT_S
 from outrider.speculative.proposer import Proposer
 
 HOST = "host"
 """The name of host failures, which aren't a buffer. A rank publishes its failure so that all ranks end the request."""
 GUIDE_LATE, MEDIA_FAILED = range(2)
 _HOST_FAILURES = {
-    GUIDE_LATE: f"finding what its guide allows took more than {WALK_SECONDS:g} s; write the guide with fewer ways to read a "
-    "text",
+    GUIDE_LATE: f"finding what its guide allows took more than {MASK_TIME_LIMIT_S:g} s; write the guide with fewer ways to "
+    "read a text",
     MEDIA_FAILED: "its media can't be read by the rank that does so",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ValueProbe:
     """The declared check of one buffer's values."""
 
     buffer: str
@@ -47,7 +47,7 @@ class BadValue:
     """The message of a host failure, on the rank that published it."""
 
     @property
-    def spoils(self) -> bool:
+    def may_corrupt_cache(self) -> bool:
         """Return True if the request's keys and values may be bad too."""
         return (self.buffer, self.index) != (HOST, GUIDE_LATE)
 
@@ -67,16 +67,16 @@ class Probes:
         self._kernels = kernels
         token_bounds = (0, vocabulary)
         probes = [
-            Probe(f"relay.{spec.name}", None if spec.dtype.is_floating_point else spec.bounds or token_bounds)
+            ValueProbe(f"relay.{spec.name}", None if spec.dtype.is_floating_point else spec.bounds or token_bounds)
             for spec in proposer.relay
         ]
         if proposer.nodes:
-            probes.append(Probe("draft.tokens", token_bounds))
+            probes.append(ValueProbe("draft.tokens", token_bounds))
             if not proposer.is_tree:
-                probes.append(Probe("draft.probs", None))
-        probes.append(Probe("target.logits", None))
+                probes.append(ValueProbe("draft.probs", None))
+        probes.append(ValueProbe("target.logits", None))
         if ranks:
-            probes.append(Probe(HOST, None))
+            probes.append(ValueProbe(HOST, None))
         self.probes = tuple(probes)
         self._index = {probe.buffer: i for i, probe in enumerate(probes)}
 
@@ -90,24 +90,24 @@ class Probes:
         """The number of columns of a request's probe results."""
         return 2 * len(self.probes)
 
-    def look(self, name: str, value: Tensor, found: Tensor) -> None:
+    def check_for_nan(self, name: str, value: Tensor, found: Tensor) -> None:
         """Check the floats ``value`` [B, ...] for NaN. Writes the columns of probe ``name`` in ``found`` int64 [B, width]."""
-        self._kernels.find_nan(value.reshape(value.shape[0], -1), self.part(name, found))
+        self._kernels.find_nan(value.reshape(value.shape[0], -1), self.result_columns(name, found))
 
-    def part(self, name: str, found: Tensor) -> Tensor:
+    def result_columns(self, name: str, found: Tensor) -> Tensor:
         """Return the columns of probe ``name`` in ``found``, int64 [B, 2]."""
         return found[:, self.columns(name)]
 
-    def take(self, name: str, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor) -> None:
+    def copy_checked(self, name: str, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor) -> None:
         """Copy ``rows`` int64 [B] of ``source`` (None: all rows) to ``out`` [B, ...] and check them with probe ``name``.
 
         If a request has an integer out of bounds, all its integers in ``out`` become the lower bound, so that later kernels
         can use them as indices.
         """
         bounds = self.probes[self._index[name]].bounds
-        self._kernels.gather_checked(source, rows, out, self.part(name, found), bounds=bounds)
+        self._kernels.gather_checked(source, rows, out, self.result_columns(name, found), bounds=bounds)
 
-    def read(self, row: Sequence[int], text: str = "") -> tuple[BadValue, ...]:
+    def findings_of_row(self, row: Sequence[int], text: str = "") -> tuple[BadValue, ...]:
         """Return the bad values in one request's probe results. ``text``: this host's message about the request."""
         bad_values = []
         for i, probe in enumerate(self.probes):

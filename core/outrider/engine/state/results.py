@@ -19,8 +19,8 @@ from outrider.engine.state.probes import HOST, BadValue, Probes
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
-    """The pending result of one launched iteration. :meth:`Results.redeem` reads it once."""
+class PendingResult:
+    """The pending result of one launched iteration. :meth:`Results.read_results` reads it once."""
 
     batch: Batch
     entry: int
@@ -29,12 +29,12 @@ class Ticket:
     """The generation of the pinned entry."""
     logprobs: int | None = None
     """The generation of the pinned entry with log-probabilities; None without log-probabilities."""
-    said: Mapping[int, str] = field(default_factory=dict)
+    host_failures: Mapping[int, str] = field(default_factory=dict)
     """This host's failure messages about requests, by row in the results."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class HostResults:
     """The results of one iteration on the host, in the order of the batch."""
 
     decoded: tuple[tuple[int, ...], ...]
@@ -43,7 +43,7 @@ class Outcome:
     """The token after each prefill chunk; None if the prompt has further chunks."""
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
     """Log-probabilities of the new tokens, by request id, for the requests that ask for them."""
-    bad: Mapping[int, tuple[BadValue, ...]]
+    bad_values: Mapping[int, tuple[BadValue, ...]]
     """Bad values that probes found, by request id."""
 
 
@@ -85,30 +85,30 @@ class Results:
         )
 
     @property
-    def shared(self) -> bool:
+    def is_shared(self) -> bool:
         """Return True if all data-parallel groups exchange their results."""
         return self._data is not None
 
-    def decided(self, count: int, path: int) -> Tensor:
+    def decode_rows(self, count: int, path: int) -> Tensor:
         """Return the view for accepted counts and ``path`` tokens of decoding requests, int64 [count, 1 + path].
 
         The forward stream writes it.
         """
         return self._device[:count, : 1 + path]
 
-    def none_accepted(self, count: int) -> Tensor:
+    def zero_accepted(self, count: int) -> Tensor:
         """Return the accepted counts of ``count`` requests without a draft: constant zeros, int64 [count]."""
         return self._zeros[:count]
 
-    def found(self, count: int) -> Tensor:
+    def probe_results(self, count: int) -> Tensor:
         """Return the view for probe results of ``count`` decoding requests, int64 [count, width]."""
         return self._device[:count, self._first_probe_column :]
 
-    def found_in_prefill(self, count: int) -> Tensor:
+    def prefill_probe_results(self, count: int) -> Tensor:
         """Return the view for probe results of ``count`` prefill chunks, int64 [count, width]."""
         return self._device[self._max_requests : self._max_requests + count, self._first_probe_column :]
 
-    def say(self, reason: int, requests: Mapping[int, str], *, prefill: bool = False) -> None:
+    def write_host_failures(self, reason: int, requests: Mapping[int, str], *, prefill: bool = False) -> None:
         """Write a host failure of this rank to the probe results, so that all ranks end the requests.
 
         ``reason``: the index of the failure. ``requests``: a message for each request, by its index in the batch. Call on
@@ -119,7 +119,7 @@ class Results:
             self._device[row, self._host_column] = reason
             self._host_failures[row] = text
 
-    def say_nothing(self) -> None:
+    def clear_host_failures(self) -> None:
         """Clear the host failures of the previous iteration, on the forward stream."""
         for row in self._host_failures:
             self._device[row, self._host_column] = -1
@@ -150,37 +150,37 @@ class Results:
             if _wants_logprobs(batch):
                 self._logprobs.share(forward)
 
-    def keep(self, batch: Batch, entry: int) -> None:
+    def copy_on_device(self, batch: Batch, entry: int) -> None:
         """Copy the results to device ring entry ``entry``, on the current stream (forward)."""
-        self._outgoing.keep(entry)
+        self._outgoing.copy_on_device(entry)
         if _wants_logprobs(batch):
-            self._logprobs.keep(entry)
+            self._logprobs.copy_on_device(entry)
 
-    def copy_out(self, batch: Batch, entry: int, stream: Stream) -> Ticket:
+    def copy_out(self, batch: Batch, entry: int, stream: Stream) -> PendingResult:
         """Copy device ring entry ``entry`` to pinned memory on ``stream``, and return the pending result."""
         generation = self._outgoing.copy_out(entry, stream)
         logprobs = self._logprobs.copy_out(entry, stream) if _wants_logprobs(batch) else None
-        return Ticket(batch, entry, generation, logprobs, dict(self._host_failures))
+        return PendingResult(batch, entry, generation, logprobs, dict(self._host_failures))
 
-    def redeem(self, ticket: Ticket, copied: Fence) -> tuple[Outcome, ...]:
+    def read_results(self, ticket: PendingResult, copied: Fence) -> tuple[HostResults, ...]:
         """Wait on the host for the fence of a copy, and return the results of each data-parallel group."""
         copied.wait_host()
-        on_host = self._outgoing.read(ticket.entry, ticket.generation)
+        on_host = self._outgoing.read_entry(ticket.entry, ticket.generation)
         if self._data is None:
             return (self._host_results(ticket, ticket.batch, 0, on_host.tolist()),)
-        groups = range(self._data.size) if ticket.batch.together is not None else (self._data.rank,)
+        groups = range(self._data.size) if ticket.batch.global_batch is not None else (self._data.rank,)
         return tuple(
             self._host_results(ticket, batch, group, on_host[group].tolist())
-            for group, batch in zip(groups, ticket.batch.everyone, strict=True)
+            for group, batch in zip(groups, ticket.batch.group_batches, strict=True)
         )
 
-    def _host_results(self, ticket: Ticket, batch: Batch, group: int, rows: list[list[int]]) -> Outcome:
+    def _host_results(self, ticket: PendingResult, batch: Batch, group: int, rows: list[list[int]]) -> HostResults:
         is_own = self._data is None or group == self._data.rank
-        failures = ticket.said if is_own else {}
+        failures = ticket.host_failures if is_own else {}
         request_rows = [(i, request.id) for i, request in enumerate(batch.decode)]
         request_rows += [(self._max_requests + i, chunk.request.id) for i, chunk in enumerate(batch.prefill)]
         bad = {
-            request: self._probes.read(rows[row][self._first_probe_column :], failures.get(row, ""))
+            request: self._probes.findings_of_row(rows[row][self._first_probe_column :], failures.get(row, ""))
             for row, request in request_rows
         }
         for row, request in request_rows:
@@ -189,13 +189,13 @@ class Results:
                     f"request {request} failed on this rank, and not on the first of its group: {failures[row]}"
                 )
         decoded = tuple(tuple(rows[i][1 : rows[i][0] + 2]) for i in range(len(batch.decode)))
-        firsts = tuple(rows[self._max_requests + i][1] if chunk.final else None for i, chunk in enumerate(batch.prefill))
+        firsts = tuple(rows[self._max_requests + i][1] if chunk.is_final else None for i, chunk in enumerate(batch.prefill))
         logprobs = self._read_logprobs(ticket, batch, group, decoded, firsts)
-        return Outcome(decoded, firsts, logprobs, {request: values for request, values in bad.items() if values})
+        return HostResults(decoded, firsts, logprobs, {request: values for request, values in bad.items() if values})
 
     def _read_logprobs(
         self,
-        ticket: Ticket,
+        ticket: PendingResult,
         batch: Batch,
         group: int,
         decoded: tuple[tuple[int, ...], ...],
@@ -208,7 +208,7 @@ class Results:
             if first is not None:
                 emitted.append((self._max_requests + index, chunk.request, (first,)))
         return {
-            request.id: self._logprobs.read(ticket.entry, ticket.logprobs, row, tokens, request.params.logprobs, group)
+            request.id: self._logprobs.read_entry(ticket.entry, ticket.logprobs, row, tokens, request.params.logprobs, group)
             for row, request, tokens in emitted
             if request.params.logprobs is not None
         }
@@ -216,4 +216,4 @@ class Results:
 
 def _wants_logprobs(batch: Batch) -> bool:
     """Return True if a request of any group asks for log-probabilities."""
-    return any(logprobs_of(each.requests) is not None for each in batch.everyone)
+    return any(logprobs_of(each.requests) is not None for each in batch.group_batches)

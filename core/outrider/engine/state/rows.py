@@ -91,7 +91,7 @@ class FutureMap:
         for name, value in relay.items():
             self._kernels.scatter_rows(self.relay[name], rows, value)
 
-    def relayed(self, rows: Tensor) -> Mapping[str, Tensor]:
+    def gather_relay(self, rows: Tensor) -> Mapping[str, Tensor]:
         """Return the relayed tensors of ``rows`` by name, [B, ...]."""
         return {name: self._kernels.gather_rows(value, rows) for name, value in self.relay.items()}
 
@@ -103,16 +103,16 @@ class SeqLensRing:
         self._outgoing = Outgoing(backend, "lengths", seq_lens, entries=entries)
         self._generations = [0] * entries
 
-    def keep(self, entry: int) -> None:
+    def copy_on_device(self, entry: int) -> None:
         """Copy the lengths of all rows to device ring entry ``entry``, on the current stream (forward)."""
-        self._outgoing.keep(entry)
+        self._outgoing.copy_on_device(entry)
 
     def copy_out(self, entry: int, stream: Stream) -> None:
         """Copy device ring entry ``entry`` to pinned memory on ``stream``, after the copy within the device."""
         self._generations[entry] = self._outgoing.copy_out(entry, stream)
 
-    def read(self, entry: int, copied: Fence) -> list[int]:
+    def read_entry(self, entry: int, copied: Fence) -> list[int]:
         """Wait on the host for the fence of a copy, and return the lengths of all rows."""
         copied.wait_host()
-        lengths: list[int] = self._outgoing.read(entry, self._generations[entry]).tolist()
+        lengths: list[int] = self._outgoing.read_entry(entry, self._generations[entry]).tolist()
         return lengths

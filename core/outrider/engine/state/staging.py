@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, Backend, Stream
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.model import RopeConfig
-from outrider.speculative.seq_lens import HostSeqLens
+from outrider.speculative.host_seq_lens import HostSeqLens
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,11 @@ class Staging:
         self._current: Packer | None = None
         """The contents of the staging buffer after the enqueued work; None if unknown."""
 
-    def holds(self, packer: Packer) -> bool:
+    def matches_previous(self, packer: Packer) -> bool:
         """Return True if the staging buffer has the values of ``packer`` after the enqueued work."""
-        return self._current is not None and self._current.same(packer)
+        return self._current is not None and self._current.has_same_values(packer)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Count the contents of the staging buffer as unknown, because enqueued copies may have failed."""
         self._current = None
 
@@ -122,7 +122,7 @@ class Staging:
         self._device[:count].copy_(self._device_ring[entry][:count])
         self._current = packer
 
-    def place(self, packer: Packer) -> None:
+    def write_from_host(self, packer: Packer) -> None:
         """Copy the values of ``packer`` from the host directly to the staging buffer, on the current stream."""
         self._current = None
         self._device[: packer.packed.shape[0]].copy_(packer.packed)
@@ -177,7 +177,7 @@ class Packer:
         """All values as an int64 host tensor. The tensor shares memory: while it exists, :meth:`add` raises BufferError."""
         return torch.frombuffer(self._values, dtype=torch.int64)
 
-    def same(self, other: Packer) -> bool:
+    def has_same_values(self, other: Packer) -> bool:
         """Return True if both have equal values, independent of segment names."""
         return self._values == other._values
 
@@ -223,7 +223,7 @@ def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig
     chunks = batch.prefill
     starts = list(accumulate((chunk.end - chunk.start for chunk in chunks), initial=0))
     num_padding = 0 if bucket is None else bucket.sequences - len(chunks)
-    last, final = [start - 1 for start in starts[1:]], [int(chunk.final) for chunk in chunks]
+    last, final = [start - 1 for start in starts[1:]], [int(chunk.is_final) for chunk in chunks]
     packer.add("query_start", [*starts, *[starts[-1]] * num_padding])
     packer.add("prefill_rows", [*(chunk.request.row for chunk in chunks), *[0] * num_padding])
     packer.add("last", [*last, *(last[:1] or [0]) * num_padding])
@@ -314,6 +314,6 @@ def prefill_attention(inputs: PrefillInputs, tables: Tensor, seq_lens_host: Host
         block_table=tables,
         max_query=inputs.max_query,
         max_kv=inputs.max_kv,
-        seq_lens_host=None if seq_lens_host is None else seq_lens_host.param("prefill", 0),
+        seq_lens_host=None if seq_lens_host is None else seq_lens_host.host_param("prefill", 0),
         host_query_start=inputs.host_query_start,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.device import Backend, Fence, Stream
 from outrider.engine.fences import FenceSet
 from outrider.engine.requests.hand_over import HandOver
-from outrider.engine.requests.lent import Arrived
+from outrider.engine.requests.lent_pages import ArrivedPages
 from outrider.engine.requests.request import Request
 from outrider.engine.state.rows import FutureMap, RowTable
 from outrider.model import KVCache, LanguageModel
@@ -19,7 +19,7 @@ from outrider.speculative.proposer import Proposer
 from outrider.speculative.slots import slots_of
 
 
-class Transfer:
+class StateTransfer:
     """Copies of requests' state out of and into an engine's caches and rows, on the forward stream."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Transfer:
         self._future = future
         self._fences = fences
 
-    def collect(self, request: Request) -> HandOver:
+    def copy_request_state(self, request: Request) -> HandOver:
         """Copy the state of a decoding request out of the engine's caches. The host must have handled all its results.
 
         A rank of another data-parallel group has no tensors of the request. The caller may free row and pages afterwards:
@@ -85,9 +85,9 @@ class Transfer:
             slots = self._slots(request.row, length + 1)
             keys_values = tuple(cache.flatten(0, 1)[slots[:length]] for pair in self._cache.layers for cache in pair)
             draft_caches = tuple(cache.flatten(0, 1)[slots] for cache in self._proposer.caches)
-            return keys_values, draft_caches, dict(self._future.relayed(self._scalar(request.row)))
+            return keys_values, draft_caches, dict(self._future.gather_relay(self._scalar(request.row)))
 
-    def bring_here(self, handed: HandOver) -> HandOver:
+    def copy_to_this_backend(self, handed: HandOver) -> HandOver:
         """Return ``handed`` with tensors on this engine's backend.
 
         Tensors of another backend are copied through pinned host memory. The host waits for the copies, because two backends
@@ -107,18 +107,18 @@ class Transfer:
         )
 
     @property
-    def memory(self) -> tuple[Tensor, ...]:
+    def paged_caches(self) -> tuple[Tensor, ...]:
         """All paged caches: keys, then values of each layer, then the proposer's caches; [pages, page size, ...] each."""
         return (*(cache for pair in self._cache.layers for cache in pair), *self._proposer.caches)
 
-    def depart(self, request: Request, ready: Fence) -> Mapping[str, Tensor]:
+    def copy_relay_to_host(self, request: Request, ready: Fence) -> Mapping[str, Tensor]:
         """Copy the relayed tensors of a request without iterations in flight to pinned host memory.
 
         Signals ``ready`` after these copies and all enqueued writes to the request's pages. The host may read the result
         once ``ready`` is done. The caller may free the row afterwards and keeps the pages.
         """
         with self._backend.on(self._forward):
-            relay = dict(self._future.relayed(self._scalar(request.row)))
+            relay = dict(self._future.gather_relay(self._scalar(request.row)))
         copies: dict[str, Tensor] = {}
         for name, value in relay.items():
             copies[name] = self._new_pinned(value)
@@ -127,11 +127,11 @@ class Transfer:
         self._fences.shared_reads_done.signal(self._forward)
         return copies
 
-    def await_pages(self, free: Fence) -> None:
+    def signal_pages_free(self, free: Fence) -> None:
         """Signal ``free`` after all accesses to pages that are enqueued so far."""
         free.signal(self._forward)
 
-    def pinned_relay(self, relay: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def copy_relay_to_pinned(self, relay: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return copies of host tensors in pinned memory, for asynchronous copies to the device."""
         return {name: self._new_pinned(value).copy_(value) for name, value in relay.items()}
 
@@ -140,13 +140,13 @@ class Transfer:
         pinned.renew()
         return pinned.tensor
 
-    def bring_in(self, arrivals: Sequence[tuple[Request, HandOver | Arrived]]) -> None:
+    def write_arrivals(self, arrivals: Sequence[tuple[Request, HandOver | ArrivedPages]]) -> None:
         """Write the state of arriving requests to their pages and rows, and publish their lengths, on the forward stream.
 
         The batch holds the tensors until the host has its results, so that their memory isn't reused earlier.
         """
         for request, handed in arrivals:
-            if isinstance(handed, Arrived):
+            if isinstance(handed, ArrivedPages):
                 self._write_row(request, handed)
                 continue
             handed.ready.wait(self._forward)
@@ -161,7 +161,7 @@ class Transfer:
                 self._future.publish(row, self._scalar(handed.length))
                 self._future.stash(row, self._scalar(handed.output[-1]), handed.relay)
 
-    def _write_row(self, request: Request, arrived: Arrived) -> None:
+    def _write_row(self, request: Request, arrived: ArrivedPages) -> None:
         """Publish and stash the state of a request whose pages are already written."""
         relay: dict[str, Tensor] = {}
         for name, value in arrived.relay.items():
@@ -171,7 +171,7 @@ class Transfer:
         with self._backend.on(self._forward):
             row = self._scalar(request.row)
             self._future.publish(row, self._scalar(arrived.length))
-            self._future.stash(row, self._scalar(arrived.last), relay)
+            self._future.stash(row, self._scalar(arrived.last_token), relay)
 
     def _slots(self, row: int, count: int) -> Tensor:
         """Return the cache slots of the first ``count`` tokens of a row."""
@@ -195,7 +195,7 @@ class Transfer:
         for buffer, generation, tensor in zip(sent, generations, tensors, strict=True):
             pinned = self._backend.empty_pinned("hand_over", tensor.shape, tensor.dtype)
             pinned.renew()
-            pinned.tensor.copy_(buffer.read(generation))
+            pinned.tensor.copy_(buffer.read_generation(generation))
             with self._backend.on(self._forward):
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)
             self._backend.copy_async(copy, pinned.tensor, stream=self._forward)

@@ -40,7 +40,7 @@ class CacheScheme:
     """One of :data:`STRATEGIES`."""
 
     @classmethod
-    def of(cls, raw: object) -> CacheScheme:
+    def from_config(cls, raw: object) -> CacheScheme:
         """Parse ``kv_cache_scheme``. Raises :class:`ConfigError` with the key for an unsupported value."""
         if not isinstance(raw, dict):
             raise ConfigError(
@@ -68,7 +68,9 @@ class CacheScheme:
         return cls(strategy)
 
 
-def decide(asked: str, scheme: CacheScheme | None, kernels: KernelSet, backend: Backend, origin: str) -> str | None:
+def resolve_cache_format(
+    asked: str, scheme: CacheScheme | None, kernels: KernelSet, backend: Backend, origin: str
+) -> str | None:
     """Return the format of the KV cache, one of ``CACHE_FORMATS``, or None for the model's dtype.
 
     ``asked`` is the setting kv_dtype. Raises :class:`CapabilityError` if ``kernels`` don't support the format.
@@ -153,4 +155,4 @@ def cache_format(
     def on_device(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=wide, device=device).copy_(tensor.to(wide))
 
-    return CacheFormat(dtype=page_dtype, before=on_device(before), after=on_device(after))
+    return CacheFormat(dtype=page_dtype, input_scales=on_device(before), output_scales=on_device(after))

@@ -22,7 +22,7 @@ from outrider.model.quantization.cache import KEY, MODELOPT_KEY
 from outrider.model.quantization.loading import Quantization, QuantizedMode
 from outrider.model.quantization.patterns import checked_pattern
 from outrider.model.quantization.scheme import Activations, Scheme
-from outrider.model.reading import present, read_json, reading
+from outrider.model.reading import present, read_json, wrap_read_errors
 
 FindScheme = Callable[[str], Scheme | None]
 _KEY, _LEGACY_KEY = "quantization_config", "compression_config"
@@ -40,11 +40,11 @@ def read_quantization(directory: Path, *, mode: str = QuantizedMode.KERNELS) -> 
     Raises :class:`CheckpointError` with the name of an unsupported method or scheme, and :class:`ConfigError` for an unknown
     mode.
     """
-    mode = QuantizedMode.of(mode)  # callers may pass the name as a string
+    mode = QuantizedMode.from_name(mode)  # callers may pass the name as a string
     path, config = _read_quantization_config(directory)
     if config is None:
         return None
-    with reading(path, "a config of quantised weights"):
+    with wrap_read_errors(path, "a config of quantised weights"):
         if not isinstance(config, dict):
             raise ConfigError(f"{_KEY} is {shown(config)}, expected a JSON object")
         method = config.get("quant_method") or _method_of(path, config)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError, QuantizedWeight
-from outrider.model.pieces import Cut
+from outrider.model.pieces import TensorSlice
 from outrider.model.quantization.scheme import Scheme
 
 _AWQ_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -172,7 +172,7 @@ def with_row_scales(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, scales=scales, zero_points=zeros, block=(1, weight.block[1]))
 
 
-def narrowed(weight: QuantizedWeight, tensor_slice: Cut | None) -> QuantizedWeight:
+def slice_weight(weight: QuantizedWeight, tensor_slice: TensorSlice | None) -> QuantizedWeight:
     """Return the rows or columns of the weight that ``tensor_slice`` selects."""
     if tensor_slice is None:
         return weight
@@ -212,7 +212,7 @@ def narrowed(weight: QuantizedWeight, tensor_slice: Cut | None) -> QuantizedWeig
     )
 
 
-def padded(weight: QuantizedWeight, rows: int) -> QuantizedWeight:
+def pad_rows(weight: QuantizedWeight, rows: int) -> QuantizedWeight:
     """Return the weight with ``rows`` zero rows appended."""
     if not rows:
         return weight
@@ -230,7 +230,7 @@ def padded(weight: QuantizedWeight, rows: int) -> QuantizedWeight:
     )
 
 
-def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+def stack_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Concatenate the rows of ``weights``. Return None if their formats differ in a way that one record can't express."""
     first = weights[0]
     if len(weights) == 1:
@@ -283,7 +283,7 @@ def wide_scales(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) 
     return scales.to(torch.promote_types(scales.dtype, torch.float32)) if per_row else scales
 
 
-def moved(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+def to_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
     """Return the weight on ``device``, valid after the current stream's work."""
 
     def copied(tensor: Tensor) -> Tensor:

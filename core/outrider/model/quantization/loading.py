@@ -17,9 +17,9 @@ from outrider.model.files import CheckpointFiles
 from outrider.model.pieces import Piece, Target
 from outrider.model.products import SplitWeight, Weight
 from outrider.model.quantization.cache import CacheScheme
-from outrider.model.quantization.layouts import ActOrderError, moved, narrowed, padded, stack, weight_of
+from outrider.model.quantization.layouts import ActOrderError, pad_rows, slice_weight, stack_weights, to_device, weight_of
 from outrider.model.quantization.scheme import FLOATS, Scheme
-from outrider.model.reading import reading
+from outrider.model.reading import wrap_read_errors
 
 _WEIGHT = ".weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -36,7 +36,7 @@ class QuantizedMode(StrEnum):
     """Convert them to the model's dtype at load time. Activations are then not quantized."""
 
     @classmethod
-    def of(cls, value: str) -> QuantizedMode:
+    def from_name(cls, value: str) -> QuantizedMode:
         """Return the mode called ``value``. Raises :class:`ConfigError` for an unknown name."""
         if value not in set(cls):
             raise ConfigError(f"quantized is {value!r}, expected one of {', '.join(cls)}")
@@ -65,8 +65,8 @@ class Quantization:
         """The parsed KV cache scheme, or None. Raises :class:`CheckpointError` with the key of an unsupported value."""
         if self.cache is None:
             return None
-        with reading(self.path, "a config of a quantised KV cache"):
-            return CacheScheme.of(self.cache)
+        with wrap_read_errors(self.path, "a config of a quantised KV cache"):
+            return CacheScheme.from_config(self.cache)
 
     def scheme_of(self, files: CheckpointFiles, piece: Piece) -> Scheme | None:
         """Return the scheme of a piece, or None if the piece is unquantized.
@@ -85,11 +85,11 @@ class Quantization:
         stored_as_float = piece.key in files.tensors and files.dtype(piece.key) in FLOATS
         return scheme if not stored_as_float or any(key in files.tensors for key in quantized_keys) else None
 
-    def holds(self, files: CheckpointFiles, target: Target) -> bool:
+    def has_quantized_piece(self, files: CheckpointFiles, target: Target) -> bool:
         """Return True if at least one of a target's pieces is quantized."""
         return any(self.scheme_of(files, piece) is not None for piece in target.pieces)
 
-    def pieces(self, files: CheckpointFiles, target: Target) -> list[Piece]:
+    def stored_pieces(self, files: CheckpointFiles, target: Target) -> list[Piece]:
         """Return the stored tensors of a target with their required shapes. Raises :class:`CheckpointError` for a wrong
         dtype.
         """
@@ -115,13 +115,13 @@ class Quantization:
                 found.append(Piece(key, found_shape if found_shape in each.shapes else each.shapes[0]))
         return found
 
-    def unused(self, files: CheckpointFiles, targets: Sequence[Target]) -> set[str]:
+    def unused_tensors(self, files: CheckpointFiles, targets: Sequence[Target]) -> set[str]:
         """Return tensors of quantized modules that have no effect: zero biases that some quantizers add to every module."""
         unused = set()
         for target in targets:
             for piece in target.pieces:
                 key = f"{piece.key.removesuffix(_WEIGHT)}.bias"
-                if key in files.tensors and self.scheme_of(files, piece) is not None and not files.read(key).any():
+                if key in files.tensors and self.scheme_of(files, piece) is not None and not files.read_tensor(key).any():
                     unused.add(key)
         return unused
 
@@ -170,9 +170,9 @@ class Quantization:
         for piece in target.pieces:
             scheme = self.scheme_of(files, piece)
             if scheme is None:
-                part: Tensor | QuantizedWeight = files.read(piece.key, piece.cut).to(dtype)
+                part: Tensor | QuantizedWeight = files.read_tensor(piece.key, piece.tensor_slice).to(dtype)
             else:
-                part = narrowed(self._read(files, piece, scheme), piece.cut)
+                part = slice_weight(self._read(files, piece, scheme), piece.tensor_slice)
                 if self.mode is QuantizedMode.DEQUANTIZE:
                     part = _dequantized(part, dtype)
             joined.append(part)
@@ -182,7 +182,7 @@ class Quantization:
             if isinstance(last, Tensor):
                 joined[-1] = torch.nn.functional.pad(last, (0, 0, 0, target.padding))
             else:
-                joined[-1] = padded(last, target.padding)
+                joined[-1] = pad_rows(last, target.padding)
         weights = [_part_to_device(part, device) for part in _concatenate(joined)]
         return weights[0] if len(weights) == 1 else SplitWeight(tuple(weights))
 
@@ -209,7 +209,7 @@ def _concatenate(parts: Sequence[Tensor | QuantizedWeight]) -> list[Tensor | Qua
     """Concatenate the rows of adjacent parts with compatible formats."""
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(parts) > 1 and len(quantized) == len(parts):
-        stacked_all = stack(quantized)  # one concatenation, because a layer may have hundreds of experts
+        stacked_all = stack_weights(quantized)  # one concatenation, because a layer may have hundreds of experts
         if stacked_all is not None:
             return [stacked_all]
     joined: list[Tensor | QuantizedWeight] = []
@@ -218,7 +218,7 @@ def _concatenate(parts: Sequence[Tensor | QuantizedWeight]) -> list[Tensor | Qua
         if isinstance(part, Tensor) and isinstance(last, Tensor):
             joined[-1] = torch.cat((last, part))
         elif isinstance(part, QuantizedWeight) and isinstance(last, QuantizedWeight):
-            stacked = stack((last, part))
+            stacked = stack_weights((last, part))
             joined[-1:] = [last, part] if stacked is None else [stacked]
         else:
             joined.append(part)
@@ -227,6 +227,6 @@ def _concatenate(parts: Sequence[Tensor | QuantizedWeight]) -> list[Tensor | Qua
 
 def _part_to_device(part: Tensor | QuantizedWeight, device: torch.device) -> Tensor | QuantizedWeight:
     if isinstance(part, QuantizedWeight):
-        return moved(part, device)
+        return to_device(part, device)
     result = torch.empty(part.shape, dtype=part.dtype, device=device)
     return result.copy_(part)

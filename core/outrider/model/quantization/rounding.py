@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.device import ConfigError, QuantizedWeight
 from outrider.model.quantization.layouts import pack_nibbles, wide_scales
 
-GROUP = 128
+DEFAULT_GROUP_COLUMNS = 128
 """Default number of columns that share a scale in int4."""
 _E4M3_MAX = 448.0
 
@@ -56,7 +56,9 @@ def _int4(weight: Tensor, group: int) -> dict[str, Tensor]:
     }
 
 
-ROUND: Mapping[str, Callable[..., dict[str, Tensor]]] = MappingProxyType({"fp8": _fp8, "int8": _int8, "int4": _int4})
+ROUND_BY_FORMAT: Mapping[str, Callable[..., dict[str, Tensor]]] = MappingProxyType(
+    {"fp8": _fp8, "int8": _int8, "int4": _int4}
+)
 """Function by format that rounds a weight [out, in] and returns the tensors of a compressed-tensors checkpoint by name
 suffix.
 
@@ -64,15 +66,15 @@ Its arguments are the weight and ``group``, the columns that share a scale in in
 """
 
 
-_GROUP_SIZES = (GROUP, 64, 32, 16, 8)
+_GROUP_SIZES = (DEFAULT_GROUP_COLUMNS, 64, 32, 16, 8)
 _ACTIVATIONS = MappingProxyType({"fp8": "fp8", "int8": "int8", "int4": None})
 _ROWS_AT_ONCE = 8192
 
 
-def rounded(weight: Tensor, format: str) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
     """Quantize a weight [out, in] on its device, in blocks of rows, because the float32 copy takes twice the weight's bytes.
 
-    In int4 the group size is the largest one up to :data:`GROUP` that divides ``in``. Raises
+    In int4 the group size is the largest one up to :data:`DEFAULT_GROUP_COLUMNS` that divides ``in``. Raises
     :class:`ConfigError` if ``in`` is not a multiple of 8 in int4.
     """
     rows, columns = shape = (weight.shape[0], weight.shape[1])
@@ -80,7 +82,7 @@ def rounded(weight: Tensor, format: str) -> QuantizedWeight:
     if format == "int4" and not group:
         raise ConfigError(f"a weight of {rows} x {columns} has no groups in int4: expected columns in multiples of 8")
     block = (1, group if format == "int4" else columns)
-    parts = [ROUND[format](part, group=group) for part in weight.split(_ROWS_AT_ONCE)]
+    parts = [ROUND_BY_FORMAT[format](part, group=group) for part in weight.split(_ROWS_AT_ONCE)]
     data = torch.cat([part["weight_packed" if format == "int4" else "weight"] for part in parts])
     return QuantizedWeight(
         format=format,

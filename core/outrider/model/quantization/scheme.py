@@ -36,7 +36,7 @@ _ALTERNATIVE_SUFFIXES: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """One tensor that stores part of a module's weight."""
 
     suffix: str
@@ -105,36 +105,38 @@ class Scheme:
         rows, columns = self.block_of(shape)
         return (-(-shape[0] // rows), -(-shape[1] // columns))
 
-    def stored(self, shape: tuple[int, int]) -> tuple[Stored, ...]:
+    def stored(self, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
         """Return the tensors that store a weight of this shape."""
         rows, columns = shape
         grid, packed = self.grid(shape), 32 // self.bits
         if self.storage == "awq":
             return (
-                Stored("qweight", ((columns, -(-rows // packed)),), _INTEGERS[:1]),
-                Stored("qzeros", ((grid[1], -(-rows // packed)),), _INTEGERS[:1], self.symmetric),
-                Stored("scales", ((grid[1], rows),), FLOATS),
+                StoredTensor("qweight", ((columns, -(-rows // packed)),), _INTEGERS[:1]),
+                StoredTensor("qzeros", ((grid[1], -(-rows // packed)),), _INTEGERS[:1], self.symmetric),
+                StoredTensor("scales", ((grid[1], rows),), FLOATS),
             )
         if self.storage == "gptq":
             return (
-                Stored("qweight", ((-(-columns // packed), rows),), _INTEGERS[:1]),
-                Stored("qzeros", ((grid[1], -(-rows // packed)),), _INTEGERS[:1], self.symmetric),
-                Stored("scales", ((grid[1], rows),), FLOATS),
-                Stored("g_idx", ((columns,),), _INTEGERS, True),
+                StoredTensor("qweight", ((-(-columns // packed), rows),), _INTEGERS[:1]),
+                StoredTensor("qzeros", ((grid[1], -(-rows // packed)),), _INTEGERS[:1], self.symmetric),
+                StoredTensor("scales", ((grid[1], rows),), FLOATS),
+                StoredTensor("g_idx", ((columns,),), _INTEGERS, True),
             )
         tensors = []
         if self.storage == "packed":
-            tensors.append(Stored("weight_packed", ((rows, -(-columns // packed)),), _INTEGERS[:1]))
-            tensors.append(Stored("weight_shape", ((2,),), _INTEGERS))
+            tensors.append(StoredTensor("weight_packed", ((rows, -(-columns // packed)),), _INTEGERS[:1]))
+            tensors.append(StoredTensor("weight_shape", ((2,),), _INTEGERS))
         else:
-            tensors.append(Stored("weight", (shape,), (self.dtype,)))
-        tensors.append(Stored(self.scale, _scale_shapes(grid), _SCALE_DTYPES, other=_ALTERNATIVE_SUFFIXES[self.scale]))
+            tensors.append(StoredTensor("weight", (shape,), (self.dtype,)))
+        tensors.append(StoredTensor(self.scale, _scale_shapes(grid), _SCALE_DTYPES, other=_ALTERNATIVE_SUFFIXES[self.scale]))
         if not self.symmetric and self.storage == "packed" and self.packed_zeros:
-            tensors.append(Stored("weight_zero_point", ((-(-grid[0] // packed), grid[1]),), _INTEGERS[:1]))
+            tensors.append(StoredTensor("weight_zero_point", ((-(-grid[0] // packed), grid[1]),), _INTEGERS[:1]))
         elif not self.symmetric:
-            tensors.append(Stored("weight_zero_point", _scale_shapes(grid), (torch.int8,)))
+            tensors.append(StoredTensor("weight_zero_point", _scale_shapes(grid), (torch.int8,)))
         if self.activations is not None and self.activations.static:
-            tensors.append(Stored("input_scale", ((1,), (), (1, 1)), FLOATS, other=_ALTERNATIVE_SUFFIXES["input_scale"]))
+            tensors.append(
+                StoredTensor("input_scale", ((1,), (), (1, 1)), FLOATS, other=_ALTERNATIVE_SUFFIXES["input_scale"])
+            )
         return tuple(tensors)
 
 

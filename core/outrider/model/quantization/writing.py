@@ -25,9 +25,9 @@ from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.location import refuse_other_formats
 from outrider.model.mapping import decoder_stem, vision_name
 from outrider.model.quantization.config import read_quantization
-from outrider.model.quantization.rounding import GROUP, ROUND
+from outrider.model.quantization.rounding import DEFAULT_GROUP_COLUMNS, ROUND_BY_FORMAT
 from outrider.model.reading import read_json
-from outrider.model.tensors import Progress
+from outrider.model.tensor_loading import Progress
 
 _PRODUCT_MODULES = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"}
@@ -56,7 +56,13 @@ class WrittenCheckpoint:
 
 
 def quantize_checkpoint(
-    source: Path, out: Path, *, format: str, group: int = GROUP, head: bool = False, progress: Progress | None = None
+    source: Path,
+    out: Path,
+    *,
+    format: str,
+    group: int = DEFAULT_GROUP_COLUMNS,
+    head: bool = False,
+    progress: Progress | None = None,
 ) -> WrittenCheckpoint:
     """Write the new directory ``out`` with the product weights of ``source`` quantized to ``format``, and all else copied.
 
@@ -66,8 +72,8 @@ def quantize_checkpoint(
     ``out`` appears only when it is complete. Raises :class:`ConfigError` for impossible options, :class:`CheckpointError` for
     a checkpoint that is already quantized or cannot be, and OSError if the disk cannot hold the result.
     """
-    if format not in ROUND:
-        raise ConfigError(f"the format is {format!r}, expected one of {', '.join(ROUND)}")
+    if format not in ROUND_BY_FORMAT:
+        raise ConfigError(f"the format is {format!r}, expected one of {', '.join(ROUND_BY_FORMAT)}")
     if group < 8 or group % 8:
         raise ConfigError(f"the group is {group}, expected a positive multiple of 8")
     if out.exists() or out.is_symlink():
@@ -90,7 +96,7 @@ def quantize_checkpoint(
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True)
-        written = _write_tensors(files, keys, partial, lambda weight: ROUND[format](weight, group=group), progress)
+        written = _write_tensors(files, keys, partial, lambda weight: ROUND_BY_FORMAT[format](weight, group=group), progress)
         described = {**config, "quantization_config": _quantization_config(format, group, _unquantized_modules(files, keys))}
         (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         for other in sorted(source.iterdir()):
@@ -214,7 +220,7 @@ def _write_tensors(
 
 
 def _round(files: CheckpointFiles, key: str, rounding: _Rounding) -> dict[str, Tensor]:
-    weight = files.read(key)
+    weight = files.read_tensor(key)
     if not bool(weight.isfinite().all()):
         raise CheckpointError(f"{files.tensors[key].path}: tensor {shown(key)} has values that aren't finite")
     return {end: part.contiguous() for end, part in rounding(weight).items()}

@@ -6,7 +6,7 @@ import torch
 
 import torch_npu
 from outrider.device.errors import OutOfDeviceMemory
-from outrider_sim.queue import Kind, Op
+from outrider_sim.queue import Op, OperationKind
 from torch_npu.npu import utils
 from torch_npu.npu.graphs import (
     NPUGraph,
@@ -65,7 +65,7 @@ def empty_cache():
 
 def _sleep(cycles):
     machine = sim().machine
-    machine.enqueue(Op(Kind.LAUNCH, "delay", cost=cycles / 1000.0), machine.stream)
+    machine.enqueue(Op(OperationKind.LAUNCH, "delay", cost=cycles / 1000.0), machine.stream)
 
 
 def _is_in_bad_fork():

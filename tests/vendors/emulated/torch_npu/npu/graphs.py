@@ -1,8 +1,8 @@
 """Graphs of the emulated device, task groups and their updates."""
 
-from outrider_sim.graphs import Capture
+from outrider_sim.graphs import OpenCapture
 from outrider_sim.memory import Pool
-from outrider_sim.queue import Kind, Op
+from outrider_sim.queue import Op, OperationKind
 from torch_npu.npu.streams import machine, sim
 
 _MODES = ("global", "thread_local", "relaxed")
@@ -54,12 +54,12 @@ class _Update:
 
 
 def _tasks(ops):
-    return [op for op in ops if op.kind in (Kind.KERNEL, Kind.COPY)]
+    return [op for op in ops if op.kind in (OperationKind.KERNEL, OperationKind.COPY)]
 
 
 def graph_task_group_begin(stream):
     capture = stream.queue.capture
-    if not isinstance(capture, Capture):
+    if not isinstance(capture, OpenCapture):
         raise RuntimeError("graph_task_group_begin: the stream isn't captured, error code is 107003")
     capture.group_start = len(capture.nodes)
 
@@ -93,7 +93,7 @@ def graph_task_update_end(stream):
     def apply():
         mine.fn, mine.args, mine.kwargs, mine.post = new.fn, new.args, new.kwargs, new.post
 
-    machine().enqueue(Op(Kind.LAUNCH, f"update {mine.name}", apply, cost=machine().like.kernel_us), stream.queue)
+    machine().enqueue(Op(OperationKind.LAUNCH, f"update {mine.name}", apply, cost=machine().like.kernel_us), stream.queue)
 
 
 class NPUGraph:
@@ -112,7 +112,7 @@ class NPUGraph:
         if queue is machine().default:
             raise RuntimeError("NPU graphs must be captured on a non-default stream")
         memory = Pool("graph") if pool is None else _Pools.made[pool]
-        self._capture = Capture(sim(), "graph", memory, queue)
+        self._capture = OpenCapture(sim(), "graph", memory, queue)
         self._capture.begin()
 
     def capture_end(self):

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch_npu
 from outrider.device.errors import DeviceLost
-from outrider_sim.queue import Kind
+from outrider_sim.queue import OperationKind
 
 
 def sim():
@@ -130,10 +130,10 @@ class ExternalEvent:
         return made
 
     def record(self, stream=None):
-        machine().flag(Kind.FLAG_SET, self.state, (stream or _current()).queue)
+        machine().flag(OperationKind.FLAG_SET, self.state, (stream or _current()).queue)
 
     def wait(self, stream=None):
-        machine().flag(Kind.FLAG_WAIT, self.state, (stream or _current()).queue)
+        machine().flag(OperationKind.FLAG_WAIT, self.state, (stream or _current()).queue)
 
     def reset(self, stream=None):
-        machine().flag(Kind.FLAG_RESET, self.state, (stream or _current()).queue)
+        machine().flag(OperationKind.FLAG_RESET, self.state, (stream or _current()).queue)

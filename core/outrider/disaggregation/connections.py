@@ -1,0 +1,337 @@
+"""TCP connections between the processes: authentication, messages in both directions, and detection of lost peers.
+
+Use a hub in one thread. Only :meth:`ConnectionHub.poll` waits, for at most the time that the caller passes.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from outrider.device import ConfigError
+from outrider.disaggregation.wire import VERSION, MessageDecoder, WireError, WireMessage
+
+_MAX_HANDSHAKE_MESSAGE_BYTES = 1 << 14
+"""Maximum message of a peer that hasn't proved that it knows the secret."""
+_MAX_MESSAGE_BYTES = 256 << 20
+_MAX_UNSENT_BYTES = 512 << 20
+"""Maximum number of queued bytes for one peer. The hub closes the connection of a peer that reads too slowly."""
+_RECEIVE_BYTES = 1 << 20
+_PING_INTERVAL_S = 2.0
+_HANDSHAKE_TIMEOUT_S = 10.0
+_RECONNECT_INTERVAL_S = 0.25
+_NONCE_BYTES = 32
+
+
+class ProcessRole(StrEnum):
+    """The role of a process in disaggregated serving."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    CLIENT = "client"
+
+
+_ALLOWED_PEERS: Mapping[ProcessRole, frozenset[ProcessRole]] = {
+    ProcessRole.PREFILL: frozenset({ProcessRole.DECODE, ProcessRole.CLIENT}),
+    ProcessRole.DECODE: frozenset({ProcessRole.PREFILL, ProcessRole.CLIENT}),
+    ProcessRole.CLIENT: frozenset({ProcessRole.PREFILL, ProcessRole.DECODE}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """A host and a port on which a server listens."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> PeerAddress:
+        """Return the address of ``HOST:PORT``; an IPv6 host is in brackets. Raises :class:`ConfigError`."""
+        host, colon, port = text.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not colon or not host or not port.isdecimal() or not 0 <= int(port) < 1 << 16:
+            raise ConfigError(f"{text!r} isn't an address; expected HOST:PORT")
+        return cls(host, int(port))
+
+    @property
+    def family(self) -> int:
+        """Address family for :mod:`socket`: ``AF_INET6`` for a host with colons, else ``AF_INET``."""
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionEvent:
+    """An event of one connection."""
+
+    kind: str
+    """``joined`` (the peer is authenticated), ``message`` or ``left`` (the connection is closed)."""
+    peer: int
+    """Number of the connection, unique within the hub."""
+    role: ProcessRole
+    message: WireMessage | None = None
+    why: str = ""
+    """Reason of the event ``left``."""
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    peer: int
+    sock: socket.socket
+    address: PeerAddress | None
+    """Address to which this process connected, and reconnects. None for an accepted connection."""
+    nonce: bytes
+    """Random bytes that this process sent. The peer authenticates them with the secret."""
+    decoder: MessageDecoder = field(default_factory=lambda: MessageDecoder(_MAX_HANDSHAKE_MESSAGE_BYTES))
+    unsent: deque[memoryview] = field(default_factory=deque)
+    unsent_bytes: int = 0
+    is_connecting: bool = False
+    role: ProcessRole | None = None
+    """Role of the peer, from its message *hello*."""
+    peer_nonce: bytes = b""
+    is_authenticated: bool = False
+    opened_at: float = field(default_factory=time.monotonic)
+    last_received_at: float = field(default_factory=time.monotonic)
+    last_sent_at: float = field(default_factory=time.monotonic)
+
+
+class ConnectionHub:
+    """The connections of one process to its peers.
+
+    The hub accepts connections on ``listen``; None accepts none. All processes share ``secret``. Each side proves that it
+    knows the secret before the other side reads any other message. A peer that sends nothing for ``silence_s`` seconds is
+    gone. Raises :class:`ConfigError` if the address can't be bound, or if it is exposed without a secret.
+    """
+
+    def __init__(
+        self, role: ProcessRole, *, listen: PeerAddress | None, secret: bytes = b"", silence_s: float = 30.0
+    ) -> None:
+        self._role, self._secret, self._silence_s = role, secret, silence_s
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, _Connection] = {}
+        self._num_connections = 0
+        self._reconnect_at: dict[PeerAddress, float] = {}
+        """Time of the next connection attempt, by address of the server."""
+        self._events: deque[ConnectionEvent] = deque()
+        self._listener: socket.socket | None = None
+        self.address = listen
+        if listen is not None:
+            require_secret(listen.host, secret)
+            try:
+                self._listener = socket.create_server((listen.host, listen.port), family=listen.family)
+            except OSError as error:
+                raise ConfigError(f"can't listen on {listen}: {error.strerror}") from None
+            self._listener.setblocking(False)
+            self.address = PeerAddress(listen.host, self._listener.getsockname()[1])
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+
+    def connect_to(self, address: PeerAddress) -> None:
+        """Connect to a server, and reconnect whenever the connection is lost."""
+        self._reconnect_at[address] = 0.0
+
+    def send(self, peer: int, message: WireMessage) -> None:
+        """Queue a message. A message to a peer that is gone is dropped; the event *left* reports the peer."""
+        connection = self._connections.get(peer)
+        if connection is not None:
+            self._queue(connection, message)
+
+    def disconnect(self, peer: int, why: str) -> None:
+        """Close a connection with the reason ``why``. The event *left* follows."""
+        connection = self._connections.get(peer)
+        if connection is not None:
+            self._lose(connection, why)
+
+    def stop_listening(self) -> None:
+        """Stop listening: the hub accepts no further connections."""
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def poll(self, seconds: float) -> list[ConnectionEvent]:
+        """Send and receive, and return the events since the last call. Wait up to ``seconds`` for the first event."""
+        self._reconnect()
+        if self._events:
+            seconds = 0.0
+        for key, mask in self._selector.select(min(seconds, _PING_INTERVAL_S)):
+            if key.data is None:
+                self._accept()
+                continue
+            connection: _Connection = key.data
+            if mask & selectors.EVENT_WRITE and connection.peer in self._connections:
+                self._flush(connection)
+            if mask & selectors.EVENT_READ and connection.peer in self._connections:
+                self._receive(connection)
+        self._check_timeouts()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def close(self) -> None:
+        """Close every connection. Queued messages are sent as far as the sockets take them without waiting."""
+        self._reconnect_at.clear()
+        for connection in list(self._connections.values()):
+            self._flush(connection)
+            self._lose(connection, "closed")
+        self.stop_listening()
+        self._selector.close()
+        self._events.clear()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with suppress(OSError):
+            sock, _ = self._listener.accept()
+            self._add(sock, None)
+
+    def _reconnect(self) -> None:
+        now = time.monotonic()
+        connected = {connection.address for connection in self._connections.values()}
+        for address, attempt_at in self._reconnect_at.items():
+            if address in connected or now < attempt_at:
+                continue
+            self._reconnect_at[address] = now + _RECONNECT_INTERVAL_S
+            try:
+                info = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+                sock = socket.socket(info[0], info[1], info[2])
+                sock.setblocking(False)
+                sock.connect_ex(info[4])
+            except OSError:
+                continue
+            self._add(sock, address)
+
+    def _add(self, sock: socket.socket, address: PeerAddress | None) -> None:
+        sock.setblocking(False)
+        with suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._num_connections += 1
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        connection = _Connection(self._num_connections, sock, address, nonce, is_connecting=address is not None)
+        self._connections[connection.peer] = connection
+        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+        hello = {"version": VERSION, "role": self._role, "nonce": connection.nonce.hex()}
+        self._queue(connection, WireMessage("hello", hello))
+
+    def _queue(self, connection: _Connection, message: WireMessage) -> None:
+        data = message.encode()
+        connection.unsent.append(memoryview(data))
+        connection.unsent_bytes += len(data)
+        connection.last_sent_at = time.monotonic()
+        if connection.unsent_bytes > _MAX_UNSENT_BYTES:
+            self._lose(connection, "it doesn't read what it's sent")
+        elif not connection.is_connecting:
+            self._flush(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        connection.is_connecting = False
+        try:
+            while connection.unsent:
+                sent = connection.sock.send(connection.unsent[0])
+                connection.unsent_bytes -= sent
+                if sent < len(connection.unsent[0]):
+                    connection.unsent[0] = connection.unsent[0][sent:]
+                    break
+                connection.unsent.popleft()
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._lose(connection, str(error.strerror))
+            return
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        self._selector.modify(connection.sock, mask, connection)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.sock.recv(_RECEIVE_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._lose(connection, str(error.strerror))
+            return
+        if not data:
+            self._lose(connection, "it closed the connection")
+            return
+        connection.last_received_at = time.monotonic()
+        try:
+            for message in connection.decoder.feed(data):
+                if connection.peer not in self._connections:
+                    return
+                self._handle_message(connection, message)
+        except WireError as error:
+            self._lose(connection, str(error))
+
+    def _handle_message(self, connection: _Connection, message: WireMessage) -> None:
+        if not connection.is_authenticated:
+            self._handle_handshake(connection, message)
+        elif message.kind != "ping":
+            assert connection.role is not None
+            self._events.append(ConnectionEvent("message", connection.peer, connection.role, message))
+
+    def _handle_handshake(self, connection: _Connection, message: WireMessage) -> None:
+        """Handle the two messages of the handshake, which each side sends.
+
+        *hello* has a random nonce. *proof* has the HMAC of the other side's nonce and the sender's role under the secret.
+        """
+        body = message.body
+        try:
+            if message.kind == "hello" and connection.role is None:
+                if body["version"] != VERSION:
+                    raise WireError(f"it speaks version {body['version']!r} of these messages, this one speaks {VERSION}")
+                connection.role, connection.peer_nonce = ProcessRole(body["role"]), bytes.fromhex(body["nonce"])
+                if connection.role not in _ALLOWED_PEERS[self._role] or len(connection.peer_nonce) != _NONCE_BYTES:
+                    raise WireError(f"a {connection.role} has nothing to say to a {self._role}")
+                self._queue(connection, WireMessage("proof", {"proof": self._proof(connection.peer_nonce, self._role)}))
+            elif message.kind == "proof" and connection.role is not None:
+                if not hmac.compare_digest(str(body["proof"]), self._proof(connection.nonce, connection.role)):
+                    raise WireError("it doesn't know the secret")
+                connection.is_authenticated, connection.decoder.limit = True, _MAX_MESSAGE_BYTES
+                self._events.append(ConnectionEvent("joined", connection.peer, connection.role))
+            else:
+                raise WireError(f"it says {message.kind!r} where it should say who it is")
+        except (KeyError, ValueError, TypeError) as error:
+            raise WireError(f"its greeting can't be read: {error}") from None
+
+    def _proof(self, nonce: bytes, role: ProcessRole) -> str:
+        return hmac.new(self._secret, nonce + role.encode(), "sha256").hexdigest()
+
+    def _check_timeouts(self) -> None:
+        """Close connections whose handshake or peer is too slow, and send a ping to peers that got no message lately."""
+        now = time.monotonic()
+        for connection in list(self._connections.values()):
+            if not connection.is_authenticated and now - connection.opened_at > _HANDSHAKE_TIMEOUT_S:
+                self._lose(connection, "it didn't say who it is")
+            elif now - connection.last_received_at > self._silence_s:
+                self._lose(connection, f"it said nothing for {self._silence_s:g} s")
+            elif connection.is_authenticated and now - connection.last_sent_at > _PING_INTERVAL_S:
+                self._queue(connection, WireMessage("ping"))
+
+    def _lose(self, connection: _Connection, why: str) -> None:
+        if self._connections.pop(connection.peer, None) is None:
+            return
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(connection.sock)
+        connection.sock.close()
+        if connection.is_authenticated and connection.role is not None:
+            self._events.append(ConnectionEvent("left", connection.peer, connection.role, why=why))
+
+
+def require_secret(host: str, secret: bytes) -> None:
+    """Raise :class:`ConfigError` if other machines can reach ``host`` and there is no secret."""
+    if secret or host in ("localhost", "::1") or host.startswith("127."):
+        return
+    raise ConfigError(
+        f"{host} can be reached from other machines, and anybody there could read and write requests and pages: give "
+        "--api-key-file, or listen on 127.0.0.1"
+    )

@@ -1,0 +1,331 @@
+"""The prefill server and the decode server: each runs a loop that handles messages and runs iterations of its engine."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from outrider.device import ConfigError
+from outrider.disaggregation import codec
+from outrider.disaggregation.connections import ConnectionEvent, ConnectionHub, PeerAddress, ProcessRole
+from outrider.disaggregation.decode_worker import DecodeWorker, StandaloneMode
+from outrider.disaggregation.page_landing import LandingRegistry, PageLanding, SingleRankLanding
+from outrider.disaggregation.prefill_worker import PrefillWorker
+from outrider.disaggregation.wire import WireError, WireMessage
+from outrider.engine.engine import Engine
+from outrider.engine.requests.request import FinishReason, StepOutput
+from outrider.errors import RequestError
+from outrider.transports import Link, LinkDown, Transport
+
+LogLine = Callable[[str], None]
+"""A function that is called with each line of the server's log."""
+_MAX_RANKS = 1024
+_IDLE_POLL_S = 0.5
+_BUSY_POLL_S = 0.0005
+"""Maximum wait of a loop for messages: without any work, and while a request waits for a fence, a guide or a transfer."""
+
+
+class DisaggregationServer(ABC):
+    """The common part of the prefill server and the decode server: connections, handshakes of engines, and the loop.
+
+    Create and use a server in its engine's thread. The server listens on ``listen``. ``secret`` and ``silence_s`` are
+    arguments of :class:`~outrider.disaggregation.connections.ConnectionHub`. ``say`` is called with each log line.
+    """
+
+    _role: ProcessRole
+    worker: PrefillWorker | DecodeWorker
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        *,
+        listen: PeerAddress,
+        secret: bytes = b"",
+        silence_s: float = 30.0,
+        say: LogLine = lambda line: None,
+    ) -> None:
+        self.engine, self._transport, self._say = engine, transport, say
+        # A transport that can't register this engine's memory fails now, not when the first peer connects.
+        self._try_link(listen.host)
+        self._hub = ConnectionHub(self._role, listen=listen, secret=secret, silence_s=silence_s)
+        self._fit = codec.engine_fit(engine)
+        self._handshakes: dict[int, PageLanding | None] = {}
+        """Peers that haven't described their engine, each with the landing that a decode server has opened for it."""
+        self._drain_deadline: float | None = None
+        self.worker = self._create_worker()
+
+    @property
+    def address(self) -> PeerAddress:
+        """Address on which the server listens."""
+        assert self._hub.address is not None
+        return self._hub.address
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Counters of requests and transfers since the start."""
+        return dict(self.worker.counts)
+
+    def drain(self, within_s: float) -> None:
+        """Refuse new requests, and make :meth:`serve_until_drained` return once all requests have ended, or after
+        ``within_s`` seconds.
+
+        A signal handler may call this method.
+        """
+        self._drain_deadline = min(self._drain_deadline or float("inf"), time.monotonic() + within_s)
+
+    def serve_until_drained(self) -> bool:
+        """Serve until :meth:`drain`. Return whether all requests had ended in time. Raises once the device is lost."""
+        try:
+            while True:
+                if self._drain_deadline is not None:
+                    self._hub.stop_listening()
+                    if not self.worker.num_requests or time.monotonic() > self._drain_deadline:
+                        return not self.worker.num_requests
+                self.run_once()
+        finally:
+            self.close()
+
+    def run_once(self, idle_s: float = _IDLE_POLL_S) -> None:
+        """Run one iteration of the engine and handle the messages that have arrived.
+
+        Without any work, wait up to ``idle_s`` seconds for a message.
+        """
+        busy = self.worker.run_iteration()
+        for peer in list(self.worker.broken_peers):
+            self._hub.disconnect(peer, "its link is down")
+        for event in self._hub.poll(0.0 if busy else _BUSY_POLL_S if self.worker.has_work else idle_s):
+            self._handle(event)
+
+    def close(self) -> None:
+        """Close all links and connections. After the call, no transfer reads or writes the engine's pages."""
+        for landing in self._handshakes.values():
+            if landing is not None:
+                landing.close()
+        self._handshakes.clear()
+        self.worker.remove_all_peers()
+        self._hub.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: ConnectionEvent) -> None:
+        try:
+            if event.kind == "left":
+                landing = self._handshakes.pop(event.peer, None)
+                if landing is not None:
+                    landing.close()
+                self._say(f"{event.role} {event.peer} is gone: {event.why}")
+                self._remove_peer(event)
+            elif event.role is ProcessRole.CLIENT:
+                self._handle_client(event)
+            elif event.kind == "joined":
+                self._handshakes[event.peer] = self._start_handshake(event.peer)
+            elif event.peer in self._handshakes:
+                self._finish_handshake(event.peer, event.message, self._handshakes.pop(event.peer))
+            else:
+                assert event.message is not None
+                self.worker.handle_message(event.peer, event.message)
+        except (WireError, LinkDown) as error:
+            self._hub.disconnect(event.peer, str(error))
+
+    def _open_link(self, host: str, *, accepts: bool) -> Link:
+        return self._transport.open(self.engine.page_memory, self.engine.backend, accepts=accepts, host=host)
+
+    def _check_engine(self, message: WireMessage | None) -> tuple[bytes, ...]:
+        """Return the link offers of the peer's engine. Raises :class:`ConfigError` if the engines don't fit."""
+        assert message is not None
+        peer_fit = message.body.get("fit")
+        if message.kind == "refused":
+            codec.check_fit(self._fit, peer_fit)  # raises an error that names this engine's values first
+            raise ConfigError(str(message.body.get("error")))
+        if message.kind != "engine" or not 0 < len(message.blobs) <= _MAX_RANKS:
+            raise WireError(f"expected what engine it has, it says {message.kind!r}")
+        codec.check_fit(self._fit, peer_fit)
+        return message.blobs
+
+    def _send_engine(self, peer: int, offers: Sequence[bytes]) -> None:
+        """Send the description of this engine and the offers of the links over its pages."""
+        self._hub.send(peer, WireMessage("engine", {"fit": self._fit}, tuple(offers)))
+
+    def _send_status(self, event: ConnectionEvent) -> None:
+        engine = self.engine
+        body = {
+            "role": self._role,
+            "counts": self.counts,
+            "open": self.worker.num_requests,
+            "free_pages": engine.free_pages,
+            "pages": (engine.page_memory[0].shape[0] - 1) * engine.groups,
+            "free_rows": engine.free_rows,
+            "rows": engine.config.max_requests * engine.groups,
+            "iterations": engine.stats.iterations,
+            f"{'decode' if self._role is ProcessRole.PREFILL else 'prefill'}_peers": self.worker.num_peers,
+        }
+        self._hub.send(event.peer, WireMessage("status", body))
+
+    def _remove_peer(self, event: ConnectionEvent) -> None:
+        if event.role is not ProcessRole.CLIENT:
+            self.worker.remove_peer(event.peer)
+
+    @abstractmethod
+    def _create_worker(self) -> PrefillWorker | DecodeWorker: ...
+
+    @abstractmethod
+    def _handle_client(self, event: ConnectionEvent) -> None: ...
+
+    @abstractmethod
+    def _try_link(self, host: str) -> None:
+        """Open a link and close it. Raises :class:`CapabilityError` if the transport can't register the memory."""
+
+    @abstractmethod
+    def _start_handshake(self, peer: int) -> PageLanding | None:
+        """Start the handshake with the engine of a new peer. Return the landing that was opened for the peer, if any."""
+
+    @abstractmethod
+    def _finish_handshake(self, peer: int, message: WireMessage | None, landing: PageLanding | None) -> None:
+        """Check the peer's engine and connect the links.
+
+        Raises :class:`WireError` or :class:`LinkDown`, which close the connection, or an error that ends the server.
+        """
+
+
+class PrefillServer(DisaggregationServer):
+    """A server that prefills for any number of decode servers. They connect to it."""
+
+    _role = ProcessRole.PREFILL
+    worker: PrefillWorker
+
+    def _create_worker(self) -> PrefillWorker:
+        return PrefillWorker(self.engine)
+
+    def _handle_client(self, event: ConnectionEvent) -> None:
+        if event.kind == "message" and event.message is not None:
+            if event.message.kind != "status":
+                raise WireError(f"a prefill server takes no {event.message.kind!r} of a client; ask a decode server")
+            self._send_status(event)
+
+    def _try_link(self, host: str) -> None:
+        self._open_link(host, accepts=True).close()
+
+    def _start_handshake(self, peer: int) -> None:
+        del peer  # the decode server sends the first message, with the number of its ranks
+
+    def _finish_handshake(self, peer: int, message: WireMessage | None, landing: PageLanding | None) -> None:
+        del landing
+        links: list[Link] = []
+        try:
+            for offer in self._check_engine(message):
+                links.append(self._open_link(self.address.host, accepts=True))
+                links[-1].connect(offer)
+        except (ConfigError, WireError, LinkDown) as error:
+            for link in links:
+                link.close()
+            if not isinstance(error, ConfigError):
+                raise
+            self._hub.send(peer, WireMessage("refused", {"error": str(error), "fit": self._fit}))
+            self._say(f"decode server {peer} was refused: {error}")
+            return
+        self._send_engine(peer, [link.offer() for link in links])
+        self.worker.add_peer(peer, lambda out: self._hub.send(peer, out), links)
+        self._say(f"decode {peer} is here, by {self._transport.name}")
+
+
+class DecodeServer(DisaggregationServer):
+    """A server that decodes for clients. The servers at the addresses ``prefill`` prefill the prompts.
+
+    ``alone`` is the mode while no prefill server is connected.
+    """
+
+    _role = ProcessRole.DECODE
+    worker: DecodeWorker
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        *,
+        listen: PeerAddress,
+        prefill: Sequence[PeerAddress],
+        alone: StandaloneMode = StandaloneMode.PREFILL,
+        secret: bytes = b"",
+        silence_s: float = 30.0,
+        say: LogLine = lambda line: None,
+    ) -> None:
+        self._ranks = LandingRegistry(engine) if engine.groups > 1 else None
+        self._alone = alone
+        super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
+        self._requests_of_client: dict[int, dict[int, int]] = {}
+        """Number of each open request, by peer number of the client and the client's id of the request."""
+        for address in prefill:
+            self._hub.connect_to(address)
+
+    def _create_worker(self) -> DecodeWorker:
+        return DecodeWorker(self.engine, alone=self._alone)
+
+    def _remove_peer(self, event: ConnectionEvent) -> None:
+        super()._remove_peer(event)
+        for number in self._requests_of_client.pop(event.peer, {}).values():
+            self.worker.abort(number)
+
+    def _handle_client(self, event: ConnectionEvent) -> None:
+        if event.kind == "joined":
+            self._requests_of_client[event.peer] = {}
+            return
+        assert event.message is not None
+        kind, body = event.message.kind, event.message.body
+        with codec.DecodingContext(f"a message {kind!r}"):
+            if kind == "status":
+                self._send_status(event)
+            elif kind == "submit":
+                self._submit(event.peer, codec.decode_int(body["id"]), event.message)
+            elif kind == "abort":
+                number = self._requests_of_client[event.peer].pop(codec.decode_int(body["id"]), None)
+                if number is not None:
+                    self.worker.abort(number)
+            else:
+                raise WireError(f"a client doesn't say {kind!r}")
+
+    def _submit(self, peer: int, client_id: int, message: WireMessage) -> None:
+        requests = self._requests_of_client[peer]
+        if client_id in requests:
+            raise WireError(f"the id {client_id} is in use")
+
+        def emit(output: StepOutput) -> None:
+            if output.finish_reason is not None:
+                requests.pop(client_id, None)
+            self._hub.send(peer, WireMessage("output", {"id": client_id, "output": codec.encode_output(output)}))
+
+        try:
+            if self._drain_deadline is not None:
+                raise RequestError("this server is about to end")
+            state = codec.decode_state(message.body["state"], message.blobs)
+            requests[client_id] = -1
+            requests[client_id] = self.worker.submit(state, emit)
+        except (RequestError, ConfigError) as error:
+            requests.pop(client_id, None)
+            emit(StepOutput(0, (), FinishReason.ERROR, error=str(error)))
+
+    def _try_link(self, host: str) -> None:
+        self._open_landing(host).close()
+
+    def _open_landing(self, host: str) -> PageLanding:
+        link = self._open_link(host, accepts=False)
+        return SingleRankLanding(link) if self._ranks is None else self._ranks.open_landing(link, host)
+
+    def _start_handshake(self, peer: int) -> PageLanding:
+        landing = self._open_landing(self.address.host)
+        self._send_engine(peer, landing.offers())
+        return landing
+
+    def _finish_handshake(self, peer: int, message: WireMessage | None, landing: PageLanding | None) -> None:
+        assert landing is not None
+        try:
+            offers = self._check_engine(message)
+            if len(offers) != len(landing.offers()):
+                raise WireError(f"it has {len(offers)} links for {len(landing.offers())} groups here")
+            landing.connect(offers)
+        except BaseException:
+            landing.close()
+            raise
+        self.worker.add_peer(peer, lambda out: self._hub.send(peer, out), landing)
+        self._say(f"prefill {peer} is here, by {self._transport.name}")

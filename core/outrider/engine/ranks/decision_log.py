@@ -1,0 +1,159 @@
+"""The decision log of the ranks of one engine.
+
+The first rank publishes its decisions. Follower ranks read them and check that they come to the same decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from outrider.device import ConfigError
+from outrider.engine.ranks.codec import decode, encode
+from outrider.engine.ranks.commands import Command, VoteRequest
+from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.ranks.records import DecisionRecord, Decisions, RankAct, RanksDiffer
+from outrider.engine.requests.batch import Batch
+from outrider.engine.requests.draft_length import DraftLengthPolicy
+
+
+class DecisionLog:
+    """The decision log of one engine.
+
+    The leading rank publishes each decision before its effect. A follower rank reads the published decisions.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.leads = ranks.leads
+        self._log = ranks.new_log()
+        self._commands: list[str] = []
+        self._record: DecisionRecord | None = None
+        self._vote_requests = 0
+        self.has_ended = False
+        """True once the last record is published."""
+
+    def check_leads_or_replays(self) -> None:
+        """Raise :class:`ConfigError` if a caller uses a follower rank's engine, which only records may change."""
+        if not self.leads and self._record is None:
+            raise ConfigError("this engine follows that of rank 0, which takes all calls; call follow() here")
+
+    @property
+    def compile_limit_s(self) -> float | None:
+        """The time limit for compiling a guide. None on follower ranks, which accept every guide that rank 0 accepts.
+
+        The leading rank waits while follower ranks compile, so its limit is a quarter of the rank timeout.
+        """
+        return self.ranks.config.timeout_s / 4 if self.leads else None
+
+    def append_command(self, command: Command) -> None:
+        """On the leading rank: add ``command`` to the next record. Followers ignore the call.
+
+        Raises :class:`~outrider.engine.ranks.codec.RecordError` if a field has a value that a record can't hold.
+        """
+        if self.leads:
+            self._commands.append(encode(command, Command))
+
+    def publish_or_check(
+        self, name: RankAct, decisions: Decisions | None = None, then: Callable[[], Decisions] | None = None
+    ) -> None:
+        """Publish the next act on the leading rank; compare the decisions with the record on a follower rank.
+
+        ``then``: returns the decisions that depend on ``decisions``. A follower calls it after it has checked ``decisions``.
+        Raises :class:`RanksDiffer` for a difference.
+        """
+        if self.leads:
+            published = decisions if then is None else {**(decisions or {}), **then()}
+            if not self.has_ended:
+                self._log.publish(DecisionRecord(tuple(self._commands), name, published))
+                self._commands.clear()
+            self._pass_to_groups(published)
+            return
+        self._pass_to_groups(decisions)
+        self._check(decisions)
+        if then is not None:
+            dependent = then()
+            self._pass_to_groups(dependent)
+            self._check(dependent)
+
+    def request_votes(self, said: str) -> tuple[str, ...]:
+        """Request a vote from every follower rank, on the leading rank. Wait for the votes and return them in rank order."""
+        number, self._vote_requests = self._vote_requests, self._vote_requests + 1
+        self.append_command(VoteRequest(number, said))
+        self.publish_or_check("go on")
+        followers = range(1, self.ranks.config.world)
+        return tuple(self._log.wait_for_vote(number, rank, lambda: self.ranks.key_value_store.failure) for rank in followers)
+
+    def publish_vote(self, number: int, said: str) -> None:
+        """Publish this follower rank's vote for request ``number``."""
+        self._log.publish_vote(number, self.ranks.rank, said)
+
+    def end_followers(self) -> None:
+        """Publish the last record on the leading rank, so that followers end. Further calls do nothing."""
+        if self.leads and not self.has_ended:
+            self._commands.clear()
+            self.publish_or_check("end")
+        self.has_ended = True
+
+    def next(self) -> DecisionRecord:
+        """Wait for the next record on a follower rank."""
+        self._record = self._log.next()
+        return self._record
+
+    @property
+    def commands(self) -> Iterator[Command]:
+        """The commands of the current record, on a follower rank."""
+        for text in () if self._record is None else self._record.commands:
+            yield decode(text, Command)
+
+    @property
+    def drafted(self) -> int | None:
+        """The draft length of the current record, on a follower rank; None if the record has none."""
+        decisions = None if self._record is None else self._record.decisions
+        drafted = None if decisions is None else decisions.get("drafted")
+        return drafted if isinstance(drafted, int) else None
+
+    def _pass_to_groups(self, decisions: Decisions | None) -> None:
+        for name, value in (decisions or {}).items():
+            self.ranks.decide(name, value)
+
+    def _check(self, decisions: Decisions | None) -> None:
+        if self._record is None:
+            return
+        published = self._record.decisions or {}
+        for name, value in (decisions or {}).items():
+            if value != published.get(name):
+                raise RanksDiffer(
+                    f"rank {self.ranks.rank} comes to {name} = {value!r}, and rank 0 decided {published.get(name)!r}: "
+                    f"{self.ranks.progress}; start all ranks with the same options, files and software"
+                )
+
+
+def decisions_of(batch: Batch | None) -> Decisions:
+    """Return the host decisions of an iteration in all data-parallel groups, by name."""
+    batches = () if batch is None else batch.group_batches
+    return {
+        "admitted": tuple(request.id for each in batches for request in each.admitted),
+        "preempted": tuple(request.preemptions for each in batches for request in each.requests),
+        "prefill": tuple(
+            number for each in batches for chunk in each.prefill for number in (chunk.request.id, chunk.start, chunk.end)
+        ),
+        "decode": tuple(request.id for each in batches for request in each.decode),
+        "pages": tuple(number for each in batches for update in each.table_updates for number in update),
+        "drafted": None if batch is None else batch.drafted,
+    }
+
+
+class ReplicatedLength(DraftLengthPolicy):
+    """The draft-length policy of follower ranks: the length that the decision log records."""
+
+    needs_acceptance = reads_load = False
+
+    def __init__(self, lengths: tuple[int, ...], decision_log: DecisionLog) -> None:
+        super().__init__(lengths)
+        self._decision_log = decision_log
+
+    def choose(self, requests: int, cached: int) -> int:
+        """Return the length that the current record has, or the longest one if it has none."""
+        del requests, cached
+        drafted = self._decision_log.drafted
+        return self.lengths[-1] if drafted is None else drafted

@@ -1,0 +1,73 @@
+"""Agreement of all ranks on the config of a new engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outrider.device import Backend, CapabilityError, ConfigError, StepMode
+from outrider.engine.config import Choice, DecidedConfig
+from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.requests.hand_over import HandOver
+from outrider.model import LanguageModel
+from outrider.speculative.proposer import Proposer
+
+
+def common_config(ranks: Ranks, config: DecidedConfig) -> DecidedConfig:
+    """Return the config of the first rank with the fewest pages and the shortest context of all ranks."""
+    configs: list[DecidedConfig] = ranks.exchange("the engine's config", config, DecidedConfig)
+    first = configs[0]
+    pages, context = (min(getattr(each, name) for each in configs) for name in ("num_pages", "max_context"))
+    choices = first.chosen
+    if (pages, context) != (first.num_pages, first.max_context):
+        reason = "the rank with the least memory has room for no more"
+        choices = tuple(choice for choice in choices if choice.name not in ("num_pages", "max_context"))
+        choices += (Choice("num_pages", pages, reason), Choice("max_context", context, reason))
+    return replace(first, num_pages=pages, max_context=context, chosen=choices)
+
+
+def join_engine(
+    ranks: Ranks | None, backend: Backend, model: LanguageModel, proposer: Proposer, config: DecidedConfig
+) -> DecidedConfig:
+    """Return the config that all ranks share, after checking that several ranks can run this engine.
+
+    Raises :class:`ConfigError` for a model of other ranks, :class:`CapabilityError` for a backend or kernels that can't run
+    on several ranks, and :class:`~outrider.engine.ranks.records.RanksDiffer` if ranks have other models or proposers.
+    """
+    if ranks is None and model.ranks is None:
+        return config
+    if ranks is None or model.ranks is not ranks.model:
+        raise ConfigError("an engine of several ranks has a model that was shared out among them; give both the same ranks")
+    config = common_config(ranks, config)
+    uses_graphs = config.graphs or config.step_mode is StepMode.FUSED
+    if uses_graphs and backend.capabilities.captures_graphs and not backend.capabilities.captures_collectives:
+        raise CapabilityError(
+            f"{backend.label} captures graphs, but no collectives in them (captures_collectives), and several ranks have "
+            "some in every stage; use mode staged without graphs"
+        )
+    if ranks.data is not None and model.kernels.plans_on_host:
+        raise CapabilityError(
+            f"the kernels {model.kernels.name!r} plan each batch on the host, which idle data-parallel groups have no batch "
+            "for; use other kernels, or tensor parallelism alone"
+        )
+    if ranks.data is not None and proposer.extends:
+        proposer.prompt_passes(1, 1, 1)  # raises if the proposer doesn't declare its passes
+    ranks.check_same(
+        "the engine",
+        {
+            "model": model.config,
+            "dtype": model.dtype,
+            "KV cache": model.cache_dtype,
+            "proposer": proposer.name,
+            "drafts": (proposer.depth, proposer.nodes, proposer.relay),
+            "kernels": model.kernels.name,
+        },
+    )
+    return config
+
+
+def check_handed_over_here(handed: HandOver, ranks: Ranks | None) -> None:
+    """Raise :class:`ConfigError` if the request comes from other ranks or was already taken over."""
+    if ranks is None or handed.key not in ranks.handed_over:
+        raise ConfigError(
+            "the request comes from an engine of other ranks, or was taken over already: it goes on where its state is"
+        )

@@ -1,0 +1,74 @@
+"""StopText: the search for stop strings in the growing text of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.engine.requests.sampling import SamplingParams
+from outrider.model import StreamDecoder, Tokenizer
+
+
+class StopText:
+    """The text of one request, which ends before the first stop string.
+
+    The end of the text is held back while it may be the start of a stop string. A character that several tokens encode
+    becomes part of the text with its last token.
+    """
+
+    def __init__(self, decoder: StreamDecoder, stops: Sequence[str], *, overlook: int = 0) -> None:
+        """``overlook``: the number of first tokens in whose text no stop string may begin."""
+        self._decoder = decoder
+        self._stops = tuple(stops)
+        self._overlook = overlook
+        self._num_tokens = 0
+        self._held = ""
+        self._ready = ""
+        self._stopped = False
+
+    def push(self, token: int) -> bool:
+        """Add a token and return True if a stop string is complete. The text after the stop string is dropped."""
+        self._num_tokens += 1
+        self._add(self._decoder.push(token))
+        return self._stopped
+
+    def finish(self) -> bool:
+        """Release the text that is held back, at the end of the request. Return True if it has a stop string."""
+        if not self._stopped:
+            self._add(self._decoder.flush())
+            if not self._stopped:
+                self._release(len(self._held))
+        return self._stopped
+
+    def pop_certain_text(self) -> str:
+        """Return the text that was released since the last call."""
+        text, self._ready = self._ready, ""
+        return text
+
+    def _add(self, piece: str) -> None:
+        self._held += piece
+        if self._num_tokens <= self._overlook:
+            self._release(len(self._held))
+            return
+        starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if starts:
+            self._release(min(starts))
+            self._held, self._stopped = "", True
+        else:
+            self._release(len(self._held) - self._possible_stop_length())
+
+    def _release(self, count: int) -> None:
+        self._ready, self._held = self._ready + self._held[:count], self._held[count:]
+
+    def _possible_stop_length(self) -> int:
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
+        longest = min(max(len(stop) for stop in self._stops) - 1, len(self._held))
+        suffixes = (self._held[len(self._held) - size :] for size in range(longest, 0, -1))
+        return next((len(suffix) for suffix in suffixes if any(stop.startswith(suffix) for stop in self._stops)), 0)
+
+
+def watch_stop_strings(tokenizer: Tokenizer, params: SamplingParams, output: Sequence[int] = ()) -> StopText:
+    """Return a :class:`StopText` for the stop strings of ``params`` that has read the request's ``output`` so far."""
+    stop_text = StopText(tokenizer.stream(), params.stop, overlook=params.min_tokens)
+    for token in output:
+        stop_text.push(token)
+    return stop_text

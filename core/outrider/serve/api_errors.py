@@ -1,0 +1,58 @@
+"""Error responses in the format of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.errors import one_line
+
+INVALID, SERVER, OVERLOADED = "invalid_request_error", "server_error", "rate_limit_error"
+"""Values of the field ``type`` of an error response."""
+
+
+class ApiError(Exception):
+    """An error that the client gets as the response.
+
+    ``status`` is the HTTP status and ``kind`` the error's ``type``. ``param`` names the request field that caused the error.
+    ``code`` identifies the error for programs. ``headers`` are added to the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = one_line(message)
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object of the response body, as plain data for JSON."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def encode(self) -> bytes:
+        """Return :attr:`body` as JSON in ASCII: a message may quote text that UTF-8 can't encode."""
+        return json.dumps(self.body).encode()
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return a 400 error: the request is invalid, and the client has to change it."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str, retry_after_s: int | None = None) -> ApiError:
+    """Return a 503 error: the server accepts no request now. ``retry_after_s`` tells the client when to try again."""
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return ApiError(503, message, kind=SERVER, code=code, headers=headers)

@@ -1,0 +1,188 @@
+"""Fields of the API's requests, as pydantic models.
+
+An unknown field is an error, as in OpenAI's API. The models add sampling fields of other servers (``top_k``, ``min_p``, …).
+:data:`IGNORED` lists the fields that are accepted and have no effect.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "prediction",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "verbosity",
+)
+"""Fields whose type is checked and that have no effect."""
+
+_MAX_INT32 = 2**31 - 1
+_ShortText = Annotated[str, Field(max_length=4096)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+
+class StreamOptions(_Strict):
+    """The additional content of a streamed response."""
+
+    include_usage: bool = Field(False, description="Send a last chunk that has the usage and no choices.")
+    continuous_usage_stats: bool = Field(
+        False,
+        description="With include_usage: each chunk has the usage so far. A field of vLLM, which load generators send.",
+    )
+    include_obfuscation: bool | None = Field(None, description="Has no effect.")
+    include_drafted: bool = Field(False, description="Each chunk marks the tokens that are accepted draft tokens.")
+
+
+class SamplingFields(_Strict):
+    """The fields that completions and chat completions share."""
+
+    model: _ShortText
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: dict[str, Any] | None = None
+
+    # Fields of other servers
+    top_k: Annotated[int, Field(ge=-1, le=_MAX_INT32)] | None = Field(None, description="0 or -1: all tokens.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=_MAX_INT32)] | None = Field(None, description="Higher goes first.")
+    return_token_ids: bool | None = Field(None, description="Choices carry token_ids.")
+
+    # Fields without effect
+    user: _ShortText | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: _ShortText | None = None
+    prediction: dict[str, Any] | None = None
+    safety_identifier: _ShortText | None = None
+    prompt_cache_key: _ShortText | None = None
+    prompt_cache_retention: _ShortText | None = None
+
+
+class CompletionRequest(SamplingFields):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+
+
+class FunctionCall(_Strict):
+    """The function and the arguments (JSON text) of an earlier call by the assistant."""
+
+    name: _ShortText
+    arguments: str
+
+
+class ToolCall(_Strict):
+    """An earlier tool call by the assistant."""
+
+    id: _ShortText
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ImageUrl(_Strict):
+    """An image of a message, as a data URL."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class MessagePart(_Strict):
+    """One part of a message's content."""
+
+    type: Literal["text", "image_url", "refusal", "input_audio", "file"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+    refusal: str | None = None
+    input_audio: dict[str, Any] | None = None
+    file: dict[str, Any] | None = None
+
+
+class ChatMessage(_Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[MessagePart], Field(max_length=4096)] | None = None
+    name: _ShortText | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: _ShortText | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    audio: dict[str, Any] | None = None
+    function_call: FunctionCall | None = None
+
+
+class ToolFunction(_Strict):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(_Strict):
+    """The name of a function among the tools."""
+
+    name: _ShortText
+
+
+class NamedTool(_Strict):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(SamplingFields):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=65536)]
+    max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: _ShortText | None = Field(None, description="A variable for the chat template.")
+    verbosity: _ShortText | None = None
+    modalities: list[_ShortText] | None = None
+    audio: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None

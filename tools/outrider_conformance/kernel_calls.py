@@ -1,0 +1,265 @@
+"""Count which implementation answers the calls of a kernel: the plugin's override, or the method that it overrides."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, InterfaceError, KernelSet, WrappedKernels
+from outrider.device.kernels import declared_below, kernel_names
+from outrider_conformance.ways import Ways
+
+KERNELS: tuple[str, ...] = kernel_names()
+"""The methods of a KernelSet that compute, in the order of its parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """The properties of calls that are counted together."""
+
+    kernels: str
+    """Name of the kernel set."""
+    kernel: str
+    """Name of the kernel method."""
+    own: bool
+    """Whether the plugin's method computed the result. If not, the overridden method did: the reference, or the inner
+    kernels of :class:`~outrider.device.WrappedKernels`.
+    """
+    use: str
+    """Purpose of the call, see :meth:`KernelCalls.during`."""
+    shape: str
+    """Dtypes and shapes of the operands."""
+
+
+class KernelCalls:
+    """Counts of kernel calls from all threads."""
+
+    def __init__(self) -> None:
+        self.overridden: Mapping[str, frozenset[str]] = MappingProxyType({})
+        """Names of the overridden kernels, by name of the kernel set."""
+        self._counts: Counter[KernelCall] = Counter()
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._ways = Ways()
+        self._computed: set[tuple[str, str]] = set()
+
+    @property
+    def counts(self) -> Counter[KernelCall]:
+        """A copy of the counts so far."""
+        with self._lock:
+            return Counter(self._counts)
+
+    def count(self, kernel: str, *, own: bool, use: str = "") -> int:
+        """Return the number of calls of ``kernel`` that the plugin computed (``own``) or left; of one ``use`` if given."""
+        return sum(
+            count
+            for call, count in self.counts.items()
+            if call.kernel == kernel and call.own is own and use in ("", call.use)
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the counts as plain data: one row per kernel set, kernel, use and ``own``, with the calls of each shape."""
+        found: dict[tuple[str, str, str, bool], dict[str, int]] = {}
+        for call, count in sorted(self.counts.items(), key=lambda entry: str(entry[0])):
+            found.setdefault((call.kernels, call.kernel, call.use, call.own), {})[call.shape] = count
+        return [
+            {"kernels": kernels, "kernel": kernel, "use": use, "own": own, "shapes": shapes}
+            for (kernels, kernel, use, own), shapes in found.items()
+        ]
+
+    def unrun_path(self, kernels: str, kernel: str) -> str:
+        """Return the line (``file.py:12``) at which the path that an override never ran begins.
+
+        Empty if the override has no such path: it only passes calls on.
+        """
+        return self._ways.other((kernels, kernel))
+
+    @contextmanager
+    def during(self, use: str) -> Generator[None]:
+        """Count the calls of this thread inside the scope under ``use``. The innermost scope counts."""
+        before = self._use
+        self._local.use = use
+        try:
+            yield
+        finally:
+            self._local.use = before
+
+    @property
+    def _use(self) -> str:
+        return getattr(self._local, "use", "")
+
+    @property
+    def _open(self) -> list[_OpenCall]:
+        if not hasattr(self._local, "open"):
+            self._local.open = []
+        found: list[_OpenCall] = self._local.open
+        return found
+
+    def _call(self, kernels: KernelSet, kernel: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call an override, and count whether it computed the result or called the overridden method."""
+        opened = _OpenCall(kernels, kernel)
+        shape = _described((*args, *kwargs.values()))
+        self._open.append(opened)
+        seen = (kernels.name, kernel) in self._computed
+        try:
+            with nullcontext() if seen else self._ways.traced(_package(kernels)):
+                result = method(*args, **kwargs)
+        finally:
+            self._open.pop()
+        self._note(kernels.name, kernel, not opened.left, shape)
+        return result
+
+    def _left(self, kernels: KernelSet, kernel: str, args: tuple[Any, ...]) -> None:
+        """Count a call that reached the base method: by ``super()`` of an override, or because no class overrides it."""
+        for opened in reversed(self._open):
+            if opened.kernels is kernels and opened.kernel == kernel:
+                opened.left = True
+                key = kernels.name, kernel
+                if key not in self._computed:
+                    self._ways.left(key, sys._getframe(2), _package(kernels), KernelCalls._call.__code__)
+                return
+        self._note(kernels.name, kernel, False, _described(args))
+
+    def _note(self, kernels: str, kernel: str, own: bool, shape: str) -> None:
+        call = KernelCall(kernels, kernel, own, self._use, shape)
+        with self._lock:
+            self._counts[call] += 1
+            if own:
+                self._computed.add((kernels, kernel))
+
+
+def merged(reports: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Add up the rows of several runs, sorted by kernel set, kernel, use and ``own``."""
+    found: dict[tuple[Any, ...], Counter[str]] = {}
+    for rows in reports:
+        for row in rows:
+            key = (row["kernels"], row["kernel"], row["use"], row["own"])
+            found.setdefault(key, Counter()).update(row["shapes"])
+    keys = ("kernels", "kernel", "use", "own")
+    return [
+        {**dict(zip(keys, key, strict=True)), "shapes": dict(sorted(shapes.items()))}
+        for key, shapes in sorted(found.items(), key=lambda entry: tuple(map(str, entry[0])))
+    ]
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    """A call of an override that hasn't returned yet."""
+
+    kernels: KernelSet
+    kernel: str
+    left: bool = False
+
+
+@contextmanager
+def counting(kernels: KernelSet) -> Generator[KernelCalls]:
+    """Count all calls of ``kernels``, and of the kernels that it wraps, while the scope is open.
+
+    The scope replaces the class of each kernel set by a subclass that counts the calls of its methods and their calls of
+    ``super()``. An override that computes with another kernel set, or with an operator, counts as ``own``. Only a call
+    of ``super()`` counts as left to the overridden method.
+
+    Raises :class:`InterfaceError` if the calls of ``kernels`` are counted already.
+    """
+    calls = KernelCalls()
+    layers = list(layers_of(kernels))
+    if any(hasattr(type(layer), "_counted_by") for layer in layers):
+        raise InterfaceError(f"the calls of the kernels {kernels.name!r} are counted already")
+    kinds = [type(layer) for layer in layers]
+    overridden = (frozenset(name for name in KERNELS if _overrides(kind, name)) for kind in kinds)
+    calls.overridden = MappingProxyType(dict(zip((layer.name for layer in layers), overridden, strict=True)))
+    try:
+        for layer, kind in zip(layers, kinds, strict=True):
+            object.__setattr__(layer, "__class__", _counted(kind, calls))
+        yield calls
+    finally:
+        for layer, kind in zip(layers, kinds, strict=True):
+            object.__setattr__(layer, "__class__", kind)
+
+
+def counts_of(kernels: KernelSet) -> KernelCalls:
+    """Return the counts of the scope of :func:`counting` that is open for ``kernels``."""
+    calls: KernelCalls = type(kernels)._counted_by  # type: ignore[attr-defined]
+    return calls
+
+
+def layers_of(kernels: KernelSet) -> Iterator[KernelSet]:
+    """Yield the kernels and the kernels that they wrap, the outermost first."""
+    yield kernels
+    while isinstance(kernels, WrappedKernels):
+        kernels = kernels.inner
+        yield kernels
+
+
+def _package(kernels: KernelSet) -> str:
+    return type(kernels).__module__.partition(".")[0]
+
+
+def _base(kind: type) -> type:
+    return WrappedKernels if issubclass(kind, WrappedKernels) else KernelSet
+
+
+def _overrides(kind: type, name: str) -> bool:
+    return name in declared_below(kind, _base(kind))
+
+
+def _counted(kind: type, calls: KernelCalls) -> type:
+    """Return a subclass of ``kind`` that counts calls of overrides, and calls of base methods by :func:`_counting_base`."""
+    members: dict[str, Any] = {"_counted_by": calls, "__module__": kind.__module__, "__slots__": ()}
+    members |= {name: _counted_override(getattr(kind, name), name) for name in KERNELS if _overrides(kind, name)}
+    base = _base(kind)
+    # complete: the counting overrides pass calls on, so no kernel has to be computed part by part because of them.
+    return type(
+        kind.__name__, (_counting_base(base),) if kind is base else (kind, _counting_base(base)), members, complete=True
+    )
+
+
+def _counted_override(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._counted_by._call(self, name, method.__get__(self), *args, **kwargs)
+
+    return call
+
+
+@lru_cache(maxsize=2)
+def _counting_base(base: type) -> type:
+    """Return a subclass of ``base`` that counts its calls. ``super()`` of a plugin's class reaches it before ``base``."""
+
+    def counted(name: str) -> Callable[..., Any]:
+        method = getattr(base, name)
+
+        @wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self._counted_by._left(self, name, (*args, *kwargs.values()))
+            with self._counted_by._ways.paused():
+                return method(self, *args, **kwargs)
+
+        return call
+
+    return type(f"_Counting{base.__name__}", (base,), {"__slots__": (), **{name: counted(name) for name in KERNELS}})
+
+
+def _described(operands: tuple[Any, ...]) -> str:
+    """Return dtypes and shapes of the tensors among ``operands``, and the batch that attention metadata describes."""
+    words: list[str] = []
+    for operand in operands:
+        if isinstance(operand, AttentionMetadata):
+            batch = operand.seq_lens.shape[0]
+            words.append(f"{batch} sequences of {'' if operand.uniform else 'up to '}{operand.max_query} new tokens")
+            if operand.tree_mask is not None:
+                words.append("a tree")
+        elif isinstance(operand, Tensor):
+            words.append(f"{str(operand.dtype).removeprefix('torch.')}{list(operand.shape)}")
+        elif isinstance(operand, tuple):
+            words.append(f"({_described(operand)})")
+    return ", ".join(words)

@@ -1,0 +1,211 @@
+"""Observe which kernels answer the calls of the engine: the device's own, or the references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+
+from outrider.device import Backend, StepMode
+from outrider.engine.prefill import Prefill
+from outrider.engine.stages import DraftStage, Extend, Verify
+from outrider_conformance import engines
+from outrider_conformance.kernel_calls import KernelCalls, counting, layers_of
+from outrider_conformance.kernel_cases import CASES
+from outrider_conformance.random_kernels.kernels import KERNELS as DRAWN
+from outrider_conformance.random_kernels.kernels import corners
+
+if TYPE_CHECKING:
+    from outrider_conformance.kit import Kit
+
+USES = ("prefill", "draft", "decode", "verify", "extend")
+"""Purposes of the engine's attention calls. decode is a verification without draft tokens."""
+IN_A_GRAPH = ", in a graph"
+ALONE = "alone"
+"""The use of a call that the kit makes itself, outside the engine."""
+
+
+@dataclass(frozen=True)
+class ObservedKernels:
+    """Counted kernel calls of the engines and of the kit's cases on one backend."""
+
+    calls: KernelCalls
+    """Calls by engines in every declared mode (preferred page size and dtype), and by the kit's cases in each preferred
+    dtype. Overrides that computed nothing there are called with generated operands too.
+    """
+    layers: tuple[tuple[str, frozenset[str], dict[str, str]], ...]
+    """The kernel sets, the outermost first: name, overridden kernels, and the reason for each override that is never used."""
+    plans_on_host: bool
+    """Whether the outermost kernel set plans attention on the host. Draft passes aren't planned then."""
+
+    def calls_served(self, kernel: str, use: str) -> int:
+        """Return the number of calls for ``use`` that any of the kernel sets computed itself."""
+        return sum(
+            count
+            for call, count in self.calls.counts.items()
+            if (call.kernel, call.own, call.use.removesuffix(IN_A_GRAPH)) == (kernel, True, use)
+        )
+
+    def overriding_layer(self, kernel: str) -> tuple[str, str] | None:
+        """Return the outermost kernel set that overrides ``kernel``, and why its override isn't used (empty if it is used).
+
+        None means that no kernel set overrides the kernel.
+        """
+        for name, overrides, unused in self.layers:
+            if kernel in overrides:
+                return name, unused.get(kernel, "")
+        return None
+
+    def passed_on(self, kernel: str) -> bool:
+        """Return whether the override of :meth:`overriding_layer` left every call and has no path of its own."""
+        judged = self.overriding_layer(kernel)
+        return (
+            judged is not None
+            and not self.calls_computed(kernel)
+            and bool(self.calls_left(kernel))
+            and not self.unrun_path(kernel)
+        )
+
+    def unrun_path(self, kernel: str) -> str:
+        """Return the line at which the override's own path begins that never ran (``file.py:12``), or an empty string."""
+        judged = self.overriding_layer(kernel)
+        return "" if judged is None else self.calls.unrun_path(judged[0], kernel)
+
+    def calls_computed(self, kernel: str, use: str = "") -> int:
+        """Return the number of calls that the kernel set of :meth:`overriding_layer` computed itself."""
+        return self._count(kernel, use, own=True)
+
+    def calls_left(self, kernel: str, use: str = "") -> int:
+        """Return the number of calls that the kernel set of :meth:`overriding_layer` left to the overridden method."""
+        return self._count(kernel, use, own=False)
+
+    def _count(self, kernel: str, use: str, *, own: bool) -> int:
+        judged = self.overriding_layer(kernel)
+        return sum(
+            count
+            for call, count in self.calls.counts.items()
+            if judged is not None
+            and (call.kernels, call.kernel, call.own) == (judged[0], kernel, own)
+            and use in ("", call.use.removesuffix(IN_A_GRAPH))
+        )
+
+    def shapes(self, kernel: str) -> str:
+        """Return up to four shapes of calls that were left to the overridden method, for a message."""
+        found = {call.shape for call in self.calls.counts if call.kernel == kernel and not call.own}
+        return "; ".join(sorted(found)[:4])
+
+
+def modes_of(backend: Backend) -> tuple[str, ...]:
+    """Return the engine modes that the backend's policy allows. ``graphs``: staged mode, replayed from graphs."""
+    sync, has = backend.speculative_sync, backend.capabilities
+    rebinds = not sync.exact_host_lengths or (sync.rebind_params and has.updates_graph_params)
+    runs = {
+        "staged": StepMode.STAGED in sync.step_modes,
+        "graphs": StepMode.STAGED in sync.step_modes and has.captures_graphs and rebinds,
+        "fused": StepMode.FUSED in sync.step_modes and not backend.kernels_in_use.plans_on_host,
+    }
+    return tuple(mode for mode in engines.MODES if runs[mode])
+
+
+def observe(kit: Kit) -> ObservedKernels:
+    """Run engines in every declared mode, with and without a draft, and each kernel's cases, and count their kernel calls.
+
+    Other tests check the results. The kit keeps the counts for later tests of the session.
+    """
+    if kit.observed is None:
+        backend = kit.open()
+        with counting(backend.kernels_in_use) as calls:
+            _engines(backend, calls)
+            _cases(backend, calls)
+            _drawn(backend, calls)
+        backend.synchronize()
+        kit.observed = ObservedKernels(
+            calls,
+            tuple(
+                (each.name, calls.overridden[each.name], dict(each.unused_overrides()))
+                for each in layers_of(backend.kernels_in_use)
+            ),
+            backend.kernels_in_use.plans_on_host,
+        )
+    return kit.observed
+
+
+def _engines(backend: Backend, calls: KernelCalls) -> None:
+    dtype, page_size = engines.preferred(backend), backend.capabilities.page_size
+    with _named(backend, calls):
+        for mode in modes_of(backend):
+            for speculate in ("none", "eagle"):
+                engine = engines.engine_on(
+                    backend,
+                    speculate=speculate,
+                    overlap=True,
+                    dtype=dtype,
+                    page_size=page_size,
+                    mode=mode,
+                    buckets=(engines.MAX_REQUESTS,),
+                )
+                engines.run(engine, engines.PROMPTS[:2], 8)
+
+
+def _cases(backend: Backend, calls: KernelCalls) -> None:
+    stream = backend.create_stream("cases")
+    for dtype in _dtypes(backend):
+        for case in CASES.values():
+            host = case.make(dtype)
+            with backend.on(stream), calls.during(ALONE):
+                case.call(backend.kernels_in_use, {name: tensor.to(backend.device) for name, tensor in host.items()})
+            stream.synchronize()
+
+
+def _drawn(backend: Backend, calls: KernelCalls) -> None:
+    """Call every override that computed nothing for an engine or a case, on generated operands.
+
+    These are kernels of quantized layers and of experts, and overrides that only accept operands of another size.
+    """
+    stream = backend.create_stream("drawn")
+    computed = {call.kernel for call in calls.counts if call.own}
+    left_out = {name for names in calls.overridden.values() for name in names} - computed
+    formats, caches = backend.capabilities.quantized_formats, backend.kernels_in_use.cache_formats
+    for drawn in DRAWN.values():
+        able = (drawn.format is None or drawn.format in formats) and (drawn.cache is None or drawn.cache in caches)
+        if drawn.kernel.partition(",")[0] not in left_out or not able:
+            continue
+        for dtype in _dtypes(backend):
+            for _, made in corners(drawn, dtype, 0):
+                with backend.on(stream), calls.during(ALONE):
+                    operands = {name: one.tensor.to(backend.device, copy=True) for name, one in made.operands.items()}
+                    made.call(backend.kernels_in_use, operands)
+                stream.synchronize()
+
+
+def _dtypes(backend: Backend) -> list[torch.dtype]:
+    known = set(engines.DTYPES.values())
+    preferred = [dtype for dtype in backend.capabilities.preferred_dtypes if dtype in known]
+    return preferred or [engines.DTYPES[engines.preferred(backend)]]
+
+
+@contextmanager
+def _named(backend: Backend, calls: KernelCalls) -> Generator[None]:
+    """Count the kernel calls of each engine stage under the purpose of the stage."""
+
+    def naming(kind: type, method: str, use: Callable[[Any], str]) -> Any:
+        own = getattr(kind, method)
+
+        def run(stage: Any, *args: Any) -> Any:
+            capture = backend.active_capture
+            graph = IN_A_GRAPH if capture is not None and not capture.rehearsal else ""
+            with calls.during(use(*args) + graph):
+                return own(stage, *args)
+
+        return patch.object(kind, method, run)
+
+    with ExitStack() as stack:
+        stack.enter_context(naming(Prefill, "launch", lambda *_: "prefill"))
+        stack.enter_context(naming(DraftStage, "run", lambda _: "draft"))
+        stack.enter_context(naming(Verify, "run", lambda given: "verify" if given.batch.drafted else "decode"))
+        stack.enter_context(naming(Extend, "run", lambda _: "extend"))
+        yield

@@ -1,0 +1,56 @@
+"""An observer that stores the reports of a backend, for tests of observers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.device import Access, Event, Observer, Operation, Stream
+
+
+class ObserverLog(Observer):
+    """Reports in the order in which the backend makes them."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Any, ...]] = []
+        self.operations: list[Operation] = []
+        self.rows: list[tuple[Access, ...]] = []
+
+    def stream_created(self, stream: Stream) -> None:
+        """Store the name of a new stream."""
+        self.entries.append(("stream", stream.name))
+
+    def scope_entered(self, stream: Stream) -> None:
+        """Store the stream of an entered scope."""
+        self.entries.append(("entered", stream.name))
+
+    def scope_left(self, stream: Stream) -> None:
+        """Store the stream of a left scope."""
+        self.entries.append(("left", stream.name))
+
+    def recorded(self, stream: Stream, event: Event, generation: int) -> None:
+        """Store the stream and the generation of a record."""
+        self.entries.append(("recorded", stream.name, generation))
+
+    def waited(self, stream: Stream, event: Event, generation: int) -> None:
+        """Store the stream and the generation of a wait."""
+        self.entries.append(("waited", stream.name, generation))
+
+    def event_synchronized(self, event: Event, generation: int) -> None:
+        """Store the generation that the host waited for."""
+        self.entries.append(("event synchronized", generation))
+
+    def stream_synchronized(self, stream: Stream) -> None:
+        """Store the stream that the host waited for."""
+        self.entries.append(("stream synchronized", stream.name))
+
+    def device_synchronized(self) -> None:
+        """Store that the host waited for the device."""
+        self.entries.append(("device synchronized",))
+
+    def launched(self, operation: Operation) -> None:
+        """Store an operation with its accesses."""
+        self.operations.append(operation)
+
+    def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
+        """Store the exact rows of an operation."""
+        self.rows.append(accesses)

@@ -1,0 +1,456 @@
+"""Random batches over a paged cache: attention, rotation with the cache write, and moves within the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, Product, RotaryArgs
+from outrider_conformance.fixed_case import attention_metadata
+from outrider_conformance.random_kernels import bounds
+from outrider_conformance.random_kernels.dense import EPS, TOKENS, normed, taken
+from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
+
+HEADS = ((1, 1), (4, 4), (8, 2), (7, 1), (12, 4), (16, 1))
+SIZES = (64, 96, 128, 256)
+_PAGES = (4, 16, 32, 128)
+Mapped = Mapping[str, Tensor]
+UNBOUNDED = float("inf")
+_SPREAD: Mapping[str | None, float] = {None: 1.0, "fp8": 300.0}
+"""Scale of keys and values by cache format: some values lie outside the format's range."""
+
+
+def _lengths(shape: Shape, dice: RandomValues) -> tuple[list[int], list[int]]:
+    """Return the new tokens and the context of each sequence."""
+    batch, most, context = shape["batch"], shape["new"], shape["context"]
+    new = dice.integers(1, most + 1, batch).tolist() if shape["ragged"] else [most] * batch
+    before = dice.integers(0, context + 1, batch).tolist()
+    new[-1], before[-1] = most, context
+    if batch > 2:
+        before[0] = 0  # a prompt from its beginning
+    return new, before
+
+
+def _tree(counts: list[int], padding: int, width: int, dice: RandomValues) -> Tensor:
+    """Return a tree mask: each node sees its ancestors and itself. Columns beyond the nodes hold random values."""
+    mask = dice.integers(0, 2, sum(counts) + padding, width).bool()
+    first = 0
+    for count in counts:
+        mask[first : first + count, :count] = False
+        for node in range(count):
+            if node:
+                mask[first + node] = mask[first + int(dice.integers(0, node, 1))]
+                mask[first + node, count:] = dice.integers(0, 2, width - count).bool()
+            mask[first + node, node] = True
+        first += count
+    return mask
+
+
+class SequenceOperands(NamedTuple):
+    """Float64 operands of one sequence: ``q`` [n, Hq, D], ``keys`` and ``values`` [L, Hkv, D], and the ``tree`` mask [n,
+    n].
+    """
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    tree: Tensor | None
+
+
+class AttentionOperands(NamedTuple):
+    """Operands of attention with the sequences that they describe. Rows of padding follow the rows of all sequences."""
+
+    operands: dict[str, Operand]
+    sequences: list[SequenceOperands]
+    padding: int
+    window: int
+    scale: float
+    metadata: Callable[[Mapped], AttentionMetadata]
+
+
+def random_batch(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None) -> AttentionOperands:
+    """Return random queries over a cache in the format ``cache``. Slots of the cache that no sequence uses hold NaN."""
+    heads, kv_heads = HEADS[shape["heads"]]
+    size, page = SIZES[shape["size"]], _PAGES[shape["page"]]
+    new, before = _lengths(shape, dice)
+    batch, tokens, padding = len(new), sum(new), shape["padding"]
+    width = max(n + c for n, c in zip(new, before, strict=True)) // page + 2
+    used = [-(-(n + c) // page) for n, c in zip(new, before, strict=True)]
+    pages = 1 + sum(used) + 2
+    table, free = torch.zeros(batch, width, dtype=torch.int32), (dice.permutation(pages - 1) + 1).tolist()
+    caches = [torch.full((pages, page, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]
+    kept = []
+    for row, (count, context) in enumerate(zip(new, before, strict=True)):
+        mine = [free.pop() for _ in range(used[row])]
+        table[row, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+        total = count + context
+        pair = (dice.normal(total, kv_heads, size, dtype=dtype), dice.normal(total, kv_heads, size, dtype=dtype))
+        pair[0][total - 1] *= 2
+        pair[1][0] += 3  # a kernel that skips a block is far off
+        kept.append([_kept(part, cache) for part in pair])
+        for pages_of, part in zip(caches, kept[-1], strict=True):
+            slot = torch.arange(total)
+            pages_of[torch.tensor(mine)[slot // page], slot % page] = part.to(dtype)
+    q = dice.normal(tokens + padding, heads, size, dtype=dtype)
+    mask = _tree(new, padding, max(new) + shape["padding"], dice) if shape["tree"] else None
+    window = 0 if mask is not None or not shape["window"] else 1 + shape["window"] * 7
+    starts = torch.tensor([sum(new[:row]) for row in range(batch + 1)], dtype=torch.int32)
+    operands = {
+        "q": Operand(q, "wide"),  # a part of the heads of one product
+        "k_cache": Operand(_kept(caches[0], cache)),
+        "v_cache": Operand(_kept(caches[1], cache)),
+        "query_start": Operand(starts),
+        "seq_lens": Operand(torch.tensor([n + c for n, c in zip(new, before, strict=True)], dtype=torch.int32)),
+        "block_table": Operand(table),
+    }
+    if mask is not None:
+        operands["tree_mask"] = Operand(mask)
+    most = mask.shape[1] if mask is not None else max(new)
+    longest = max(n + c for n, c in zip(new, before, strict=True)) + shape["padding"]
+
+    def metadata(o: Mapped) -> AttentionMetadata:
+        uniform = not padding and len(set(new)) == 1 and most == new[0]
+        return attention_metadata(o, max_query=most, max_kv=longest, tree_mask=o.get("tree_mask"), uniform=uniform)
+
+    sequences, first = [], 0
+    for (keys, values), count in zip(kept, new, strict=True):
+        own = None if mask is None else mask[first : first + count, :count]
+        sequences.append(SequenceOperands(q[first : first + count].double(), keys.double(), values.double(), own))
+        first += count
+    return AttentionOperands(operands, sequences, padding, window, size**-0.5 * (1.0 + shape["ragged"]), metadata)
+
+
+def _attention(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
+    batch = random_batch(shape, dtype, dice, cache)
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        own = batch.metadata(o)
+        made = kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], own, scale=batch.scale, window=batch.window)
+        return {"out": made}
+
+    parts = [attend(sequence, batch.window, batch.scale, dtype) for sequence in batch.sequences]
+    return Problem(batch.operands, call, {"out": with_padding(parts, batch.padding)})
+
+
+def with_padding(parts: Iterable[bounds.Number], padding: int) -> bounds.Number:
+    """Return the rows of all sequences, followed by rows of padding that may hold any finite number."""
+    parts = list(parts)
+    rest = torch.zeros(padding, *parts[0].value.shape[1:], dtype=torch.float64)
+    value = torch.cat([part.value for part in parts] + [rest])
+    return bounds.Number(value, torch.cat([part.error for part in parts] + [rest + UNBOUNDED]))
+
+
+def attend(sequence: SequenceOperands, window: int, scale: float, dtype: torch.dtype) -> bounds.Number:
+    """Return the attention of one sequence, [n, Hq, D]."""
+    weights, relative = _weights(sequence, window, scale, dtype)
+    v = _of_queries(sequence.values, sequence)
+    relative = relative + bounds.growth(v.shape[1], bounds.wide(dtype))
+    error = (weights * relative) @ v.abs()
+    return bounds.rounded(bounds.Number((weights @ v).transpose(0, 1), error.transpose(0, 1)), dtype)
+
+
+def attend_into(
+    sequence: SequenceOperands, window: int, scale: float, weight: Tensor, dtype: torch.dtype
+) -> tuple[bounds.Number, Tensor]:
+    """Return the attention of one sequence with each number's own error, and the common error of its product with a
+    weight.
+
+    The product with ``weight`` [H, Hq D] is off by up to the second result [n, H], because an error of the softmax moves
+    all numbers of a cached value together. A bound per number would hide most faults in a half dtype.
+    """
+    weights, relative = _weights(sequence, window, scale, dtype)
+    v = _of_queries(sequence.values, sequence)
+    growth = bounds.growth(v.shape[1], bounds.wide(dtype))
+    own = bounds.Number((weights @ v).transpose(0, 1), growth * (weights @ v.abs()).transpose(0, 1))
+    made = v @ weight.view(weight.shape[0], v.shape[0], -1).permute(1, 2, 0)  # [Hq, L, H]
+    return bounds.rounded(own, dtype), ((weights * relative) @ made.abs()).sum(0)
+
+
+def _of_queries(x: Tensor, sequence: SequenceOperands) -> Tensor:
+    """Return keys or values repeated for each query head, [Hq, L, D]."""
+    return x.repeat_interleave(sequence.q.shape[1] // x.shape[1], dim=1).transpose(0, 1)
+
+
+def _weights(sequence: SequenceOperands, window: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the softmax [Hq, n, L] and its relative error.
+
+    Scores lose precision in their sum of D products, and a kernel may scale the query in its own dtype first. A weight
+    has the error of its score, twice since all weights are divided by their sum, and may be rounded to the dtype before
+    the last product.
+    """
+    k, queries = _of_queries(sequence.keys, sequence), sequence.q.transpose(0, 1)
+    count, total, size = queries.shape[1], k.shape[1], k.shape[2]
+    place, node = torch.arange(total), torch.arange(count)
+    index = place - (total - count)
+    visible = index <= node.unsqueeze(1)
+    if sequence.tree is not None:
+        visible = (index < 0) | sequence.tree[:, index.clamp(min=0)]
+    if window:
+        visible = visible & (index > node.unsqueeze(1) - window)
+    scores = (queries @ k.transpose(1, 2)) * scale
+    unit = bounds.wide(dtype)
+    loss = (queries.abs() @ k.abs().transpose(1, 2)) * abs(scale)
+    slack = (bounds.growth(size, unit) + bounds.UNIT[dtype]) * loss + 4 * unit * scores.abs() + 8 * unit
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
+    worst = slack.masked_fill(~visible, 0.0)
+    mean = (weights * worst).sum(-1, keepdim=True)  # what the sum of all weights is off
+    return weights, torch.expm1(worst + mean) + bounds.UNIT[dtype]
+
+
+def _kept(x: Tensor, cache: str | None) -> Tensor:
+    """Return ``x`` in the dtype of the cache format, unchanged without a format."""
+    return x if cache is None else x.to(CACHE_FORMATS[cache])
+
+
+# -- rotation and the cache ------------------------------------------------------------------------------------------
+
+
+def rotary_operands(
+    shape: Shape, dtype: torch.dtype, dice: RandomValues, tokens: int, kv_heads: int, size: int, cache: str | None = None
+) -> tuple[dict[str, Operand], Tensor]:
+    """Return cos, sin, caches in the format ``cache`` and slots, and which tokens are real. Padding writes to page 0."""
+    page = _PAGES[shape["page"]]
+    pages = tokens // page + 3
+    slots = dice.permutation((pages - 1) * page)[:tokens] + page
+    real = torch.arange(tokens) < max(tokens - shape["padding"], 1)
+    slots = torch.where(real, slots, torch.arange(tokens) % page)
+    angle = dice.uniform(tokens, size // 2) * 6.28
+    caches = [dice.normal(pages, page, kv_heads, size, dtype=dtype) for _ in range(2)]
+    for pages_of in caches:
+        pages_of[:, -1] = torch.nan  # the write must not change other slots
+    made = {"cos": angle.cos(), "sin": angle.sin()}
+    operands = {name: Operand(value.repeat(1, 2).to(dtype), "wide") for name, value in made.items()}
+    keys, values = (_kept(each, cache) for each in caches)
+    operands |= {"k_cache": Operand(keys), "v_cache": Operand(values), "slots": Operand(slots)}
+    return operands, real
+
+
+def _written(cache: Tensor, slots: Tensor, made: bounds.Number, real: Tensor) -> bounds.Number:
+    """Return the cache after the write. Page 0 belongs to padding and may hold anything."""
+    page = cache.shape[1]
+    if cache.dtype in CACHE_FORMATS.values():
+        made = bounds.stored(made, cache.dtype)
+    wanted = bounds.exact(cache)
+    wanted.error[0] = UNBOUNDED
+    wanted.value[0] = torch.nan
+    at = slots[real]
+    wanted.value[at // page, at % page] = made.value[real]
+    wanted.error[at // page, at % page] = made.error[real]
+    return wanted
+
+
+def _of_real(x: bounds.Number, real: Tensor) -> bounds.Number:
+    """Return ``x`` with unlimited finite errors for rows of padding."""
+    return bounds.Number(x.value, torch.where(real.view(-1, *[1] * (x.value.dim() - 1)), x.error, UNBOUNDED))
+
+
+def _rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
+    heads, kv_heads = HEADS[shape["heads"]]
+    tokens, size = shape["tokens"], SIZES[shape["size"]]
+    q, k, v = (dice.normal(tokens, n, size, dtype=dtype, scale=_SPREAD[cache]) for n in (heads, kv_heads, kv_heads))
+    operands, real = rotary_operands(shape, dtype, dice, tokens, kv_heads, size, cache)
+    if shape["nan"]:
+        k[0, 0, 0] = v[0, 0, 0] = torch.nan  # NaN differs from a number outside the format's range
+    cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
+    turned = {name: bounds.rotate(bounds.exact(x), cos, sin, dtype) for name, x in (("q", q), ("k", k))}
+    wanted = {name: _of_real(x, real) for name, x in turned.items()}
+    wanted["k_cache"] = _written(operands["k_cache"].tensor, slots, turned["k"], real)
+    wanted["v_cache"] = _written(operands["v_cache"].tensor, slots, bounds.exact(v), real)
+    operands |= {"q": Operand(q, "wide"), "k": Operand(k, "wide"), "v": Operand(v, "wide")}
+
+    names = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
+    return Problem(operands, kernel_call("rope_write_cache", *names), wanted)
+
+
+def turned_queries(
+    made: bounds.Number, operands: Mapping[str, Operand], heads: int, kv_heads: int, real: Tensor, dtype: torch.dtype
+) -> dict[str, bounds.Number]:
+    """Return queries and both caches from a product [T, (Hq + 2 Hkv) D], which need not be rounded before the rotation."""
+    size = operands["k_cache"].tensor.shape[-1]
+    value, error = (x.view(-1, heads + 2 * kv_heads, size) for x in (made.value, made.error))
+    sizes = (heads, kv_heads, kv_heads)
+    q, k, v = (bounds.Number(*pair) for pair in zip(value.split(sizes, 1), error.split(sizes, 1), strict=True))
+    cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
+    k = bounds.rotate(k, cos, sin, dtype)
+    return {
+        "out": _of_real(bounds.rotate(q, cos, sin, dtype), real),
+        "k_cache": _written(operands["k_cache"].tensor, slots, k, real),
+        "v_cache": _written(operands["v_cache"].tensor, slots, v, real),
+    }
+
+
+def rotary_of(o: Mapped) -> RotaryArgs:
+    """Return the operands of :func:`rotary_operands` as a kernel takes them."""
+    return RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
+
+
+def _linear_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
+    heads, kv_heads = HEADS[shape["heads"]]
+    size, inner = SIZES[shape["size"]], shape["inner"]
+    operands, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size, cache)
+    x = dice.factors(shape["tokens"], inner, dtype=dtype)
+    rows = (heads + 2 * kv_heads) * size
+    weight = dice.normal(rows, inner, dtype=dtype, scale=_SPREAD[cache] * inner**-0.5)
+    bias = dice.normal(rows, dtype=dtype) if shape["bias"] else None
+    operands |= {"x": Operand(x), "weight": Operand(weight)} | ({} if bias is None else {"bias": Operand(bias)})
+    made = bounds.product(bounds.exact(x), weight, bias, dtype)
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        return {"out": kernels.linear_rope_write_cache(Product(o["x"], o["weight"], o.get("bias")), rotary_of(o))}
+
+    return Problem(operands, call, turned_queries(made, operands, heads, kv_heads, real, dtype))
+
+
+def _norm_linear_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
+    heads, kv_heads = HEADS[shape["heads"]]
+    size = SIZES[shape["size"]]
+    operands, grown, middle = normed({**shape, "layout": 0}, dtype, dice)
+    more, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size, cache)
+    rows = (heads + 2 * kv_heads) * size
+    qkv = dice.normal(rows, shape["outer"], dtype=dtype, scale=_SPREAD[cache] * shape["outer"] ** -0.5)
+    bias = dice.normal(rows, dtype=dtype) if shape["bias"] else None
+    operands |= more | {"qkv": Operand(qkv)} | ({} if bias is None else {"qkv_bias": Operand(bias)})
+    wanted = turned_queries(taken(middle, qkv, bias, dtype), operands, heads, kv_heads, real, dtype)
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        added, weights = Product(o["x"], o["weight"], o.get("bias")), (o["qkv"], o.get("qkv_bias"))
+        return {"out": kernels.norm_linear_rope_write_cache(added, o["residual"], o["norm"], EPS, *weights, rotary_of(o))}
+
+    return Problem(operands, call, {**wanted, "residual": grown})
+
+
+def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
+    heads, kv_heads = HEADS[shape["heads"]]
+    if shape["alone"]:  # keys and values without queries
+        heads = 0
+    tokens, size = shape["tokens"], SIZES[shape["size"]]
+    operands, real = rotary_operands(shape, dtype, dice, tokens, kv_heads, size, cache)
+    made = dice.normal(tokens, heads + 2 * kv_heads, size, dtype=dtype)
+    # Heads differ in size, so that a norm of all of them is told from one of each.
+    made[:, : heads + kv_heads] *= 4.0 ** dice.integers(-3, 4, heads + kv_heads)[:, None]
+    made[:, heads + kv_heads :] *= _SPREAD[cache]
+    norms = {name: dice.factors(size, dtype=dtype) * factor for name, factor in (("q_norm", 1.0), ("k_norm", _SPREAD[cache]))}
+    cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
+    q, k, v = made.split((heads, kv_heads, kv_heads), dim=1)
+    turned = {}
+    for name, each in (("q", q), ("k", k)):
+        normed = bounds.rms_norm(bounds.exact(each), norms[f"{name}_norm"], EPS, dtype)
+        turned[name] = bounds.rotate(normed, cos, sin, dtype)
+    wanted = {
+        "out": _of_real(turned["q"], real),
+        "k_cache": _written(operands["k_cache"].tensor, slots, turned["k"], real),
+        "v_cache": _written(operands["v_cache"].tensor, slots, bounds.exact(v), real),
+    }
+    operands |= {"made": Operand(made.flatten(1))} | {name: Operand(norm) for name, norm in norms.items()}
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        return {"out": kernels.head_norm_rope_write_cache(o["made"], HeadNorms(o["q_norm"], o["k_norm"], EPS), rotary_of(o))}
+
+    return Problem(operands, call, wanted)
+
+
+def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
+    """Return overlapping moves; some have equal source and destination, and padding moves within page 0."""
+    page, size, moves = _PAGES[shape["page"]], SIZES[shape["size"]], shape["moves"]
+    pages = moves // page + 3
+    caches = [_kept(dice.normal(pages, page, 2, size, dtype=dtype), cache) for _ in range(2)]
+    sources = dice.integers(page, pages * page, moves)
+    destinations = dice.permutation((pages - 1) * page)[:moves] + page
+    half = moves // 2
+    sources[:half] = destinations[:half].roll(1)  # a ring: each source is the destination of another move
+    destinations[half : half + moves // 8] = sources[half : half + moves // 8] = 0
+    if moves > 8:
+        kept = torch.ones(pages * page, dtype=torch.bool)
+        kept[destinations] = False
+        alone = int(kept[page:].nonzero()[0]) + page
+        sources[-1] = destinations[-1] = alone
+    wanted = {}
+    for name, pages_of in zip(("k_cache", "v_cache"), caches, strict=True):
+        after = pages_of.to(torch.float64, copy=True).view(-1, 2, size)
+        after[destinations] = after[sources].clone()
+        wanted[name] = bounds.exact(after.view(pages_of.shape))
+    operands = {"k_cache": Operand(caches[0]), "v_cache": Operand(caches[1])}
+    operands |= {"sources": Operand(sources), "destinations": Operand(destinations)}
+
+    return Problem(operands, kernel_call("move_cache", *operands), wanted)
+
+
+_HEAD, _SIZE, _PAGE = st.integers(0, len(HEADS) - 1), st.integers(0, len(SIZES) - 1), st.integers(0, len(_PAGES) - 1)
+_FLAG = st.integers(0, 1)
+BATCHES = {
+    "batch": st.integers(1, 6),
+    "new": st.one_of(st.integers(1, 9), st.sampled_from((33, 65))),
+    "context": st.one_of(st.integers(0, 300), st.sampled_from((511, 512, 1023, 1025))),
+    "ragged": _FLAG,
+    "tree": _FLAG,
+    "window": st.sampled_from((0, 0, 1, 9)),
+    "padding": st.sampled_from((0, 0, 1, 5)),
+    "heads": _HEAD,
+    "size": _SIZE,
+    "page": _PAGE,
+}
+_PLAIN = {"ragged": 0, "tree": 0, "window": 0, "padding": 0, "heads": 2, "size": 0, "page": 1}
+ROTARY = {"tokens": TOKENS, "heads": _HEAD, "size": _SIZE, "page": _PAGE, "padding": st.sampled_from((0, 3))}
+TURNED = {"tokens": 17, "heads": 2, "size": 0, "page": 1, "padding": 3}
+_INNER = st.sampled_from((40, 96, 264, 520))
+_CASES = (
+    (
+        "paged_attention",
+        _attention,
+        BATCHES,
+        (
+            {**_PLAIN, "batch": 2, "new": 1, "context": 4500},
+            {**_PLAIN, "batch": 3, "new": 9, "context": 2100, "tree": 1, "ragged": 1, "size": 2, "heads": 3},
+            {**_PLAIN, "batch": 3, "new": 70, "context": 131, "ragged": 1, "padding": 5, "size": 1},
+            {**_PLAIN, "batch": 2, "new": 5, "context": 1500, "window": 9, "heads": 1, "size": 3, "page": 3},
+            {**_PLAIN, "batch": 260, "new": 1, "context": 30, "heads": 0, "page": 0},
+        ),
+    ),
+    (
+        "rope_write_cache",
+        _rope,
+        {**ROTARY, "nan": _FLAG},
+        ({**TURNED, "nan": 1}, {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0, "nan": 0}),
+    ),
+    (
+        "linear_rope_write_cache",
+        _linear_rope,
+        {**ROTARY, "inner": _INNER, "bias": _FLAG},
+        ({**TURNED, "inner": 520, "bias": 1}, {**TURNED, "tokens": 130, "inner": 40, "bias": 0, "size": 1}),
+    ),
+    (
+        "norm_linear_rope_write_cache",
+        _norm_linear_rope,
+        {**ROTARY, "inner": _INNER, "outer": _INNER, "bias": _FLAG},
+        ({**TURNED, "inner": 520, "outer": 96, "bias": 1}, {**TURNED, "tokens": 130, "inner": 40, "outer": 264, "bias": 0}),
+    ),
+    (
+        "head_norm_rope_write_cache",
+        _head_norm_rope,
+        {**ROTARY, "alone": _FLAG},
+        (
+            {**TURNED, "alone": 0},
+            {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0, "alone": 0},
+            {**TURNED, "tokens": 1, "size": 1, "heads": 1, "alone": 0},
+            {**TURNED, "alone": 1},
+        ),
+    ),
+    (
+        "move_cache",
+        _move,
+        {"moves": st.one_of(st.integers(1, 40), st.sampled_from((255, 257))), "size": _SIZE, "page": _PAGE},
+        ({"moves": 33, "size": 0, "page": 1}, {"moves": 300, "size": 1, "page": 0}),
+    ),
+)
+ATTENTION = tuple(
+    KernelProblems(
+        name if cache is None else f"{name}, cache {cache}", partial(make, cache=cache), dimensions, corners, cache=cache
+    )
+    for name, make, dimensions, corners in _CASES
+    for cache in (None, *CACHE_FORMATS)
+)

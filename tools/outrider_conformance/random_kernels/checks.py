@@ -1,0 +1,84 @@
+"""Run a random problem on a backend, and check results, written operands and the memory around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from outrider.device import KernelSet, Stream
+from outrider_conformance.lab import Lab
+from outrider_conformance.random_kernels.bounds import Number, compare
+from outrider_conformance.random_kernels.problem import Operand, PlacedOperand, Problem, same_bits
+
+
+def judge(lab: Lab, stream: Stream, problem: Problem, *, again: bool = False, slow: bool = False) -> None:
+    """Run ``problem`` on ``stream`` and check it. ``again``: a second call with other values must not change the results
+    of the first.
+    """
+    backend = lab.backend
+    kernels = backend.kernels_in_use
+    placed = _place(lab, stream, problem.operands)
+    other = _place(lab, stream, _disturbed(problem)) if again else {}
+    stream.synchronize()
+    if slow:
+        lab.slow(stream)
+    with backend.on(stream):
+        made = dict(problem.call(kernels, {name: one.view for name, one in placed.items()}))
+        if again:
+            problem.call(kernels, {name: one.view for name, one in other.items()})
+    stream.synchronize()
+    _judge(problem, placed, {name: tensor.cpu() for name, tensor in made.items()})
+
+
+def judge_with(kernels: KernelSet, problem: Problem) -> None:
+    """Run and check ``problem`` with kernels on the host, without a backend."""
+    placed = {name: PlacedOperand(operand, torch.device("cpu")) for name, operand in problem.operands.items()}
+    made = problem.call(kernels, {name: one.view for name, one in placed.items()})
+    _judge(problem, placed, dict(made))
+
+
+def _place(lab: Lab, stream: Stream, operands: Mapping[str, Operand]) -> dict[str, PlacedOperand]:
+    with lab.backend.on(stream):
+        return {name: PlacedOperand(operand, lab.backend.device) for name, operand in operands.items()}
+
+
+def _disturbed(problem: Problem) -> dict[str, Operand]:
+    """Return other floating numbers of the same shapes. Integers stay unchanged, since they are indices."""
+    return {
+        name: Operand(_halved(one.tensor) if one.tensor.is_floating_point() else one.tensor, one.layout)
+        for name, one in problem.operands.items()
+    }
+
+
+def _halved(x: Tensor) -> Tensor:
+    """Return the rows in reversed order, halved. One-byte dtypes have no arithmetic, so float64 computes."""
+    return (x.double().flip(0) * 0.5).to(x.dtype)
+
+
+def _judge(problem: Problem, placed: Mapping[str, PlacedOperand], made: dict[str, Tensor]) -> None:
+    for name, one in placed.items():
+        now, kept = one.read_back()
+        assert kept, f"memory beside the operand {name!r} was written"
+        if name in problem.wanted:
+            made.setdefault(name, now)
+        else:
+            assert same_bits(now, one.before), f"the operand {name!r} was written, which the kernel only reads"
+    for name, wanted in problem.wanted.items():
+        found = made[name]
+        if isinstance(wanted, Number):
+            compare(found, wanted, f"{name!r}")
+            continue
+        assert tuple(found.shape) == tuple(wanted.shape), (
+            f"{name!r}: shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
+        )
+        wrong = found != wanted
+        if wrong.any():
+            at = tuple(int(index) for index in wrong.nonzero()[0])
+            raise AssertionError(
+                f"{name!r}: {int(wrong.sum())} of {wrong.numel()} differ; at {list(at)} found {found[at].item()}, "
+                f"expected {wanted[at].item()}"
+            )
+    if problem.judge is not None:
+        problem.judge(made)

@@ -1,0 +1,202 @@
+"""One random call of a kernel: operands in poisoned memory, the call, and the right results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis.strategies import SearchStrategy
+from torch import Tensor
+
+from outrider.device import KernelSet
+from outrider_conformance.fixed_case import call_kernel
+from outrider_conformance.random_kernels.bounds import Number
+
+Shape = Mapping[str, int]
+Wanted = Number | Tensor
+SENTINEL = 23130
+_COLUMNS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An operand of a kernel on the host, with its layout on the device."""
+
+    tensor: Tensor
+    layout: str = "rows"
+    """``rows``: poison before and after the operand; ``wide``: also between its rows; ``columns``: the transpose of the last
+    two dimensions; ``alone``: no poison.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One call of a kernel with the conditions that its results meet."""
+
+    operands: Mapping[str, Operand]
+    call: Callable[[KernelSet, Mapping[str, Tensor]], Mapping[str, Tensor]]
+    """Call the kernel, and return its results by name."""
+    wanted: Mapping[str, Wanted]
+    """Right results, and right contents of each written operand. Integers are compared for equality."""
+    judge: Callable[[Mapping[str, Tensor]], None] | None = None
+    """Check results of which several are right."""
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of the operands that the kernel may write."""
+        return frozenset(self.operands) & frozenset(self.wanted)
+
+
+def kernel_call(
+    method: str, *arguments: str | float | None, results: tuple[str, ...] = ("out",), **options: Any
+) -> Callable[[KernelSet, Mapping[str, Tensor]], Mapping[str, Tensor]]:
+    """Return the call of a problem: kernel ``method`` with operands by name, or with other values.
+
+    ``results`` names what the kernel returns. A kernel that only writes its operands has no results.
+    """
+
+    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        made = call_kernel(kernels, method, arguments, o, **options)
+        return dict(zip(results[: len(made)], made, strict=True))
+
+    return call
+
+
+Make = Callable[[Shape, torch.dtype, "RandomValues"], Problem]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelProblems:
+    """A kernel with the random shapes and the fixed shapes of its problems."""
+
+    kernel: str
+    make: Make
+    """Return a problem of a shape."""
+    dimensions: Mapping[str, SearchStrategy[int]]
+    """The random dimensions of a shape."""
+    corners: Sequence[Shape] = ()
+    """Shapes that every run includes."""
+    choices: bool = False
+    """Whether the kernel works only on integers or float32, so that one dtype is enough."""
+    format: str | None = None
+    """Format of quantised weights that the backend must declare."""
+    cache: str | None = None
+    """Format of a KV cache that the kernels must declare."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomValues:
+    """Random values on the host, the same for the same seed."""
+
+    seed: int
+    generator: torch.Generator = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "generator", torch.Generator().manual_seed(self.seed))
+
+    def normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        """Return normal numbers, rounded to ``dtype``."""
+        return (torch.randn(shape, generator=self.generator) * scale).to(dtype)
+
+    def positive(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        """Return numbers between a half and one. Their sum stops growing in too narrow a dtype."""
+        return ((torch.rand(shape, generator=self.generator) * 0.5 + 0.5) * scale).to(dtype)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return integers from ``low`` to below ``high``."""
+        return torch.randint(low, high, shape, generator=self.generator).to(dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Return float32 numbers between 0 and 1."""
+        return torch.rand(shape, generator=self.generator)
+
+    def permutation(self, count: int) -> Tensor:
+        """Return a random permutation of ``count`` indices."""
+        return torch.randperm(count, generator=self.generator)
+
+    def coin(self) -> bool:
+        """Return True or False with equal probability."""
+        return bool(self.integers(0, 2, 1))
+
+    def factors(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        """Return operands of a sum: normal, or all positive. The last number of each row is large."""
+        made = (
+            self.normal(*shape, dtype=dtype, scale=scale) if self.coin() else self.positive(*shape, dtype=dtype, scale=scale)
+        )
+        made[..., -1] *= 4
+        return made
+
+
+class PlacedOperand:
+    """An operand on the device, with the original contents of its whole memory."""
+
+    def __init__(self, operand: Operand, device: torch.device) -> None:
+        self._layout, self._tensor = operand.layout, operand.tensor
+        if operand.layout == "columns":
+            self._layout, self._tensor = "wide", operand.tensor.transpose(-1, -2)
+        self._flipped = operand.layout == "columns"
+        self._before = self._poisoned()
+        self._inside(self._before).copy_(self._tensor)
+        self._buffer = self._before.to(device, copy=True)
+
+    def _poisoned(self) -> Tensor:
+        shape = list(self._tensor.shape)
+        dtype = self._tensor.dtype
+        if self._layout != "alone" and shape:
+            if self._layout == "wide" and len(shape) > 1:
+                shape[-1] += 2 * _COLUMNS
+            shape[0] += 2 * self._margin()
+        fill = float("nan") if dtype.is_floating_point else (True if dtype is torch.bool else SENTINEL)
+        return torch.full(shape, fill, dtype=dtype)
+
+    def _margin(self) -> int:
+        """Return the poisoned rows before and after the operand. The first element is aligned to 16 bytes, as in an
+        allocation.
+        """
+        row = self._tensor.element_size()
+        for size in self._tensor.shape[1:]:
+            row *= size
+        if self._layout == "wide" and self._tensor.dim() > 1:
+            row = row // self._tensor.shape[-1] * (self._tensor.shape[-1] + 2 * _COLUMNS)
+        return next(rows for rows in (1, 2, 4, 8, 16) if rows * row % 16 == 0)
+
+    def _inside(self, buffer: Tensor) -> Tensor:
+        if self._layout == "alone" or not self._tensor.dim():
+            return buffer
+        view = buffer.narrow(0, self._margin(), self._tensor.shape[0])
+        if self._layout == "wide" and self._tensor.dim() > 1:
+            view = view.narrow(view.dim() - 1, _COLUMNS, self._tensor.shape[-1])
+        return view
+
+    @property
+    def view(self) -> Tensor:
+        """The tensor that the kernel receives."""
+        view = self._inside(self._buffer)
+        return view.transpose(-1, -2) if self._flipped else view
+
+    def read_back(self) -> tuple[Tensor, bool]:
+        """Return the current contents on the host, and whether the memory around the operand is unchanged, bit for bit."""
+        now = self._buffer.to("cpu", copy=True)  # a copy: results may share the operand's memory
+        found = self._inside(now).clone()
+        self._inside(now).copy_(self._tensor)
+        kept = same_bits(now, self._before)
+        return (found.transpose(-1, -2) if self._flipped else found), kept
+
+    @property
+    def before(self) -> Tensor:
+        """The original contents of the operand."""
+        return self._tensor.transpose(-1, -2) if self._flipped else self._tensor
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two host tensors are equal in every bit, NaN included."""
+    these, those = _bytes(one), _bytes(other)
+    # A comparison of 8-byte words takes an eighth of the time.
+    words = torch.int64 if these.numel() == those.numel() and these.numel() % 8 == 0 else torch.uint8
+    return torch.equal(these.view(words), those.view(words))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return torch.empty(x.numel(), dtype=x.dtype).copy_(x.flatten()).view(torch.uint8)

@@ -1,0 +1,302 @@
+"""Setups of the proof: a proposer, an execution mode and a simulated device, with tiny models in float64."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import random
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outrider import Engine, SamplingParams
+from outrider.device.errors import ConfigError
+from outrider.model import MediaProcessor, load_decoder, load_vision
+from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.proposer import NonSpeculativeProposer
+from outrider_cpu.backend import CpuBackend
+from outrider_proof import quantised, tiny
+from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
+from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram, Serving, draft_length_of, limited_prefill_graphs
+from outrider_proof.guides import guide
+from outrider_proof.proposers import EXTREMES, MAKERS, decoder
+from outrider_proof.quantised import QUANTISED
+from outrider_proof.tiny import plain_config
+from outrider_sim.plugin import create_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from outrider.device import Backend, Fence
+    from outrider.engine.ranks.ranks import Ranks
+    from outrider.engine.requests.request import Request
+    from outrider.model import Media, VisionTower
+    from outrider.speculative.proposer import Proposer
+
+TEXT, LONGEST = 400, 14
+VISION = "ngram, images"
+MIXTURE = ", experts"
+"""Suffix of the name of a proposer whose target is a mixture of experts."""
+PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
+MODES = ("staged", "graphs", "fused")
+PERSONALITIES = ("cuda", "rocm", "npu")
+PLUGINS = {"outrider_npu": "emulation", "outrider_rocm": "emulation_hip"}
+"""Vendor plugins that replace a personality: the plugin's code runs on an emulation of the vendor's package.
+
+The value is the module of the emulation, in the directory that :attr:`EngineSetup.emulations` names. It has ``make()``, which
+returns the plugin's backend, and that of ``outrider_npu`` has ``lift_limits()``, which lets CANN's operators take float64.
+"""
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """A row of the tables. ``mode``: staged, staged with graphs, or fused; ``like``: a personality, or a plugin.
+
+    ``emulations``: the directory with the emulations of vendors' packages; a plugin needs it.
+    """
+
+    proposer: str
+    mode: str
+    like: str = "cuda"
+    emulations: Path | None = None
+
+    @property
+    def family(self) -> str:
+        """The device that the personality or the plugin imitates: cuda, rocm or npu."""
+        return self.like.removeprefix("outrider_")
+
+    @property
+    def name(self) -> str:
+        """The name of the setup in records and tables."""
+        return f"{self.proposer}, {self.mode}, {self.like}"
+
+
+def supports_mode(setup: EngineSetup) -> bool:
+    """Return True if the device supports the mode: ``npu`` and the ROCm plugin have no fused mode."""
+    if setup.like == "outrider_rocm" and setup.mode == "fused":
+        return False
+    return setup.family != "npu" or setup.mode != "fused"
+
+
+def all_setups(likes: Iterable[str] = PERSONALITIES, emulations: Path | None = None) -> list[EngineSetup]:
+    """Return every setup that its device supports."""
+    each = (EngineSetup(proposer, mode, like, emulations) for proposer in PROPOSERS for mode in MODES for like in likes)
+    return [setup for setup in each if supports_mode(setup)]
+
+
+@functools.cache
+def text() -> tuple[int, ...]:
+    """Return the token sequence that prompts are slices of, with enough repetition for n-grams."""
+    rng = random.Random(0)
+    words = [[rng.randrange(tiny.VOCABULARY) for _ in range(rng.randint(2, 5))] for _ in range(12)]
+    tokens: list[int] = []
+    while len(tokens) < TEXT:
+        tokens += rng.choice(words)
+    return tuple(tokens[:TEXT])
+
+
+def random_host_program(seed: int) -> HostProgram:
+    """Return host program ``seed``: odd numbers are arbitrary; even numbers share prefixes and have few pages."""
+    program = HostProgram.draw(seed, TEXT)
+    if seed % 2:
+        return program
+    rng, guiding = random.Random(f"crowded {seed}"), random.Random(f"crowd, guides {seed}")
+    guides = 0.6 if guiding.random() < 0.4 else 0.0
+    arrivals = []
+    for _ in range(rng.randint(3, 6)):
+        start, length = rng.choice((0, 0, 16)), rng.randint(6, 36)
+        abort = rng.randint(1, 6) if rng.random() < 0.15 else None
+        guided = guiding.random() < guides
+        arrivals.append(Arrival(start, length, rng.randint(4, LONGEST), rng.randint(0, 6), abort, guided=guided))
+    return replace(
+        program,
+        arrivals=tuple(arrivals),
+        max_requests=rng.randint(2, 4),
+        page_size=rng.choice((2, 4)),
+        spare_pages=rng.randint(0, 8),
+    )
+
+
+@functools.cache
+def simulated_device(like: str, emulations: Path | None) -> Any:
+    """Return the controllable device of a setup, one per process. Puts the emulation's directory on ``sys.path``.
+
+    Raises :class:`ConfigError` for a plugin without the directory of its emulation.
+    """
+    if like not in PLUGINS:
+        return create_backend(0, {"like": like})
+    if emulations is None or not (emulations / f"{PLUGINS[like]}.py").is_file():
+        raise ConfigError(
+            f"{like} runs on the emulation of its vendor's package, and there is no {PLUGINS[like]}.py in {emulations}; "
+            "name its directory with --emulations DIR"
+        )
+    if str(emulations) not in sys.path:
+        sys.path.insert(0, str(emulations))
+    emulation = importlib.import_module(PLUGINS[like])
+    if like == "outrider_npu":
+        emulation.lift_limits()
+    return emulation.make()
+
+
+class Models:
+    """The models of a proposer on one backend, loaded once; with ``ranks``, this rank's part of them."""
+
+    def __init__(self, proposer: str, backend: Backend, ranks: Ranks | None = None) -> None:
+        self.proposer, self.backend, self.ranks = proposer, backend, ranks
+        part = None if ranks is None else ranks.model
+        self.vision: VisionTower | None = None
+        stream = backend.create_stream("load")
+        with backend.on(stream):
+            if proposer == VISION:
+                directory = vision_checkpoint()
+                self.target = load_decoder(directory, backend=backend, dtype=torch.float64, ranks=part)
+                self.vision = load_vision(directory, backend=backend, dtype=torch.float64)
+            elif proposer == QUANTISED:
+                self.target = quantised.target(backend)
+            else:
+                whole = tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target()
+                self.target = decoder(whole, backend, part)
+        stream.synchronize()
+        backend.synchronize()
+
+    def make(self) -> Proposer:
+        """Return a new proposer with its own caches."""
+        if self.proposer == VISION:
+            return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
+        stream = self.backend.create_stream("load")
+        with self.backend.on(stream):
+            if self.proposer == QUANTISED:
+                made: Proposer | None = quantised.proposer(self.target)
+            else:
+                made = {**MAKERS, **EXTREMES}[self.proposer.removesuffix(MIXTURE)](self.target, self.backend)
+        stream.synchronize()
+        return made or NonSpeculativeProposer()
+
+    def engine(
+        self,
+        program: HostProgram,
+        *,
+        mode: str = "staged",
+        overlap: bool = True,
+        wrap: Callable[[Fence], Fence] | None = None,
+    ) -> Engine:
+        """Return an engine with the sizes of the program; ``wrap`` becomes its ``wrap_fence``."""
+        # Pages for the longest request with its image and draft slots, and few more: other requests wait or are preempted.
+        proposer = self.make()
+        config = program.config(
+            program.longest(proposer, images=self.vision is not None),
+            dtype="float64",
+            overlap=overlap,
+            mode="fused" if mode == "fused" else "staged",
+            graphs=mode == "graphs",
+            token_budget=program.token_budget,
+        )
+        with limited_prefill_graphs(program):
+            return Engine(
+                self.target,
+                self.backend,
+                proposer=proposer,
+                config=config,
+                wrap_fence=wrap,
+                vision=self.vision,
+                draft_length=draft_length_of(program, proposer),
+                ranks=self.ranks,
+            )
+
+
+@functools.cache
+def models(proposer: str, like: str | None, emulations: Path | None = None) -> Models:
+    """Return the models of a proposer on a simulated device, or on the host if ``like`` is None."""
+    return Models(proposer, CpuBackend() if like is None else simulated_device(like, emulations))
+
+
+@functools.cache
+def vision_checkpoint() -> Path:
+    """Return the directory of a tiny vision-language checkpoint, written once per process."""
+    directory = Path(tempfile.mkdtemp(prefix="outrider-proof-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    write_vision_checkpoint(directory, "qwen2_vl")
+    return directory
+
+
+@functools.cache
+def pictures() -> tuple[Media, Media]:
+    """Return two preprocessed images of different sizes."""
+    processor = MediaProcessor.from_checkpoint(vision_checkpoint())
+    return processor.image(picture(20, 28)), processor.image(picture(16, 16, seed=1))
+
+
+def prompt_and_media(proposer: str, arrival: Arrival) -> tuple[tuple[int, ...], tuple[Media, ...]]:
+    """Return the tokens and images of an arrival; two of three requests of a vision setup have one image."""
+    tokens = text()[arrival.start : arrival.start + arrival.length]
+    if proposer != VISION:
+        return tokens, ()
+    tokens = tuple(5 + token for token in tokens)
+    which = (arrival.start + arrival.length) % 3
+    if which == 2:
+        return (1, *tokens), ()
+    return (1, *IMAGE, *tokens), (pictures()[which],)
+
+
+class RecordedServing(Serving):
+    """Serves a program and keeps the engine's :class:`Request` of each arrival."""
+
+    def __init__(self, engines: Sequence[Engine], program: HostProgram, proposer: str) -> None:
+        super().__init__(engines, program, lambda arrival: prompt_and_media(proposer, arrival))
+        self.records: dict[int, Request] = {}
+
+    def _place(self, index: int, side: int, request: int) -> None:
+        super()._place(index, side, request)
+        self.records[index] = self._engines[side]._requests[request]
+
+    def acceptance(self) -> dict[int, tuple[int, int]]:
+        """Return (iterations, verified tokens) of each request that finished without abort or preemption."""
+        return {
+            index: (record.iterations, record.verified_tokens)
+            for index, record in self.records.items()
+            if self.ended.get(index) in ("stop", "length") and not record.preemptions
+        }
+
+
+@functools.cache
+def reference_tokens(proposer: str, arrival: Arrival) -> tuple[int, ...]:
+    """Return the non-speculative greedy tokens of a request, alone in an engine on the host."""
+    tokens, media = prompt_and_media(proposer, arrival)
+    host = models(proposer, None)
+    config = plain_config(max_requests=1, max_context=CONTEXT, dtype="float64")
+    engine = Engine(host.target, host.backend, config=config, vision=host.vision)
+    request = engine.add_request(tokens, SamplingParams(max_tokens=arrival.max_tokens), media=media)
+    if arrival.guided:
+        guide(engine, request)
+    found: list[int] = []
+    while engine.has_unfinished:
+        found += [token for output in engine.step() for token in output.tokens]
+    return tuple(found)
+
+
+def without_schedule(arrival: Arrival) -> Arrival:
+    """Return the request without its arrival step, abort and moves, so that caches share it between programs."""
+    return Arrival(arrival.start, arrival.length, arrival.max_tokens, 0, None, guided=arrival.guided)
+
+
+def engines_for(setup: EngineSetup, program: HostProgram, wrap: Callable[[Fence], Fence] | None = None) -> list[Engine]:
+    """Return the engine of a program, or two engines if requests move; ``wrap`` becomes their ``wrap_fence``."""
+    moves = any(arrival.moves for arrival in program.arrivals)
+    loaded = models(setup.proposer, setup.like, setup.emulations)
+    return [loaded.engine(program, mode=setup.mode, wrap=wrap) for _ in range(2 if moves else 1)]
+
+
+@functools.cache
+def synchronous_acceptance(proposer: str, program: HostProgram) -> dict[int, tuple[int, int]]:
+    """Return the acceptance of each request in engines on the host without overlap."""
+    moves = any(arrival.moves for arrival in program.arrivals)
+    loaded = models(proposer, None)
+    served = RecordedServing([loaded.engine(program, overlap=False) for _ in range(2 if moves else 1)], program, proposer)
+    served.step_until_idle()
+    return served.acceptance()

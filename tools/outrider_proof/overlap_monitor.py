@@ -1,0 +1,218 @@
+"""A monitor of batching and overlap: batches are complete, launches run ahead, and no launch blocks the host.
+
+Tokens do not show these faults: an engine that omits a request from a batch, or waits for each iteration, is only slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from outrider.device import Fence, Observer, OutriderError, Waiter
+from outrider_proof.fence_log import WrappedFence
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+    from outrider.engine.engine import Engine
+    from outrider.engine.loop import Loop
+    from outrider.engine.requests.batch import Batch
+    from outrider.engine.requests.request import Request
+    from outrider.engine.state.results import PendingResult
+
+_R = TypeVar("_R")
+_BLOCKING_CALLS = ("event_synchronized", "stream_synchronized", "device_synchronized")
+"""Observer callbacks that report a blocked host."""
+
+
+class LostBatching(OutriderError):
+    """A batch omitted a request that was ready."""
+
+
+class FreedInFlight(OutriderError):
+    """A request's row and pages were given back while an iteration in flight may still use them."""
+
+
+class LostOverlap(OutriderError):
+    """The host waited for the device where it should have run ahead."""
+
+
+class OverlapMonitor:
+    """A monitor that collects ``faults`` while engines run; :meth:`raise_if_any` raises the first fault after the run.
+
+    *Batching.* Each batch has every running request whose context was launched and whose output may be incomplete.
+    *Overlap.* The engine launches an iteration before it handles the results of the previous one. Exceptions: the engine must
+    wait for results before a preemption or a hand-over; the results may complete all requests; a guided request runs alone.
+    *Rows.* The engine frees a row and its pages when no iteration of their request is in flight.
+    *Launch.* No launch blocks the host, except at fences where the backend's policy is a host wait, and in image prefill.
+
+    Pass :meth:`wrap` as the engines' ``wrap_fence``, call :meth:`watch` per engine and :meth:`observe` with the backend.
+    """
+
+    def __init__(self) -> None:
+        self.faults: list[OutriderError] = []
+        self.launches = 0
+        self.ran_ahead = 0
+        """Number of launches while the previous iteration was in flight."""
+        self._launching = False
+        self._passing: str | None = None
+        self._may_block: frozenset[str] = frozenset()
+
+    def wrap(self, fence: Fence) -> Fence:
+        """Return a fence around ``fence`` that tells the monitor its name during a host wait."""
+        return _Named(fence, self)
+
+    def watch(self, engine: Engine, *, overlap: bool) -> None:
+        """Look on from now on. ``overlap``: the engine was built to run ahead."""
+        loop = engine._loop
+        sync, step = loop._backend.speculative_sync, loop.step
+        exact = sync.exact_host_lengths or step._plans_on_host
+        policy = {"lengths_on_host": exact, "published": sync.published_waiter is Waiter.HOST, "draft_on_host": True}
+        self._may_block |= {name for name, may in policy.items() if may}
+        _WatchedLoop(self, loop, overlap)
+
+    def observe(self, backend: Backend) -> Callable[[], None]:
+        """Hear when the host is blocked, through the observer that is attached, or one of its own; returns how to stop."""
+        observer = backend.observer
+        own = observer is None
+        if observer is None:
+            observer = Observer()
+            backend.attach(observer)
+        for name in _BLOCKING_CALLS:
+            setattr(observer, name, self._blocking(getattr(observer, name), name))
+
+        def stop() -> None:
+            for name in _BLOCKING_CALLS:
+                delattr(observer, name)
+            if own:
+                backend.detach()
+
+        return stop
+
+    def raise_if_any(self, error: Exception | None = None) -> None:
+        """Raise the first fault, if any, with ``error`` as its cause."""
+        if self.faults:
+            raise self.faults[0] from error
+
+    def note(self, fault: OutriderError) -> None:
+        """Append a fault; the run continues, because later errors may explain it."""
+        self.faults.append(fault)
+
+    def _blocking(self, original: Callable[..., None], name: str) -> Callable[..., None]:
+        def report_call(*arguments: Any) -> None:
+            original(*arguments)
+            if self._launching and self._passing not in self._may_block:
+                at = f"at fence {self._passing!r}" if self._passing else f"({name.replace('_', ' ')})"
+                self.note(LostOverlap(f"the host was blocked in a launch, {at}; expected: it enqueues and returns"))
+
+        return report_call
+
+
+class _WatchedLoop:
+    """One engine's loop."""
+
+    def __init__(self, pace: OverlapMonitor, loop: Loop, overlap: bool) -> None:
+        self._pace, self._loop, self._overlap = pace, loop, overlap
+        self._followed = False  # the iteration before this one is to be in flight still
+        self._around(loop.scheduler, "next_batch", self._next_batch)
+        self._around(loop.scheduler, "_release", self._release)
+        self._around(loop.step, "launch", self._launch)
+        self._around(loop, "_handle_oldest", self._handle)
+        for name in ("_drain", "settle", "_undo"):
+            self._around(loop, name, self._settled)
+
+    def _around(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *arguments, **named: wrapper(original, *arguments, **named))
+
+    def _settled(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self._followed = False
+        return original(*arguments, **named)
+
+    def _handle(self, original: Callable[..., None], **named: Any) -> None:
+        if len(self._loop._in_flight) == 1 and self._may_be_the_last():
+            self._followed = False
+        original(**named)
+
+    def _may_be_the_last(self) -> bool:
+        """Return True if the iterations in flight complete every request when all draft tokens are accepted."""
+        scheduler: Any = self._loop.scheduler
+        groups = getattr(scheduler, "_schedulers", (scheduler,))
+        return not any(group._waiting for group in groups) and all(
+            request.prefilled >= len(request.context)
+            and request.params.max_tokens - len(request.output) - request.tokens_in_flight
+            <= request.decodes_in_flight * (self._loop.step._growth - 1)
+            for request in scheduler.running
+            if request.finish_reason is None
+        )
+
+    def _next_batch(self, original: Callable[[], Batch | None]) -> Batch | None:
+        batch = original()
+        if batch is None:
+            self._followed = False
+        left_out = [request.id for request in self._loop.scheduler.running if self._left_out(request, batch)]
+        if left_out:
+            self._pace.note(
+                LostBatching(
+                    f"requests {left_out} run, have their context, and aren't in the batch; expected: all in one batch"
+                )
+            )
+        return batch
+
+    def _release(self, original: Callable[[Request], None], request: Request) -> None:
+        if request.in_flight:
+            self._pace.note(
+                FreedInFlight(
+                    f"request {request.id} gave row {request.row} back with {request.in_flight} iterations in flight; "
+                    "expected: none"
+                )
+            )
+        original(request)
+
+    @staticmethod
+    def _left_out(request: Request, batch: Batch | None) -> bool:
+        """Return True if a ready request is not in the batch.
+
+        The counts are those after the batch; for a request that is not in the batch they are unchanged.
+        """
+        if batch is not None and request in batch.requests:
+            return False
+        unsure = len(request.output) + request.tokens_in_flight < request.params.max_tokens
+        return unsure and request.finish_reason is None and request.prefilled >= len(request.context)
+
+    def _launch(self, original: Callable[[Batch], PendingResult], batch: Batch) -> PendingResult:
+        pace = self._pace
+        if self._overlap and self._followed and not batch.is_guided and not self._loop._in_flight:
+            pace.note(LostOverlap("the results of an iteration were handled before the next one was launched"))
+        pace.launches += 1
+        pace.ran_ahead += bool(self._loop._in_flight)
+        # A vision tower of transformers reads the sizes of images on the host.
+        pace._launching = all(chunk.request.media is None for chunk in batch.prefill)
+        try:
+            ticket = original(batch)
+        finally:
+            pace._launching = False
+        self._followed = not batch.is_guided
+        return ticket
+
+
+class _Named(WrappedFence):
+    """A fence that tells the monitor its name during a host wait."""
+
+    def __init__(self, inner: Fence, pace: OverlapMonitor) -> None:
+        super().__init__(inner)
+        self._pace = pace
+
+    def wait_host(self) -> None:
+        """Wait on the host under the name of the fence."""
+        self._passing(self._inner.wait_host)
+
+    def wait_host_within(self, seconds: float) -> bool:
+        """Wait on the host under the name of the fence, for at most ``seconds``."""
+        return self._passing(lambda: self._inner.wait_host_within(seconds))
+
+    def _passing(self, wait: Callable[[], _R]) -> _R:
+        self._pace._passing = self.name.split("[")[0]
+        try:
+            return wait()
+        finally:
+            self._pace._passing = None

@@ -1,0 +1,126 @@
+"""Tensor-parallel parts of models that are complete in memory, for models without a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from outrider.model import (
+    DecoderWeights,
+    DFlashWeights,
+    Eagle3Weights,
+    EagleWeights,
+    LayerWeights,
+    ModelConfig,
+    MtpWeights,
+    Shards,
+)
+from outrider.model.products import plain
+
+_Eagle3 = TypeVar("_Eagle3", bound=Eagle3Weights)
+
+
+def table_part(table: Tensor, shards: Shards) -> Tensor:
+    """Return this rank's rows of an embedding or head, [vocabulary, hidden], padded with zeros to the first rank's size."""
+    start, stop = shards.vocabulary.uneven(table.shape[0])
+    missing = shards.vocabulary.width(table.shape[0]) - (stop - start)
+    return torch.nn.functional.pad(table[start:stop], (0, 0, 0, missing)).contiguous()
+
+
+def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> LayerWeights:
+    """Return this rank's part of a layer; ``config`` describes the complete model."""
+    size, heads, kv_heads = config.head_size, config.num_heads, config.num_kv_heads
+    own, own_kv, inner = shards.heads(config), shards.kv_heads(config), shards.mlp.even(config.intermediate_size)
+
+    def rows(part: Tensor, between: tuple[int, int], unit: int) -> Tensor:
+        return part[between[0] * unit : between[1] * unit]
+
+    def qkv(stacked: Tensor | None) -> Tensor | None:
+        if stacked is None:
+            return None
+        q, k, v = stacked.split((heads * size, kv_heads * size, kv_heads * size))
+        return torch.cat((rows(q, own, size), rows(k, own_kv, size), rows(v, own_kv, size)))
+
+    def gate_up(stacked: Tensor | None) -> Tensor | None:
+        return None if stacked is None else torch.cat([rows(half, inner, 1) for half in stacked.chunk(2)])
+
+    projections = qkv(plain(weights.qkv))
+    assert projections is not None
+    if weights.router is None:
+        gates, down = gate_up(plain(weights.gate_up)), plain(weights.down)[:, inner[0] : inner[1]].contiguous()
+        assert gates is not None
+    else:
+        gates, down = _experts_part(plain(weights.gate_up), plain(weights.down), shards)
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        stacked = _experts_part(plain(weights.shared_gate_up)[None], plain(weights.shared_down)[None], shards)
+        weights = replace(weights, shared_gate_up=stacked[0][0], shared_down=stacked[1][0])
+    if weights.cache is not None and weights.cache.input_scales is not None and weights.cache.output_scales is not None:
+        q, k, v = weights.cache.input_scales.split((heads, kv_heads, kv_heads))
+        before = torch.cat((rows(q, own, 1), rows(k, own_kv, 1), rows(v, own_kv, 1)))
+        weights = replace(
+            weights,
+            cache=replace(weights.cache, input_scales=before, output_scales=rows(weights.cache.output_scales, own, 1)),
+        )
+    return replace(
+        weights,
+        qkv=projections,
+        qkv_bias=qkv(weights.qkv_bias),
+        output=plain(weights.output)[:, own[0] * size : own[1] * size].contiguous(),
+        output_bias=weights.output_bias if shards.attention.rank == 0 else None,
+        gate_up=gates,
+        gate_up_bias=gate_up(weights.gate_up_bias),
+        down=down,
+        down_bias=weights.down_bias if shards.mlp.rank == 0 else None,
+    )
+
+
+def _experts_part(gate_up: Tensor, down: Tensor, shards: Shards) -> tuple[Tensor, Tensor]:
+    """Return this rank's inner columns of stacked MLPs: (gate and up, down)."""
+    first, last = shards.mlp.even(down.shape[2])
+    gates = torch.cat([half[:, first:last] for half in gate_up.chunk(2, dim=1)], dim=1)
+    return gates, down[:, :, first:last].contiguous()
+
+
+def decoder_part(weights: DecoderWeights, config: ModelConfig, shards: Shards) -> DecoderWeights:
+    """Return this rank's part of a decoder's weights."""
+    embedding = table_part(weights.embedding, shards)
+    tied = weights.head is weights.embedding
+    return replace(
+        weights,
+        embedding=embedding,
+        head=embedding if tied else table_part(plain(weights.head), shards),
+        layers=tuple(layer_part(layer, config, shards) for layer in weights.layers),
+    )
+
+
+def eagle_part(weights: EagleWeights, config: ModelConfig, shards: Shards) -> EagleWeights:
+    """Return this rank's part of an EAGLE head with its own embedding."""
+    return replace(
+        weights,
+        embedding=table_part(weights.embedding, shards),
+        layers=tuple(layer_part(layer, config, shards) for layer in weights.layers),
+    )
+
+
+def eagle3_part(weights: _Eagle3, config: ModelConfig, shards: Shards) -> _Eagle3:
+    """Return this rank's part of an EAGLE-3 or P-EAGLE head with its own embedding."""
+    return replace(
+        weights,
+        embedding=table_part(weights.embedding, shards),
+        head=table_part(plain(weights.head), shards),
+        layer=layer_part(weights.layer, config, shards),
+        later=tuple(layer_part(layer, config, shards) for layer in weights.later),
+    )
+
+
+def dflash_part(weights: DFlashWeights, config: ModelConfig, shards: Shards) -> DFlashWeights:
+    """Return this rank's part of a DFlash head."""
+    return replace(weights, layers=tuple(layer_part(layer, config, shards) for layer in weights.layers))
+
+
+def mtp_part(weights: MtpWeights, config: ModelConfig, shards: Shards) -> MtpWeights:
+    """Return this rank's part of an MTP head."""
+    return replace(weights, layer=layer_part(weights.layer, config, shards))

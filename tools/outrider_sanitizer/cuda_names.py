@@ -1,0 +1,87 @@
+"""Programs that say `cuda`, run on a simulated device: a race that was found on one can be replayed on the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+
+_KIND = "cuda"
+
+
+@contextmanager
+def map_cuda_names(backend: Backend) -> Generator[None]:
+    """Let names and device strings of torch's CUDA module mean ``backend`` while the scope lasts, also in threads that
+    are started inside. For a device whose schedule a tool decides; for any other nothing changes.
+
+    What is compared (``tensor.device.type == "cuda"``), autocast and generators aren't translated.
+    """
+    if backend.control is None or backend.device.type == _KIND:
+        yield
+        return
+    module: Any = torch.get_device_module(backend.device.type)
+    theirs: Any = torch.cuda
+    with ExitStack() as stack:
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+        for name in vars(module):
+            if not name.startswith("__") and hasattr(theirs, name):
+                replace(theirs, name, getattr(module, name))
+        replace(theirs, "init", lambda: None)
+        replace(theirs, "_lazy_init", lambda: None)
+        set_default, run = torch.set_default_device, threading.Thread.run
+
+        def set_default_device(device: Any) -> None:
+            set_default(_here(device, backend.device))
+
+        def run_thread(thread: threading.Thread) -> None:
+            with _Placed(backend.device):
+                run(thread)
+
+        replace(torch, "set_default_device", set_default_device)
+        replace(threading.Thread, "run", run_thread)
+        stack.enter_context(_Placed(backend.device))
+        yield
+
+
+def _here(device: Any, place: torch.device) -> Any:
+    """Return ``place`` for a device that names CUDA; return any other device unchanged."""
+    if isinstance(device, torch.device):
+        found = device.type == _KIND
+    else:
+        found = isinstance(device, str) and device.partition(":")[0] == _KIND
+    return place if found else device
+
+
+class _Placed(TorchFunctionMode):
+    def __init__(self, place: torch.device) -> None:
+        super().__init__()
+        self._place = place
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        place = self._place
+        if func is Tensor.cuda:
+            tensor, options = _moving(*args, **(kwargs or {}))
+            return tensor.to(place, **options)
+        args = tuple(_here(value, place) for value in args)
+        return func(*args, **{name: _here(value, place) for name, value in (kwargs or {}).items()})
+
+
+def _moving(
+    tensor: Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    del device
+    format_option = {} if memory_format is None else {"memory_format": memory_format}
+    return tensor, {"non_blocking": non_blocking, **format_option}
