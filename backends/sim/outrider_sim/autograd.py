@@ -1,9 +1,9 @@
 """Errors inside a backward.
 
-Torch's engine holds a guard of the device while it runs a node, and for devices from outside the guard asks Python. A Python
-error that is under way at that moment ends the process. So an operator that fails, and that the engine called with no Python
-frame between, tells the failure in another way: it returns a `Failure`, which no operator's result may be. Torch raises its
-own error over that, which the guard survives, and `Engine` raises the one that was meant.
+Torch's engine holds a device guard while it runs a node. For external devices the guard calls Python, and a pending Python
+error at that moment ends the process. An operator that the engine calls without a Python frame in between therefore
+returns a `Failure` instead of raising. Torch raises its own error for the invalid result, which the guard survives.
+`Engine` replaces torch's error with the operator's original error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Failure:
 
 
 class _Failures:
-    """Errors that wait to be raised by the call of the engine that they ended."""
+    """Original errors of failed operators, until the engine's call raises them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class _Failures:
 
 
 class Engine(torch._C._ImperativeEngine):
-    """Torch's engine, which raises what an operator of the device meant to raise."""
+    """Torch's autograd engine, which raises the original error of a failed device operator."""
 
     failures: _Failures
 

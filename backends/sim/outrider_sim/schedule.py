@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 
 class Delay(NamedTuple):
-    """`step` doesn't run before `after` has run."""
+    """A constraint: `step` doesn't run before `after` has run."""
 
     step: Step
     after: Step
@@ -43,7 +43,7 @@ class Delay(NamedTuple):
 
 
 def safe_name(name: str) -> str:
-    """The actor name for a stream's name: letters, digits and `_.+~-` alone, so that a schedule needs no quoting."""
+    """Return the actor name of a stream: only letters, digits and `_.+~-`, so that a schedule needs no quoting."""
     return _UNSAFE.sub("-", name)
 
 
@@ -59,12 +59,12 @@ class Schedule:
 
     @classmethod
     def of(cls, after: Mapping[Step, Step]) -> Schedule:
-        """The schedule in which each key waits for its value."""
+        """Return the schedule in which each key waits for its value."""
         return cls(Delay(step, other) for step, other in after.items())
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule that `str` printed. Raises `ConfigError` for anything else."""
+        """Parse the text that `str` returns. Raises `ConfigError` for other text."""
         text = text.strip()
         if text in ("", PROGRAM):
             return cls()
@@ -99,11 +99,11 @@ class Schedule:
 
     @property
     def after(self) -> Mapping[Step, Step]:
-        """Step → the step that it waits for."""
+        """Return a dict from each delayed step to the step that it waits for."""
         return self._after
 
     def explain(self) -> list[str]:
-        """One sentence a delay, for people."""
+        """Return one readable sentence per delay."""
         return [f"{d.step} runs after {d.after}, although the program enqueued it first" for d in self]
 
 

@@ -32,13 +32,13 @@ REFUSALS = 64
 
 
 class Ambient(Protocol):
-    """State of the process that each host thread sees as its own."""
+    """Process-wide state that has a separate value per host thread."""
 
     def save(self) -> Any:
         """Return the value that the running thread sees."""
 
     def restore(self, saved: Any) -> None:
-        """The thread that saved this runs again."""
+        """Restore the saved value of a thread that runs again."""
 
 
 class _Local(threading.local):
@@ -46,7 +46,7 @@ class _Local(threading.local):
 
 
 class Scheduler:
-    """Decides for its machines, in the order in which they joined; the first one's options say how."""
+    """Schedules host threads and the streams of its machines, with the options of its first machine."""
 
     def __init__(self, options: SimOptions) -> None:
         self.options = options
@@ -72,7 +72,7 @@ class Scheduler:
 
     @property
     def streams(self) -> list[StreamQueue]:
-        """The streams of every machine."""
+        """Return the streams of every machine, in machine order."""
         return [stream for machine in self.machines for stream in machine.streams]
 
     @property
@@ -83,7 +83,7 @@ class Scheduler:
     # -- strategy ---------------------------------------------------------------------------------------------------
 
     def use(self, strategy: Strategy) -> None:
-        """Let `strategy` decide from now on."""
+        """Replace the strategy that picks the next step."""
         self.strategy = strategy
         self.note = getattr(strategy, "note", None)
         bind = getattr(strategy, "bind", None)
@@ -93,11 +93,11 @@ class Scheduler:
         strategy.begin()
 
     def use_options(self) -> None:
-        """Let the strategy of the options decide."""
+        """Set the strategy that the options name."""
         self.use(make_strategy(self.options.strategy, self.options.seed, self.options.strategy_options))
 
     def update_mode(self) -> None:
-        """Work out how much needs asking; call it after anything that it depends on has changed."""
+        """Recompute whether the strategy must be asked. Call after a change of its inputs."""
         alone = len(self.threads) == 1
         # With one thread, the order of the program is: run whatever can run, oldest first.
         self.eager = type(self.strategy) is Strategy and alone and not self.options.late_copies
@@ -109,7 +109,7 @@ class Scheduler:
             machine.tracks = machine.tells or self.strategy.needs_accesses
 
     def schedule(self) -> Schedule:
-        """The departures from the order of the program since the last reset."""
+        """Return the deviations from program order since the last reset."""
         if not self.asks:
             self.note_lazy(self.main, 1)
         return Schedule.of(self.delays)
@@ -124,7 +124,7 @@ class Scheduler:
                     self.delays[Step(stream.label, stream.done)] = after
 
     def forget(self) -> None:
-        """Forget decisions, indices and virtual time."""
+        """Clear decisions, indices and virtual time."""
         self.delays = {}
         self.seq = 0
         self.queries = False
@@ -141,7 +141,7 @@ class Scheduler:
     # -- turns ------------------------------------------------------------------------------------------------------
 
     def point(self, action: Action, machine: Machine | None = None) -> None:
-        """The calling thread is about to do `action`: let the strategy run what it wants to run before."""
+        """Let the strategy run other actors' steps before the calling thread does `action`."""
         me = self.local.thread or self.main
         if self.eager:
             self.run_all(None)
@@ -154,7 +154,7 @@ class Scheduler:
     def turns(
         self, me: HostThread, action: Action, ready: Callable[[], bool] | None, what: str, machine: Machine | None = None
     ) -> None:
-        """Let the strategy pick until it picks `me`, which is a candidate as soon as `ready` holds, or `machine` is lost."""
+        """Run picked steps until the strategy picks `me`, a candidate once `ready` holds or `machine` is lost."""
         me.action, me.ready, me.machine = action, ready, machine
         me.waits_for = what
         try:
@@ -250,7 +250,7 @@ class Scheduler:
         return pick
 
     def run_all(self, only: StreamQueue | None) -> None:
-        """The order of the program, with one thread: oldest first, until nothing can run."""
+        """Run operations in program order, for a single thread, until no operation can run."""
         with self.lock:
             if only is not None and only.queue and only.queue[0].kind < Kind.RECORD and len(only.queue) == 1:
                 only.machine.execute(only)  # the common case; it can't unblock anything
