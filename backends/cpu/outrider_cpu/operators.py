@@ -229,8 +229,8 @@ def _sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tenso
     """Return the argmax if all rows are greedy, else sample."""
     if not any(temperature.tolist()):
         return logits.argmax(-1)
-    drawn: Tensor = torch.ops.outrider.sample.default(logits, temperature, seeds, positions, lane)
-    return drawn
+    sampled: Tensor = torch.ops.outrider.sample.default(logits, temperature, seeds, positions, lane)
+    return sampled
 
 
 def _verify_chain(

@@ -20,7 +20,7 @@ Program = Callable[["SimBackend"], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A run that failed. `schedule` replays it; `shrunk` is what of it matters, and `orderings` says so in words."""
+    """A failed run. `schedule` replays it, `shrunk` has only the necessary delays, `orderings` describes those in words."""
 
     run: int
     error: BaseException

@@ -22,13 +22,13 @@ _ATEN = torch.ops.aten
 
 
 class Lengths:
-    """Packed sequences, and connectionist temporal classification."""
+    """Operators of packed sequences and of connectionist temporal classification."""
 
     def __init__(self, core: Dispatcher) -> None:
         self._core = core
 
     def kernels(self) -> Mapping[str, Callable[..., Any]]:
-        """Name with overload, and what to do."""
+        """Return the operators' implementations, by name with overload."""
         return {
             "aten::_pack_padded_sequence": self._pack,
             "aten::_pack_padded_sequence_backward": self._pack_backward,

@@ -53,12 +53,12 @@ class Metas:
         return found
 
     def of(self, tensor: Tensor) -> Meta:
-        """The meta of a host tensor."""
+        """Return the interned meta of a host tensor."""
         return self.get(tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides in elements."""
+    """Return the row-major strides of a shape, in elements."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * max(1, shape[i + 1])

@@ -41,7 +41,7 @@ class Tap(Protocol):
 
 
 class ObserverTap:
-    """Reports the machine's operations and memory to an observer. The interface reports streams, events, flags and captures."""
+    """Reports operations and memory to an observer. The interface reports streams, events, flags and captures."""
 
     def __init__(self, backend: SimBackend, observer: Observer) -> None:
         self._backend = backend
