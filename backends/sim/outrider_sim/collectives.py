@@ -69,8 +69,8 @@ class SimGroup(Group):
         if reason.startswith(STUCK):
             text = f"{half.call.told} never ends on rank {self.rank} of group {self.name!r}: {reason}"
             return RanksDeadlock(text, self.name, self.rank, half.number, half.call.name)
-        told = self.failed(reason, half.call.told)
-        return CollectiveError(str(told), self.name, self.rank, half.number, half.call.name)
+        error = self.failed(reason, half.call.told)
+        return CollectiveError(str(error), self.name, self.rank, half.number, half.call.name)
 
     def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         self._issue(lambda meeting: _reduce(meeting, reduction), tensor, tensor)
@@ -103,22 +103,22 @@ class SimGroup(Group):
     ) -> None:
         machine = self.backend.sim.machine
         stream = machine.stream
-        told = self.last_call
-        assert told is not None
+        collective = self.last_call
+        assert collective is not None
         machine.line = python_line()
         call = Call(
-            name=told.kind,
+            name=collective.kind,
             channel=channel,
-            facts=facts(told, in_graph=stream.capture is not None),
+            facts=facts(collective, in_graph=stream.capture is not None),
             line=machine.line,
             compute=compute,
             operands=Operands(_inner(read), _inner(write)),
-            told=told,
+            told=collective,
         )
         cost = machine.like.kernel_us
         target = Captured(self.member, call) if stream.capture is not None else self.member.issue(call)
         for kind, what in ((Kind.COLLECTIVE_START, "start of "), (Kind.COLLECTIVE, "")):
-            op = Op(kind, f"{what}{told.kind} of {self.name}", target=target, cost=cost * (kind == Kind.COLLECTIVE))
+            op = Op(kind, f"{what}{collective.kind} of {self.name}", target=target, cost=cost * (kind == Kind.COLLECTIVE))
             op.line = call.line
             if isinstance(target, Half):
                 target.stream = stream
