@@ -1,4 +1,4 @@
-"""A backend's kernels with FlashInfer's attention: what is planned is FlashInfer's, everything else as it was."""
+"""Kernel set that computes planned attention with FlashInfer and delegates other operators to the wrapped kernels."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Attention:
         self._built: set[tuple[torch.dtype, int, bool]] = set()
 
     def compiled(self) -> int:
-        """Modules that were compiled or loaded."""
+        """Return the compiled or loaded FlashInfer modules."""
         return len(self._built)
 
     def scratch(self, stream: Stream, nbytes: int) -> Tensor:
-        """Memory for partial results, which all that is planned on ``stream`` shares: it runs one after the other."""
+        """Return scratch memory for partial results. All plans of ``stream`` share it, because they run in order."""
         kept = self._scratch.get(stream)
         if kept is None or kept.numel() < nbytes:
             # Plans that have the smaller one keep it.
@@ -51,7 +51,7 @@ class Attention:
         return kept
 
     def build(self, shape: AttentionShape) -> None:
-        """Compile or load the module of a shape; says so where it takes a while."""
+        """Compile or load the module of a shape, and log a compilation."""
         key = (shape.dtype, shape.head_size, shape.window > 0)
         if key in self._built:
             return
@@ -93,7 +93,7 @@ class Attention:
         v_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Attention of a batch that was planned."""
+        """Compute attention of a planned batch."""
         return OPERATOR(  # type: ignore[no-any-return]
             q,
             k_cache,
@@ -148,7 +148,7 @@ class FlashInferKernels(WrappedKernels):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """FlashInfer's where the batch was planned for this shape."""
+        """Use FlashInfer if the batch was planned for this shape, else the wrapped kernels."""
         plan = metadata.plan
         if isinstance(plan, AttentionPlan):
             shape = AttentionShape.from_operands(q, k_cache, scale=scale, window=window)
@@ -161,5 +161,5 @@ class FlashInferKernels(WrappedKernels):
         return super().every_variant() or nullcontext()
 
     def compiled(self) -> Mapping[str, int]:
-        """Modules of FlashInfer's, and the kernels beneath."""
+        """Return FlashInfer's modules and the wrapped kernels' entries."""
         return {**super().compiled(), "flashinfer": self.attention.compiled()}

@@ -1,6 +1,6 @@
-"""The operator by which tools see what a call of FlashInfer's touches: an overload of the interface's, with what a plan adds.
+"""The attention operator that shows FlashInfer's memory accesses to observers: an overload with a plan's tables.
 
-A wrapper can't be an operand, and it holds a table that is one: that tensor's object knows its wrapper.
+A FlashInfer wrapper can't be an operand. The wrapper's table is a tensor operand, and its tensor object maps to the wrapper.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIBRARY.define(
 
 
 def know(tables: Any, wrapper: object) -> None:
-    """``wrapper`` is the one that reads ``tables``."""
+    """Register ``wrapper`` as the FlashInfer wrapper that reads ``tables``."""
     tables.flashinfer_wrapper = ref(wrapper)
 
 

@@ -1,8 +1,8 @@
-"""Plans: what FlashInfer's host code prepares for a batch, and the buffers that its kernels then read.
+"""Attention plans: schedules that FlashInfer's host code computes for a batch, and the buffers that its kernels read.
 
-One wrapper serves decoding, verifying and prompts: ``BatchPrefillWithPagedKVCacheWrapper`` on its backend ``fa2``, which
-splits cached tokens among programs (few queries need that), takes masks, and is also what FlashInfer's decoding comes to with
-tensor cores. So one module is compiled for a dtype and head size.
+One wrapper serves decoding, verify and prefill: ``BatchPrefillWithPagedKVCacheWrapper`` with backend ``fa2``. It splits
+cached tokens among programs, as few queries require, and accepts masks. FlashInfer's tensor-core decoding uses the same
+code. Each dtype and head size therefore needs one compiled module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INT_BYTES = 1 << 20
 
 
 def scratch_bytes(shape: AttentionShape, *, batch: int, rows: int, processors: int) -> int:
-    """Bytes of partial results, when cached tokens are split among programs: float32 for each row of each block."""
+    """Return the bytes of float32 partial results if cached tokens are split among programs."""
     group = shape.heads // shape.kv_heads
     blocks = _PROGRAMS * processors // shape.kv_heads
     most = 0
@@ -102,7 +102,7 @@ class AttentionPlan:
             self._copied.synchronize()
 
     def renew(self, metadata: AttentionMetadata, stream: Stream) -> None:
-        """Plan for this batch, in the scope of ``stream``."""
+        """Plan attention of this batch, in the scope of ``stream``."""
         batch = metadata.block_table.shape[0]
         lens = _lengths(metadata, batch)
         page_size = next(iter(self.wrappers)).page_size

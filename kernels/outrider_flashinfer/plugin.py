@@ -18,7 +18,7 @@ _TESTED = "0.6."
 
 @hookimpl
 def kernel_info() -> KernelInfo:
-    """Usable where FlashInfer is installed; asking doesn't import it."""
+    """Describe the kernel set: usable if FlashInfer is installed. Doesn't import it."""
     found = find_spec("flashinfer") is not None
     return KernelInfo(
         name="flashinfer",
@@ -32,7 +32,7 @@ def kernel_info() -> KernelInfo:
 
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
-    """The backend's own kernels with FlashInfer's attention."""
+    """Create the kernel set that wraps the backend's own kernels."""
     info = kernel_info()
     if not info.usable:
         raise BackendLoadError(f"{backend.label} can't have FlashInfer's attention: {info.reason}; {info.advice}")

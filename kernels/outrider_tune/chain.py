@@ -1,7 +1,7 @@
-"""The layers of a decoder one after another, as a decode step runs them: where a choice of kernels is measured.
+"""A chain of decoder layers in the order of a decode step, on which kernel choices are measured.
 
-A product that is fast by itself may hold up its neighbours: how much of a processor its programs take decides whether the
-next kernel can start early and bring in its weights. So each choice is tried where it will be used, by the time of the chain.
+A GEMM that is fast in isolation may delay its neighbours: its occupancy decides whether the next kernel can start early
+and prefetch its weights. Each choice is therefore timed within the chain.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PAGE = 16
 
 
 def normal(device: torch.device, *size: int) -> Tensor:
-    """Random numbers in bfloat16, of a variance of one over the last dimension."""
+    """Return random bfloat16 values whose variance is one over the last dimension's size."""
     made: Tensor = torch.randn(size, dtype=torch.bfloat16, device=device) * size[-1] ** -0.5
     return made
 
@@ -101,7 +101,7 @@ class LayerChain:
         return kernels.linear_add_rms_norm(*pending, residual, norm, eps)
 
     def _queries(self, layer: _Layer, pending: Product | None, residual: Tensor) -> Tensor:
-        """Queries of a layer; its keys and values go to their slots."""
+        """Return a layer's queries, and write its keys and values to their slots."""
         kernels, shape, norm, eps = self.kernels, self.shape, self._norm, 1e-5
         rotary = RotaryArgs(*self._angles, layer.k_cache, layer.v_cache, self._slots)
         if pending is not None and not shape.qk_norm:

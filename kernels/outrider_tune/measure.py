@@ -52,7 +52,7 @@ class KernelCase:
 
 
 def kernel_cases(shape: DecoderShape, *, dtype: torch.dtype, device: torch.device) -> Iterator[KernelCase]:
-    """Every kernel but the matrix products, on operands that are made as they're needed, in the caller's stream scope."""
+    """Yield the cases of all kernels except GEMMs. Operands are created on demand, in the caller's stream scope."""
     for batch, width in _BATCHES:
         make = _Maker(shape, batch, width, dtype, device)
         yield from make.rows()
@@ -66,7 +66,7 @@ def kernel_cases(shape: DecoderShape, *, dtype: torch.dtype, device: torch.devic
 def product_cases(
     shape: DecoderShape, *, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[KernelCase]:
-    """Matrix products with what is fused to them, for ``tokens`` tokens; weights rotate among ``rotate_bytes`` bytes."""
+    """Yield the cases of GEMMs with fused operators, for ``tokens`` tokens. Weights rotate among ``rotate_bytes`` bytes."""
     attention = shape.heads * shape.head_size
     yield _product("qkv", attention + 2 * shape.kv_heads * shape.head_size, shape.hidden, tokens, rotate_bytes, dtype, device)
     yield _product("output, add, norm", shape.hidden, attention, tokens, rotate_bytes, dtype, device)

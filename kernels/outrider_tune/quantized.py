@@ -1,4 +1,4 @@
-"""Quantised weights at random, and products with them: for measuring, where values don't matter and bytes do."""
+"""Random quantized weights and their GEMMs, for measurements in which bytes matter and values don't."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RANDOM_FORMATS: Mapping[str, RandomFormat] = MappingProxyType(
 
 
 def random_format(name: str) -> RandomFormat:
-    """The way of that name; :class:`ConfigError` for another."""
+    """Return the quantization of that name. Raises :class:`ConfigError` for an unknown name."""
     if name not in RANDOM_FORMATS:
         raise ConfigError(f"there are no random weights in the format {name!r}; expected one of {', '.join(RANDOM_FORMATS)}")
     return RANDOM_FORMATS[name]
@@ -97,7 +97,7 @@ def random_quantized(
 def quantized_cases(
     name: str, shape: DecoderShape, *, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[KernelCase]:
-    """The products of a decoder's layer and its output head, of weights quantised in the way ``name``, which rotate."""
+    """Yield GEMMs of a decoder layer and the output head, with rotating weights of the quantization ``name``."""
     attention = shape.heads * shape.head_size
     products = {
         "qkv": (attention + 2 * shape.kv_heads * shape.head_size, shape.hidden),

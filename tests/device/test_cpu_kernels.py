@@ -191,7 +191,7 @@ def test_who_shares_a_call_copies_little_for_nothing(lens, numbers):
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_product_with_a_large_weight_is_the_references(draw, monkeypatch, dtype, bias):
     """By either way, and with as many tokens as lie on both sides of where it changes."""
-    monkeypatch.setattr(cpu_kernels, "_LARGE", 24 * 16)
+    monkeypatch.setattr(cpu_kernels, "_MIN_UNCACHED_WEIGHT_ELEMENTS", 24 * 16)
     ways = []
     for name in ("mm", "addmm"):
         way = getattr(torch, name)
@@ -204,8 +204,8 @@ def test_a_product_with_a_large_weight_is_the_references(draw, monkeypatch, dtyp
         exact = {"rtol": 0.01, "atol": 0.02} if dtype is torch.bfloat16 else {}
         torch.testing.assert_close(made, expected, **exact)
         assert made.is_contiguous()
-        assert bool(ways) == (x.numel() // 16 in cpu_kernels._FEW.get(dtype, ()))
-    monkeypatch.setattr(cpu_kernels, "_LARGE", 24 * 16 + 1)
+        assert bool(ways) == (x.numel() // 16 in cpu_kernels._WEIGHT_FIRST_TOKENS.get(dtype, ()))
+    monkeypatch.setattr(cpu_kernels, "_MIN_UNCACHED_WEIGHT_ELEMENTS", 24 * 16 + 1)
     ways.clear()
     OURS.linear(draw(8, 16).to(dtype), draw(24, 16).to(dtype))
     assert not ways
@@ -216,7 +216,7 @@ def test_a_product_with_a_large_weight_is_the_references(draw, monkeypatch, dtyp
 @pytest.mark.parametrize("set_", [OURS, REFERENCE], ids=["ours", "reference"])
 def test_what_lies_behind_a_strided_row_is_nobodys(draw, monkeypatch, set_, dtype, tokens):
     """In bfloat16, on processors with AMX, torch 2.13 reads past the end of a row, and a NaN there comes out."""
-    monkeypatch.setattr(cpu_kernels, "_LARGE", 1)
+    monkeypatch.setattr(cpu_kernels, "_MIN_UNCACHED_WEIGHT_ELEMENTS", 1)
     wide = torch.full((tokens, 528), torch.nan, dtype=dtype)
     x, weight = wide[:, :520], draw(64, 520).to(dtype)
     x.copy_(draw(tokens, 520))

@@ -45,22 +45,22 @@ class CpuKernels(KernelSet, complete=True):
         return made.t().contiguous().view(*x.shape[:-1], -1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Torch's own where it's as exact: in float32 and wider."""
+        """Use torch's operator for float32 and wider dtypes, where it is as exact as the reference."""
         if x.dtype.itemsize < torch.float32.itemsize:
             return super().rms_norm(x, weight, eps)
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The sum in place, then the norm."""
+        """Add to the residual in place, then normalize the sum."""
         return self.rms_norm(residual.add_(x), weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Two operations on the halves."""
+        """Compute SwiGLU with two operations on the two halves."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
-        """Queries and keys are rotated together."""
+        """Rotate queries and keys in one operation, then write the cache."""
         kv_heads, size = rotary.k_cache.shape[2:]
         made = self.linear(*product).view(product.x.shape[0], -1, size)
         turned, v = made[:, :-kv_heads], made[:, -kv_heads:]
@@ -77,7 +77,7 @@ class CpuKernels(KernelSet, complete=True):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Over as many cached tokens as there are."""
+        """Attend to the cached tokens only, not to the block table's capacity."""
         return torch.ops.outrider.paged_attention.host(  # type: ignore[no-any-return]
             q,
             k_cache,
@@ -93,7 +93,7 @@ class CpuKernels(KernelSet, complete=True):
         )
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
-        """The likeliest where no row samples."""
+        """Return the argmax if all rows are greedy, else sample."""
         lane = _DRAFT if draft else _TARGET
         return torch.ops.outrider.sample.host(logits, temperature, seeds, positions, lane)  # type: ignore[no-any-return]
 
@@ -106,7 +106,7 @@ class CpuKernels(KernelSet, complete=True):
         seeds: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Without drafts there's nothing to verify, and without a row that samples no distribution to look at."""
+        """Skip verification without drafts, and skip the distributions if all rows are greedy."""
         return torch.ops.outrider.verify_chain.host(  # type: ignore[no-any-return]
             target_logits, draft_tokens, draft_probs, temperature, seeds, positions
         )

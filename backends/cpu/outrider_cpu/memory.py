@@ -1,4 +1,4 @@
-"""Memory of the host: what is freed stays with the process, so that it needn't be fetched and cleared again."""
+"""Allocator setting of the host: the process retains freed memory, so that the system needn't map and clear it again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Operators of the host, as overloads of the backend interface's: what watches a run knows them by the operands' names.
+"""Operators of the host, as overloads of the backend interface's operators. Observers identify operands by name.
 
-Each runs at once, so it may read a value for the price of reading it. Inside an operator that is its own business.
+Each operator runs synchronously, so it can read values of its operands without a device wait.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _define(schema: str, implementation: Callable[..., Any]) -> None:
 def _rope_write_cache(
     turned: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> Tensor:
-    """Queries and keys are rotated together; the last heads of the result are the keys."""
+    """Rotate queries and keys together. The last heads of the result are the keys."""
     half = turned.shape[-1] // 2
     sin = sin.unsqueeze(1)
     rotated = turned * cos.unsqueeze(1)
@@ -67,7 +67,7 @@ def _paged_attention(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Over as many cached tokens as there are."""
+    """Attend to the cached tokens only, not to the block table's capacity."""
     lens: list[int] = seq_lens.tolist()
     starts: list[int] = query_start[: len(lens) + 1].tolist()
     longest = max(lens, default=0)
@@ -152,7 +152,7 @@ def _attend_together(
     tables: Tensor,
     tree: Tensor | None = None,
 ) -> Tensor:
-    """Several requests, whose last N tokens are q [B, N, Hq, D], over copies of their keys and values; → [B N, Hq, D]."""
+    """Attend for several requests over copies of their keys and values: q [B, N, Hq, D] → [B N, Hq, D]."""
     batch, count, heads, size = q.shape
     kv_heads = k_cache.shape[2]
     pages = tables[:, : -(-longest // k_cache.shape[1])].flatten()
@@ -226,11 +226,11 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int) -> Tensor:
-    """The likeliest where no row samples."""
+    """Return the argmax if all rows are greedy, else sample."""
     if not any(temperature.tolist()):
         return logits.argmax(-1)
-    drawn: Tensor = torch.ops.outrider.sample.default(logits, temperature, seeds, positions, lane)
-    return drawn
+    sampled: Tensor = torch.ops.outrider.sample.default(logits, temperature, seeds, positions, lane)
+    return sampled
 
 
 def _verify_chain(
@@ -241,7 +241,7 @@ def _verify_chain(
     seeds: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Without drafts there's nothing to verify, and without a row that samples no distribution to look at."""
+    """Skip verification without drafts, and skip the distributions if all rows are greedy."""
     if draft_probs is not None and not any(temperature.tolist()):
         draft_probs = None
     if draft_probs is None and not draft_tokens.shape[1]:

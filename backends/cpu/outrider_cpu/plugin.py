@@ -20,7 +20,7 @@ _FREED = ("kept", "returned")
 
 @hookimpl
 def backend_info() -> BackendInfo:
-    """The reference backend runs everywhere; it loses every probe against a device."""
+    """Describe the backend: always usable, with the lowest priority of all backends."""
     return BackendInfo(
         name="cpu",
         description="reference: the same contract, executed at once on the host",
@@ -33,7 +33,7 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """The one host processor; options in :data:`OPTIONS`."""
+    """Create the backend of the host, with options of :data:`OPTIONS`."""
     if ordinal != 0:
         raise BackendLoadError(f"backend 'cpu': device {ordinal} was asked for, there is only device 0")
     for key, value in options.items():

@@ -1,4 +1,4 @@
-"""A CUDA device as a backend: torch's streams, events and graphs, and the errors of the driver told apart."""
+"""The backend of CUDA devices: torch's streams, events and graphs, and a classification of driver errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CAPABILITIES = Capabilities(
 
 
 class CudaSync(SpeculativeSync):
-    """Events with generations and cheap stream waits; a whole iteration may be one graph."""
+    """Synchronization policy of CUDA devices: events with generations; a whole iteration may be one graph."""
 
     step_modes = frozenset(StepMode)
 
@@ -68,5 +68,5 @@ class CudaBackend(TorchDeviceBackend):
         return torch.cuda.CUDAGraph()
 
     def versions(self) -> Mapping[str, str]:
-        """Torch, CUDA runtime and device name."""
+        """Return the versions of torch and CUDA, and the device name."""
         return {**super().versions(), "cuda": str(torch.version.cuda)}

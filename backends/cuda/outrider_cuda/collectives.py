@@ -1,9 +1,8 @@
-"""Groups of NVIDIA GPUs: NCCL, and memory of the peers for small tensors, where the GPUs of one host reach it
-(``cuda:peers=off``: NCCL alone).
+"""Groups of NVIDIA GPUs: NCCL, and peer memory for small tensors if the GPUs of one host can access it.
 
-Three ways, by bytes of one rank: kernels that write into the peers' memory (:mod:`outrider_triton.peers`), torch's one-shot
-all-reduce over symmetric memory, and NCCL. `outrider bench collectives` measures them.
-NVLink multicast stays unused: it isn't everywhere.
+``cuda:peers=off`` selects NCCL alone. The bytes per rank select one of three implementations: kernels that write to
+peer memory (:mod:`outrider_triton.peers`), torch's one-shot all-reduce over symmetric memory, and NCCL.
+`outrider bench collectives` measures them. NVLink multicast isn't used, because some hosts lack it.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class CudaGroup(TorchGroup):
         *,
         peers: bool = False,
     ) -> None:
-        """``peers``: small tensors go over memory of the peers where all ranks reach it; else everything goes by NCCL."""
+        """Create the group. ``peers`` uses peer memory for small tensors if all ranks can access it; NCCL does all else."""
         super().__init__(backend, name, ranks, rank, store, timeout_s)
         self._reachable = False
         self._kept: list[Any] = []
@@ -116,7 +115,7 @@ class CudaGroup(TorchGroup):
         return self._reachable
 
     def _reach_peers(self) -> bool:
-        """Ask every rank, so that all come to one answer."""
+        """Exchange all ranks' reachability, so that all ranks select the same implementation."""
         host = f"{platform.node()} {_boot_id()}"
         self._group_store.set(f"where/{self.rank}", f"{host}|{self.backend.device.index}|{os.getpid()}")
         said = [self._group_store.get(f"where/{rank}").decode().split("|") for rank in range(self.size)]
@@ -164,7 +163,7 @@ class CudaGroup(TorchGroup):
         return worked
 
     def _register(self) -> None:
-        """Tell torch's symmetric memory, which looks groups up by name, who this one is."""
+        """Register the group's name with torch's symmetric memory."""
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
         meeting = dist.PrefixStore("symmetric", self._group_store)

@@ -32,7 +32,7 @@ CI = CiDeclaration(
 
 @hookimpl
 def backend_info() -> BackendInfo:
-    """Usable where torch is built for CUDA and sees a device; asking starts no device."""
+    """Describe the backend: usable if torch is built for CUDA and sees a device. Starts no device."""
     import torch
 
     def info(*, usable: bool, reason: str = "", advice: str = "", count: int | None = None) -> BackendInfo:
@@ -68,7 +68,7 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """GPU ``ordinal``; options in :data:`OPTIONS`."""
+    """Create the backend of GPU ``ordinal``, with options of :data:`OPTIONS`."""
     for key, value in options.items():
         if key not in OPTIONS:
             raise ConfigError(f"backend 'cuda' has no option {key!r}; known: {', '.join(OPTIONS)}")

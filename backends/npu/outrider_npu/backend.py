@@ -1,4 +1,4 @@
-"""An Ascend device as a backend."""
+"""The backend of Ascend devices."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _ERROR_CODE = re.compile(r"error code(?: is)?\s*:?\s*(\d{6})")
 
 
 class NpuBackend(TorchDeviceBackend):
-    """One NPU. torch_npu is loaded already."""
+    """The backend of one NPU. Requires that torch_npu is loaded."""
 
     graph_type = NpuGraph
 
@@ -88,7 +88,7 @@ class NpuBackend(TorchDeviceBackend):
         context.handles.setdefault(param.name, []).append(TaskGroup(handle, issue))
 
     def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
-        """torch_npu's errors are often plain RuntimeErrors: out of memory by its text, sticky faults by CANN's number."""
+        """Classify torch_npu's plain RuntimeErrors: out of memory by text, sticky faults by CANN's error number."""
         if isinstance(error, RuntimeError) and "NPU out of memory" in str(error):
             return OutOfDeviceMemory(
                 f"out of memory on {self.device} while {doing}: {error}; use a smaller batch, cache or bucket"
@@ -101,6 +101,6 @@ class NpuBackend(TorchDeviceBackend):
         return super().translate_error(error, doing)
 
     def versions(self) -> Mapping[str, str]:
-        """torch, torch_npu, CANN and device name."""
+        """Return the versions of torch, torch_npu and CANN, and the device name."""
         cann = str(torch_npu.npu.utils.get_cann_version())
         return {**super().versions(), "torch_npu": str(torch_npu.__version__), "cann": cann}

@@ -27,15 +27,16 @@ Issue = Callable[[tuple[int, ...]], None]
 
 @dataclass(frozen=True, slots=True)
 class TaskGroup:
-    """One captured operation: its handle, and how to issue it again. Keeps the operation's tensors alive with the graph."""
+    """One captured operation: its handle and a function that reissues it. References the operation's tensors."""
 
     handle: Any
     issue: Issue
 
 
 class NpuGraph(TorchGraph):
-    """A captured ``NPUGraph``; the capture context's handles hold the task groups of each host parameter. An empty list says
-    that a kernel met the parameter and reads its values elsewhere, on the device.
+    """A captured ``NPUGraph``. The capture context's handles hold the task groups of each host parameter.
+
+    An empty list means that a kernel used the parameter but reads its values from device memory.
     """
 
     def _update_params(self, params: Mapping[str, tuple[int, ...]], stream: Stream) -> None:

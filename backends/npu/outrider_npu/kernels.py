@@ -1,7 +1,7 @@
-"""Kernels of an Ascend device: attention and rotation by CANN, everything else by torch's references.
+"""Kernels of an Ascend device: CANN computes attention and rotation, torch's references compute all other operators.
 
-Attention is ``npu_fused_infer_attention_score`` in its ``.out`` form. The registered schema of that form doesn't say that it
-writes its outputs, so it's wrapped in an operator whose schema does.
+Attention calls ``npu_fused_infer_attention_score.out``. That overload's schema omits its written outputs, so a wrapper
+operator declares them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Call:
 
 
 class NpuKernels(KernelSet):
-    """``paged_attention`` and ``rope_write_cache`` by CANN where its limits allow (:meth:`unfused` says where not)."""
+    """Kernels that use CANN for attention and rotation within its limits; :meth:`unfused` returns the exceeded limit."""
 
     name = "npu"
 
@@ -114,8 +114,10 @@ class NpuKernels(KernelSet):
         v_cache: Tensor,
         slots: Tensor,
     ) -> None:
-        """One rotation for positions on one axis and on three: the interface hands over cosines and sines of each token, with
-        its axes already chosen (so ``npu_mrope``, which wants positions and a table, isn't needed).
+        """Rotate one-axis or three-axis positions with one operator.
+
+        The caller passes each token's cosines and sines with the axes already selected. ``npu_mrope`` isn't used,
+        because it takes positions and a table instead.
         """
         turn = (cos.unsqueeze(0).unsqueeze(2), sin.unsqueeze(0).unsqueeze(2))  # 1S1D beside BSND
         for x in (q, k):
@@ -153,12 +155,14 @@ class NpuKernels(KernelSet):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """The fused operator gets the exact lengths as a list of the host, read through ``Backend.reissue`` so that a graph
-        can be rebound. Without them, and outside the operator's limits, it's torch's reference. Sequences whose pages are
-        more than the cache has, since they share some, are attended to in several calls.
+        """Compute attention with the fused operator, or with torch's reference outside the operator's limits.
 
-        *Workspace.* In a capture, one for all layers of the same shape; it lives as long as the graph, and makes the
-        attention of one capture a matter of one stream.
+        The operator takes the exact lengths as a host list, read through ``Backend.reissue`` so that a graph can be
+        rebound. Without host lengths the reference runs. Sequences that share pages and together list more pages than
+        the cache has are split among several calls.
+
+        *Workspace.* A capture allocates one workspace for all layers of the same shape. The workspace lives as long as
+        the graph, so all attention of one capture must run on one stream.
         """
         exact = metadata.seq_lens_host
         if exact is None or self.unfused(q, k_cache, metadata):
@@ -197,7 +201,7 @@ class NpuKernels(KernelSet):
         return result[:tokens]
 
     def _issue(self, exact: HostParam, call: _Call, rows: slice) -> None:
-        """One call of the operator, whose lengths are those of ``rows``; a task group where it's captured."""
+        """Call the operator for the sequences of ``rows``; in a capture, the call is a task group."""
         most = call.keys.shape[0] * call.keys.shape[1]  # more is of a request that is over
 
         def own(lengths: tuple[int, ...]) -> list[int]:
@@ -242,10 +246,10 @@ class NpuKernels(KernelSet):
         return [*parts, (begin, len(lengths))]
 
     def _causal_mask(self) -> Tensor:
-        """The compressed mask of sparse mode 3: what isn't on or below the diagonal is hidden.
+        """Return the compressed mask of sparse mode 3, which hides positions above the diagonal.
 
-        Made once, when the first causal batch comes, and waited for, so that every stream may read it. That is never in a
-        capture, since a capture rehearses first.
+        The first causal batch creates the mask, and the host waits for it, so that every stream can read it. The creation
+        is never in a capture, because a rehearsal precedes each capture.
         """
         if self._causal is None:
             ones = torch.ones((_COMPRESSED, _COMPRESSED), dtype=torch.bool, device=self._backend.device)
@@ -254,7 +258,7 @@ class NpuKernels(KernelSet):
         return self._causal
 
     def _workspace(self, call: _Call, lengths: list[int]) -> Tensor | None:
-        """Memory for the largest lengths that a rebind may bring; None outside a capture, where the call takes its own."""
+        """Return a workspace for the maximum lengths, or None outside a capture, where the call allocates its own."""
         capture = self._backend.active_capture
         if capture is None or capture.rehearsal:
             return None

@@ -16,14 +16,14 @@ _NUMBERED = re.compile(r"davinci\d+")
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why the backend can't run here, and what to do."""
+    """The reason why the backend can't run on this host, with advice."""
 
     reason: str
     advice: str
 
 
 def find_trouble(devices: Path = _DEVICES) -> Trouble | None:
-    """The first thing that is in the way, or None."""
+    """Return the first obstacle to running the backend on this host, or None."""
     version = _version(PACKAGE)
     if version is None:
         return Trouble("torch_npu isn't installed", "install it with its CANN: pip install 'outrider[npu]'")
@@ -39,7 +39,7 @@ def find_trouble(devices: Path = _DEVICES) -> Trouble | None:
 
 
 def device_count(devices: Path = _DEVICES) -> int:
-    """Device files that the Ascend driver made. What ASCEND_RT_VISIBLE_DEVICES hides is counted too."""
+    """Return the number of the Ascend driver's device files. ASCEND_RT_VISIBLE_DEVICES isn't considered."""
     return sum(1 for path in devices.glob("davinci*") if _NUMBERED.fullmatch(path.name)) if devices.is_dir() else 0
 
 

@@ -19,7 +19,7 @@ CI = CiDeclaration(
 
 @hookimpl
 def backend_info() -> BackendInfo:
-    """Usable where torch_npu is installed for this torch and the driver shows a device; asking imports neither."""
+    """Describe the backend: usable if a matching torch_npu is installed and the driver lists a device. Imports neither."""
     from outrider_npu import machine
 
     trouble = machine.find_trouble()
@@ -37,7 +37,7 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """NPU ``ordinal``, without options. Imports torch_npu; a failure says what to do about it."""
+    """Create the backend of NPU ``ordinal``, which has no options. Imports torch_npu; its errors contain advice."""
     if options:
         raise ConfigError(f"backend 'npu' takes no options, got {sorted(options)}")
     from outrider_npu import machine, runtime

@@ -1,4 +1,4 @@
-"""The policy of an Ascend device."""
+"""The synchronization policy of Ascend devices."""
 
 from __future__ import annotations
 

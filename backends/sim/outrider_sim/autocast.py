@@ -1,6 +1,6 @@
-"""Autocast: which operators run in the lower precision, which in float32, and which in the widest of their operands.
+"""Autocast: lists of operators that run in the lower precision, in float32, or in their operands' widest dtype.
 
-The lists are those that torch has for its accelerators. Unlike there, the cast of a weight isn't kept for its next use.
+The lists equal torch's lists for accelerators. Unlike torch, the cast of a weight isn't cached.
 """
 
 from __future__ import annotations

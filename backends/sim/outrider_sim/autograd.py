@@ -31,7 +31,7 @@ class OperatorFailure:
 
 
 class _Failures:
-    """Errors that wait to be raised by the call of the engine that they ended."""
+    """Original errors of failed operators, until the engine's call raises them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The interface's backend on the simulated machine: an ordinary plugin, with one more handle for tools (`control`)."""
+"""The backend interface on the simulated machine. `control` is an additional handle for tools."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class SimEvent(Event):
         self.backend.sim.machine.synchronize_event(generation)
 
     def _synchronize_within(self, seconds: float) -> bool:
-        """There is no clock: nothing is ever late, and what can't come is noticed at once."""
+        """Ignore the time limit: without a clock, a wait that can't end is detected at once."""
         del seconds
         self._synchronize()
         return True
@@ -183,7 +183,7 @@ class SimGraph(Graph):
 
 
 class SimSync(SpeculativeSync):
-    """The policy of the personality."""
+    """Synchronization policy of the imitated device family."""
 
     def __init__(self, backend: SimBackend) -> None:
         super().__init__(backend)
@@ -223,8 +223,8 @@ def _capabilities(like: Personality) -> Capabilities:
 class SimBackend(Backend):
     """A simulated accelerator.
 
-    Each backend object is a device of its own: its streams, memory and schedule are shared with no other. torch calls
-    outside any `on` scope go to the one that was made last.
+    Each backend object is a separate device with its own streams, memory and schedule. torch calls outside any `on` scope
+    go to the newest backend.
     """
 
     def __init__(self, options: SimOptions | None = None, ordinal: int = 0) -> None:
@@ -262,13 +262,13 @@ class SimBackend(Backend):
         return self._control
 
     def versions(self) -> Mapping[str, str]:
-        """torch, and which family is imitated."""
+        """Return torch's version and the imitated device family."""
         return {**super().versions(), "device": f"simulated, like {self.sim.options.like.name}"}
 
     # -- ranks of a program --------------------------------------------------------------------------------------------
 
     def as_current(self) -> AbstractContextManager[None]:
-        """A scope in which calls that name no device come here."""
+        """Return a scope in which calls without a device use this backend."""
         return self._dispatcher.using(self.sim)
 
     def become_current(self) -> None:
@@ -278,11 +278,11 @@ class SimBackend(Backend):
         self._dispatcher.thread_device.sim = self.sim
 
     def current_rank(self) -> int:
-        """The rank that the calling thread is."""
+        """The rank of the calling thread."""
         return self._dispatcher.rank_device().machine.rank
 
     def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Let these operators be carried out by the given functions."""
+        """Register functions as the implementations of operators."""
         self._dispatcher.handle_specially(handlers)
 
     # -- tools --------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class SimBackend(Backend):
         self.sim.machine.update_mode()
 
     def locate(self, tensor: Tensor) -> Access:
-        """The bytes of a device tensor or of a pinned one."""
+        """Return the memory access of a device tensor's or pinned tensor's bytes."""
         if isinstance(tensor, PinnedTensor):
             return host_extent(tensor, False)
         if not isinstance(tensor, SimTensor):
@@ -334,8 +334,9 @@ class SimBackend(Backend):
             machine.drop_stream(stream.queue_state)
 
     def create_stream(self, name: str, *, priority: int = 0) -> Stream:
-        """A new stream. Where one of an earlier run (before the last reset) still has the name, that one is renamed: a
-        program's streams are called the same in each of its runs, so that schedules stay valid.
+        """Create a stream. An earlier run's stream of the same name (from before the last reset) is renamed.
+
+        A program's streams therefore have the same names in each of its runs, so that schedules stay valid.
         """
         for stream in self._streams:
             if stream.name == name and isinstance(stream, SimStream) and stream.epoch < self.epoch:
@@ -387,7 +388,7 @@ class SimBackend(Backend):
         return isinstance(tensor, PinnedTensor)
 
     def memory_info(self) -> MemoryInfo:
-        """Bytes of the simulated device; cached blocks count as free."""
+        """Return the simulated device's memory in bytes; cached blocks count as free."""
         memory = self.sim.memory
         return MemoryInfo(total=memory.limit, free=memory.limit - memory.allocated, allocated=memory.allocated)
 
@@ -395,7 +396,7 @@ class SimBackend(Backend):
         return create_group(self, name, ranks, rank, store, timeout_s)
 
     def create_graph_pool(self, name: str) -> GraphPool:
-        """Private memory for graphs that never run at the same time."""
+        """Create private memory for graphs that never run concurrently."""
         return GraphPool(self, name, Pool(name))
 
     def _capture(

@@ -1,4 +1,4 @@
-"""Groups of simulated ranks: the backend interface's verbs, computed when all halves of a collective have started."""
+"""Groups of simulated ranks. A collective is computed once all ranks' parts have started."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class RanksDeadlock(CollectiveError, DeadlockError):
-    """Ranks wait for each other, or for one that doesn't come. The text is the graph of who waits for whom."""
+    """Error for ranks that wait for each other or for an absent rank. The text is the wait-for graph."""
 
 
 class Operands(NamedTuple):
-    """Host tensors over the simulated memory: what a half contributes, and where its result goes."""
+    """Host tensors over simulated memory: the input and the output of a rank's part of a collective."""
 
     read: Tensor | None
     write: Tensor | None
@@ -51,8 +51,9 @@ class CapturedCollective:
 
 
 class SimGroup(Group):
-    """One rank's side of a group of simulated devices. `timeout_s` never passes: there is no clock, so a rank that doesn't
-    come is noticed as soon as nothing else can run.
+    """One rank's membership in a group of simulated devices.
+
+    `timeout_s` never expires, because there is no clock. An absent rank is detected once no operation can run.
     """
 
     backend: SimBackend
@@ -102,8 +103,8 @@ class SimGroup(Group):
     ) -> None:
         machine = self.backend.sim.machine
         stream = machine.stream
-        told = self.last_call
-        assert told is not None
+        collective = self.last_call
+        assert collective is not None
         machine.line = python_line()
         call = CollectiveCall(
             name=told.kind,
@@ -142,7 +143,7 @@ def matching_facts(call: Collective, *, in_graph: bool) -> tuple[tuple[str, obje
 def create_group(
     backend: SimBackend, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float
 ) -> SimGroup:
-    """One rank's side of a new group. The scheduler knows which ranks there are, so `store` isn't asked."""
+    """Create one rank's membership in a new group. The scheduler knows all ranks, so `store` isn't used."""
     del store
     scheduler = backend.sim.machine.scheduler
     if scheduler.exchange is None:

@@ -1,7 +1,7 @@
-"""Composite operators that torch carries out otherwise for a tensor in Python.
+"""Composite operators that torch runs differently for tensors implemented in Python.
 
-Some `out=` overloads then leave the given tensor as it was: they're done as the operator without `out=`, and a copy. And
-`ctc_loss` no longer takes lengths that are on the host.
+Some `out=` overloads then don't write the passed tensor. They are replaced by the operator without `out=` and a copy.
+`ctc_loss` is replaced because torch's composite then rejects lengths in host memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_
 
 
 def kernels() -> Iterator[tuple[str, Callable[..., Tensor]]]:
-    """Name with overload, and what to do."""
+    """Yield the operators' names with overload, and their implementations."""
     yield "ctc_loss.Tensor", _ctc_loss
     for name in _NAMES:
         packet = getattr(torch.ops.aten, name)

@@ -1,4 +1,4 @@
-"""The handle by which tools decide who goes next, and what goes wrong."""
+"""The handle by which tools control the schedule and inject faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SimControl:
-    """The handle by which tools decide who goes next (the backend interface's `ControllableDevice`, and more)."""
+    """Control of the schedule and of faults: implements and extends the backend interface's `ControllableDevice`."""
 
     def __init__(self, backend: SimBackend) -> None:
         self._backend = backend
@@ -35,11 +35,11 @@ class SimControl:
         self.use(ReplaySchedule(Schedule.parse(schedule)))
 
     def use(self, strategy: Strategy) -> None:
-        """Let `strategy` decide from here on."""
+        """Replace the strategy that picks the next step."""
         self._machine.use(strategy)
 
     def schedule(self) -> str:
-        """The departures from the order of the program since the last reset; replays them exactly."""
+        """Return the deviations from program order since the last reset. A replay of them repeats the run exactly."""
         return str(self._machine.schedule())
 
     def reset(self, strategy: Strategy | None = None) -> None:
@@ -51,7 +51,7 @@ class SimControl:
         self._backend.start_over(strategy)
 
     def virtual_time(self) -> float:
-        """Seconds of simulated time since the last reset, on the stream or thread that is furthest."""
+        """Return the simulated seconds since the last reset, on the most advanced stream or thread."""
         machine = self._machine
         clocks = [stream.clock for stream in machine.scheduler.streams] + [thread.clock for thread in machine.threads]
         return float(max(clocks)) / 1e6
@@ -114,5 +114,5 @@ class SimControl:
             self._machine.hosts.run_threads(*bodies)
 
     def yield_(self) -> None:
-        """A point of the schedule in plain host code, where another thread or a stream may go on."""
+        """Add a point of the schedule to host code, at which another thread or a stream may run."""
         self._machine.point(FREE)

@@ -1,4 +1,4 @@
-"""Copies: on the device queued; to and from the host asynchronous for pinned memory alone."""
+"""Copies. Device copies are queued; host copies are asynchronous only with pinned memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CopyOperators:
         return destination
 
     def copy_from(self, source: Tensor, destination: Tensor, non_blocking: bool = False) -> Tensor:
-        """The same with the operands exchanged, as torch's internals call it."""
+        """Copy with exchanged operands; torch's internals call this operator."""
         return self.copy_(destination, source, non_blocking)
 
     def host_to_device(self, destination: SimTensor, source: Tensor, non_blocking: bool) -> None:
@@ -77,7 +77,7 @@ class CopyOperators:
             sim.synchronize(stream, "a blocking copy to the device")
 
     def device_to_host(self, destination: Tensor, source: SimTensor, non_blocking: bool) -> None:
-        """Asynchronous into contiguous pinned memory; into anything else the host waits."""
+        """Copy to the host: asynchronously to contiguous pinned memory, synchronously to other memory."""
         sim = self._core.current
         machine = sim.machine
         stream = machine.stream
@@ -104,7 +104,7 @@ class CopyOperators:
         destination.copy_(staged)
 
     def to_device(self, source: Tensor, dtype: torch.dtype, *, non_blocking: bool) -> SimTensor:
-        """A host tensor's values in new device memory."""
+        """Return a copy of a host tensor in new device memory."""
         sim = self._core.current
         meta = self._core.metas.get(source.shape, contiguous(tuple(source.shape)), dtype)
         made = self._core.allocate(sim, meta, sim.machine.stream)
@@ -121,7 +121,7 @@ class CopyOperators:
         non_blocking: bool = False,
         memory_format: torch.memory_format | None = None,
     ) -> Tensor:
-        """A copy with another dtype, layout or device."""
+        """Return a copy with another dtype, layout or device."""
         del layout
         target = self._core.device if device is None and isinstance(source, SimTensor) else (device or CPU)
         with torch._C._InferenceMode(False):

@@ -1,4 +1,4 @@
-"""New tensors: memory without contents, and factories that fill it by a kernel."""
+"""Tensor creation: uninitialized memory, and factories that fill new memory with a kernel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FactoryOperators:
         pin_memory: bool | None = None,
         memory_format: torch.memory_format | None = None,
     ) -> SimTensor:
-        """New memory with undefined contents."""
+        """Return a tensor with undefined contents."""
         del layout, device, pin_memory
         shape = torch.Size(size)
         if memory_format in (None, torch.contiguous_format):
@@ -54,7 +54,7 @@ class FactoryOperators:
         device: Any = None,
         pin_memory: bool | None = None,
     ) -> SimTensor:
-        """New memory with the given strides."""
+        """Return a tensor with undefined contents and the given strides."""
         del layout, device, pin_memory
         sim = self._core.current
         meta = self._core.metas.get(torch.Size(size), tuple(stride), dtype or torch.get_default_dtype())

@@ -33,7 +33,7 @@ class ScheduleStep(NamedTuple):
 
 
 class Delay(NamedTuple):
-    """`step` doesn't run before `after` has run."""
+    """A constraint: `step` doesn't run before `after` has run."""
 
     step: ScheduleStep
     after: ScheduleStep
@@ -43,7 +43,7 @@ class Delay(NamedTuple):
 
 
 def safe_name(name: str) -> str:
-    """The actor name for a stream's name: letters, digits and `_.+~-` alone, so that a schedule needs no quoting."""
+    """Return the actor name of a stream: only letters, digits and `_.+~-`, so that a schedule needs no quoting."""
     return _UNSAFE.sub("-", name)
 
 
@@ -64,7 +64,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule that `str` printed. Raises `ConfigError` for anything else."""
+        """Parse the text that `str` returns. Raises `ConfigError` for other text."""
         text = text.strip()
         if text in ("", PROGRAM):
             return cls()
@@ -103,7 +103,7 @@ class Schedule:
         return self._after
 
     def explain(self) -> list[str]:
-        """One sentence a delay, for people."""
+        """Return one readable sentence per delay."""
         return [f"{d.step} runs after {d.after}, although the program enqueued it first" for d in self]
 
 

@@ -68,10 +68,10 @@ class SimDeviceState:
             self.machine.tap.synchronized(stream)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype, *, guarded: bool = False) -> PinnedTensor:
-        """Fresh pinned host memory.
+        """Return new pinned host memory.
 
-        `guarded`: from torch's caching host allocator, which doesn't hand memory out again before the copies that use it
-        have completed. So where a tool watches, its address isn't used twice.
+        `guarded` memory imitates torch's caching host allocator, which reuses memory only after the copies that use it
+        have completed. While an observer is attached, guarded addresses are therefore not reused.
         """
         with torch._C._DisableTorchDispatch(), torch._C._InferenceMode(False):
             plain = torch.empty(shape, dtype=dtype)
@@ -98,11 +98,11 @@ class SimDeviceState:
             self._retired.append(allocation.kept)  # the allocator keeps it, so it isn't free yet
 
     def host_access(self, tensor: PinnedTensor, write: bool) -> None:
-        """The host reads or writes pinned memory now: a point of the schedule."""
+        """Report a host access to pinned memory, at a point of the schedule."""
         self._host_access(tensor, host_extent(tensor, write) if self.machine.tracks else None)
 
     def host_range(self, allocation: HostAllocation, low: int, high: int, write: bool) -> None:
-        """The same for bytes of it, through an array."""
+        """Report a host access to some bytes of pinned memory through an array."""
         self._host_access(
             allocation, Access(allocation.id, low, high, write, None, None, "") if self.machine.tracks else None
         )
@@ -115,7 +115,7 @@ class SimDeviceState:
 
 
 def host_extent(tensor: PinnedTensor, write: bool, argument: str = "") -> Access:
-    """The bytes of a pinned tensor."""
+    """Return the memory access of a pinned tensor's bytes."""
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():

@@ -1,4 +1,4 @@
-"""From a torch call to queued operations.
+"""Dispatch of torch calls to queued operations.
 
 Each operator is done in one of a few ways (`opinfo.OperatorKind`). The common one: look up what the results will look like,
 allocate them in the order of the current stream, queue the host kernel on the tensors' memory, hand back wrappers.
@@ -52,7 +52,7 @@ _LIKE = frozenset({"aten::empty_like", "aten::new_empty", "aten::new_empty_strid
 
 
 class Dispatcher:
-    """Carries out torch operators on the simulated device that is current. One for the process, as the device type is."""
+    """Runs torch operators on the current simulated device. The process has one dispatcher, like the device type."""
 
     def __init__(self, device: torch.device, current: SimDeviceState) -> None:
         self.device = device
@@ -95,7 +95,7 @@ class Dispatcher:
     # -- entry ------------------------------------------------------------------------------------------------------
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        """Carry out one operator call."""
+        """Run one operator call on the current device."""
         machine = self.current.machine
         if machine.tells:
             machine.line = self._lines.now()
@@ -139,7 +139,7 @@ class Dispatcher:
         return None
 
     def line_now(self) -> str:
-        """The line of the program that calls, as reports name it."""
+        """Return the calling program's source line, as reports show it."""
         return self._lines.now()
 
     def rank_device(self) -> SimDeviceState:
@@ -148,7 +148,7 @@ class Dispatcher:
         return found
 
     def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Let these operators be carried out by the given functions."""
+        """Register functions as the implementations of operators."""
         self._special.update(handlers)
         self._handlers.clear()
 
@@ -221,7 +221,7 @@ class Dispatcher:
         )
 
     def _index(self, index: Tensor | None) -> Tensor | None:
-        """Torch moves index tensors from the host to the device by itself."""
+        """Copy host index tensors to the device, as torch does."""
         if index is None or isinstance(index, SimTensor):
             return index
         return self.copies.to_device(index, index.dtype, non_blocking=False)
@@ -348,7 +348,7 @@ class Dispatcher:
     # -- pinned host tensors ----------------------------------------------------------------------------------------
 
     def pinned(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """An operator on pinned host memory."""
+        """Run an operator on pinned host memory."""
         if any(issubclass(kind, SimTensor) for kind in types):
             return self(func, args, kwargs)
         info = self.info(func)

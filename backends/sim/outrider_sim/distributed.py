@@ -47,7 +47,7 @@ class SimWork(dist.Work):
         return self._event is None or bool(self._event.query())
 
     def is_success(self) -> bool:
-        """Failures are raised where the host waits."""
+        """Return None: failures are raised when the host waits."""
         return self.is_completed()
 
     def synchronize(self) -> None:
@@ -67,7 +67,7 @@ class SimWork(dist.Work):
 
 
 def current(backend: SimBackend) -> SimStream:
-    """The stream that is current on the device for the calling thread."""
+    """Return the calling thread's current stream on the backend's device."""
     queue = backend.sim.machine.stream
     return next((s for s in backend.streams if s.native is queue), backend.default_stream)  # type: ignore[return-value]  # ours are sim's
 
@@ -76,7 +76,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose methods are overloads; torch giv
 
 
 class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has no stub: Any
-    """One rank's side of a group of torch.distributed."""
+    """One rank's membership in a torch.distributed group."""
 
     def __init__(self, backend: SimBackend, name: str, ranks: Sequence[int], store: Any) -> None:
         world = backend.sim.machine.rank
@@ -108,7 +108,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
     @property
     def group_name(self) -> str:
-        """The name by which functional collectives find the group."""
+        """Return the name by which functional collectives find the group."""
         return self._called
 
     @property
@@ -120,7 +120,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         self._called = name
 
     def _set_group_desc(self, text: str) -> None:
-        """A description changes nothing."""
+        """Ignore the description, which has no effect."""
 
     def shutdown(self) -> None:
         """Leave the group and release its simulated members."""
@@ -169,7 +169,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
     # -- the calls -----------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> SimWork:
-        """Reduce tensors in place, each for itself."""
+        """Reduce each tensor in place over all ranks."""
         reduction, average = _reduction(opts)
 
         def verb(stream: SimStream) -> None:
@@ -187,7 +187,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any) -> SimWork:
-        """Reduce onto the root; the others keep what they have."""
+        """Reduce to the root's tensor. The other ranks' tensors are unchanged."""
         reduction, average = _reduction(opts)
 
         def verb(stream: SimStream) -> None:
@@ -200,7 +200,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, _list(tensors))
 
     def broadcast(self, tensors: Any, opts: Any) -> SimWork:
-        """The root's values for all."""
+        """Copy the root's values to all ranks' tensors."""
 
         def verb(stream: SimStream) -> None:
             for tensor in _list(tensors):
@@ -211,7 +211,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, _list(tensors))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
-        """Lists of every rank's tensors, of one shape."""
+        """Gather every rank's tensors of one shape in lists."""
         del opts
 
         def verb(stream: SimStream) -> None:
@@ -249,7 +249,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
-        """Its own part of the sum of lists."""
+        """Reduce lists over all ranks and store this rank's part."""
         works = [
             self.reduce_scatter_single(output, torch.stack([self._here(t) for t in parts]).flatten(0, 1), opts)
             if parts[0].dim()
@@ -284,7 +284,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
     ) -> SimWork:
-        """Equal parts to every rank. Raises `CapabilityError` for parts that aren't equal."""
+        """Exchange equal parts among all ranks. Raises `CapabilityError` for unequal parts."""
         del opts
         if len({*(output_splits or ()), *(input_splits or ())}) > 1:
             raise CapabilityError(f"{NAME}: all_to_all of unequal parts {input_splits} isn't there; pad them")
@@ -300,7 +300,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
-        """Tensors of one shape to every rank."""
+        """Exchange one tensor of one shape with every rank."""
         del opts
 
         def verb(stream: SimStream) -> None:
@@ -313,7 +313,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, (*outputs, *inputs))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimWork:
-        """Every rank's tensor on the root."""
+        """Gather every rank's tensor on the root."""
 
         def verb(stream: SimStream) -> None:
             made = self._here(_list(inputs)[0])
@@ -326,7 +326,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, [*(t for into in outputs for t in into), *_list(inputs)])
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimWork:
-        """The root's parts, one for each rank."""
+        """Distribute the root's parts, one to each rank."""
 
         def verb(stream: SimStream) -> None:
             like = self._here(_list(outputs)[0])
@@ -356,7 +356,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, (tensor,), "from", source)
 
     def barrier(self, opts: Any = None) -> SimWork:
-        """Every rank's host waits until all have come."""
+        """Block the host until all ranks have reached the barrier."""
         del opts
         work = self.allreduce([torch.zeros(1, device=self.backend.device)])
         work.wait()

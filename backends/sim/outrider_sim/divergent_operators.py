@@ -1,4 +1,4 @@
-"""Ways in which one rank's device or host departs from the others', put in on purpose."""
+"""Injected differences between one rank's device or host and the other ranks'."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class CollectiveRendezvous:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks whose half wasn't issued."""
+        """Return the ranks that haven't issued their part."""
         return tuple(index for index in self.members if index not in self.halves)
 
 
@@ -170,7 +170,7 @@ class Member:
 
 
 class RankGroup:
-    """The ranks of one group. `broken` says why it's of no use any more."""
+    """The ranks of one group. `broken` is the reason why the group is unusable, or empty."""
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         self.name = name
@@ -190,7 +190,7 @@ class RankGroup:
 
 
 class Exchange:
-    """The groups of a scheduler's machines."""
+    """All groups of ranks of a scheduler's machines."""
 
     def __init__(self, scheduler: HostScheduler) -> None:
         self._scheduler = scheduler

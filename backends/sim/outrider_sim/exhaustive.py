@@ -91,7 +91,7 @@ class Exhaustive(Strategy):
         self.exhausted = True
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """The next step on this run's path. Raises `Pruned` where only repetitions are left."""
+        """Pick the next step of this run's path. Raises `Pruned` if only repetitions remain."""
         if self._depth < len(self._stack):
             frame = self._stack[self._depth]
         else:

@@ -1,4 +1,4 @@
-"""Capture and replay: operations recorded with the addresses that they had, issued again as one launch."""
+"""Capture and replay: recorded operations with fixed addresses, issued again as one launch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OpenCapture:
         self.nodes: list[tuple[int, Op]] = []
 
     def begin(self) -> None:
-        """Divert the stream. Raises `CaptureError` where it's captured already."""
+        """Begin to capture the stream. Raises `CaptureError` if the stream is already captured."""
         if self.origin.capture is not None:
             raise CaptureError(f"stream {self.origin.label!r} is being captured already")
         self.open = True
@@ -65,7 +65,7 @@ class OpenCapture:
         self.nodes.append((self.lanes[stream], op))
 
     def close(self) -> None:
-        """Leave the streams as they were."""
+        """Restore the captured streams to normal execution."""
         self.open = False
         for stream in self.lanes:
             stream.capture = None

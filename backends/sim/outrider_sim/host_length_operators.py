@@ -28,7 +28,7 @@ class HostLengthOperators:
         self._core = core
 
     def kernels(self) -> Mapping[str, Callable[..., Any]]:
-        """Name with overload, and what to do."""
+        """Return the operators' implementations, by name with overload."""
         return {
             "aten::_pack_padded_sequence": self._pack,
             "aten::_pack_padded_sequence_backward": self._pack_backward,

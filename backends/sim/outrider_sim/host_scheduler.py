@@ -32,13 +32,13 @@ REFUSALS = 64
 
 
 class Ambient(Protocol):
-    """State of the process that each host thread sees as its own."""
+    """Process-wide state that has a separate value per host thread."""
 
     def save(self) -> Any:
         """Return the value that the running thread sees."""
 
     def restore(self, saved: Any) -> None:
-        """The thread that saved this runs again."""
+        """Restore the saved value of a thread that runs again."""
 
 
 class _SchedulerThread(threading.local):
@@ -72,7 +72,7 @@ class HostScheduler:
 
     @property
     def streams(self) -> list[StreamQueue]:
-        """The streams of every machine."""
+        """Return the streams of every machine, in machine order."""
         return [stream for machine in self.machines for stream in machine.streams]
 
     @property
@@ -83,7 +83,7 @@ class HostScheduler:
     # -- strategy ---------------------------------------------------------------------------------------------------
 
     def use(self, strategy: Strategy) -> None:
-        """Let `strategy` decide from now on."""
+        """Replace the strategy that picks the next step."""
         self.strategy = strategy
         self.note = getattr(strategy, "note", None)
         bind = getattr(strategy, "bind", None)
@@ -93,11 +93,11 @@ class HostScheduler:
         strategy.begin()
 
     def use_options(self) -> None:
-        """Let the strategy of the options decide."""
+        """Set the strategy that the options name."""
         self.use(make_strategy(self.options.strategy, self.options.seed, self.options.strategy_options))
 
     def update_mode(self) -> None:
-        """Work out how much needs asking; call it after anything that it depends on has changed."""
+        """Recompute whether the strategy must be asked. Call after a change of its inputs."""
         alone = len(self.threads) == 1
         # With one thread, the order of the program is: run whatever can run, oldest first.
         self.eager = type(self.strategy) is Strategy and alone and not self.options.late_copies
@@ -109,7 +109,7 @@ class HostScheduler:
             machine.tracks = machine.tells or self.strategy.needs_accesses
 
     def schedule(self) -> Schedule:
-        """The departures from the order of the program since the last reset."""
+        """Return the deviations from program order since the last reset."""
         if not self.asks:
             self.note_lazy(self.main, 1)
         return Schedule.from_delays(self.delays)
@@ -159,7 +159,7 @@ class HostScheduler:
         what: str,
         machine: StreamMachine | None = None,
     ) -> None:
-        """Let the strategy pick until it picks `me`, which is a candidate as soon as `ready` holds, or `machine` is lost."""
+        """Run picked steps until the strategy picks `me`, a candidate once `ready` holds or `machine` is lost."""
         me.action, me.ready, me.machine = action, ready, machine
         me.waits_for = what
         try:
@@ -255,7 +255,7 @@ class HostScheduler:
         return pick
 
     def run_all(self, only: StreamQueue | None) -> None:
-        """The order of the program, with one thread: oldest first, until nothing can run."""
+        """Run operations in program order, for a single thread, until no operation can run."""
         with self.lock:
             if only is not None and only.queue and only.queue[0].kind < OperationKind.RECORD and len(only.queue) == 1:
                 only.machine.execute(only)  # the common case; it can't unblock anything

@@ -1,4 +1,4 @@
-"""The kernels of a personality whose attention takes lengths as host integers."""
+"""Kernels of a personality whose attention takes lengths as host integers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HostLengthKernels(KernelSet):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """See :meth:`KernelSet.paged_attention`."""
+        """Compute attention with the host's lengths if the metadata has them."""
         exact = metadata.seq_lens_host
         if exact is None:
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)

@@ -99,7 +99,7 @@ class Allocation:
         self.saved: Any = None  # weakly, the bytes on the host while they're being pickled
 
     def used_by(self, stream: StreamQueue) -> None:
-        """Don't hand the memory out again before what `stream` holds when it is freed has run."""
+        """Prevent reuse of the memory until `stream` has run its work queued at the release."""
         if self.users is None:
             self.users = []
         if stream not in self.users:
@@ -113,7 +113,7 @@ class Allocation:
 
     @property
     def address(self) -> int:
-        """The simulated device address of the first byte."""
+        """Return the simulated device address of the first byte."""
         return self.block.address
 
 
@@ -170,7 +170,7 @@ class CachingAllocator:
         return made
 
     def take_address(self, nbytes: int) -> int:
-        """A range of simulated addresses, for memory that isn't a block (pinned host memory)."""
+        """Reserve simulated addresses for memory outside blocks (pinned host memory)."""
         start = self._next
         self._next += _rounded(nbytes) + _ALIGN
         return start
@@ -217,7 +217,7 @@ class CachingAllocator:
         self._drop(self.pool)
 
     def reset_peaks(self) -> None:
-        """The most that was in use is what is in use now."""
+        """Set the peak values to the currently used bytes."""
         self.peak, self.peak_reserved = self.allocated, self.reserved
 
     def start_over(self, floor: int | None) -> int:

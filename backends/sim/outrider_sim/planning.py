@@ -238,9 +238,9 @@ class _Sketch:
         self.operands.clear()
         self.written.clear()
         names = self._info.names
-        drawn = [self._draw(make, device, name, value) for name, value in zip(names, self._args, strict=False)]
+        generated = [self._draw(make, device, name, value) for name, value in zip(names, self._args, strict=False)]
         named = {name: self._draw(make, device, name, value) for name, value in without_generator(self._kwargs).items()}
-        return fn(*drawn, **named, **(outs or {}))
+        return fn(*generated, **named, **(outs or {}))
 
     def _draw(self, make: Callable[[Meta], Tensor], device: torch.device, name: str, value: Any) -> Any:
         if isinstance(value, SimTensor):

@@ -1,4 +1,4 @@
-"""The Python line that a tool wants to see: the innermost one outside torch and this project."""
+"""The source line that tools show: the innermost Python frame outside torch and this project."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _line(code: CodeType, number: int) -> str:
 
 
 def python_line() -> str:
-    """`file:line` of what is running now; empty where every frame is inside."""
+    """Return `file:line` of the running code, or an empty string if every frame is inside torch or this project."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not _inside(frame.f_code):
@@ -50,7 +50,7 @@ class SourceLines:
         self._of_nodes: dict[int, tuple[int, str]] = {}
 
     def now(self) -> str:
-        """`file:line` for an operator that torch calls."""
+        """Return `file:line` of an operator that torch calls."""
         if torch._C._current_graph_task_id() != -1:
             node: Any = torch._C._current_autograd_node()
             known = self._of_nodes.get(node._sequence_nr()) if node is not None else None

@@ -29,7 +29,7 @@ class SimStore(Store):
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """A key's value, as soon as it has one."""
+        """Return a key's value. Waits until the key has a value."""
         self.wait([key])
         return self._values[key]
 
@@ -74,7 +74,7 @@ class SimStore(Store):
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; returns whether it was there."""
+        """Delete a key. Return whether it had a value."""
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:

@@ -30,11 +30,11 @@ class SchedulableActor(Protocol):
 
     @property
     def step(self) -> int:
-        """Index of the step that it takes next."""
+        """The number of the actor's next step."""
 
 
 class Strategy:
-    """The order of the program: each operation at once, the host last. Base class of the others."""
+    """Program order: each operation runs at once, before the host continues. Base class of the other strategies."""
 
     name = "program"
     host_first = False
@@ -45,7 +45,7 @@ class Strategy:
     """Asked also where there is one candidate alone."""
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """Index of the candidate that goes next; there are at least two."""
+        """Return the index of the candidate that takes the next step; there are at least two candidates."""
         del candidates
         return 0
 
@@ -53,7 +53,7 @@ class Strategy:
         """Prepare the strategy for a new run."""
 
     def end(self) -> None:
-        """The run is over, whether it failed or not."""
+        """Finish a run, also after a failure."""
 
 
 class HostFirst(Strategy):
@@ -71,7 +71,7 @@ class HostFirst(Strategy):
 
 
 class Slowest(Strategy):
-    """One stream runs only when nothing else can, not even the host."""
+    """Slow-stream strategy: one stream runs only when no other stream or host thread can."""
 
     name = "slowest"
 
@@ -79,12 +79,12 @@ class Slowest(Strategy):
         self.stream = stream
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """The first candidate that isn't the stream."""
+        """Pick the first candidate that isn't the slow stream."""
         return 1 if candidates[0].label == self.stream else 0
 
 
 class Fastest(Strategy):
-    """One stream runs whenever it can; the others only when a host thread waits."""
+    """Fast-stream strategy: one stream runs whenever possible, the others only while all host threads wait."""
 
     name = "fastest"
 
@@ -92,7 +92,7 @@ class Fastest(Strategy):
         self.stream = stream
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """The stream, else a host thread, else the oldest operation."""
+        """Pick the fast stream, else a host thread, else the oldest operation."""
         host = 0
         for i, actor in enumerate(candidates):
             if actor.label == self.stream:
@@ -103,7 +103,7 @@ class Fastest(Strategy):
 
 
 class Random(Strategy):
-    """Any candidate; how much the host is favoured is drawn once a run, so that queues are short or deep."""
+    """Random strategy. The host's weight is sampled once per run, so that some runs have short queues and some deep ones."""
 
     name = "random"
 
@@ -139,7 +139,7 @@ class PriorityStrategy(Strategy):
         self._count = 0
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """The candidate of the highest priority."""
+        """Pick the candidate of the highest priority."""
         priority = self._priority
         best = 0
         highest = float("-inf")
@@ -168,7 +168,7 @@ class ReplaySchedule(Strategy):
         self._done: dict[str, int] = {}
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """The first candidate whose delay is over; if all are held, the first (the schedule is of another program)."""
+        """Pick the first candidate that no delay blocks, or the first one if all are blocked (another program's schedule)."""
         for i, actor in enumerate(candidates):
             if not self.held(ScheduleStep(actor.label, actor.step)):
                 return i
@@ -180,7 +180,7 @@ class ReplaySchedule(Strategy):
         return after is not None and self._done.get(after.actor, 0) <= after.number
 
     def note(self, label: str, done: int) -> None:
-        """An actor has taken `done` steps."""
+        """Note that an actor has taken `done` steps."""
         self._done[label] = done
 
 
@@ -194,7 +194,7 @@ def _stream(options: Options) -> str:
 
 
 def integer(options: Options, key: str, default: int, minimum: int = 0) -> int:
-    """An integer option. Raises `ConfigError` unless it is at least `minimum`."""
+    """Return an integer option. Raises `ConfigError` if it is less than `minimum`."""
     text = options.get(key, str(default))
     try:
         value = int(text)
@@ -243,7 +243,7 @@ OPTIONS: Mapping[str, str] = {
 
 
 def make_strategy(name: str, seed: int = 0, options: Options | None = None) -> Strategy:
-    """The strategy `name` for the run numbered `seed`. Raises `ConfigError` for a name or option that isn't known."""
+    """Create the strategy `name` for the run numbered `seed`. Raises `ConfigError` for an unknown name or option."""
     if name not in MAKERS:
         raise ConfigError(f"strategy {name!r} doesn't exist; known: {', '.join(sorted(MAKERS))}")
     chosen = options or {}
@@ -254,7 +254,7 @@ def make_strategy(name: str, seed: int = 0, options: Options | None = None) -> S
 
 
 def parse_strategy(spec: str) -> tuple[str, dict[str, str]]:
-    """`pct:d=3,k=60` → name and options. A schedule after `replay:` is taken whole."""
+    """Parse `pct:d=3,k=60` into name and options. The text after `replay:` is one schedule."""
     name, _, rest = spec.partition(":")
     if name == "replay" and not rest.startswith("schedule="):
         return name, {"schedule": rest}

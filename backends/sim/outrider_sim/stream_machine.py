@@ -1,7 +1,7 @@
-"""One simulated device: streams of queued operations, events, flags, virtual time.
+"""The machine of one simulated device: streams of queued operations, events, flags, virtual time.
 
-Nothing here knows torch. When an operation runs is decided by the `scheduler`, which one device has for itself or several
-share: those are the ranks of one program.
+The module doesn't depend on torch. The `scheduler` decides when an operation runs. Devices that are ranks of one program
+share a scheduler.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class StreamMachine(FaultState):
         return self.scheduler.strategy
 
     def use(self, strategy: Strategy) -> None:
-        """Let `strategy` decide from now on."""
+        """Replace the strategy that picks the next step."""
         self.scheduler.use(strategy)
 
     def update_mode(self) -> None:
@@ -92,7 +92,7 @@ class StreamMachine(FaultState):
         self.scheduler.update_mode()
 
     def schedule(self) -> Schedule:
-        """The departures from the order of the program since the last reset."""
+        """Return the deviations from program order since the last reset."""
         return self.scheduler.schedule()
 
     @property
@@ -111,12 +111,12 @@ class StreamMachine(FaultState):
 
     @property
     def hosts(self) -> HostThreads:
-        """Starts and joins host threads."""
+        """The object that starts and joins host threads."""
         return self.scheduler.hosts
 
     @property
     def threads(self) -> list[HostThread]:
-        """The host threads that there are."""
+        """The scheduler's host threads."""
         return self.scheduler.threads
 
     @property
@@ -125,7 +125,7 @@ class StreamMachine(FaultState):
         return self.scheduler.thread
 
     def point(self, action: Action) -> None:
-        """The calling thread is about to do `action`: let the strategy run what it wants to run before."""
+        """Let the strategy run other actors' steps before the calling thread does `action`."""
         self.scheduler.point(action, self)
 
     def reset(self, strategy: Strategy | None = None) -> None:
@@ -170,7 +170,7 @@ class StreamMachine(FaultState):
             stream.capture = None
 
     def drop(self) -> None:
-        """Forget what is queued, as a device does that is torn down."""
+        """Drop all queued operations, as on a destroyed device."""
         for stream in self.streams:
             stream.queue.clear()
             stream.done = stream.issued
@@ -190,7 +190,7 @@ class StreamMachine(FaultState):
         return stream
 
     def rename_stream(self, stream: StreamQueue, name: str) -> None:
-        """Call the stream `name`, or something like it where another one is called so."""
+        """Name the stream `name`, with a suffix if another stream has that name."""
         stream.name = name
         label = base = safe_name(name) or f"s{stream.id}"
         if base.startswith("host"):  # that is what host threads are called
@@ -210,7 +210,7 @@ class StreamMachine(FaultState):
             self.streams.remove(stream)
 
     def create_event(self, name: str = "") -> EventState:
-        """A new event, never recorded."""
+        """Create an event without a record."""
         self._event_count += 1
         return EventState(self._event_count, name)
 
@@ -360,7 +360,7 @@ class StreamMachine(FaultState):
         self._raise_failed()
 
     def _settle(self, me: HostThread, target: Any) -> None:
-        """Virtual time of the host after a wait."""
+        """Advance the host's virtual time after a wait."""
         reached = reached_at(target, self.streams)
         me.clock = max(me.clock, reached) + self.like.sync_us
 

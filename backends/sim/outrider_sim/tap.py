@@ -1,4 +1,4 @@
-"""From the machine's reports to the backend interface's observer."""
+"""Adapter from the machine's callbacks to the backend interface's observer."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ class Tap(Protocol):
     """Callbacks of the machine. Each runs on the host thread that caused it, in the order of that thread's calls."""
 
     def launched(self, op: Op, stream: StreamQueue, index: int) -> None:
-        """`op` was enqueued as operation `index` of `stream`."""
+        """Report that `op` was enqueued as operation `index` of `stream`."""
 
     def ran(self, op: Op, stream: StreamQueue, index: int, start: float, end: float) -> None:
-        """`op` has run, over these virtual microseconds."""
+        """Report that `op` has run, with its start and end in virtual microseconds."""
 
     def synchronized(self, stream: StreamQueue) -> None:
-        """The host was blocked on `stream` inside a torch call (`.item()`, a pageable copy)."""
+        """Report that the host waited for `stream` inside a torch call (`.item()`, a pageable copy)."""
 
     def allocated(self, allocation: Any, previous: int | None) -> None:
-        """Memory was handed out; `previous` is the identity that the bytes had before."""
+        """Report a new allocation; `previous` is the identity of the bytes' previous allocation."""
 
     def shared(self, allocation: Any, stream: StreamQueue) -> None:
-        """`record_stream`: the memory isn't handed out again before `stream` is past what it holds at the release."""
+        """Report `record_stream`: the memory isn't reused before `stream` has run its work queued at the release."""
 
     def freed(self, allocation: Any) -> None:
         """Report that the last reference to an allocation was dropped."""
 
     def host_accessed(self, access: Access, line: Any) -> None:
-        """A host thread touched pinned memory directly."""
+        """Report a host thread's direct access to pinned memory."""
 
     def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
-        """`op` is about to run: its index operands hold what it will use. Or it has run, where that tells (`Op.after`)."""
+        """Report the indices of `op` right before it runs, or right after it has run if `Op.after` is set."""
 
 
 class ObserverTap:
-    """Reports to an observer what the machine does. The interface itself reports streams, events, flags and captures."""
+    """Reports operations and memory to an observer. The interface reports streams, events, flags and captures."""
 
     def __init__(self, backend: SimBackend, observer: Observer) -> None:
         self._backend = backend
@@ -56,12 +56,12 @@ class ObserverTap:
         self._observer.launched(op.report)
 
     def ran(self, op: Op, stream: StreamQueue, index: int, start: float, end: float) -> None:
-        """Virtual times, for observers that draw timelines."""
+        """Report an operation's virtual times, for observers that draw timelines."""
         if self.timeline is not None:
             self.timeline(op.report, op.name, stream.name or stream.label, index, start, end)
 
     def synchronized(self, stream: StreamQueue) -> None:
-        """A synchronise inside a torch call orders the host as any other does."""
+        """Report a host synchronization inside a torch call."""
         for candidate in self._backend.streams:
             if candidate.native is stream:
                 self._observer.stream_synchronized(candidate)
@@ -77,7 +77,7 @@ class ObserverTap:
             self._observer.address_reused(allocation.id, previous)
 
     def shared(self, allocation: Any, stream: StreamQueue) -> None:
-        """The allocator waits for another stream as well."""
+        """Report that the allocator also waits for another stream."""
         self._observer.memory_shared(allocation.id, stream.name or stream.label)
 
     def freed(self, allocation: Any) -> None:
@@ -86,11 +86,11 @@ class ObserverTap:
         self._observer.freed(allocation.id, "host" if host else allocation.stream.name or allocation.stream.label)
 
     def host_accessed(self, access: Access, line: Any) -> None:
-        """The host touched pinned memory."""
+        """Report a host access to pinned memory."""
         self._observer.host_accessed(access, line)
 
     def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
-        """The rows that an operation is about to touch, or touched."""
+        """Report the rows that an operation accesses."""
         del stream, index
         if op.report is not None:
             self._observer.rows_touched(op.report, op.rows())

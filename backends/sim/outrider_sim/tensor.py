@@ -1,4 +1,4 @@
-"""The tensor that torch sees: a wrapper whose truth is a host tensor over a simulated block."""
+"""The simulated tensor: a torch wrapper tensor over a host tensor in a simulated block."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class SimStorage:
         return self._allocation.address
 
     def nbytes(self) -> int:
-        """Bytes that were asked for."""
+        """Return the requested size in bytes."""
         return self._allocation.nbytes
 
     size = nbytes
     __len__ = nbytes
 
     def cpu(self) -> torch.UntypedStorage:
-        """A copy of the bytes on the host; waits for the current stream."""
+        """Return a copy of the bytes on the host. Waits for the current stream."""
         with torch.no_grad():
             return bytes_of(self._allocation, self.device).cpu().untyped_storage()
 
     def copy_(self, source: torch.UntypedStorage, non_blocking: bool | None = None) -> SimStorage:
-        """Fill it from a host storage of its size, on the current stream."""
+        """Copy from a host storage of the same size, on the current stream."""
         with torch.no_grad():
             bytes_of(self._allocation, self.device).copy_(bytes_on_host(source), non_blocking=bool(non_blocking))
         return self
@@ -78,7 +78,7 @@ class SimTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Every operation arrives here and is queued, done (views) or waited for (reads)."""
+        """Dispatch an operator: queue it, run it at once (views) or wait for it (reads)."""
         del types
         try:
             return cls._dispatch(func, args, kwargs)
@@ -86,12 +86,12 @@ class SimTensor(Tensor):
             return cls._failed(error)
 
     def data_ptr(self) -> int:
-        """The simulated address of the first element."""
+        """Return the simulated address of the first element."""
         return self._alloc.address + int(self._inner.storage_offset()) * self._meta.itemsize
 
     @property
     def data(self) -> Tensor:
-        """The same memory outside autograd."""
+        """Return a tensor over the same memory, outside autograd."""
         return self.detach()
 
     @data.setter
@@ -102,19 +102,19 @@ class SimTensor(Tensor):
         self._inner, self._alloc, self._meta, self._seen = value._inner, value._alloc, value._meta, None
 
     def untyped_storage(self) -> Any:
-        """Identity and size of the storage; its bytes can't be reached from the host."""
+        """Return the storage's identity and size. The host can't access its bytes."""
         return SimStorage(self._alloc, self.device)
 
     def is_pinned(self, *_: Any) -> bool:
-        """Device memory isn't pinned host memory."""
+        """Return False: device memory isn't pinned host memory."""
         return False
 
     def tolist(self) -> Any:
-        """Values as Python numbers; waits for the current stream."""
+        """Return the values as Python numbers. Waits for the current stream."""
         return self.cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Only with `force`: the host can't see device memory."""
+        """Return a host copy if `force` is set; otherwise raise, because the host can't access device memory."""
         if not force:
             raise TypeError(f"can't convert {self.device} tensor to numpy; use Tensor.cpu() to copy it to the host first")
         return self.detach().cpu().numpy()
@@ -123,7 +123,7 @@ class SimTensor(Tensor):
         raise TypeError(f"can't convert {self.device} tensor to numpy; use Tensor.cpu() to copy it to the host first")
 
     def record_stream(self, stream: Any) -> None:
-        """Don't hand the memory out again before what `stream` holds when it is freed has run."""
+        """Prevent reuse of the memory until `stream` has run its work queued at the release."""
         queue = getattr(stream, "queue_state", stream)
         self._alloc.used_by(queue)
 
@@ -157,7 +157,7 @@ class SimTensor(Tensor):
 
 
 def wrap(inner: Tensor, meta: Meta, allocation: Allocation, device: torch.device) -> SimTensor:
-    """A tensor over `inner`, which lies in the memory of `allocation`."""
+    """Wrap `inner`, which lies in the memory of `allocation`, as a simulated tensor."""
     if torch.is_inference_mode_enabled():
         # Views of normal tensors must be normal tensors, and nothing needs ours to be inference tensors.
         with torch._C._InferenceMode(False):

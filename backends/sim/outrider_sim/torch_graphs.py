@@ -1,4 +1,4 @@
-"""Graphs in the form that torch's device modules have: captured between two calls, on the stream that is current."""
+"""Graphs with the interface of torch's device modules: captured between two calls, on the current stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NONE: Any = MappingProxyType({})
 
 
 def graph_pool_handle() -> Pool:
-    """Memory that graphs can share which never run at the same time."""
+    """Return a memory pool for graphs that never run concurrently."""
     return Pool("graphs")
 
 
@@ -26,7 +26,7 @@ def is_current_stream_capturing() -> bool:
 
 
 class CUDAGraph:
-    """Work that is captured once and replayed. What it reads and writes outside is its author's to keep."""
+    """A graph that is captured once and replayed. The caller keeps memory outside the graph's pool alive."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         del keep_graph
@@ -35,9 +35,9 @@ class CUDAGraph:
         self._open = ExitStack()
 
     def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global", **_: Any) -> None:
-        """Divert what the calling thread enqueues from here; the current stream is the graph's first.
+        """Begin to capture the calling thread's work; the current stream is the graph's first stream.
 
-        Raises `CaptureError` where this graph was captured already, or the stream is in another capture.
+        Raises `CaptureError` if this graph was already captured or the stream is in another capture.
         """
         del capture_error_mode
         if self._graph is not None:
@@ -57,7 +57,7 @@ class CUDAGraph:
         self._graph, self._capture = graph, capture
 
     def capture_end(self) -> None:
-        """The capture is over. Raises `CaptureError` where a stream was pulled in and not joined."""
+        """End the capture. Raises `CaptureError` if a stream was forked into the capture and not joined."""
         graph, capture = self._graph, self._capture
         if graph is None or capture is None:
             raise CaptureError("capture_end() without capture_begin()")
@@ -80,11 +80,11 @@ class CUDAGraph:
         self._graph.replay(current_stream().wrapped)
 
     def reset(self) -> None:
-        """Forget what was captured. Replays in flight run."""
+        """Drop the captured work. Replays in flight still run."""
         self._graph = None
 
     def pool(self) -> Pool:
-        """Its memory, for other graphs to share."""
+        """Return the graph's memory pool, for other graphs to share."""
         if self._graph is None or self._graph.pool is None:
             raise CaptureError("pool() of a graph that wasn't captured")
         return self._graph.pool
@@ -95,7 +95,7 @@ def _not_again(context: CaptureContext) -> None:
 
 
 class graph:  # noqa: N801  # torch's name
-    """Capture what is done inside the block into `cuda_graph`, on a stream of its own unless one is given."""
+    """Capture the block's work into `cuda_graph`, on `stream` or on a new stream."""
 
     def __init__(
         self,

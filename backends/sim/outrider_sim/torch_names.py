@@ -1,8 +1,8 @@
-"""Names of torch that need C++ from a device's vendor, given to the simulated device in Python.
+"""Python replacements of torch names that require C++ code of a device vendor.
 
-Torch's slot for devices from outside forwards three questions to Python. Generators, streams, pinned memory and what
-`torch.accelerator` does aren't among them: without these they raise, or answer with a stream that orders nothing.
-For any other device each name does what it did.
+Torch's slot for external devices forwards three calls to Python. Generators, streams, pinned memory and
+`torch.accelerator` aren't among them: without replacements they raise, or return a stream that orders no work.
+The replacements keep torch's behaviour for all other devices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def install(kind: str, dispatcher: Dispatcher) -> Iterator[Any]:
-    """Replace the names, for devices called `kind`; yields what must be kept."""
+    """Replace the names for devices of type `kind`. Yields objects that must stay alive."""
     _modules_swap()
     _generators(kind)
     _streams(kind)
@@ -32,7 +32,7 @@ def install(kind: str, dispatcher: Dispatcher) -> Iterator[Any]:
 
 
 def untraced(code: CodeType) -> None:
-    """Keep Dynamo out of what torch calls to carry out an operator, and of what that calls: it is no part of the program."""
+    """Exclude code that torch calls to run an operator, and its callees, from Dynamo's traces."""
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
@@ -48,7 +48,7 @@ def _modules_swap() -> None:
 
 
 class _Replaced(type):
-    """The class of a name that makes objects of the device's class for the device, and torch's for others."""
+    """Metaclass of a replaced name: creates the device's class for the device and torch's class for others."""
 
     of_torch: type
     of_device: type
@@ -65,7 +65,7 @@ class _Replaced(type):
 
 
 def _replace(name: str, of_device: type, kind: str, *, default: bool) -> type:
-    """A class for `torch.NAME`; `default`: without a device, the device's."""
+    """Return the replacement of `torch.NAME`. With `default`, a call without a device selects the device's class."""
     of_torch: type = getattr(torch, name)
 
     class Name(metaclass=_Replaced):
@@ -84,12 +84,12 @@ def _replace(name: str, of_device: type, kind: str, *, default: bool) -> type:
 
 
 class Generator(torch._C.Generator):
-    """Random numbers of a program's own: a generator of the host, from which each operator draws its seed."""
+    """A random number generator for the device: a host generator that supplies each operator's seed."""
 
     place: torch.device
 
     def __new__(cls, device: Any = None) -> Generator:
-        """A generator for `device`."""
+        """Create a generator for `device`."""
         made = super().__new__(cls, "cpu")  # type: ignore[call-arg]  # the stubs have __init__ alone
         found = torch.device(device)
         made.place = torch.device(found.type, found.index or 0)
@@ -100,7 +100,7 @@ class Generator(torch._C.Generator):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # torch's is a plain attribute
-        """The device that it is for."""
+        """The device of the generator."""
         return self.place
 
 
@@ -146,7 +146,7 @@ def _accelerator() -> None:
 
 
 def _pinned_factories(dispatcher: Dispatcher) -> Any:
-    """Host factories with `pin_memory=True`: everything that makes a tensor asks one of these two for memory."""
+    """Replace the two host factories to which all factories with `pin_memory=True` lead."""
     library = torch.library.Library("aten", "IMPL")
 
     def wrap(name: str, position: int) -> None:

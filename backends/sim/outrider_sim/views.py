@@ -1,4 +1,4 @@
-"""Views, and operations that change what a tensor looks like: done at once, on the same memory."""
+"""Views, and operators that change a tensor's shape or strides. They run at once, on the same memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ViewOperators:
         self._core = core
 
     def view(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A window on the first operand's memory."""
+        """Return a view of the first operand's memory."""
         base = args[0]
         if not isinstance(base, SimTensor):
             return info.run(*args, **kwargs)
@@ -66,12 +66,12 @@ class ViewOperators:
         return [wrap(item, self._core.metas.meta_of(item), base._alloc, base.device) for item in result]
 
     def detach(self, base: SimTensor) -> SimTensor:
-        """The same window, outside autograd."""
+        """Return the same view, outside autograd."""
         inner = base._inner
         return wrap(inner, base._meta, base._alloc, base.device)
 
     def metadata(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Change shape and strides of the first operand in place. Raises RuntimeError where memory would have to grow."""
+        """Change shape and strides of the first operand in place. Raises RuntimeError if its memory would have to grow."""
         target = args[0]
         if info.name.startswith("aten::set_"):
             return self._set(target, args[1:])
@@ -112,7 +112,7 @@ class ViewOperators:
         return target
 
     def renew(self, target: SimTensor, meta: Meta) -> SimTensor:
-        """Memory of its own for an empty tensor, which gets a shape."""
+        """Allocate memory for an empty tensor that gets a shape."""
         sim = self._core.current
         made = self._core.allocate(sim, meta, sim.machine.stream)
         return self._take_over(target, made._inner, made)
@@ -133,7 +133,7 @@ class ViewOperators:
 
 
 def _odd_view(result: Any, inner: Tensor) -> bool:
-    """A view that isn't a plain window: another dtype, or a lazy conjugate or negation."""
+    """Return whether a view has another dtype, or a lazy conjugate or negation."""
     for item in (result,) if isinstance(result, Tensor) else result:
         if item.dtype != inner.dtype or item.is_conj() or item.is_neg() or inner.is_conj() or inner.is_neg():
             return True
