@@ -40,7 +40,7 @@ class Residues:
         return (sum(self._tokens) + len(self._tokens)) % _MODULUS
 
     def accept(self, token: int) -> bool:
-        """Take a token, if it's allowed."""
+        """Append a token if it is allowed, and return True; return False otherwise."""
         if token % _MODULUS != self.residue:
             return False
         self._tokens.append(token)
@@ -51,7 +51,7 @@ class Residues:
         del self._tokens[len(self._tokens) - count :]
 
     def fill(self, words: Tensor, index: int) -> None:
-        """The tokens that may come next."""
+        """Write the bit mask of the tokens that may come next."""
         words[index] = self._words[self.residue]
 
     @classmethod

@@ -96,7 +96,7 @@ def _judged(setup: Setup, number: int) -> str:
 
 @contextmanager
 def _replays() -> Generator[Counter[str]]:
-    """How often graphs are replayed meanwhile, by their names: a stage that is called instead has the same results."""
+    """Count the replays of each graph by name: an eager stage has the same results, so tokens do not show it."""
     found: Counter[str] = Counter()
     replay = Graph.replay
 
@@ -202,7 +202,7 @@ class Trial:
         os.close(writer)
 
     def over(self) -> bool:
-        """Take in what it said, if anything; whether it has ended."""
+        """Read the output of the child and return True if it has ended or hangs."""
         while select.select([self.reader], [], [], 0)[0]:
             piece = os.read(self.reader, 4096)
             if not piece:
@@ -251,7 +251,7 @@ class Limits:
 
 
 def judge_all(sites: Sequence[Site], known: Sequence[Known], limits: Limits) -> Iterator[Trial]:
-    """Trials that are over, in the order in which they end."""
+    """Yield finished trials in the order in which they end."""
     end = time.monotonic() + limits.seconds
     waiting, running = list(reversed(sites)), list[Trial]()
     while waiting or running:
@@ -266,7 +266,7 @@ def judge_all(sites: Sequence[Site], known: Sequence[Known], limits: Limits) -> 
 
 
 def _child(site: Site, known: Sequence[Known], writer: int) -> None:
-    """Say the program before it begins, then what it showed; end without what other ends do."""
+    """Write each program's name before it begins, then its result, and exit without cleanup handlers."""
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)

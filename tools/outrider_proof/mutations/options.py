@@ -1,4 +1,4 @@
-"""Host programs whose requests ask for more than their likeliest tokens."""
+"""Host programs whose requests have sampling options, log-probabilities and stop conditions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOGPROBS = 3
 
 
 def drawn_params(setup: Setup, number: int) -> tuple[tuple[Arrival, SamplingParams], ...]:
-    """Each request of the program, plain of guides, aborts and moves, with options of its own; one in four has none."""
+    """Return the requests with random options, without guides, aborts and moves; one in four has no options."""
     dice = random.Random(f"options {setup.name} {number}")
     found = []
     for arrival in draw(number).arrivals:
@@ -61,7 +61,7 @@ def _options(dice: random.Random, *, sampled: bool, tokens: int) -> dict[str, An
 
 
 def judged(setup: Setup, number: int) -> str:
-    """All requests together on the imitated device, against each alone on the host: tokens, log-probabilities and endings."""
+    """Compare a batch on the simulated device with single requests on the host: tokens, log-probabilities, finish reasons."""
     asked = drawn_params(setup, number)
     loaded = models(setup.proposer, setup.like)
     engine = loaded.engine(draw(number), mode=setup.mode)

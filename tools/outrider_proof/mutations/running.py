@@ -1,4 +1,4 @@
-"""Changes tried one after the other, and the records of them."""
+"""The run over all mutants, with one record per mutant."""
 
 from __future__ import annotations
 

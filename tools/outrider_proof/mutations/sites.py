@@ -59,7 +59,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """``node`` of the tree becomes ``into``; None: the statement is left out."""
+    """The replacement of ``node`` by ``into``; None removes the statement."""
 
     node: ast.AST
     into: Callable[[ast.AST], ast.AST]
@@ -68,7 +68,7 @@ class _Change:
 
 
 def sites(module: ModuleType) -> list[Site]:
-    """Every change of the functions of a module, in the order of the source."""
+    """Return every mutation site of a module's functions, in source order."""
     tree = ast.parse(inspect.getsource(module))
     found = []
     turns: Counter[tuple[str, ...]] = Counter()
@@ -82,7 +82,7 @@ def sites(module: ModuleType) -> list[Site]:
 
 
 def apply(module: ModuleType, site: Site) -> None:
-    """Change the module's function, in this process and for good: everybody who holds it gets the change."""
+    """Replace the code of the module's function in this process; existing references see the change."""
     tree = ast.parse(inspect.getsource(module))
     _, change = next(item for number, item in enumerate(_changes(tree)) if number == site.number)
     changed = ast.fix_missing_locations(_Replace(change).visit(tree))
@@ -108,7 +108,7 @@ def _changes(tree: ast.Module) -> Iterator[tuple[str, _Change]]:
 
 
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """The functions of a module and of its classes; those inside functions belong to these."""
+    """Yield the functions of a module and of its classes; nested functions belong to the outer function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):
             yield from _functions(child, f"{prefix}{child.name}.")
@@ -117,7 +117,7 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDe
 
 
 def _walk(node: ast.AST, span: tuple[int, int]) -> Iterator[tuple[ast.AST, tuple[int, int]]]:
-    """Nodes that run, and the lines of their statement; annotations, raised errors and assertions don't count."""
+    """Yield executed nodes and the lines of their statement, without annotations, raised errors and assertions."""
     if isinstance(node, ast.Raise | ast.Assert):
         return
     if isinstance(node, ast.stmt):
@@ -216,7 +216,7 @@ class _Replace(ast.NodeTransformer):
         self._change = change
 
     def visit(self, node: ast.AST) -> ast.AST:
-        """The node, or what it becomes."""
+        """Return the node, or its replacement."""
         if node is self._change.node:
             return ast.copy_location(self._change.into(node), node)
         return self.generic_visit(node)
@@ -226,7 +226,7 @@ class _Replace(ast.NodeTransformer):
 
 
 def _code(code: CodeType, qualified: str) -> CodeType:
-    """The code of a function, by its qualified name."""
+    """Return the code object of a function by its qualified name."""
     for part in qualified.split("."):
         code = next(each for each in code.co_consts if isinstance(each, CodeType) and each.co_name == part)
     return code
