@@ -215,8 +215,9 @@ class Pair:
                 raise TimeoutError(f"{self._model}: it didn't come within {LIMIT_S:g} s: {self.client.status(1.0)}")
 
     def run(self, arrivals: Sequence[tuple[Arrival, tuple[int, ...], tuple[Media, ...]]], interrupt: Any = None) -> list[Any]:
-        """Serve the requests of a program; for each, its tokens, or None where it was aborted. ``interrupt``: called once,
-        with requests under way.
+        """Serve the requests of a program and return the tokens of each, or None for an aborted request.
+
+        ``interrupt`` is called once while requests run.
         """
         waiting = sorted(range(len(arrivals)), key=lambda index: arrivals[index][0].step)
         number_of: dict[int, int] = {}

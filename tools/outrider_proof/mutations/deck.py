@@ -51,9 +51,10 @@ def modules() -> tuple[str, ...]:
 
 
 def programs() -> list[tuple[Setup, int]]:
-    """Setups and numbers of host programs: one for each proposer, with modes and personalities in turn; a crowded program,
-    one that moves requests between two engines, and any, in turn too. Then drafts that are all accepted, and none, in crowded
-    programs, where prefixes are shared and requests are preempted.
+    """Return (setup, program number) pairs.
+
+    Each proposer has one pair. Modes, personalities and kinds of program (crowded, with moves, arbitrary) alternate. Further
+    pairs run drafts that are all accepted or all rejected in crowded programs, with shared prefixes and preemptions.
     """
     moving = [number for number in range(1, 60, 2) if any(arrival.moves for arrival in draw(number).arrivals)]
     found = []
@@ -113,8 +114,9 @@ _costs: dict[tuple[Setup, int], dict[str, int]] = {}
 
 
 def _faulted(proposer: str, mode: str, like: str, number: int) -> str:
-    """A program, plain of aborts and moves, in some of whose steps an operation fails on one of the streams: the engine says
-    so, and no token is wrong.
+    """Run a program without aborts and moves in which operations of a stream fail in some steps.
+
+    The engine must report each failure, and no token may be wrong.
     """
     setup = Setup(proposer, mode, like)
     backend = simulated(like, None)
@@ -183,10 +185,10 @@ def warm(changed: Sequence[str]) -> list[Known]:
 
 
 class Trial:
-    """A change that is being judged, in a process of its own, by those of ``known`` that reach it: the others can't tell.
+    """One mutant in a child process that runs the first ``most`` programs of ``known`` which reach the changed line.
 
-    ``most``: no more programs than that, the first of them. A program that takes several times its seconds of the processor
-    hangs, and so does one that waits and says nothing for ``patience`` seconds.
+    A program hangs if it takes several times its baseline CPU time, or if the child waits for ``patience`` seconds without
+    output.
     """
 
     def __init__(self, site: Site, known: Sequence[Known], patience: float, most: int) -> None:
@@ -239,15 +241,16 @@ def _runs(process: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """``processes`` at a time; nothing begins after so many ``seconds``; ``patience`` with a program that says nothing.
-
-    ``programs``: the most that judge one change.
-    """
+    """Limits of a run over mutants."""
 
     processes: int
+    """Number of concurrent child processes."""
     seconds: float = 1e9
+    """Time after which no trial begins, in seconds."""
     patience: float = 120.0
+    """Time after which a waiting child without output counts as a hang, in seconds."""
     programs: int = 1_000
+    """Maximum number of programs per mutant."""
 
 
 def judge_all(sites: Sequence[Site], known: Sequence[Known], limits: Limits) -> Iterator[Trial]:

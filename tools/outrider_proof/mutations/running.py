@@ -15,10 +15,10 @@ from outrider_proof.mutations.sites import Site
 
 
 def run(todo: Sequence[Site], known: Sequence[Known], limits: Limits, out: Path | None = None) -> list[dict[str, Any]]:
-    """A record of each change that was tried: the site, ``by`` what it was killed (None: it survived) and where.
+    """Run a trial of each mutant and return its record: the site, and ``by`` what it was detected (None: it survived).
 
-    ``out``: a file to which each is appended as a line of JSON. What it has already isn't tried again, unless it survived
-    fewer programs than ``limits`` allow now.
+    ``out`` is a file of JSON lines to which each record is appended. Mutants with a record there are skipped, unless they
+    survived fewer programs than ``limits`` allows.
     """
     had = {record["name"]: record for record in _lines(out)}
     records = {site.name: had[site.name] for site in todo if site.name in had}

@@ -1,10 +1,10 @@
-"""Every small change that a function's source allows: a derivation, not a list of known bugs.
+"""Mutation sites: every small change that the source of a function allows, derived from its syntax tree.
 
-Rules: a condition is negated; an operand of ``and`` and ``or`` is left out; a comparison moves by one or turns round; a sum
-becomes a difference and back; a whole number grows by one; ``min`` and ``max`` change places; a call for its effect, an
-assignment to an attribute or an element, and an ``x += …`` are left out; True and False change places as arguments.
+The rules negate a condition, remove an operand of ``and`` or ``or``, and shift or invert a comparison. They exchange ``+``
+and ``-``, ``min`` and ``max``, and True and False as arguments. They add one to an integer. They remove a call for its
+effect, an assignment to an attribute or element, and an ``x += …``.
 
-A condition that guards nothing but a ``raise`` stays: what the engine refuses is tested where it is refused.
+A condition that guards only a ``raise`` is not mutated: unit tests check the rejected inputs.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ _NOT_FOR_EFFECT = ("assert_never",)
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One change: ``function`` of ``module`` by its qualified name, the ``rule``, and what the source says before and after.
-
-    ``number``: its place among the changes of the module. ``turn``: its place among those of the function that read the same.
-    ``span``: the first and the last line of the statement that it is in; of an ``if`` or a loop, of its head.
-    """
+    """One change of the source of a function."""
 
     module: str
     function: str
+    """Qualified name of the function in the module."""
     line: int
     rule: str
     before: str
+    """Source of the changed node before the change."""
     after: str
+    """Source of the changed node after the change."""
     number: int
+    """Index among the changes of the module."""
     turn: int = 1
+    """Index, from 1, among the changes of the function with the same text."""
     span: tuple[int, int] = (0, 0)
+    """First and last line of the statement, or of the head of an ``if`` or loop."""
 
     @property
     def name(self) -> str:
