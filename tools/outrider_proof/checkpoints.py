@@ -107,7 +107,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(name: str, **overrides: Any) -> Any:
-    """Transformers' config of a family, at the tiny shape. ``overrides``: fields of it."""
+    """Return transformers' config of a family at the tiny shape; ``overrides`` replaces its fields."""
     fields = SHAPE | (FAMILIES | MIXTURES)[name] | overrides
     family = fields.pop("model_type", name)
     return CONFIG_MAPPING[family](**fields)
@@ -171,7 +171,7 @@ def write_vision_checkpoint(
 
 
 def picture(rows: int, columns: int, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Random pixels, [rows, columns, 3]."""
+    """Return random pixels, [rows, columns, 3] uint8."""
     return np.random.default_rng(seed).integers(0, 256, (rows, columns, 3), dtype=np.uint8)
 
 
@@ -322,7 +322,7 @@ def write_dflash(
 
 
 def _layer_products(prefix: str, hidden: int, inner: int, kv: int, *, reads: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The weights of a layer's products, by name; ``reads``: the width that its attention reads, None: ``hidden``."""
+    """Return the shapes of a layer's matrices, by name; ``reads`` is the input width of attention (None: ``hidden``)."""
     reads = reads or hidden
     return {
         f"{prefix}.self_attn.q_proj.weight": (hidden, reads),
@@ -336,7 +336,7 @@ def _layer_products(prefix: str, hidden: int, inner: int, kv: int, *, reads: int
 
 
 def _save(directory: Path, config: Any, state: dict[str, torch.Tensor], fmt: str) -> None:
-    """A head's config and tensors, in ``model.safetensors``, or by torch.save for any other ``fmt``."""
+    """Write a head's config and tensors as ``model.safetensors``, or by torch.save for any other ``fmt``."""
     directory.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(directory)
     if fmt == "safetensors":
@@ -349,7 +349,7 @@ TEXT = ["the cat sat on the mat", "naïve café, déjà vu", "日本語のテキ
 
 
 def byte_level_tokenizer(size: int = 300) -> Tokenizer:
-    """Byte-level BPE as Llama 3 and Qwen have it, with a start token."""
+    """Return a byte-level BPE tokenizer with a start token, like those of Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -365,14 +365,14 @@ def byte_level_tokenizer(size: int = 300) -> Tokenizer:
 
 
 def word_tokenizer(words: Sequence[str]) -> Tokenizer:
-    """A token for each of ``words``, in their order; the first stands for any other."""
+    """Return a tokenizer with one token per word, in the order of ``words``; the first is the unknown token."""
     tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
-    """BPE with byte fallback and spaces as sentencepiece writes them, as Llama 2 and Mistral have it."""
+    """Return a BPE tokenizer with byte fallback and sentencepiece spaces, like those of Llama 2 and Mistral."""
     words = ["▁", "▁the", "▁cat", "a", "b", "c", "t", "h", "e", "▁▁", "\n", "é", ".", "▁a", "日"]
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}

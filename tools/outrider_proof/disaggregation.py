@@ -113,7 +113,7 @@ def child(
     rank: int = 0,
     port: int = 0,
 ) -> None:
-    """A server, until it's killed or told to end. ``rank``, ``port``: another rank than the first, and where they meet."""
+    """Run one server until it is killed or receives an end. ``rank`` and ``port`` (of the store) are for further ranks."""
     import torch
 
     end_with_parent()
@@ -162,7 +162,7 @@ def child(
 
 
 class Pair:
-    """Two servers of one model, and a client."""
+    """A prefill server and a decode server of one model, and a client."""
 
     def __init__(
         self, stack: ExitStack, model: str, backends: Sequence[str], transport: str, rng: random.Random, data: int = 1
@@ -185,7 +185,7 @@ class Pair:
         return any(status.get("prefill_peers") for status in self.client.status())
 
     def start(self, role: str) -> None:
-        """Start a server, on the port that it had before."""
+        """Start the server of ``role``; a restarted server listens on its previous port."""
         sizes = self._sizes[role]
         listed = [sizes.page_size, sizes.max_requests, sizes.spare_pages, sizes.prefill_chunk]
         child_arguments: list[Any] = [
@@ -282,7 +282,7 @@ class _closing:  # noqa: N801 - as contextlib's
 
 
 def free_port() -> int:
-    """One that was free a moment ago."""
+    """Return a TCP port that was free at the time of the call."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port: int = found.getsockname()[1]
     return port
@@ -290,7 +290,7 @@ def free_port() -> int:
 
 @cache
 def words() -> tuple[int, ...]:
-    """Tokens of a text, for the bundled model."""
+    """Return the tokens of a text for the bundled model."""
     import inspect
 
     from outrider.engine import engine
@@ -322,7 +322,7 @@ def params_of(arrival: Arrival) -> SamplingParams:
 
 
 class Reference:
-    """Plain decoding by one engine here. ``backend``: for the bundled model."""
+    """Non-speculative decoding by one engine in this process; ``backend`` is the backend of the bundled model."""
 
     def __init__(self, model: str, backend: str) -> None:
         self._model, self._backend = model, backend
@@ -401,7 +401,7 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 1 where a token was wrong, a request lost, or a page kept."""
+    """Run the proof; exit code 1 for a wrong token, a lost request or a page that was not freed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--transport", default="torch")

@@ -16,8 +16,9 @@ _MODULUS = 3
 
 
 class Residues:
-    """Allows the tokens whose id modulo 3 is the sum of the ids before, plus their number, modulo 3: each token that is taken
-    says what may follow. It never ends.
+    """A guide that allows each token whose id equals, modulo 3, the sum of all earlier ids plus their number.
+
+    Each token thus decides which tokens may follow. The guide never ends.
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -40,7 +41,7 @@ class Residues:
         return (sum(self._tokens) + len(self._tokens)) % _MODULUS
 
     def accept(self, token: int) -> bool:
-        """Take a token, if it's allowed."""
+        """Append a token if it is allowed, and return True; return False otherwise."""
         if token % _MODULUS != self.residue:
             return False
         self._tokens.append(token)
@@ -51,7 +52,7 @@ class Residues:
         del self._tokens[len(self._tokens) - count :]
 
     def fill(self, words: Tensor, index: int) -> None:
-        """The tokens that may come next."""
+        """Write the bit mask of the tokens that may come next."""
         words[index] = self._words[self.residue]
 
     @classmethod
@@ -121,9 +122,9 @@ class ResidueGrammars:
 
 
 def guide(engine: Engine, request: int) -> None:
-    """Guide a request that has just come to an engine by :class:`Residues`, along the output that it brings.
+    """Guide a request that has just arrived at an engine by :class:`Residues`, starting after its existing output.
 
-    Other ranks don't hear of it: an engine of several is refused.
+    An engine of several ranks is rejected, because the other ranks do not receive the guide.
     """
     assert engine._decision_log is None, (
         "a guide is put into one engine's record of the request, which other ranks never hear of"

@@ -1,4 +1,4 @@
-"""Moves of requests between two engines on one backend by the network card: a stream that nothing orders but the host."""
+"""Moves of requests between two engines of one backend by network, on a stream that only the host orders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE = 12
 
 
 class Network:
-    """The link between two engines."""
+    """The pair of network links between two engines."""
 
     def __init__(self, first: Engine, second: Engine) -> None:
         from outrider.transports.local_transport import LocalTransport
@@ -50,7 +50,7 @@ class Network:
 
 
 class NetworkMove:
-    """One request on its way from the engine of ``side`` to the other one. ``arrive`` is told where it is, with its id."""
+    """One request that moves from the engine of ``side`` to the other. ``arrive(side, id)`` is called after the move."""
 
     def __init__(self, network: Network, side: int, lent: LentPages, arrive: Callable[[int, int], None]) -> None:
         self._network, self._side = network, side
@@ -63,13 +63,13 @@ class NetworkMove:
         self._there = self._back = False
 
     def _go_back(self, giver: Engine) -> bool:
-        """No pages came: perhaps the other side's requests wait for those that this one has. It begins again where it was."""
+        """Return the request to its first engine after a timeout: both engines may wait for each other's pages."""
         giver.returned(self._lent)
         self._arrive(self._side, giver.resume(self._lent.state))
         return True
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; whether the request is there, and the pages that it left are free."""
+        """Advance the move without waiting; return True if the request has arrived and its old pages are free."""
         giver, taker = self._network.engines[self._side], self._network.engines[1 - self._side]
         ours, theirs = self._network.links[self._side], self._network.links[1 - self._side]
         if self._transfer is None:

@@ -29,11 +29,11 @@ class LostBatching(OutriderError):
 
 
 class FreedInFlight(OutriderError):
-    """A request's row and pages were given back while an iteration in flight may still use them."""
+    """An engine freed a request's row and pages while an iteration in flight may still use them."""
 
 
 class LostOverlap(OutriderError):
-    """The host waited for the device where it should have run ahead."""
+    """The host waited for the device instead of launching the next iteration."""
 
 
 class OverlapMonitor:
@@ -62,7 +62,7 @@ class OverlapMonitor:
         return _Named(fence, self)
 
     def watch(self, engine: Engine, *, overlap: bool) -> None:
-        """Look on from now on. ``overlap``: the engine was built to run ahead."""
+        """Watch ``engine`` from now on; ``overlap`` expects it to launch ahead."""
         loop = engine._loop
         sync, step = loop._backend.speculative_sync, loop.step
         exact = sync.exact_host_lengths or step._plans_on_host
@@ -71,7 +71,7 @@ class OverlapMonitor:
         _WatchedLoop(self, loop, overlap)
 
     def observe(self, backend: Backend) -> Callable[[], None]:
-        """Hear when the host is blocked, through the observer that is attached, or one of its own; returns how to stop."""
+        """Receive reports of a blocked host from the attached or a new observer; return a function that stops this."""
         observer = backend.observer
         own = observer is None
         if observer is None:

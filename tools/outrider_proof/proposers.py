@@ -55,21 +55,21 @@ def copy_to_device(value: Any, device: torch.device) -> Any:
 
 
 def decoder(model: Decoder, backend: Backend, ranks: ModelRanks | None = None) -> Decoder:
-    """The same model on another backend, with the kernels chosen there; or the part of it that one of several ranks has."""
+    """Return the model on another backend with its kernels; with ranks, this rank's part."""
     shards = Shards() if ranks is None else ranks.shards
     weights = copy_to_device(decoder_part(model.weights, model.config, shards), backend.device)
     return Decoder(shards.local(model.config, "the model"), weights, backend.kernels_in_use, ranks)
 
 
 def eagle(target: Decoder) -> EagleHead:
-    """The tiny EAGLE head, on the device of its target."""
+    """Return the tiny EAGLE head on the device of its target."""
     head = tiny.eagle_head()
     weights = eagle_part(head.weights, head.config, target.shards)
     return EagleHead(_local(head.config, target), copy_to_device(weights, target.device), target)
 
 
 def eagle3(target: Decoder) -> Eagle3Head:
-    """The tiny EAGLE-3 head, on the device of its target."""
+    """Return the tiny EAGLE-3 head on the device of its target."""
     head = tiny.eagle3_head()
     weights = eagle3_part(head.weights, head.config, target.shards)
     return Eagle3Head(
@@ -81,7 +81,7 @@ def eagle3(target: Decoder) -> Eagle3Head:
 
 
 def peagle(target: Decoder) -> PEagleHead:
-    """The tiny P-EAGLE head, on the device of its target."""
+    """Return the tiny P-EAGLE head on the device of its target."""
     head = tiny.peagle_head()
     return PEagleHead(
         _local(head.config, target),
@@ -93,7 +93,7 @@ def peagle(target: Decoder) -> PEagleHead:
 
 
 def dflash(target: Decoder) -> DFlashHead:
-    """The tiny DFlash head, on the device of its target."""
+    """Return the tiny DFlash head on the device of its target."""
     head = tiny.dflash_head()
     return DFlashHead(
         _local(head.config, target),
@@ -106,7 +106,7 @@ def dflash(target: Decoder) -> DFlashHead:
 
 
 def mtp(target: Decoder) -> list[MtpHead]:
-    """The tiny MTP heads, on the device of their target."""
+    """Return the tiny MTP heads on the device of their target."""
     return [
         MtpHead(
             _local(head.config, target),
@@ -123,7 +123,7 @@ def _local(config: ModelConfig, target: Decoder) -> ModelConfig:
 
 
 def shape() -> DynamicTree:
-    """The tree that every tree proposer here drafts."""
+    """Return the tree shape of every tree proposer in this module."""
     return DynamicTree(topk=3, depth=3)
 
 
@@ -151,7 +151,7 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
 
 
 def untrained(target: Decoder) -> EagleHead:
-    """An EAGLE head that knows nothing of its target: nearly every draft is rejected."""
+    """Return the EAGLE head with a flipped fusion matrix, whose drafts are nearly all rejected."""
     head = eagle(target)
     return EagleHead(head.config, dataclasses.replace(head.weights, fusion=plain(head.weights.fusion).flip(0)), target)
 
@@ -164,7 +164,7 @@ EXTREMES: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
 
 
 def program(name: str, **config: Any) -> Callable[[Backend], None]:
-    """Generate with one proposer, greedy and sampling, and compare the greedy tokens with plain decoding."""
+    """Return a program that generates with one proposer, greedy and sampled, and checks the greedy tokens."""
     config = {"max_context": 32, "max_requests": 2, "page_size": 4, "prefill_chunk": 4, "overlap": True} | config
 
     def run(backend: Backend) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Parse the options, run, write. Exit code 1 where a change survived that isn't explained."""
+    """Run the mutants and write their records; exit code 1 if a mutant without a recorded reason survived."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
@@ -78,7 +78,7 @@ def _tell_unreached(sites: list[MutationSite], asked: int) -> None:
 
 
 def _told(records: list[dict[str, Any]], planned: int, explained: Callable[[str], str | None]) -> int:
-    """Print the figures and the survivors; the exit code."""
+    """Print the figures and the survivors, and return the exit code."""
     alive = [record for record in records if record["by"] is None]
     for key in ("class", "module"):
         for name, count in sorted(Counter(record[key] for record in records).items()):

@@ -16,7 +16,7 @@ Lines = frozenset[tuple[str, int]]
 
 @contextmanager
 def lines_run(modules: Sequence[str]) -> Generator[set[tuple[str, int]]]:
-    """The set is filled while this is open, by the calling thread and those that begin inside."""
+    """Yield a set of executed (module, line) pairs, filled by the calling thread and by threads started in this scope."""
     files = {import_module(name).__file__: name for name in modules}
     found: set[tuple[str, int]] = set()
 

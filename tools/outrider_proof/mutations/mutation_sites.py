@@ -1,10 +1,10 @@
-"""Every small change that a function's source allows: a derivation, not a list of known bugs.
+"""Mutation sites: every small change that the source of a function allows, derived from its syntax tree.
 
-Rules: a condition is negated; an operand of ``and`` and ``or`` is left out; a comparison moves by one or turns round; a sum
-becomes a difference and back; a whole number grows by one; ``min`` and ``max`` change places; a call for its effect, an
-assignment to an attribute or an element, and an ``x += …`` are left out; True and False change places as arguments.
+The rules negate a condition, remove an operand of ``and`` or ``or``, and shift or invert a comparison. They exchange ``+``
+and ``-``, ``min`` and ``max``, and True and False as arguments. They add one to an integer. They remove a call for its
+effect, an assignment to an attribute or element, and an ``x += …``.
 
-A condition that guards nothing but a ``raise`` stays: what the engine refuses is tested where it is refused.
+A condition that guards only a ``raise`` is not mutated: unit tests check the rejected inputs.
 """
 
 from __future__ import annotations
@@ -42,13 +42,19 @@ class MutationSite:
 
     module: str
     function: str
+    """Qualified name of the function in the module."""
     line: int
     rule: str
     before: str
+    """Source of the changed node before the change."""
     after: str
+    """Source of the changed node after the change."""
     number: int
+    """Index among the changes of the module."""
     turn: int = 1
+    """Index, from 1, among the changes of the function with the same text."""
     span: tuple[int, int] = (0, 0)
+    """First and last line of the statement, or of the head of an ``if`` or loop."""
 
     @property
     def name(self) -> str:
@@ -59,7 +65,7 @@ class MutationSite:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """``node`` of the tree becomes ``into``; None: the statement is left out."""
+    """The replacement of ``node`` by ``into``; None removes the statement."""
 
     node: ast.AST
     into: Callable[[ast.AST], ast.AST]
@@ -110,7 +116,7 @@ def _changes(tree: ast.Module) -> Iterator[tuple[str, _Change]]:
 
 
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """The functions of a module and of its classes; those inside functions belong to these."""
+    """Yield the functions of a module and of its classes; nested functions belong to the outer function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):
             yield from _functions(child, f"{prefix}{child.name}.")
@@ -119,7 +125,7 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDe
 
 
 def _walk(node: ast.AST, span: tuple[int, int]) -> Iterator[tuple[ast.AST, tuple[int, int]]]:
-    """Nodes that run, and the lines of their statement; annotations, raised errors and assertions don't count."""
+    """Yield executed nodes and the lines of their statement, without annotations, raised errors and assertions."""
     if isinstance(node, ast.Raise | ast.Assert):
         return
     if isinstance(node, ast.stmt):
@@ -218,7 +224,7 @@ class _Replace(ast.NodeTransformer):
         self._change = change
 
     def visit(self, node: ast.AST) -> ast.AST:
-        """The node, or what it becomes."""
+        """Return the node, or its replacement."""
         if node is self._change.node:
             return ast.copy_location(self._change.into(node), node)
         return self.generic_visit(node)
@@ -228,7 +234,7 @@ class _Replace(ast.NodeTransformer):
 
 
 def _code(code: CodeType, qualified: str) -> CodeType:
-    """The code of a function, by its qualified name."""
+    """Return the code object of a function by its qualified name."""
     for part in qualified.split("."):
         code = next(each for each in code.co_consts if isinstance(each, CodeType) and each.co_name == part)
     return code

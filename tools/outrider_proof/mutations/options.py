@@ -1,4 +1,4 @@
-"""Host programs whose requests ask for more than their likeliest tokens."""
+"""Host programs whose requests have sampling options, log-probabilities and stop conditions."""
 
 from __future__ import annotations
 

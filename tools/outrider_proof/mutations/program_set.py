@@ -96,7 +96,7 @@ def _judged(setup: EngineSetup, number: int) -> str:
 
 @contextmanager
 def _replays() -> Generator[Counter[str]]:
-    """How often graphs are replayed meanwhile, by their names: a stage that is called instead has the same results."""
+    """Count the replays of each graph by name: an eager stage has the same results, so tokens do not show it."""
     found: Counter[str] = Counter()
     replay = Graph.replay
 
@@ -113,8 +113,9 @@ _costs: dict[tuple[EngineSetup, int], dict[str, int]] = {}
 
 
 def _faulted(proposer: str, mode: str, like: str, number: int) -> str:
-    """A program, plain of aborts and moves, in some of whose steps an operation fails on one of the streams: the engine says
-    so, and no token is wrong.
+    """Run a program without aborts and moves in which operations of a stream fail in some steps.
+
+    The engine must report each failure, and no token may be wrong.
     """
     setup = EngineSetup(proposer, mode, like)
     backend = simulated_device(like, None)
@@ -183,10 +184,10 @@ def record_baselines(changed: Sequence[str]) -> list[ProgramBaseline]:
 
 
 class Trial:
-    """A change that is being judged, in a process of its own, by those of ``known`` that reach it: the others can't tell.
+    """One mutant in a child process that runs the first ``most`` programs of ``known`` which reach the changed line.
 
-    ``most``: no more programs than that, the first of them. A program that takes several times its seconds of the processor
-    hangs, and so does one that waits and says nothing for ``patience`` seconds.
+    A program hangs if it takes several times its baseline CPU time, or if the child waits for ``patience`` seconds without
+    output.
     """
 
     def __init__(self, site: MutationSite, known: Sequence[ProgramBaseline], patience: float, most: int) -> None:
@@ -202,7 +203,7 @@ class Trial:
         os.close(writer)
 
     def over(self) -> bool:
-        """Take in what it said, if anything; whether it has ended."""
+        """Read the output of the child and return True if it has ended or hangs."""
         while select.select([self.reader], [], [], 0)[0]:
             piece = os.read(self.reader, 4096)
             if not piece:
@@ -239,15 +240,16 @@ def _runs(process: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """``processes`` at a time; nothing begins after so many ``seconds``; ``patience`` with a program that says nothing.
-
-    ``programs``: the most that judge one change.
-    """
+    """Limits of a run over mutants."""
 
     processes: int
+    """Number of concurrent child processes."""
     seconds: float = 1e9
+    """Time after which no trial begins, in seconds."""
     patience: float = 120.0
+    """Time after which a waiting child without output counts as a hang, in seconds."""
     programs: int = 1_000
+    """Maximum number of programs per mutant."""
 
 
 def judge_all(sites: Sequence[MutationSite], known: Sequence[ProgramBaseline], limits: Limits) -> Iterator[Trial]:

@@ -1,4 +1,4 @@
-"""Changes tried one after the other, and the records of them."""
+"""The run over all mutants, with one record per mutant."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """A record of each change that was tried: the site, ``by`` what it was killed (None: it survived) and where.
 
-    ``out``: a file to which each is appended as a line of JSON. What it has already isn't tried again, unless it survived
-    fewer programs than ``limits`` allow now.
+    ``out`` is a file of JSON lines to which each record is appended. Mutants with a record there are skipped, unless they
+    survived fewer programs than ``limits`` allows.
     """
     had = {record["name"]: record for record in _lines(out)}
     records = {site.name: had[site.name] for site in todo if site.name in had}
