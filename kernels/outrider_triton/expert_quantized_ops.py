@@ -58,10 +58,8 @@ def _experts_quantized(
     gate_and_up = x.new_empty((pairs, 2 * inner))
     parts = x.new_empty((pairs, hidden))
 
-    stacks = (
-        (gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block),
-        (down, down_scales, down_zeros, down_input, down_block),
-    )
+    gate_stack = gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block
+    stacks = gate_stack, (down, down_scales, down_zeros, down_input, down_block)
 
     def multiply(rows: Tensor, out: Tensor, place: int) -> None:
         stack, scales, zeros, input_scale, block = stacks[place]
@@ -95,8 +93,7 @@ def _experts_quantized(
         )
 
     multiply(x, gate_and_up, 0)
-    gated_rows = torch.ops.outrider.silu_mul.triton(gate_and_up, pdl)
-    multiply(gated_rows, parts, 1)
+    multiply(torch.ops.outrider.silu_mul.triton(gate_and_up, pdl), parts, 1)
     return sum_expert_rows(parts, x, count, pdl)
 
 

@@ -37,7 +37,7 @@ _BATCHES = ((1, 1), (1, 4), (8, 4), (32, 4))
 
 
 @dataclass(frozen=True, slots=True)
-class KernelCase:
+class TimedKernelCase:
     """One call of ``kernel``: ``call(kernels, i)`` makes it on the i-th of a few sets of operands.
 
     ``bytes`` are the fewest that it must move: each operand that it needs read once, each result written once. ``planned``:
@@ -48,10 +48,10 @@ class KernelCase:
     name: str
     bytes: int
     call: Callable[[KernelSet, int], object]
-    planned: Callable[[KernelSet, Stream], KernelCase] | None = None
+    planned: Callable[[KernelSet, Stream], TimedKernelCase] | None = None
 
 
-def kernel_cases(shape: DecoderShape, *, dtype: torch.dtype, device: torch.device) -> Iterator[KernelCase]:
+def kernel_cases(shape: DecoderShape, *, dtype: torch.dtype, device: torch.device) -> Iterator[TimedKernelCase]:
     """Yield the cases of all kernels except GEMMs. Operands are created on demand, in the caller's stream scope."""
     for batch, width in _BATCHES:
         make = _Maker(shape, batch, width, dtype, device)
@@ -65,7 +65,7 @@ def kernel_cases(shape: DecoderShape, *, dtype: torch.dtype, device: torch.devic
 
 def product_cases(
     shape: DecoderShape, *, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[KernelCase]:
+) -> Iterator[TimedKernelCase]:
     """Yield the cases of GEMMs with fused operators, for ``tokens`` tokens. Weights rotate among ``rotate_bytes`` bytes."""
     attention = shape.heads * shape.head_size
     yield _product("qkv", attention + 2 * shape.kv_heads * shape.head_size, shape.hidden, tokens, rotate_bytes, dtype, device)
@@ -80,7 +80,7 @@ def product_cases(
 
 def _pairs(
     shape: DecoderShape, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[KernelCase]:
+) -> Iterator[TimedKernelCase]:
     """Two products with the norm between them, and what the second one makes of it."""
     attention = shape.heads * shape.head_size
     heads = attention + 2 * shape.kv_heads * shape.head_size
@@ -102,7 +102,7 @@ def _pairs(
         angles.cos().to(dtype), angles.sin().to(dtype), k_cache, v_cache, torch.arange(1, tokens + 1, device=device)
     )
     rows = 3 * residual.nbytes
-    yield KernelCase(
+    yield TimedKernelCase(
         "norm_linear_silu_mul",
         f"output, add, norm, gate and up, SwiGLU, {tokens} tokens",
         output[0].nbytes + gates[0].nbytes + looked.nbytes + rows + gated.nbytes,
@@ -110,7 +110,7 @@ def _pairs(
             Product(looked, output[i % copies], None), residual, norm, 1e-5, gates[i % copies], None
         ),
     )
-    yield KernelCase(
+    yield TimedKernelCase(
         "norm_linear_rope_write_cache",
         f"down, add, norm, qkv, rope, cache, {tokens} tokens",
         down[0].nbytes + qkv[0].nbytes + gated.nbytes + rows + tokens * heads * size,
@@ -118,7 +118,7 @@ def _pairs(
             Product(gated, down[i % copies], None), residual, norm, 1e-5, qkv[i % copies], None, rotary
         ),
     )
-    yield KernelCase(
+    yield TimedKernelCase(
         "linear_rope_write_cache",
         f"qkv, rope, cache, {tokens} tokens",
         qkv[0].nbytes + residual.nbytes + tokens * heads * size,
@@ -128,7 +128,7 @@ def _pairs(
 
 def _product(
     name: str, n: int, k: int, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
-) -> KernelCase:
+) -> TimedKernelCase:
     size = dtype.itemsize
     copies = max(2, -(-rotate_bytes // (n * k * size)))
     weights = [torch.randn(n, k, dtype=dtype, device=device).mul_(k**-0.5) for _ in range(copies)]
@@ -148,17 +148,17 @@ def _product(
 
     label = f"{name}, {tokens} tokens"
     if "residual" in name:
-        return KernelCase(
+        return TimedKernelCase(
             "linear_add",
             label,
             moved + 2 * tokens * n * size,
             lambda k, i: k.linear_add(x, weights[i % copies], None, residual),
         )
     if "SwiGLU" in name:
-        return KernelCase("linear_silu_mul", label, moved + tokens * n * size // 2, gated)
+        return TimedKernelCase("linear_silu_mul", label, moved + tokens * n * size // 2, gated)
     if "norm" in name:
-        return KernelCase("linear_add_rms_norm", label, moved + 3 * tokens * n * size, added)
-    return KernelCase("linear", label, moved + tokens * n * size, linear)
+        return TimedKernelCase("linear_add_rms_norm", label, moved + 3 * tokens * n * size, added)
+    return TimedKernelCase("linear", label, moved + tokens * n * size, linear)
 
 
 class _Maker:
@@ -172,27 +172,29 @@ class _Maker:
     def _normal(self, *size: int) -> Tensor:
         return torch.randn(size, dtype=self._dtype, device=self._device)
 
-    def rows(self) -> Iterator[KernelCase]:
+    def rows(self) -> Iterator[TimedKernelCase]:
         """Yield the cases of norms, SwiGLU and row gathers."""
         shape, count, item = self._shape, self._count, self._dtype.itemsize
         x, residual, weight = (
             self._normal(*size) for size in ((count, shape.hidden), (count, shape.hidden), (shape.hidden,))
         )
         row = x.nbytes
-        yield KernelCase("rms_norm", self._label, 2 * row + weight.nbytes, lambda k, i: k.rms_norm(x, weight, 1e-5))
-        yield KernelCase(
+        yield TimedKernelCase("rms_norm", self._label, 2 * row + weight.nbytes, lambda k, i: k.rms_norm(x, weight, 1e-5))
+        yield TimedKernelCase(
             "add_rms_norm", self._label, 4 * row + weight.nbytes, lambda k, i: k.add_rms_norm(x, residual, weight, 1e-5)
         )
         gates = self._normal(count, 2 * shape.inner)
-        yield KernelCase("silu_mul", self._label, 3 * count * shape.inner * item, lambda k, i: k.silu_mul(gates))
+        yield TimedKernelCase("silu_mul", self._label, 3 * count * shape.inner * item, lambda k, i: k.silu_mul(gates))
         state, values = self._normal(257, shape.hidden), self._normal(self._batch, shape.hidden)
         rows = torch.randperm(256, device=self._device)[: self._batch] + 1
-        yield KernelCase("gather_rows", self._label, 2 * values.nbytes, lambda k, i: k.gather_rows(state, rows))
+        yield TimedKernelCase("gather_rows", self._label, 2 * values.nbytes, lambda k, i: k.gather_rows(state, rows))
         wide = self._normal(count, 3 * shape.hidden)[:, shape.hidden : 2 * shape.hidden]
-        yield KernelCase("copy_rows", self._label, 2 * row, lambda k, i: k.copy_rows(x, wide))
-        yield KernelCase("scatter_rows", self._label, 2 * values.nbytes, lambda k, i: k.scatter_rows(state, rows, values))
+        yield TimedKernelCase("copy_rows", self._label, 2 * row, lambda k, i: k.copy_rows(x, wide))
+        yield TimedKernelCase(
+            "scatter_rows", self._label, 2 * values.nbytes, lambda k, i: k.scatter_rows(state, rows, values)
+        )
 
-    def cache(self) -> Iterator[KernelCase]:
+    def cache(self) -> Iterator[TimedKernelCase]:
         """Yield the cases of kernels that read or write the KV cache."""
         shape, batch, width, device = self._shape, self._batch, self._width, self._device
         size = shape.head_size
@@ -208,14 +210,14 @@ class _Maker:
         slots = (table[:, lane // _PAGE].to(torch.int64) * _PAGE + lane % _PAGE).flatten()
         item = self._dtype.itemsize
         token = self._count * size * item
-        yield KernelCase(
+        yield TimedKernelCase(
             "rope_write_cache",
             self._label,
             token * (2 * shape.heads + 5 * shape.kv_heads) + 2 * token,
             lambda k, i: k.rope_write_cache(q, key, value, cos, sin, *caches[i % _CACHES], slots),
         )
         made, norms = self._normal(self._count, shape.heads + 2 * shape.kv_heads, size).flatten(1), self._normal(2, size)
-        yield KernelCase(
+        yield TimedKernelCase(
             "head_norm_rope_write_cache",
             self._label,
             token * (2 * shape.heads + 4 * shape.kv_heads) + 2 * token + norms.nbytes,
@@ -238,15 +240,17 @@ class _Maker:
         if width > 1:
             moved = slots.view(batch, width)[:, 1:].flatten()
             count = 4 * moved.numel() * shape.kv_heads * size * item
-            yield KernelCase("move_cache", self._label, count, lambda k, i: k.move_cache(*caches[i % _CACHES], moved, moved))
+            yield TimedKernelCase(
+                "move_cache", self._label, count, lambda k, i: k.move_cache(*caches[i % _CACHES], moved, moved)
+            )
 
     def _attention(
         self, q: Tensor, caches: list[tuple[Tensor, Tensor]], metadata: AttentionMetadata, moved: int
-    ) -> KernelCase:
+    ) -> TimedKernelCase:
         tree = ", tree" if metadata.tree_mask is not None else ""
         return _attend(f"{self._label}{tree}, {_CONTEXT} cached", q, caches, metadata, moved)
 
-    def bookkeeping(self) -> Iterator[KernelCase]:
+    def bookkeeping(self) -> Iterator[TimedKernelCase]:
         """Yield the cases of kernels between the model passes. They move few bytes, so bandwidth says little about them."""
         batch, path, hidden, device = self._batch, self._width, self._shape.hidden, self._device
         pages = _CONTEXT // _PAGE
@@ -254,8 +258,8 @@ class _Maker:
         def numbers(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.ones(size, dtype=dtype, device=device)
 
-        def case(kernel: str, operands: tuple[Tensor, ...], call: Callable[[KernelSet, int], object]) -> KernelCase:
-            return KernelCase(kernel, self._label, sum(operand.nbytes for operand in operands), call)
+        def case(kernel: str, operands: tuple[Tensor, ...], call: Callable[[KernelSet, int], object]) -> TimedKernelCase:
+            return TimedKernelCase(kernel, self._label, sum(operand.nbytes for operand in operands), call)
 
         rows = torch.arange(1, batch + 1, device=device)
         lens, accepted, temperature = numbers(batch), numbers(batch), numbers(batch, dtype=torch.float32)
@@ -295,13 +299,13 @@ class _Maker:
         token = places.flatten()
         yield case("embed_beside", (features,) * 4, lambda k, i: k.embed_beside(token, table, features))
 
-    def choices(self) -> Iterator[KernelCase]:
+    def choices(self) -> Iterator[TimedKernelCase]:
         """Yield the cases of sampling and acceptance kernels."""
         logits = self._normal(self._batch, self._width, self._shape.vocabulary)
         for hot in (False, True):
             yield from self._choices(logits, hot)
 
-    def _choices(self, logits: Tensor, hot: bool) -> Iterator[KernelCase]:
+    def _choices(self, logits: Tensor, hot: bool) -> Iterator[TimedKernelCase]:
         batch, width, device, vocabulary = self._batch, self._width, self._device, self._shape.vocabulary
         seeds = torch.arange(batch, device=device)
         positions = torch.full((batch,), _CONTEXT, device=device)
@@ -309,11 +313,11 @@ class _Maker:
         label = f"{self._label}{', sampling' if hot else ''}"
         first = logits[:, 0]
         moved = batch * vocabulary * logits.element_size()
-        yield KernelCase("sample", label, moved, lambda k, i: k.sample(first, heat, seeds, positions))
+        yield TimedKernelCase("sample", label, moved, lambda k, i: k.sample(first, heat, seeds, positions))
         drafts = torch.randint(0, vocabulary, (batch, width - 1), device=device)
         if not hot:
             found = torch.zeros((batch, 2), dtype=torch.int64, device=device)
-            yield KernelCase(
+            yield TimedKernelCase(
                 "verify_checked",
                 label,
                 logits.nbytes,
@@ -323,12 +327,12 @@ class _Maker:
             return
         probs = torch.softmax(logits[:, 1:].float(), -1) if hot else None
         needed = logits.nbytes + (0 if probs is None else probs.nbytes)
-        yield KernelCase(
+        yield TimedKernelCase(
             "verify_chain", label, needed, lambda k, i: k.verify_chain(logits, drafts, probs, heat, seeds, positions)
         )
         tokens = torch.randint(0, vocabulary, (batch, width), device=device)
         parents = torch.arange(-1, width - 1, device=device).expand(batch, width).contiguous()
-        yield KernelCase(
+        yield TimedKernelCase(
             "verify_tree",
             label,
             logits.nbytes,
@@ -336,7 +340,7 @@ class _Maker:
         )
 
 
-def _prefill(shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> KernelCase:
+def _prefill(shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> TimedKernelCase:
     new = 512
     metadata = AttentionMetadata(
         query_start=torch.tensor([0, new], dtype=torch.int32, device=device),
@@ -353,8 +357,8 @@ def _prefill(shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> K
 
 def _attend(
     label: str, q: Tensor, caches: list[tuple[Tensor, Tensor]], metadata: AttentionMetadata, moved: int
-) -> KernelCase:
-    def planned(kernels: KernelSet, stream: Stream) -> KernelCase:
+) -> TimedKernelCase:
+    def planned(kernels: KernelSet, stream: Stream) -> TimedKernelCase:
         _, page_size, kv_heads, head_size = caches[0][0].shape
         shape = AttentionShape(
             heads=q.shape[1], kv_heads=kv_heads, head_size=head_size, page_size=page_size, dtype=q.dtype, scale=_SCALE
@@ -368,7 +372,7 @@ def _attend(
         )
         return _attend(label, q, caches, kernels.plan_attention(batch, stream=stream), moved)
 
-    return KernelCase(
+    return TimedKernelCase(
         "paged_attention",
         label,
         moved,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.device import QUANTIZED_FORMATS, ConfigError, KernelSet, QuantizedWeight
 from outrider.device.kernels.tuning import DecoderShape
-from outrider_tune.measure import KernelCase
+from outrider_tune.measure import TimedKernelCase
 
 _SPREAD = {"fp8": 60.0, "int8": 40.0, "int4": 4.6}
 """Standard deviation of the values; of four bits, those of all words alike."""
@@ -96,7 +96,7 @@ def random_quantized(
 
 def quantized_cases(
     name: str, shape: DecoderShape, *, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[KernelCase]:
+) -> Iterator[TimedKernelCase]:
     """Yield GEMMs of a decoder layer and the output head, with rotating weights of the quantization ``name``."""
     attention = shape.heads * shape.head_size
     products = {
@@ -120,4 +120,4 @@ def quantized_cases(
             return kernels.linear_quantized(x, weights[number % len(weights)])
 
         moved = first.nbytes + x.nbytes + tokens * rows * dtype.itemsize
-        yield KernelCase("linear_quantized", f"{name} {label}, {tokens} tokens", moved, call)
+        yield TimedKernelCase("linear_quantized", f"{name} {label}, {tokens} tokens", moved, call)

@@ -73,7 +73,7 @@ CHECKPOINTS = ["transformers", "tokenizers", "safetensors", "PIL"]
 INTERFACE_ALONE = ["outrider.device", "outrider_sanitizer", "outrider_trace", "outrider_sim", "outrider_conformance"]
 ENGINE = [
     "engines",
-    "observed",
+    "observed_kernels",
     "suite.test_l4_declared",
     "suite.test_l4_engine",
     "suite.test_l5_figures",

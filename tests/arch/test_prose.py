@@ -85,4 +85,6 @@ def test_names_and_lengths_are_found():
     assert prose.duplicate_classes(twice) == {"Plan": ["a.py:1", "b.py:1"]}
     assert prose.bare_verbs({"a.py": "class Queue:\n    def take(self): ..."}) == ["a.py:2: Queue.take"]
     assert prose.bare_verbs({"a.py": "class Queue(Base):\n    def take(self): ..."}) == []
+    assert prose.bare_verbs({"a.py": "class Base:\n    def take(self): ...\nclass Queue(Base): ..."}) == []
     assert prose.long_functions("a.py", "def f():\n" + "    pass\n" * 80) == ["a.py:1: f has 81 lines"]
+    assert prose.long_functions("a.py", "@triton.jit\ndef f():\n" + "    pass\n" * 80) == []

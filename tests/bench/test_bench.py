@@ -106,7 +106,7 @@ class Ran:
 
 
 def get_config():
-    speculation = Speculation.choose("none", model=None, draft=None, draft_tokens=1)
+    speculation = Speculation.with_defaults("none", model=None, draft=None, draft_tokens=1)
     return load("cpu", speculation, max_requests=1, dtype="float32").model.config
 
 
@@ -135,7 +135,7 @@ def test_for_people(outrider):
 
 
 def test_bytes_of_an_iteration_counted_by_hand():
-    speculation = Speculation.choose("eagle", model=None, draft=None, draft_tokens=3)
+    speculation = Speculation.with_defaults("eagle", model=None, draft=None, draft_tokens=3)
     engine = load("cpu", speculation, max_requests=1, dtype="float32")
     target, head = engine.model, engine.proposer.head
     layers = sum(t.nbytes for layer in target.weights.layers for t in slots(layer))
@@ -159,7 +159,7 @@ def slots(layer):
 
 def test_a_batch_that_is_never_whole_is_not_timed():
     """The first requests end while the last prompts are still read: what decodes then is a smaller batch."""
-    speculation = Speculation.choose("none", model=None, draft=None, draft_tokens=1)
+    speculation = Speculation.with_defaults("none", model=None, draft=None, draft_tokens=1)
     engine = load("cpu", speculation, max_requests=8, dtype="float32")
     found = run_batch(engine, batch=4, prompt_tokens=700, new_tokens=6)
     assert (found.seconds, found.tokens) == ([], 0)

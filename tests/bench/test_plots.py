@@ -13,7 +13,7 @@ from outrider_bench.plot import limits_svg
 
 
 def test_the_gap_is_that_of_the_logits():
-    speculation = Speculation.choose("none", model=None, draft=None, draft_tokens=1)
+    speculation = Speculation.with_defaults("none", model=None, draft=None, draft_tokens=1)
     engine = load("cpu", speculation, max_requests=1, dtype="float32")
     prompt = engine.tokenizer.encode("def read(self):\n    return ")
     (done,) = engine.generate([prompt], SamplingParams(max_tokens=6, logprobs=2, ignore_eos=True))
@@ -54,7 +54,7 @@ def test_what_is_slower_lies_higher_in_the_plot():
 
 
 def test_the_host_knows_how_long_it_waited(monkeypatch):
-    speculation = Speculation.choose("none", model=None, draft=None, draft_tokens=1)
+    speculation = Speculation.with_defaults("none", model=None, draft=None, draft_tokens=1)
     engine = load("cpu", speculation, max_requests=1, dtype="float32")
     engine.generate([[5]], SamplingParams(max_tokens=2, ignore_eos=True))
     before = engine.stats.blocked_s

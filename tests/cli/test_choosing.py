@@ -47,7 +47,7 @@ def test_given_settings_stay():
     given = {"max_context": 64, "page_size": 8, "prefill_chunk": 16, "max_requests": 2}
     engine = load(
         "cpu",
-        Speculation.choose("none", model=None, draft=None, draft_tokens=4),
+        Speculation.with_defaults("none", model=None, draft=None, draft_tokens=4),
         max_requests=1,
         dtype="float32",
         running=Running(mode="staged", graphs=False, overlap=False),
@@ -117,10 +117,10 @@ def test_an_engine_takes_what_the_device_prefers():
 )
 def test_the_bundled_model_brings_its_head(kind, head):
     """Of the kind that is asked for, and without asking the EAGLE head."""
-    chosen = Speculation.choose(kind, model=None, draft=None, draft_tokens=3)
+    chosen = Speculation.with_defaults(kind, model=None, draft=None, draft_tokens=3)
     assert (chosen.kind, chosen.draft) == (kind or "eagle", bundled(head))
 
 
 @pytest.mark.parametrize("kind", ["none", "ngram", "suffix", "mtp", "peagle"])
 def test_the_bundled_model_has_no_head_of_other_kinds(kind):
-    assert Speculation.choose(kind, model=None, draft=None, draft_tokens=3).draft is None
+    assert Speculation.with_defaults(kind, model=None, draft=None, draft_tokens=3).draft is None

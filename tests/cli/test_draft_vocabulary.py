@@ -60,7 +60,7 @@ def test_an_engine_drafts_from_the_written_file(outrider, text, tmp_path):
     plain = outrider(
         "generate", "--backend", "cpu", "--prompt", "def add(", "--max-tokens", "12", "--json", "--speculate", "none"
     )
-    drafting = Speculation.choose(None, model=None, draft=None, draft_tokens=4, draft_vocabulary=str(out))
+    drafting = Speculation.with_defaults(None, model=None, draft=None, draft_tokens=4, draft_vocabulary=str(out))
     engine = load("cpu", drafting, max_requests=1)
     (drafted,) = engine.generate([engine.tokenizer.encode("def add(")], SamplingParams(max_tokens=12))
     assert list(drafted.token_ids) == plain.json["token_ids"]

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from outrider.cli import dispatch
 from outrider.cli import main as cli
-from outrider.cli.report import Interrupted, Report, to_json
+from outrider.cli.report import CommandReport, Interrupted, to_json
 from outrider.cli.stopping import Stopped, until_stopped
 from outrider.device import ConfigError
 
@@ -22,9 +22,9 @@ def command(monkeypatch):
     """Add a command ``x`` that does what it's told."""
 
     def add(action):
-        def x(json_output: cli_json_option() = False) -> Report:
+        def x(json_output: cli_json_option() = False) -> CommandReport:
             del json_output
-            return action() or Report(data={"done": True}, render=lambda console: console.print("done"))
+            return action() or CommandReport(data={"done": True}, render=lambda console: console.print("done"))
 
         monkeypatch.setattr(sys.modules[__name__], "x", x, raising=False)
         monkeypatch.setattr(dispatch, "commands", lambda: {"x": f"{__name__}:x"})
@@ -435,7 +435,7 @@ def test_no_figure_of_a_table_is_cut(command, outrider, count):
     figures = [f"{1234567 * (place + 1)}.125"[place % 5 :] for place in range(count)]
     table = Table(*(f"of place {place}" for place in range(count)), "words", box=None, pad_edge=False)
     table.add_row(*figures, "some words that may go on many lines, and do where there is no room for them " * 2)
-    command(lambda: Report(data={}, render=lambda console: console.print(table)))
+    command(lambda: CommandReport(data={}, render=lambda console: console.print(table)))
     shown = outrider("x")
     assert [figure for figure in figures if figure not in shown.out] == []
     assert "…" not in shown.out

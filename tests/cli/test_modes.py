@@ -10,7 +10,7 @@ from outrider.engine.requests.request import FinishReason
 
 def engine(backend="cpu", **running):
     """The bundled model with its EAGLE head, launched as ``running`` says."""
-    speculation = Speculation.choose(None, model=None, draft=None, draft_tokens=4)
+    speculation = Speculation.with_defaults(None, model=None, draft=None, draft_tokens=4)
     return load(backend, speculation, max_requests=1, dtype="float32", running=Running(**running))
 
 

@@ -135,13 +135,13 @@ def test_the_code_of_a_repository_of_the_hub_comes_with_the_option_alone(
     shutil.copytree(tmp_path / "model", repository, dirs_exist_ok=True)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     config, sizes = EngineConfig(max_context=32, dtype="float32"), {"draft": None, "draft_tokens": 1}
-    found = Speculation.choose("none", model="owner/online", through_transformers=True, **sizes).model
+    found = Speculation.with_defaults("none", model="owner/online", through_transformers=True, **sizes).model
     assert not list(found.glob("*.py"))
     with pytest.raises(CheckpointError, match=r"transformers can't load it"):
         Engine.from_checkpoint("owner/online", backend, config=config, through_transformers=True)
     assert not list(found.glob("*.py"))
     options = {"through_transformers": True, "trust_remote_code": True}
-    assert (Speculation.choose("none", model="owner/online", **sizes, **options).model / "evil.py").exists()
+    assert (Speculation.with_defaults("none", model="owner/online", **sizes, **options).model / "evil.py").exists()
     (found / "evil.py").unlink()
     assert not marker.exists()
     Engine.from_checkpoint("owner/online", backend, config=config, **options)

@@ -20,7 +20,7 @@ PROMPT = [521, 1019, 9, 66, 13, 309]
 
 
 def make():
-    speculation = Speculation.choose(None, model=None, draft=None, draft_tokens=3)
+    speculation = Speculation.with_defaults(None, model=None, draft=None, draft_tokens=3)
     return functools.partial(load, "cpu", speculation, max_requests=2, dtype="float64", sizes=Sizes(max_context=128))
 
 

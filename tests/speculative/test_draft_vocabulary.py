@@ -210,6 +210,6 @@ def test_what_the_command_line_names():
     assert vocabulary_of(None) is None
     assert vocabulary_of("32768") == 32768
     assert str(vocabulary_of("freq_32768.pt")) == "freq_32768.pt"
-    chosen = Speculation.choose("eagle", model=None, draft=None, draft_tokens=3, draft_vocabulary="512")
+    chosen = Speculation.with_defaults("eagle", model=None, draft=None, draft_tokens=3, draft_vocabulary="512")
     assert chosen.draft_vocabulary == 512
     assert chosen.without().draft_vocabulary is None

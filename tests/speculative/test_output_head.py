@@ -135,5 +135,5 @@ def test_many_rows_are_rounded_some_at_a_time():
 
 
 def test_plain_decoding_beside_it_has_no_draft_to_draw():
-    chosen = Speculation.choose("eagle", model=None, draft=None, draft_tokens=3, draft_output_head="fp8")
+    chosen = Speculation.with_defaults("eagle", model=None, draft=None, draft_tokens=3, draft_output_head="fp8")
     assert chosen.without().draft_output_head is None

@@ -263,7 +263,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
     ) -> tuple[Engine, Mapping[str, object]]:
         from outrider.model import ModelConfig
 
-        speculation = Speculation.choose(
+        speculation = Speculation.with_defaults(
             self.speculate,
             model=self.model,
             draft=self.draft,

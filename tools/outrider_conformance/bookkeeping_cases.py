@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import KernelSet, RequestInputs, RequestRows
-from outrider_conformance.fixed_case import Call, KernelCase, Operands
+from outrider_conformance.fixed_case import Call, FixedKernelCase, Operands
 
 _STATE = ("rows", "lens", "last_tokens", "seeds", "temperature", "tables")
 _OWN = tuple(f"own_{name}" for name in _STATE)
@@ -144,14 +144,20 @@ def _beside(dtype: torch.dtype) -> dict[str, Tensor]:
 
 _LOOKED = ("out", "found")
 BOOKKEEPING = (
-    KernelCase("gather_requests", _requests, _gathered(by_row=False), exact=True, changed=(*_OWN, "found")),
-    KernelCase("gather_requests, lengths by row", _requests, _gathered(by_row=True), exact=True, changed=(*_OWN, "found")),
-    KernelCase("gather_checked, numbers of some rows", _numbers, _checked(bounds=None, some=True), changed=_LOOKED),
-    KernelCase("gather_checked, whole numbers", _tokens, _checked(bounds=(0, 10), some=False), exact=True, changed=_LOOKED),
-    KernelCase("gather_checked, of some rows", _tokens, _checked(bounds=(0, 10), some=True), exact=True, changed=_LOOKED),
-    KernelCase("find_nan", _numbers, _nowhere, changed=("found",)),
-    KernelCase("place_tokens", _placing, _placed, exact=True, changed=("positions", "slots", "seq_lens")),
-    KernelCase("publish_accepted", _deciding, _published, exact=True, changed=_PUBLISHED),
-    KernelCase("place_accepted", _deciding, _extended, exact=True, changed=_EXTENDED),
-    KernelCase("embed_beside", _beside, lambda k, o: (k.embed_beside(o["tokens"], o["weight"], o["hidden"]),)),
+    FixedKernelCase("gather_requests", _requests, _gathered(by_row=False), exact=True, changed=(*_OWN, "found")),
+    FixedKernelCase(
+        "gather_requests, lengths by row", _requests, _gathered(by_row=True), exact=True, changed=(*_OWN, "found")
+    ),
+    FixedKernelCase("gather_checked, numbers of some rows", _numbers, _checked(bounds=None, some=True), changed=_LOOKED),
+    FixedKernelCase(
+        "gather_checked, whole numbers", _tokens, _checked(bounds=(0, 10), some=False), exact=True, changed=_LOOKED
+    ),
+    FixedKernelCase(
+        "gather_checked, of some rows", _tokens, _checked(bounds=(0, 10), some=True), exact=True, changed=_LOOKED
+    ),
+    FixedKernelCase("find_nan", _numbers, _nowhere, changed=("found",)),
+    FixedKernelCase("place_tokens", _placing, _placed, exact=True, changed=("positions", "slots", "seq_lens")),
+    FixedKernelCase("publish_accepted", _deciding, _published, exact=True, changed=_PUBLISHED),
+    FixedKernelCase("place_accepted", _deciding, _extended, exact=True, changed=_EXTENDED),
+    FixedKernelCase("embed_beside", _beside, lambda k, o: (k.embed_beside(o["tokens"], o["weight"], o["hidden"]),)),
 )

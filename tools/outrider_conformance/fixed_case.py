@@ -16,7 +16,7 @@ Call = Callable[[KernelSet, Operands], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class KernelCase:
+class FixedKernelCase:
     """One kernel with fixed operands, compared with the reference kernel."""
 
     name: str

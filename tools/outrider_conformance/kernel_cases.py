@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.device import HeadNorms, KernelSet, Product, RotaryArgs
 from outrider_conformance.bookkeeping_cases import BOOKKEEPING
-from outrider_conformance.fixed_case import Call, KernelCase, Operands, attention_metadata, call_kernel
+from outrider_conformance.fixed_case import Call, FixedKernelCase, Operands, attention_metadata, call_kernel
 
 
 def _draw(seed: int) -> torch.Generator:
@@ -309,21 +309,21 @@ def _case(
     changed: tuple[str, ...] = (),
     exact: bool = False,
     **options: Any,
-) -> KernelCase:
+) -> FixedKernelCase:
     """Return a case of the kernel that ``name`` begins with. Its arguments are names of operands, or other values."""
     method = name.replace(",", " ").split()[0]
 
     def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
         return (*call_kernel(kernels, method, arguments, o, **options), *(o[each] for each in changed))
 
-    return KernelCase(name, make, call, exact=exact, changed=changed)
+    return FixedKernelCase(name, make, call, exact=exact, changed=changed)
 
 
 _ROPE = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
 _NODE_OPERANDS = ("logits", "tokens", "parents", "temperature", "seeds", "positions")
 _DECODE, _RAGGED = (1, 1, 1), (3, 1, 5)
 _CONTEXT = (7, 3, 10)
-CASES: Mapping[str, KernelCase] = MappingProxyType(
+CASES: Mapping[str, FixedKernelCase] = MappingProxyType(
     {
         case.name: case
         for case in (
@@ -332,36 +332,38 @@ CASES: Mapping[str, KernelCase] = MappingProxyType(
             _case("linear_silu_mul", _linear, "x", "weight", "bias"),
             _case("linear_add_rms_norm", _gated, "x", "weight", "bias", "residual", "norm", 1e-5, changed=("residual",)),
             _case("linear_add", _gated, "x", "weight", "bias", "residual", changed=("residual",)),
-            KernelCase("linear_rope_write_cache", _pair, _queries, changed=("k_cache", "v_cache")),
-            KernelCase("norm_linear_silu_mul", _pair, _normed_gates, changed=("residual",)),
-            KernelCase("norm_linear_rope_write_cache", _pair, _normed_queries, changed=("residual", "k_cache", "v_cache")),
-            KernelCase("head_norm_rope_write_cache", _heads, _normed_heads, changed=("k_cache", "v_cache")),
+            FixedKernelCase("linear_rope_write_cache", _pair, _queries, changed=("k_cache", "v_cache")),
+            FixedKernelCase("norm_linear_silu_mul", _pair, _normed_gates, changed=("residual",)),
+            FixedKernelCase(
+                "norm_linear_rope_write_cache", _pair, _normed_queries, changed=("residual", "k_cache", "v_cache")
+            ),
+            FixedKernelCase("head_norm_rope_write_cache", _heads, _normed_heads, changed=("k_cache", "v_cache")),
             _case("gather_rows", _state, "state", "rows"),
-            KernelCase("copy_rows", _wide, _copied, changed=("wide",)),
+            FixedKernelCase("copy_rows", _wide, _copied, changed=("wide",)),
             _case("scatter_rows", _state, "state", "rows", "values", changed=("state",)),
             _case("embedding", _embedding, "tokens", "weight"),
             _case("rms_norm", _norm, "x", "weight", 1e-5),
-            KernelCase("add_rms_norm", _norm, _added, changed=("residual",)),
+            FixedKernelCase("add_rms_norm", _norm, _added, changed=("residual",)),
             _case("silu_mul", _gates, "gate_up"),
             _case("rope_write_cache", _rope, *_ROPE, changed=("q", "k", "k_cache", "v_cache")),
             _case("move_cache", _moves, "k_cache", "v_cache", "sources", "destinations", changed=("k_cache", "v_cache")),
-            KernelCase("paged_attention of decoding", _attention(_DECODE, _CONTEXT), _attend(_DECODE)),
-            KernelCase("paged_attention of a ragged batch", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED)),
-            KernelCase("paged_attention in a window", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED, window=4)),
-            KernelCase("paged_attention over a tree", _attention((5, 5), (7, 2), tree=True), _attend((5, 5), tree=True)),
-            KernelCase("paged_attention beside NaN", _attention(_RAGGED, _CONTEXT, poisoned=True), _attend(_RAGGED)),
-            KernelCase(
+            FixedKernelCase("paged_attention of decoding", _attention(_DECODE, _CONTEXT), _attend(_DECODE)),
+            FixedKernelCase("paged_attention of a ragged batch", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED)),
+            FixedKernelCase("paged_attention in a window", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED, window=4)),
+            FixedKernelCase("paged_attention over a tree", _attention((5, 5), (7, 2), tree=True), _attend((5, 5), tree=True)),
+            FixedKernelCase("paged_attention beside NaN", _attention(_RAGGED, _CONTEXT, poisoned=True), _attend(_RAGGED)),
+            FixedKernelCase(
                 "paged_attention over a tree beside NaN",
                 _attention((5, 5), (7, 2), tree=True, poisoned=True),
                 _attend((5, 5), tree=True),
             ),
-            KernelCase("paged_attention with padding", _attention(_RAGGED, _CONTEXT, padding=3), _attend(_RAGGED)),
-            KernelCase("sample", _logits, _sampled(draft=False), exact=True),
-            KernelCase("sample for a draft", _logits, _sampled(draft=True), exact=True),
-            KernelCase("verify_chain, greedy", _chains, _verified(sampling=False), exact=True),
-            KernelCase("verify_chain, sampling", _chains, _verified(sampling=True), exact=True),
+            FixedKernelCase("paged_attention with padding", _attention(_RAGGED, _CONTEXT, padding=3), _attend(_RAGGED)),
+            FixedKernelCase("sample", _logits, _sampled(draft=False), exact=True),
+            FixedKernelCase("sample for a draft", _logits, _sampled(draft=True), exact=True),
+            FixedKernelCase("verify_chain, greedy", _chains, _verified(sampling=False), exact=True),
+            FixedKernelCase("verify_chain, sampling", _chains, _verified(sampling=True), exact=True),
             *(
-                KernelCase(
+                FixedKernelCase(
                     f"verify_checked, {drafts} drafts",
                     _poisoned_chains,
                     partial(_verified_checked, drafts=drafts),

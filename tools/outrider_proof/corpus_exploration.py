@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.report import Report
+from outrider.cli.report import CommandReport
 from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
 
@@ -53,7 +53,7 @@ class CorpusResult:
     seconds: float
 
 
-def explore_corpus(wanted: CorpusWanted) -> Report:
+def explore_corpus(wanted: CorpusWanted) -> CommandReport:
     """Run the corrected programs and return their report; exit code 0 if every program was silent."""
     began = time.monotonic()
     rows = list(_rows(wanted))
@@ -68,7 +68,7 @@ def explore_corpus(wanted: CorpusWanted) -> Report:
         "seconds": round(time.monotonic() - began, 1),
         "programs": [asdict(row) for row in rows],
     }
-    return Report(data=data, render=lambda console: _render(console, data), exit_code=1 if alarms else 0)
+    return CommandReport(data=data, render=lambda console: _render(console, data), exit_code=1 if alarms else 0)
 
 
 def _rows(wanted: CorpusWanted) -> Iterator[CorpusResult]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.report import Report
+from outrider.cli.report import CommandReport
 from outrider.device.errors import CapabilityError
 from outrider_proof.decode_program import DecodeExplorer, HostProgram
 
@@ -70,7 +70,7 @@ class DecodeExploration:
         }
 
 
-def explore_decode(exploration: DecodeExploration) -> Report:
+def explore_decode(exploration: DecodeExploration) -> CommandReport:
     """Run host programs, each under a schedule of its own; stop at the first that fails."""
     device = exploration.make()
     default = "mixed" if device.control is not None else _PROGRAM_ORDER
@@ -93,7 +93,7 @@ def explore_decode(exploration: DecodeExploration) -> Report:
         **_explored(chosen, device, chosen.explorer(device)),
     }
     data.pop("left_out")
-    return Report(data=data, render=lambda console: _render(console, data), exit_code=1 if data["failed"] else 0)
+    return CommandReport(data=data, render=lambda console: _render(console, data), exit_code=1 if data["failed"] else 0)
 
 
 def _explored(chosen: DecodeExploration, device: Backend, explorer: DecodeExplorer) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _run(
     return failure.error, {"shrunk": str(failure.shrunk), "orderings": list(failure.orderings)}
 
 
-def _explore_every_fence(chosen: DecodeExploration, device: Backend) -> Report:
+def _explore_every_fence(chosen: DecodeExploration, device: Backend) -> CommandReport:
     """Run with every fence, then without each in turn: expect no finding first, then one per fence that is used."""
     from outrider.engine.fences import FENCES
 
@@ -167,7 +167,7 @@ def _explore_every_fence(chosen: DecodeExploration, device: Backend) -> Report:
         )
     right = all(_is_expected(row) for row in rows)
     data = {**chosen.described, "drop": chosen.drop, "device": device.label, "fences": rows, "right": right}
-    return Report(data=data, render=lambda console: _render_fences(console, data), exit_code=0 if right else 1)
+    return CommandReport(data=data, render=lambda console: _render_fences(console, data), exit_code=0 if right else 1)
 
 
 def _is_expected(row: Mapping[str, Any]) -> bool:

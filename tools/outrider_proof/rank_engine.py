@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.report import Report
+from outrider.cli.report import CommandReport
 from outrider.device import ConfigError
 from outrider_proof.decode_program import HostProgram, Serving, WrongTokens, draft_length_of
 from outrider_proof.watched_ranks import run_watched
@@ -320,7 +320,7 @@ def _inject_divergence(engine: Engine, inject: str) -> None:
         runner.bucket = larger
 
 
-def explore_engine(wanted: RanksWanted, explorer: RankExplorer | None = None) -> Report:
+def explore_engine(wanted: RanksWanted, explorer: RankExplorer | None = None) -> CommandReport:
     """Run programs, each under its own schedule, until one fails, and return the report.
 
     ``explorer`` provides open devices; None opens new ones.
@@ -357,7 +357,7 @@ def explore_engine(wanted: RanksWanted, explorer: RankExplorer | None = None) ->
         "seconds": round(time.monotonic() - began, 1),
         "outcomes": [outcome.as_dict() for outcome in outcomes],
     }
-    return Report(data=data, render=lambda console: _render(console, data), exit_code=1 if failed else 0)
+    return CommandReport(data=data, render=lambda console: _render(console, data), exit_code=1 if failed else 0)
 
 
 def _once(

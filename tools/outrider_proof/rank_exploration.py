@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.report import Report
+from outrider.cli.report import CommandReport
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.registry import Registry
 
@@ -110,7 +110,7 @@ class RankCorpusResult:
         }
 
 
-def explore_ranks(wanted: RanksWanted) -> Report:
+def explore_ranks(wanted: RanksWanted) -> CommandReport:
     """Run the command (see the module); exit code 0 if every result is as expected."""
     if wanted.ranks < 2:
         raise ConfigError(f"--ranks {wanted.ranks}: ranks come apart where there are two at least")
@@ -143,7 +143,7 @@ def explore_ranks(wanted: RanksWanted) -> Report:
         "seconds": round(time.monotonic() - began, 1),
         "programs": [row.as_dict() for row in rows],
     }
-    return Report(data=data, render=lambda console: _render(console, data, bool(chosen)), exit_code=0 if right else 1)
+    return CommandReport(data=data, render=lambda console: _render(console, data, bool(chosen)), exit_code=0 if right else 1)
 
 
 def _chosen(name: str) -> list[RankRace]:
@@ -211,7 +211,7 @@ def _alarm(devices: SimulatedHosts, race: RankRace, wanted: RanksWanted, seed: i
 # -- for people ---------------------------------------------------------------------------------------------------------
 
 
-def _one(row: RankCorpusResult, wanted: RanksWanted) -> Report:
+def _one(row: RankCorpusResult, wanted: RanksWanted) -> CommandReport:
     """Report one divergence as a failing program."""
 
     def render(console: Console) -> None:
@@ -223,7 +223,7 @@ def _one(row: RankCorpusResult, wanted: RanksWanted) -> Report:
         console.print(f"corrected: outrider explore ranks --inject {row.race.name} --corrected", markup=False)
 
     data = {"program": RANKS, "ranks": wanted.ranks, "inject": wanted.inject, **row.as_dict()}
-    return Report(data=data, render=render, exit_code=1)
+    return CommandReport(data=data, render=render, exit_code=1)
 
 
 def _render(console: Console, data: Mapping[str, Any], injected: bool) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.device.errors import ConfigError
 from outrider.registry import BackendSpec, Registry
 from outrider_sanitizer.scripts import run_rank_scripts, run_script, script_path
@@ -48,7 +48,7 @@ def sanitize(
         typer.Option(help="Fail unless some of these were watched; may be given again. A run that does nothing is clean."),
     ] = None,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Run a Python script and report races, stale reads and lost flags. Exit code 1 when there are any, or when what
     --require names wasn't watched.
 
@@ -82,7 +82,7 @@ def sanitize(
         if failure:
             console.print(Text(f"the script ended with {failure}", style="bold red"))
 
-    return Report(data=data, render=render, exit_code=0 if clean and failure is None and not missing else 1)
+    return CommandReport(data=data, render=render, exit_code=0 if clean and failure is None and not missing else 1)
 
 
 def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], str | None]:

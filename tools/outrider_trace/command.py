@@ -12,7 +12,7 @@ from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.files import check_output, write_whole
-from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_sanitizer.scripts import run_script, script_path
@@ -33,7 +33,7 @@ def trace(
     start: Annotated[float, typer.Option("--from", metavar="US", help="Start of the picture, in microseconds.")] = 0.0,
     end: Annotated[float | None, typer.Option("--to", metavar="US", help="End of the picture. Default: of the run.")] = None,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Run a Python script and write a timeline of its streams, operations and fences, and a picture of it.
 
     Times are the device's own, or virtual ones on a simulated device. The exit code is the script's.
@@ -90,4 +90,4 @@ def trace(
         if code or failure:
             console.print(f"the script ended with exit code {code}{f': {failure}' if failure else ''}")
 
-    return Report(data=data, render=render, exit_code=code)
+    return CommandReport(data=data, render=render, exit_code=code)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Collective, CollectiveError, DeadlockError, Group, Reduction
-from outrider_sim.exchange import STUCK, CollectiveCall, CollectivePart, CollectiveRendezvous, Exchange
+from outrider_sim.exchange import STUCK, CollectivePart, CollectiveRendezvous, Exchange, IssuedCollective
 from outrider_sim.queue import Op, OperationKind
 from outrider_sim.source_lines import python_line
 from outrider_sim.tensor import SimTensor
@@ -35,7 +35,7 @@ class Operands(NamedTuple):
 class CapturedCollective:
     """A call in a graph: each replay issues it anew. The starting operation makes the half, the ending one has it too."""
 
-    def __init__(self, member: Member, call: CollectiveCall) -> None:
+    def __init__(self, member: Member, call: IssuedCollective) -> None:
         self._member = member
         self.call = call
         self._half: CollectivePart | None = None
@@ -106,19 +106,21 @@ class SimGroup(Group):
         collective = self.last_call
         assert collective is not None
         machine.line = python_line()
-        call = CollectiveCall(
-            name=told.kind,
+        call = IssuedCollective(
+            name=collective.kind,
             channel=channel,
-            facts=matching_facts(told, in_graph=stream.capture is not None),
+            facts=matching_facts(collective, in_graph=stream.capture is not None),
             line=machine.line,
             compute=compute,
             operands=Operands(_inner(read), _inner(write)),
-            collective=told,
+            collective=collective,
         )
         cost = machine.like.kernel_us
         target = CapturedCollective(self.member, call) if stream.capture is not None else self.member.issue(call)
         for kind, what in ((OperationKind.COLLECTIVE_START, "start of "), (OperationKind.COLLECTIVE, "")):
-            op = Op(kind, f"{what}{told.kind} of {self.name}", target=target, cost=cost * (kind == OperationKind.COLLECTIVE))
+            op = Op(
+                kind, f"{what}{collective.kind} of {self.name}", target=target, cost=cost * (kind == OperationKind.COLLECTIVE)
+            )
             op.line = call.line
             if isinstance(target, CollectivePart):
                 target.stream = stream

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.device import Backend, ConfigError, ProcessView, Stream
 from outrider_sim.delay_schedule import Delay, Schedule, ScheduleStep
 from outrider_sim.divergent_operators import DIVERGENCES
-from outrider_sim.explore import ExplorationResult, explore
+from outrider_sim.explore import SimExploration, explore
 from outrider_sim.options import FAULTS
 from outrider_sim.queue import FREE, StreamQueue
 from outrider_sim.store import SimStore
@@ -95,7 +95,7 @@ class SimControl:
 
     def explore(
         self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0
-    ) -> ExplorationResult:
+    ) -> SimExploration:
         """Run `program` under up to `iterations` schedules; see `outrider_sim.explore`."""
         return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed)
 

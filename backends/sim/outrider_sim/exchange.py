@@ -23,7 +23,7 @@ Channel = tuple[int, int] | None
 """(source, destination) of messages between two ranks; None: all ranks of the group."""
 
 
-class CollectiveCall(NamedTuple):
+class IssuedCollective(NamedTuple):
     """One rank's collective call. `facts` are (name, value) pairs, most important first, that must be equal on all ranks."""
 
     name: str
@@ -34,7 +34,7 @@ class CollectiveCall(NamedTuple):
     operands: Any  # what `compute` reads and writes of this half
     collective: Any = None  # the `Collective` that was reported to tools
 
-    def differs(self, other: CollectiveCall) -> str:
+    def differs(self, other: IssuedCollective) -> str:
         """The first fact that isn't the same in `other`; empty: none."""
         for (name, mine), (_, theirs) in zip(self.facts, other.facts, strict=True):
             if mine != theirs:
@@ -47,7 +47,7 @@ class CollectivePart:
 
     __slots__ = ("captured", "failed", "issued", "meeting", "member", "number", "resident", "results", "started", "stream")
 
-    def __init__(self, member: Member, call: CollectiveCall, number: int, meeting: CollectiveRendezvous) -> None:
+    def __init__(self, member: Member, call: IssuedCollective, number: int, meeting: CollectiveRendezvous) -> None:
         self.member = member
         self.issued = call
         self.captured: Any = None  # the call in a graph that this is one replay of; a rebinding changes what it works on
@@ -59,11 +59,11 @@ class CollectivePart:
         self.stream: StreamQueue | None = None
 
     @property
-    def call(self) -> CollectiveCall:
+    def call(self) -> IssuedCollective:
         """The issued call, or the current version of a call captured in a graph."""
         if self.captured is None:
             return self.issued
-        now: CollectiveCall = self.captured.call
+        now: IssuedCollective = self.captured.call
         return now
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ class Member:
         self.last: CollectivePart | None = None
         self.error: Callable[[str, CollectivePart], Exception] = lambda reason, half: RuntimeError(f"{half}: {reason}")
 
-    def issue(self, call: CollectiveCall) -> CollectivePart:
+    def issue(self, call: IssuedCollective) -> CollectivePart:
         """The next half in the call's channel. Raises what `error` makes where another rank asked for something else."""
         group = self.group
         number = self.counts.get(call.channel, 0) + 1

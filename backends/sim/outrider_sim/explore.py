@@ -30,7 +30,7 @@ class FailedRun:
 
 
 @dataclass(kw_only=True)
-class ExplorationResult:
+class SimExploration:
     """The result of an exploration.
 
     `runs` counts complete runs, `pruned` counts runs aborted as repetitions. `exhausted` means that every schedule ran.
@@ -94,12 +94,12 @@ def explore(
     seed: int = 0,
     shrinking: bool = True,
     count_distinct: bool = False,
-) -> ExplorationResult:
+) -> SimExploration:
     """Run `program` under up to `iterations` schedules and stop at the first failure, shrunk unless `shrinking` is off.
 
     `count_distinct` keeps the schedules seen, as strings.
     """
-    result = ExplorationResult()
+    result = SimExploration()
     source = strategies(strategy, seed)
     for number in range(iterations):
         chosen = next(source, None)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from outrider.cli.environment import plugin_probe
 from outrider.cli.listing import survey
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import CommandReport, JsonOption
 from outrider.cli.torch_probe import known_torch
 
 
@@ -19,7 +19,7 @@ def backends(
         bool, typer.Option("--open", help="Also open each usable device and show what it declares.")
     ] = False,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """List the installed backends and whether they can run here."""
     del json_output
     found = survey(known_torch(plugin_probe()), open_devices=open_devices)
@@ -50,7 +50,7 @@ def backends(
         if not all(values["can_run"] for values in rows) or not rows:
             console.print("\n`outrider doctor` says why a backend can't run")
 
-    return Report(data={"backends": rows, "others": extras, "notes": list(found.notes)}, render=render)
+    return CommandReport(data={"backends": rows, "others": extras, "notes": list(found.notes)}, render=render)
 
 
 def _cell(value: object) -> str:

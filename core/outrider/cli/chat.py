@@ -17,7 +17,7 @@ from outrider.cli.engine_options import ModelOptions, with_options
 from outrider.cli.images import EncodedPrompt
 from outrider.cli.inputs import MAX_BYTES, check_utf8
 from outrider.cli.models import launched
-from outrider.cli.report import Interrupted, JsonOption, Report, Unfinished
+from outrider.cli.report import CommandReport, Interrupted, JsonOption, Unfinished
 from outrider.cli.request_options import SamplingOptions
 from outrider.cli.stopping import SignalStop
 from outrider.cli.streamed_output import StreamedOutput
@@ -49,7 +49,7 @@ def chat(
     sampling: SamplingOptions,
     options: ModelOptions,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Talk with a model. /reset forgets the conversation, /exit ends it; Ctrl-C ends an answer. From a pipe, each line is a
     message.
     """
@@ -86,7 +86,7 @@ def chat(
         if failed is not None:
             console.print(f"error: {failed}; the text before it is valid", style="bold red", markup=False)
 
-    return Report(data=data, render=render, exit_code=0 if failed is None else 1)
+    return CommandReport(data=data, render=render, exit_code=0 if failed is None else 1)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 from outrider.cli.engine_options import ServerOptions
 from outrider.cli.inputs import check_listening, read_bounded
 from outrider.cli.rank_processes import Joined, RankPlacement
-from outrider.cli.report import Report
+from outrider.cli.report import CommandReport
 from outrider.cli.stopping import SignalStop
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
@@ -34,7 +34,7 @@ _RANK_EXIT_S = 10.0
 
 def serve_prefill(
     host: str, port: int, *, transport: str, secret_file: Path | None, drain_s: float, options: ServerOptions
-) -> Report:
+) -> CommandReport:
     """Prefill prompts for the decode servers that connect, until SIGTERM or SIGINT and the end of the running requests."""
     from outrider.disaggregation.connections import PeerAddress
     from outrider.disaggregation.server import PrefillServer
@@ -57,7 +57,7 @@ def serve_decode(
     drain_s: float,
     data_parallel: int,
     options: ServerOptions,
-) -> Report:
+) -> CommandReport:
     """Decode for clients, with prompts that ``prefill_servers`` have prefilled, until SIGTERM or SIGINT and the end of the
     running requests. While no prefill server is connected, this server prefills the prompts itself.
     """
@@ -175,7 +175,7 @@ def _engine_loader(options: ServerOptions) -> Callable[..., Engine]:
     return options.loader(options.speculation(), max_requests=_MAX_REQUESTS, say=True)
 
 
-def _serve_until_signal(server: DisaggregationServer, drain_s: float) -> Report:
+def _serve_until_signal(server: DisaggregationServer, drain_s: float) -> CommandReport:
     _print_line(f"listening on {server.address}")
     with _ended_by_signals(lambda: server.drain(drain_s)):
         all_ended = server.serve_until_drained()
@@ -184,7 +184,7 @@ def _serve_until_signal(server: DisaggregationServer, drain_s: float) -> Report:
     def render(console: Console) -> None:
         console.print("ended; every request had ended" if all_ended else "ended; requests were still open")
 
-    return Report(data=data, render=render, exit_code=0 if all_ended else 1)
+    return CommandReport(data=data, render=render, exit_code=0 if all_ended else 1)
 
 
 @contextmanager

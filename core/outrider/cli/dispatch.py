@@ -24,7 +24,7 @@ from rich.table import Table
 
 from outrider.cli.commands import commands
 from outrider.cli.lazy import group
-from outrider.cli.report import Interrupted, Report, Unfinished, Unsaid, exit_code, to_json
+from outrider.cli.report import CommandReport, Interrupted, Unfinished, Unsaid, exit_code, to_json
 from outrider.cli.stopping import SignalStop
 from outrider.cli.streams import note, prepare_streams, reserve_stdout_for_json, write, write_json
 from outrider.device.errors import OutriderError
@@ -110,7 +110,7 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop) ->
     # Not command.main(): that turns Ctrl-C and a closed pipe into exits of its own.
     with command.make_context("outrider", list(arguments), obj=tuple(arguments)) as context:
         report = command.invoke(context)
-    if isinstance(report, Report) and not report.silent:
+    if isinstance(report, CommandReport) and not report.silent:
         if json_out is not None:
             text = to_json(report.data)
             stop.done = True  # a later signal would write a second object
@@ -118,7 +118,7 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop) ->
         else:
             _show(report.render, sys.stdout)
     sys.stdout.flush()
-    return report.exit_code if isinstance(report, Report) else 0
+    return report.exit_code if isinstance(report, CommandReport) else 0
 
 
 def _show(render: Callable[[Console], None], stdout: TextIO) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment
 from outrider.cli.listing import survey
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import CommandReport, JsonOption
 from outrider.cli.torch_probe import TorchState, loaded_torch, probe_torch
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import INTERFACE_VERSION
@@ -25,7 +25,7 @@ _PACKAGES = ("numpy", "pluggy", "transformers", "tokenizers", "safetensors", "pi
 def doctor(
     open_devices: Annotated[bool, typer.Option("--open", help="Also open each device that says it can run.")] = False,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Say for each installed backend why it can or can't run here. Exit code 1 when none can."""
     del json_output
     torch = loaded_torch() or probe_torch()
@@ -56,7 +56,7 @@ def doctor(
         "chosen_because": why,
     }
     can_run = any(values["can_run"] for values in rows)
-    return Report(data=data, render=lambda console: _render(console, data), exit_code=0 if can_run else 1)
+    return CommandReport(data=data, render=lambda console: _render(console, data), exit_code=0 if can_run else 1)
 
 
 def _chosen(registry: Registry, torch: TorchState) -> tuple[str | None, str]:

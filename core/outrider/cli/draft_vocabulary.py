@@ -13,7 +13,7 @@ from rich.console import Console
 
 from outrider.cli.files import check_output, write_whole
 from outrider.cli.models import ModelOption, bundled
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import CommandReport, JsonOption
 from outrider.cli.starting import show_progress
 from outrider.device.errors import ConfigError
 
@@ -34,7 +34,7 @@ def draft_vocabulary(
     ],
     model: ModelOption = None,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Count a model's tokens in text, and write a list of the most frequent ones, for --draft-vocabulary.
 
     The list always has the tokens that end a text. The report gives its share of the text's tokens; its share of other
@@ -82,7 +82,7 @@ def draft_vocabulary(
             f"({len(counts)} different ones)"
         )
 
-    return Report(data=data, render=render)
+    return CommandReport(data=data, render=render)
 
 
 def _bytes_of(path: Path) -> int:

@@ -56,7 +56,7 @@ class ModelOptions:
 
     def speculation(self) -> Speculation:
         """Return the checkpoints and the proposer. Raises :class:`CheckpointError` for a checkpoint that can't be found."""
-        return Speculation.choose(self.speculate, **self._checkpoint_options())
+        return Speculation.with_defaults(self.speculate, **self._checkpoint_options())
 
     def _checkpoint_options(self) -> dict[str, Any]:
         return {

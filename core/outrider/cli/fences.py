@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment, plugin_probe
-from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.registry import Registry
 
 
-def fences(backend: BackendOption = None, json_output: JsonOption = False) -> Report:
+def fences(backend: BackendOption = None, json_output: JsonOption = False) -> CommandReport:
     """List the fences: producer, consumers, hazard, protected resources, and the backend's mechanism."""
     del json_output
     from outrider.engine.fences import FENCES
@@ -49,4 +49,4 @@ def fences(backend: BackendOption = None, json_output: JsonOption = False) -> Re
         for name, value in policy.items():
             console.print(f"{name}: {', '.join(value) or 'none' if isinstance(value, list) else value}")
 
-    return Report(data={"backend": device.name, "fences": rows, "policy": policy}, render=render)
+    return CommandReport(data={"backend": device.name, "fences": rows, "policy": policy}, render=render)

@@ -18,7 +18,7 @@ from outrider.cli.images import EncodedPrompt, ImageOption
 from outrider.cli.inputs import check_utf8, read_bounded
 from outrider.cli.models import launched
 from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
-from outrider.cli.report import Interrupted, JsonOption, Report
+from outrider.cli.report import CommandReport, Interrupted, JsonOption
 from outrider.cli.request_options import GuideOption, SamplingOptions, build_guide
 from outrider.cli.streamed_output import StreamedOutput
 from outrider.device.errors import ConfigError
@@ -59,7 +59,7 @@ def generate(
         ),
     ] = False,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Continue a prompt, and print the text during generation. Without --model the bundled model continues it."""
     from outrider.cli.torch_probe import require_torch
 
@@ -93,7 +93,7 @@ def generate(
             engine.follow()
             if compare:
                 load_reference().follow()
-            return Report.silent_report()
+            return CommandReport.silent_report()
         with closing(engine):
             if conversation is not None and template is not None:
                 text = conversation.tokens(template, text, images=len(image or ()))
@@ -106,16 +106,24 @@ def generate(
         launch = launched(engine, command_choices)
         data: dict[str, Any] = {**output.data(engine), "speculate": speculation.kind, **launch}
         if output.error is not None or not compare:
-            return Report(data=data, render=lambda console: _summary(console, data), exit_code=1 if output.error else 0)
-        reference = StreamedOutput(encoded)
-        reference_engine = load_reference()
-        with closing(reference_engine):
-            reference.stream(reference_engine, params, None)
-        data["non_speculative"] = reference.data(reference_engine)
-        data["same_tokens"] = reference.tokens == output.tokens
-        if not data["same_tokens"]:
-            data["difference"] = _find_difference(reference_engine, encoded, params, output.tokens, reference.tokens)
-    return Report(
+            return CommandReport(
+                data=data, render=lambda console: _summary(console, data), exit_code=1 if output.error else 0
+            )
+        return _compare(load_reference(), encoded, params, output, data)
+
+
+def _compare(
+    reference_engine: Engine, prompt: EncodedPrompt, params: SamplingParams, output: StreamedOutput, data: dict[str, Any]
+) -> CommandReport:
+    """Decode ``prompt`` without speculation and add the comparison with ``output`` to ``data``. Closes the engine."""
+    reference = StreamedOutput(prompt)
+    with closing(reference_engine):
+        reference.stream(reference_engine, params, None)
+    data["non_speculative"] = reference.data(reference_engine)
+    data["same_tokens"] = reference.tokens == output.tokens
+    if not data["same_tokens"]:
+        data["difference"] = _find_difference(reference_engine, prompt, params, output.tokens, reference.tokens)
+    return CommandReport(
         data=data,
         render=lambda console: _comparison(console, data, reference),
         exit_code=0 if data["same_tokens"] else 1,

@@ -200,7 +200,7 @@ class Speculation:
     draft_vocabulary: Path | int | None = None
 
     @classmethod
-    def choose(
+    def with_defaults(
         cls,
         kind: str | None,
         *,

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli.models import bundled
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import CommandReport, JsonOption
 from outrider.cli.starting import show_progress
 from outrider.device.errors import ConfigError
 from outrider.errors import shown
@@ -44,7 +44,7 @@ def quantize(
     ] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantise the output head too.")] = False,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Write a checkpoint with quantised weights in the format of compressed-tensors. Runs on the host.
 
     Each weight is rounded to the nearest value, without calibration. Embeddings, norms, biases and routers stay unquantised.
@@ -91,7 +91,7 @@ def quantize(
         "seconds": time.monotonic() - began,
     }
 
-    return Report(data=data, render=lambda console: _summary(console, data, family, supported_families()))
+    return CommandReport(data=data, render=lambda console: _summary(console, data, family, supported_families()))
 
 
 def _summary(console: Console, data: dict[str, Any], family: object, families: Sequence[str]) -> None:

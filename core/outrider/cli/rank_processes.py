@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.environment import rank_environment, rank_variables
-from outrider.cli.report import Report, Unsaid
+from outrider.cli.report import CommandReport, Unsaid
 from outrider.cli.stopping import Stopped
 from outrider.device.errors import BackendError, ConfigError, DeviceError, OutriderError
 
@@ -233,7 +233,7 @@ def _of_the_ranks(error: BaseException) -> bool:
     return isinstance(error, DeviceError) or not isinstance(error, OutriderError)
 
 
-def run_on_ranks(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> Report | None:
+def run_on_ranks(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> CommandReport | None:
     """Run the command on several ranks and return their report. Returns None in a rank and for a single process."""
     if tensor * data == 1 or RankPlacement.from_environment() is not None:
         return None
@@ -296,7 +296,7 @@ class _Processes:
             start_new_session=True,
         )
 
-    def wait_for_report(self) -> Report:
+    def wait_for_report(self) -> CommandReport:
         """Wait for all ranks and return the report of rank 0. Raises :class:`RanksFailed` if rank 0 has no report."""
         try:
             while any(process.poll() is None for process in self._started):
@@ -313,7 +313,7 @@ class _Processes:
         lost = next((rank for rank, process in enumerate(self._started) if process.returncode), None)
         return self._reported() if lost is None else self._lost(lost)
 
-    def _lost(self, rank: int | None) -> Report:
+    def _lost(self, rank: int | None) -> CommandReport:
         """End the ranks after a failure of ``rank``, and return the report of rank 0 or raise :class:`RanksFailed`."""
         from outrider.engine.ranks.records import RanksFailed
 
@@ -339,13 +339,13 @@ class _Processes:
         file.seek(0)
         return file.read()[-2000:].decode(errors="replace").strip() or "it said nothing"
 
-    def _reported(self) -> Report:
+    def _reported(self) -> CommandReport:
         code = self._started[0].returncode
         data: dict[str, object] = {}
         if self._out is not None:
             self._out.seek(0)
             data = json.loads(self._out.read() or "{}")
-        return Report(data=data, render=lambda console: None, exit_code=code)
+        return CommandReport(data=data, render=lambda console: None, exit_code=code)
 
     def _end(self) -> None:
         for process in self._started:

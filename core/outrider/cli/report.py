@@ -26,7 +26,7 @@ BackendOption = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class CommandReport:
     """The result of a command, which the dispatcher prints; a command itself prints only text that it streams.
 
     ``silent``: print nothing, not even with ``--json``, because another process prints the result.
@@ -38,7 +38,7 @@ class Report:
     silent: bool = False
 
     @classmethod
-    def silent_report(cls) -> Report:
+    def silent_report(cls) -> CommandReport:
         """Return the silent report of a follower rank."""
         return cls(data={}, render=lambda console: None, silent=True)
 

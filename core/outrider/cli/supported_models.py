@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import plugin_probe
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import CommandReport, JsonOption
 from outrider.registry import Plugins
 from outrider.registry.proposers import PROPOSERS, with_reserved_name_check
 from outrider.speculative.names import BUILTIN_PROPOSERS
 
 
-def models(json_output: JsonOption = False) -> Report:
+def models(json_output: JsonOption = False) -> CommandReport:
     """List model families that run natively, rope scalings, dtypes, and proposers with the checkpoint that each needs."""
     del json_output
     from outrider.engine.config import DTYPES
@@ -46,4 +46,4 @@ def models(json_output: JsonOption = False) -> Report:
         console.print()
         console.print(drafts)
 
-    return Report(data=data, render=render)
+    return CommandReport(data=data, render=render)

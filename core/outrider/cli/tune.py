@@ -12,7 +12,7 @@ from rich.console import Console
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.files import check_directory
 from outrider.cli.models import ModelOption, bundled
-from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
+from outrider.cli.report import BackendOption, CommandReport, Interrupted, JsonOption
 from outrider.cli.starting import show_progress
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.registry import Registry
@@ -43,7 +43,7 @@ def tune(
         ),
     ] = None,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Measure kernel candidates for a model on this device in bfloat16, and store each choice at once.
 
     An engine loads the stored choices if it starts on such a device with the same torch, Triton and kernels. Choices that
@@ -93,7 +93,7 @@ def tune(
         raise Interrupted(message, {**data, "kept": kept, "said": said}) from error
     data["results"] = [_result(name, result) for name, result in zip(names, results, strict=True)]
     data["said"] = said
-    return Report(data=data, render=lambda console: _render(console, data))
+    return CommandReport(data=data, render=lambda console: _render(console, data))
 
 
 def _shape(name: str) -> DecoderShape:

@@ -96,6 +96,24 @@ def ring_entries(config: DecidedConfig) -> int:
     return 2 if config.overlap else 1
 
 
+def _create_streams(backend: Backend, config: DecidedConfig) -> Streams:
+    sync = backend.speculative_sync
+    schedule, forward = backend.create_stream("schedule"), backend.create_stream("forward")
+    plan = backend.create_stream("plan") if config.plan_stream else forward
+    copy = forward if sync.results_on_forward else backend.create_stream("copy")
+    update = backend.create_stream("update") if sync.rebind_params and config.graphs else None
+    return Streams(schedule, forward, plan, copy, update)
+
+
+def _allocate_staging(model: LanguageModel, backend: Backend, config: DecidedConfig, *, pages: int) -> Staging:
+    """Allocate the staging ring; a block table has ``pages`` entries."""
+    capacity = staging_capacity(requests=config.max_requests, pages=pages, prefill_chunk=config.prefill_chunk)
+    capacity += OptionTable.capacity(
+        requests=config.max_requests, vocabulary=model.config.vocab_size, max_context=config.max_context
+    )
+    return Staging(backend, entries=ring_entries(config), capacity=capacity, max_requests=config.max_requests)
+
+
 def assemble(
     model: LanguageModel,
     backend: Backend,
@@ -108,17 +126,10 @@ def assemble(
 ) -> EngineParts:
     """Allocate streams, fences, caches and buffers of an engine. The allocations have completed when this returns."""
     table_width = -(-(config.max_context + proposer.slots) // config.page_size)
-    pages = config.num_pages
+    pages, entries, device = config.num_pages, ring_entries(config), backend.device
     check_cache(backend, config, model, pages=pages)
-    entries = ring_entries(config)
-    device = backend.device
-
-    sync = backend.speculative_sync
-    schedule, forward = backend.create_stream("schedule"), backend.create_stream("forward")
-    plan = backend.create_stream("plan") if config.plan_stream else forward
-    copy = forward if sync.results_on_forward else backend.create_stream("copy")
-    update = backend.create_stream("update") if sync.rebind_params and config.graphs else None
-    streams = Streams(schedule, forward, plan, copy, update)
+    streams = _create_streams(backend, config)
+    data = None if model.ranks is None else model.ranks.data
     # Allocations are enqueued on forward and completed before work starts on any other stream.
     with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):
         cache = KVCache.allocate(
@@ -132,18 +143,9 @@ def assemble(
         )
         proposer.allocate(backend=backend, pages=pages, page_size=config.page_size)
         rows = RowTable(rows=config.max_requests + 1, pages=table_width, device=device)
-        options = OptionTable(
-            rows=config.max_requests + 1,
-            vocabulary=model.config.vocab_size,
-            device=device,
-        )
-        masks = Masks(
-            backend,
-            proposer,
-            entries=entries,
-            max_requests=config.max_requests,
-            vocabulary=model.config.vocab_size,
-        )
+        vocabulary = model.config.vocab_size
+        options = OptionTable(rows=config.max_requests + 1, vocabulary=vocabulary, device=device)
+        masks = Masks(backend, proposer, entries=entries, max_requests=config.max_requests, vocabulary=vocabulary)
         future = FutureMap(model.kernels, rows=config.max_requests + 1, relay=proposer.relay, device=device)
         buffers = StaticBuffers(
             backend,
@@ -155,13 +157,7 @@ def assemble(
                 if length != proposer.nodes
             },
         )
-        capacity = staging_capacity(requests=config.max_requests, pages=table_width, prefill_chunk=config.prefill_chunk)
-        capacity += OptionTable.capacity(
-            requests=config.max_requests,
-            vocabulary=model.config.vocab_size,
-            max_context=config.max_context,
-        )
-        staging = Staging(backend, entries=entries, capacity=capacity, max_requests=config.max_requests)
+        staging = _allocate_staging(model, backend, config, pages=table_width)
         probes = Probes(model.kernels, proposer, vocabulary=model.config.vocab_size, ranks=model.ranks is not None)
         results = Results(
             backend,
@@ -170,11 +166,10 @@ def assemble(
             depth=proposer.depth,
             probes=probes,
             max_logprobs=min(MAX_LOGPROBS, model.config.vocab_size),
-            data=None if model.ranks is None else model.ranks.data,
+            data=data,
         )
         seq_lens_ring = SeqLensRing(backend, future.seq_lens, entries=entries)
     streams.forward.synchronize()
-    group = 0 if model.ranks is None or model.ranks.data is None else model.ranks.data.rank
     transfers = min(config.max_requests, _MAX_TRANSFERS)
     fences = FenceSet(backend.speculative_sync, entries=entries, transfers=transfers, wrap=wrap_fence)
     return EngineParts(
@@ -197,7 +192,15 @@ def assemble(
         seq_lens_ring=seq_lens_ring,
         lengths=lengths,
         transfer=StateTransfer(
-            backend, streams.forward, model, proposer, cache=cache, rows=rows, future=future, fences=fences, group=group
+            backend,
+            streams.forward,
+            model,
+            proposer,
+            cache=cache,
+            rows=rows,
+            future=future,
+            fences=fences,
+            group=data.rank if data else 0,
         ),
         config=config,
         vision=vision,

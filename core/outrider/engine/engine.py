@@ -28,6 +28,7 @@ from outrider.engine.follower import Answer, answering, follow
 from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.loading import load_checkpoint
 from outrider.engine.migration import RequestMigration
+from outrider.engine.prefill import Prefill
 from outrider.engine.ranks.commands import (
     AbortCommand,
     AddCommand,
@@ -56,8 +57,8 @@ from outrider.engine.requests.request import Completion, FinishReason, Request, 
 from outrider.engine.requests.request_stream import RequestStream
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.resolve import resolve
-from outrider.engine.stages import Iteration
-from outrider.engine.warm_up import warm_up
+from outrider.engine.stages import Iteration, Stages
+from outrider.engine.warm_up import WarmUp, warm_up
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
 from outrider.speculative.build import Builder
@@ -105,8 +106,7 @@ class Engine(RequestMigration):
         decided = resolve(config or EngineConfig(), situation_of(backend, model, proposer))
         self.config = config = join_engine(ranks, backend, model, proposer, decided)
         self._decision_log = course = None if ranks is None else DecisionLog(ranks)
-        self._tokenizer = tokenizer
-        self._vision = vision
+        self._tokenizer, self._vision = tokenizer, vision
         check_policy(backend, config, proposer, model.kernels)
         check_invariance(config, model)
         check_tree(model, proposer)
@@ -126,22 +126,11 @@ class Engine(RequestMigration):
         stages = build_stages(parts)
         iteration = Iteration(parts.streams.forward, stages, parts.staging)
         prefill = build_prefill(parts)
-        variants, self.warm_up = model.kernels.every_variant(), None
-        if variants is not None:
-            eager = EagerRunner(backend, parts.buffers)
-            trial = build_step(parts, stages, iteration, eager, StepMode.STAGED, prefill)
-            throwaway = build_loop(parts, trial, watchdog, LengthSchedule(parts.lengths))
-            room = min(self.max_context, throwaway.scheduler.pages.available * config.page_size - parts.spare)
-            # On the engine's device, which needn't be the thread's current one: leaving the scope loads what was compiled.
-            with backend.on(parts.streams.forward), variants:
-                lengths = len(parts.lengths)
-                self.warm_up = warm_up(throwaway, backend, model, proposer, config, room=room, lengths=lengths)
-            parts.staging.clear(parts.streams.forward)  # of the warm-up's requests, which capturing would go on with
+        self.warm_up = self._warm_up_kernels(stages, iteration, prefill, watchdog)
         with backend.guard("capturing the engine's graphs"):
             runner = build_runner(parts, stages, iteration, capture_progress)
             prefill_graphs = build_prefill_graphs(parts, prefill)
-        self.captured = runner.report
-        self.captured_prefill = None if prefill_graphs is None else prefill_graphs.report
+        self.captured, self.captured_prefill = runner.report, None if prefill_graphs is None else prefill_graphs.report
         self._step = build_step(parts, stages, iteration, runner, config.step_mode, prefill, prefill_graphs)
         sizes = None if runner.report is None else runner.report.buckets
         self._draft_length, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
@@ -170,6 +159,21 @@ class Engine(RequestMigration):
         self._processes: RankProcesses | None = None
         self._next_id = 0
 
+    def _warm_up_kernels(self, stages: Stages, iteration: Iteration, prefill: Prefill, watchdog: Watchdog) -> WarmUp | None:
+        """Compile every kernel variant by serving internal requests; None if the kernels have no variants to compile."""
+        parts, model, backend, config = self._parts, self.model, self.backend, self.config
+        variants = model.kernels.every_variant()
+        if variants is None:
+            return None
+        step = build_step(parts, stages, iteration, EagerRunner(backend, parts.buffers), StepMode.STAGED, prefill)
+        loop = build_loop(parts, step, watchdog, LengthSchedule(parts.lengths))
+        room = min(self.max_context, loop.scheduler.pages.available * config.page_size - parts.spare)
+        # On the engine's device, which may differ from the thread's current one: leaving the scope loads compiled kernels.
+        with backend.on(parts.streams.forward), variants:
+            report = warm_up(loop, backend, model, self.proposer, config, room=room, lengths=len(parts.lengths))
+        parts.staging.clear(parts.streams.forward)  # else capture would continue with requests of the warm-up
+        return report
+
     @classmethod
     def from_checkpoint(
         cls,
@@ -192,22 +196,20 @@ class Engine(RequestMigration):
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
-        What ``config`` leaves open is chosen, see :attr:`chosen`. ``speculate`` names a proposer: one of Outrider's
-        (:data:`outrider.speculative.names.OWN_PROPOSERS`), one of ``builders``, or an installed plugin. ``draft_dir`` holds
-        the checkpoint of those that have one.
+        The engine chooses each setting that ``config`` leaves open, see :attr:`chosen`. ``speculate`` names a proposer: one of
+        :data:`outrider.speculative.names.OWN_PROPOSERS`, one of ``builders``, or an installed plugin. ``draft_dir`` has its
+        checkpoint.
 
-        ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
-        replaceable attention, slower than a native one. ``trust_remote_code`` lets it run Python code that the checkpoint
-        brings, with all rights of this process; code of a checkpoint is never run without it.
+        ``through_transformers`` runs any decoder with a replaceable attention by transformers' code on the paged cache, slower
+        than a native one. ``trust_remote_code`` lets it run the checkpoint's Python code with all rights of this process.
 
-        ``quantized``: how quantised weights are loaded, see :class:`~outrider.model.QuantizedMode`. ``draft_output_head``:
-        ``fp8``, ``int8`` or ``int4``: drafts are drawn with a copy of the target's output head in that format, by proposers
-        that use that head; what is verified takes the head itself. ``draft_vocabulary``: with its rows of some tokens alone,
-        the first so many or those that a file lists (:class:`~outrider.model.DraftVocabulary`).
+        ``quantized`` is a :class:`~outrider.model.QuantizedMode`. ``draft_output_head`` (``fp8``, ``int8`` or ``int4``) gives
+        proposers a copy of the target's output head in that format; verification uses the head itself. ``draft_vocabulary``
+        limits that copy to the first tokens or to those of a file (:class:`~outrider.model.DraftVocabulary`).
 
-        ``progress(file, done, total)`` is told of each tensor loaded, ``capture_progress(done, total)`` of each batch size
-        captured. ``ranks``: those that run the engine together; each reads its own part of the checkpoint. ``parallel``:
-        instead of them, over how many; the others are started as processes of this host, and end with :meth:`close`.
+        ``progress(file, done, total)`` is called for each loaded tensor, ``capture_progress(done, total)`` for each captured
+        batch size. ``ranks`` run the engine together, each with its part of the checkpoint. ``parallel`` instead starts the
+        other ranks as processes of this host; they end with :meth:`close`.
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
@@ -224,21 +226,9 @@ class Engine(RequestMigration):
                 if isinstance(draft_vocabulary, int | None)
                 else Path(draft_vocabulary).resolve(),
             )
-            processes = start_ranks(backend, parallel, model_dir, loading, given=ranks, builders=builders)
-            try:
-                made = cls.from_checkpoint(
-                    model_dir,
-                    backend,
-                    progress=progress,
-                    capture_progress=capture_progress,
-                    ranks=processes.ranks,
-                    **loading.arguments(),
-                )
-            except BaseException:
-                processes.close()
-                raise
-            made._processes = processes
-            return made
+            return cls._start_with_ranks(
+                model_dir, backend, parallel, loading, ranks, builders, progress=progress, capture_progress=capture_progress
+            )
         with nullcontext() if ranks is None else ranks.starting():
             loaded = load_checkpoint(
                 model_dir,
@@ -265,6 +255,27 @@ class Engine(RequestMigration):
             capture_progress=capture_progress,
             ranks=ranks,
         )
+
+    @classmethod
+    def _start_with_ranks(
+        cls,
+        model_dir: Path,
+        backend: Backend,
+        parallel: ParallelConfig,
+        loading: LoadingArguments,
+        ranks: Ranks | None,
+        builders: Mapping[str, Builder] | None,
+        **callbacks: Any,
+    ) -> Engine:
+        """Start the other ranks as processes of this host and build the engine of the first rank."""
+        processes = start_ranks(backend, parallel, model_dir, loading, given=ranks, builders=builders)
+        try:
+            engine = cls.from_checkpoint(model_dir, backend, ranks=processes.ranks, **callbacks, **loading.arguments())
+        except BaseException:
+            processes.close()
+            raise
+        engine._processes = processes
+        return engine
 
     def compile_guide(self, guide: Guide) -> None:
         """Compile a guide now, so that a later request need not wait. Any thread may call this; it blocks.

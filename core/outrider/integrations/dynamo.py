@@ -78,7 +78,7 @@ class OutriderEngine(LLMEngine):
         args = parser().parse_args(argv)
         runtime = DynamoRuntimeConfig.from_cli_args(args)
         runtime.validate()
-        model = Speculation.choose(args.speculate, model=args.model, draft=args.draft, draft_tokens=args.draft_tokens)
+        model = Speculation.with_defaults(args.speculate, model=args.model, draft=args.draft, draft_tokens=args.draft_tokens)
         sizes = Sizes(max_context=args.max_context, kv_memory=args.kv_memory, page_size=args.page_size)
         make = partial(load, args.backend, model, max_requests=args.max_requests, dtype=args.dtype, sizes=sizes)
         name = args.served_model_name or model.model.name

@@ -103,7 +103,7 @@ class Replica:
 
     async def __init__(self, settings: RaySettings) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = settings
-        speculation = Speculation.choose(
+        speculation = Speculation.with_defaults(
             settings.speculate,
             model=settings.model,
             draft=settings.draft,

@@ -20,7 +20,7 @@ from outrider.cli.engine_options import ServerOptions, with_options
 from outrider.cli.environment import api_keys_from_environment, spans_from_environment
 from outrider.cli.inputs import check_listening, read_utf8
 from outrider.cli.rank_processes import DataParallelOption, TensorParallelOption
-from outrider.cli.report import Report
+from outrider.cli.report import CommandReport
 from outrider.device.errors import ConfigError
 from outrider.serve.optional_packages import require_kv_events, require_serve
 
@@ -156,7 +156,7 @@ class RoleOptions:
 
 
 @with_options
-def serve(context: typer.Context, *, http: HttpOptions, roles: RoleOptions, options: ServerOptions) -> Report | None:
+def serve(context: typer.Context, *, http: HttpOptions, roles: RoleOptions, options: ServerOptions) -> CommandReport | None:
     """Serve a model as OpenAI's API does; without --model the bundled one. Needs the extra: pip install 'outrider[serve]'.
 
     With --role, prefill and decode run in separate processes that exchange KV pages; these roles need no extra.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from conformance.mutants import generated_choices as choices
 from conformance.mutants import generated_state as state
@@ -14,7 +15,12 @@ BOOKS = "kernels: state"
 
 
 def mutants() -> Iterator[Generated]:
-    for kind, name, fault, make in (
+    for kind, name, fault, make in (*_dense_cache_and_choice_faults(), *_logit_and_bookkeeping_faults()):
+        yield Generated(kind, f"KernelSet.{name}", fault, BASE, 4, kernels({name: make}))
+
+
+def _dense_cache_and_choice_faults() -> tuple[Any, ...]:
+    return (
         (DENSE, "linear", "leaves the bias out from the second row on", _bias_once),
         (DENSE, "linear", "adds up in the dtype of its operands", _adds_narrowly),
         (DENSE, "rms_norm", "takes its mean in the dtype of its operands", _narrow_mean),
@@ -51,6 +57,11 @@ def mutants() -> Iterator[Generated]:
         (CHOICES, "sample", "gives the draft the target's noise", choices.ignores_draft),
         *((CHOICES, "verify_chain", fault, choices.chain(flag)) for flag, fault in choices.CHAIN.items()),
         *((CHOICES, "verify_tree", fault, choices.tree(flag)) for flag, fault in choices.TREE.items()),
+    )
+
+
+def _logit_and_bookkeeping_faults() -> tuple[Any, ...]:
+    return (
         (LOGITS, "apply_token_bitmask", "takes the first node's mask for all", choices.first_mask),
         (LOGITS, "apply_token_bitmask", "takes bits from the highest on", choices.highest_first),
         (LOGITS, "apply_token_bitmask", "lets the last word pass", choices.last_word),
@@ -94,8 +105,7 @@ def mutants() -> Iterator[Generated]:
         (BOOKS, "place_accepted", "leaves -1 where there is no token", state.minus_one),
         (BOOKS, "place_accepted", "puts the next position one too near", state.near),
         (BOOKS, "place_accepted", "counts the last one within its request", state.within),
-    ):
-        yield Generated(kind, f"KernelSet.{name}", fault, BASE, 4, kernels({name: make}))
+    )
 
 
 # -- products, norms, rotation -----------------------------------------------------------------------------------------

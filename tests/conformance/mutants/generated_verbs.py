@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from conformance.mutants import generated_copies as copies
 from conformance.mutants import generated_graphs as graphs
@@ -43,7 +44,12 @@ def mutants() -> Iterator[Generated]:
         yield Generated(kind, verb, "does nothing from the twentieth call on", SIM, 3, _skipped(verb, _after(20)))
         if verb != "Backend._copy_async":
             yield Generated(kind, verb, "does nothing on a third stream", SIM, 3, _skipped(verb, _on_third))
-    for kind, rule, fault, base, apply in (
+    for kind, rule, fault, base, apply in (*_stream_event_and_memory_faults(), *_graph_flag_and_policy_faults()):
+        yield Generated(kind, rule, fault, base, 3, apply, SURVIVES.get((rule, fault), ""))
+
+
+def _stream_event_and_memory_faults() -> tuple[Any, ...]:
+    return (
         ("streams", "Stream._synchronize", "gives up after 10 ms", THREADS, waits.gives_up("stream")),
         ("streams", "Backend._synchronize", "gives up after 10 ms", THREADS, waits.gives_up("backend")),
         ("streams", "Backend._synchronize", "leaves out streams that another thread made", THREADS, waits.own_streams),
@@ -79,6 +85,11 @@ def mutants() -> Iterator[Generated]:
         ("memory", "Backend.release_finished", "drops all once the first has completed", THREADS, copies.drops_all),
         ("memory", "Backend.release_finished", "returns how many it dropped", THREADS, copies.returns_dropped),
         ("memory", "Backend.memory_info", "reports what is free as what is taken", SIM, copies.info_swapped),
+    )
+
+
+def _graph_flag_and_policy_faults() -> tuple[Any, ...]:
+    return (
         ("graphs", "Backend._capture", "gives graphs of one shape the same scratch memory", THREADS, graphs.shared_scratch),
         ("graphs", "Graph._replay", "ends when the graph is dropped", THREADS, graphs.weak_replay),
         ("graphs", "Graph._replay", "reads its inputs at the call", THREADS, graphs.inputs_at_call),
@@ -117,8 +128,7 @@ def mutants() -> Iterator[Generated]:
             THREADS,
             graphs.fence_signalled,
         ),
-    ):
-        yield Generated(kind, rule, fault, base, 3, apply, SURVIVES.get((rule, fault), ""))
+    )
 
 
 SURVIVES = {

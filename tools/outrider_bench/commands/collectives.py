@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.registry import Registry
 from outrider_bench.options import parse_names, parse_sizes
@@ -29,7 +29,7 @@ def collectives(
     width: Annotated[int, typer.Option("--width", metavar="H", min=1, help="Elements of a row.")] = 4096,
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="float32, bfloat16 or float16.")] = "bfloat16",
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Measure collectives between ranks of this host, in microseconds a call.
 
     Each kind is measured with each implementation of the backend: the vendor's library first, then the replacements for
@@ -65,7 +65,7 @@ def collectives(
         row["bytes"] = row["tokens"] * found["bytes_per_token"]
         row["ratio_to_library"] = row["us"] / library
     data: dict[str, object] = {**found, "ranks": ranks, "width": width, "dtype": dtype, "results": rows}
-    return Report(data=data, render=lambda console: _render(console, data, rows))
+    return CommandReport(data=data, render=lambda console: _render(console, data, rows))
 
 
 def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]]) -> None:

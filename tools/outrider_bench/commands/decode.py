@@ -15,7 +15,7 @@ from rich.table import Table
 from outrider.cli.engine_options import with_options
 from outrider.cli.files import check_output
 from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import CommandReport, JsonOption
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few_tokens
 from outrider_bench.options import (
@@ -64,7 +64,7 @@ def decode(
     plot: PlotOption = None,
     by_kernel: Annotated[bool, typer.Option("--by-kernel", help="Show the device's time of each kernel.")] = False,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Measure decode iterations: median time, tokens a second, and the ratio to the limit.
 
     The limit is the bytes that an iteration must read over the bandwidth measured in the same run. For several ranks it is
@@ -99,7 +99,7 @@ def decode(
     if engine.follows:
         with joined:
             engine.follow()
-        return Report.silent_report()
+        return CommandReport.silent_report()
     with joined, closing(engine):
         check_context(engine, f"--prompt-tokens {max(lengths)} and --new-tokens {new_tokens}", max(lengths) + new_tokens)
         notes = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]
@@ -131,7 +131,7 @@ def decode(
             notes.append(f"kernels compiled since: {compiled}")
             data["kernels_compiled"] = {**asdict(engine.warm_up), "since": compiled}
         code = 0 if plot is None else _write_limits(plot, rows, data, notes)
-        return Report(data=data, render=lambda console: _render(console, data, rows, notes), exit_code=code)
+        return CommandReport(data=data, render=lambda console: _render(console, data, rows, notes), exit_code=code)
 
 
 def _write_limits(plot: Path, rows: list[dict[str, Any]], data: dict[str, object], notes: list[str]) -> int:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.registry import Registry
 from outrider_bench.options import RequiredShapeOption, parse_sizes
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.device import Backend, DecoderShape, KernelSet, Stream
-    from outrider_tune.measure import KernelCase
+    from outrider_tune.measure import TimedKernelCase
 
 _REPLAYS = 5
 _CALLS = 16
@@ -47,7 +47,7 @@ def kernels(
         ),
     ] = None,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Measure the backend's kernels and torch's, in microseconds a call, with 16 calls in a graph.
 
     If kernels are selected by name (``cuda:kernels=flashinfer``), *own* are the backend's default kernels. Planning on the
@@ -96,10 +96,10 @@ def kernels(
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "results": rows,
     }
-    return Report(data=data, render=lambda console: _render(console, data, rows))
+    return CommandReport(data=data, render=lambda console: _render(console, data, rows))
 
 
-def _row(case: KernelCase, us: float, own_us: float, torch_us: float, limit_us: float) -> dict[str, Any]:
+def _row(case: TimedKernelCase, us: float, own_us: float, torch_us: float, limit_us: float) -> dict[str, Any]:
     return {
         "kernel": case.kernel,
         "case": case.name,
@@ -126,12 +126,12 @@ def _formats(text: str | None) -> list[str]:
 
 def _cases(
     device: Backend, stream: Stream, decoder: DecoderShape, sizes: list[int], dtype: torch.dtype, quantized: list[str]
-) -> Iterator[KernelCase]:
+) -> Iterator[TimedKernelCase]:
     """Yield products with weights in the formats of ``quantized``; without formats every other kernel."""
     from outrider_tune.measure import kernel_cases, product_cases
     from outrider_tune.quantized import quantized_cases
 
-    def placed(cases: Iterator[KernelCase]) -> Iterator[KernelCase]:
+    def placed(cases: Iterator[TimedKernelCase]) -> Iterator[TimedKernelCase]:
         while True:
             with device.on(stream):
                 case = next(cases, None)
@@ -152,7 +152,7 @@ def _cases(
     yield from placed(kernel_cases(decoder, dtype=dtype, device=device.device))
 
 
-def _microseconds(device: Backend, stream: Stream, case: KernelCase, kernels: KernelSet) -> float:
+def _microseconds(device: Backend, stream: Stream, case: TimedKernelCase, kernels: KernelSet) -> float:
     from outrider_bench.limits import seconds_on_stream
 
     if case.planned is not None:

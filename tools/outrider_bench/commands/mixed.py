@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from outrider.cli.engine_options import with_options
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import CommandReport, JsonOption
 from outrider_bench.mixed_load import Arrivals, token_ids
 from outrider_bench.options import MeasuredEngineOptions, MixedLoadOptions, check_context
 
@@ -25,7 +25,7 @@ def mixed(
     load_options: MixedLoadOptions,
     options: MeasuredEngineOptions,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Serve a load of requests of random lengths: tokens a second, the time to first tokens and between tokens.
 
     Lengths of prompts and outputs are uniform and independent. All requests arrive at once, so the time to a first token
@@ -49,7 +49,7 @@ def mixed(
         **found.summary(),
         "kernels_compiled_since": sum(engine.model.kernels.compiled().values()) - known,
     }
-    return Report(data=data, render=lambda console: _render(console, data))
+    return CommandReport(data=data, render=lambda console: _render(console, data))
 
 
 def _serve_load(engine: Engine, lengths: list[tuple[int, int]], *, first: int) -> Arrivals:

@@ -16,7 +16,7 @@ from outrider.cli.engine_options import with_options
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.files import check_directory, check_output
 from outrider.cli.models import DraftTokensOption
-from outrider.cli.report import Interrupted, JsonOption, Report
+from outrider.cli.report import CommandReport, Interrupted, JsonOption
 from outrider.cli.starting import show_progress
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
@@ -221,7 +221,7 @@ def peers(
     ] = None,
     limit: Annotated[float, typer.Option(min=1, help="Time limit of an engine's start, and of one run, in seconds.")] = 900.0,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Run the same work on this engine and on each of transformers and vLLM that is installed.
 
     Each engine runs in a process of its own. Their runs alternate: every case runs once before a case runs twice, and each
@@ -274,7 +274,7 @@ def peers(
                 raise Interrupted(reached, describe(), _renderer(describe()) if done else None) from None
     result = describe()
     code = 0 if plot is None else write_plot(plot, _draw(found, work.phases, f"{work.shape}, {work.dtype}"), result)
-    return Report(data=result, render=_renderer(result), exit_code=code)
+    return CommandReport(data=result, render=_renderer(result), exit_code=code)
 
 
 def _engine_groups(engines: Sequence[str], proposers: Sequence[str], repeat: int) -> list[list[EngineRuns]]:

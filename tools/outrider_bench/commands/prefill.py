@@ -12,7 +12,7 @@ from rich.table import Table
 
 from outrider.cli.engine_options import with_options
 from outrider.cli.files import check_output
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import CommandReport, JsonOption
 from outrider_bench.mixed_load import token_ids
 from outrider_bench.options import MeasuredEngineOptions, PlotOption, PromptLengthsOption, check_context, parse_sizes
 from outrider_bench.plot import series_svg, write_plot
@@ -32,7 +32,7 @@ def prefill(
     options: MeasuredEngineOptions,
     plot: PlotOption = None,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Measure the time to the first token of one prompt on an idle engine, with the draft's prefill.
 
     *first token*: a request for one token, from its arrival to its end. *going on*: the first token of a request that goes
@@ -55,7 +55,7 @@ def prefill(
         points = {"first token": [(row["prompt_tokens"], row["first_token_ms"]) for row in rows]}
         svg = series_svg(points, title=str(described["model"]), across="prompt tokens", up="ms to a token")
         code = write_plot(plot, svg, data)
-    return Report(data=data, render=lambda console: _render(console, data, rows), exit_code=code)
+    return CommandReport(data=data, render=lambda console: _render(console, data, rows), exit_code=code)
 
 
 def _row(engine: Engine, length: int, repeat: int) -> dict[str, Any]:

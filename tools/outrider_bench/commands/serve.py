@@ -18,7 +18,7 @@ from rich.table import Table
 from outrider.cli.engine_options import with_options
 from outrider.cli.files import check_directory
 from outrider.cli.models import DraftTokensOption, DtypeOption
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import CommandReport, JsonOption
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider_bench.child import ChildFailed, run_child
@@ -102,7 +102,7 @@ def serve(
         Path | None, typer.Option(metavar="DIR", help="Directory for the output of the servers. Default: temporary.")
     ] = None,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Measure streams over HTTP: tokens a second, time to the first token and between tokens.
 
     Each client sends its next request when its last one has ended. One round runs first, unmeasured. ``bare`` is the same
@@ -228,7 +228,7 @@ def _note_row(name: str, row: Mapping[str, Any]) -> None:
     )
 
 
-def _report(data: dict[str, Any]) -> Report:
+def _report(data: dict[str, Any]) -> CommandReport:
     def render(console: Console) -> None:
         table = Table("engine", "clients", "tokens/s", "first token p50, p99 ms", "between outputs p50, p99 ms", "ms a token")
         for engine in data["engines"]:
@@ -246,4 +246,4 @@ def _report(data: dict[str, Any]) -> Report:
                 )
         console.print(table)
 
-    return Report(data=data, render=render, exit_code=1 if any("failed" in each for each in data["engines"]) else 0)
+    return CommandReport(data=data, render=render, exit_code=1 if any("failed" in each for each in data["engines"]) else 0)

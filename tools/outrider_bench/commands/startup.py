@@ -16,7 +16,7 @@ from outrider.cli.engine_options import with_options
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.files import check_directory
 from outrider.cli.models import DraftTokensOption
-from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
@@ -57,7 +57,7 @@ def startup(
     limit: Annotated[float, typer.Option(min=1, help="Time limit of one start in seconds.")] = 600.0,
     backend: BackendOption = None,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Start an engine in a fresh process and time each stage until its first token, in seconds.
 
     The weights are read from files, which are in the page cache as far as the memory holds them. With --shape a checkpoint
@@ -103,7 +103,7 @@ def startup(
         work[key] = [each.pop(key) for each in found.values()][-1]
     del work["target"], work["eagle"], work["tuned"]
     data: dict[str, object] = {**work, "checkpoint": about, "kernel_cache": bool(caches), "starts": found}
-    return Report(data=data, render=lambda console: _render(console, work, found))
+    return CommandReport(data=data, render=lambda console: _render(console, work, found))
 
 
 def _check_directories(shape: str | None, checkpoint: Path | None, directory: Path | None) -> None:

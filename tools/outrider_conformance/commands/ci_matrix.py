@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import CommandReport, JsonOption
 from outrider.device.errors import ConfigError
 from outrider.device.plugin import BackendInfo, CiDeclaration
 from outrider.registry import Candidate, Registry
@@ -50,7 +50,7 @@ def ci_matrix(
         ),
     ] = "",
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """List how a CI runs each installed backend. A backend that can't be loaded is listed as broken.
 
     A backend that declares several devices has a second row: level L6 (collectives) on a runner with that many devices.
@@ -68,7 +68,7 @@ def ci_matrix(
         else:
             _render(console, rows)
 
-    return Report(data=data, render=render)
+    return CommandReport(data=data, render=render)
 
 
 def rows_of(candidate: Candidate[BackendInfo], runners: Iterable[frozenset[str]]) -> list[dict[str, Any]]:

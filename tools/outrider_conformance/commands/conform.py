@@ -13,7 +13,7 @@ from rich.console import Console
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.inputs import read_utf8
-from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.device.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def conform(
         Path | None, typer.Option("--verify", metavar="REPORT", help="Check a report.json instead of running anything.")
     ] = None,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Run the conformance suite for a backend. The exit code is 1 unless all requested levels are passed. With --only or
     --test it is 1 if one of those tests fails.
     """
@@ -95,7 +95,7 @@ def conform(
     return _result(conformed(()), chosen, wanted, f"with {only!r}" if only else "that were requested" if test else "", report)
 
 
-def _result(data: Mapping[str, Any], backend: str, level: str, selection: str, directory: Path | None) -> Report:
+def _result(data: Mapping[str, Any], backend: str, level: str, selection: str, directory: Path | None) -> CommandReport:
     """Return the outcome of a run. ``selection`` describes the tests of --only or --test, whose run passes no level."""
     from outrider_conformance.run import failed, passed
 
@@ -109,10 +109,10 @@ def _result(data: Mapping[str, Any], backend: str, level: str, selection: str, d
             console.print(f"report: {directory / 'report.html'}")
 
     good = not failed(data) if selection else passed(data)
-    return Report(data=data, render=render, exit_code=0 if good else 1)
+    return CommandReport(data=data, render=render, exit_code=0 if good else 1)
 
 
-def _verify(path: Path) -> Report:
+def _verify(path: Path) -> CommandReport:
     from outrider_conformance.report import MOST_BYTES, load_report
     from outrider_conformance.report import verify as problems_of
 
@@ -131,6 +131,6 @@ def _verify(path: Path) -> Report:
                 f"({data['tier']['kind']}: {data['tier']['device']}), kit {data['kit']['version']}"
             )
 
-    return Report(
+    return CommandReport(
         data={"report": str(path), "holds": not problems, "problems": problems}, render=render, exit_code=bool(problems)
     )

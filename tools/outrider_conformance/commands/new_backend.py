@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import CommandReport, JsonOption
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.device.plugin import INTERFACE_VERSION
 from outrider.registry import AUTO, Registry
@@ -101,7 +101,7 @@ def new_backend(
         DeviceKind, typer.Option("--kind", help="torch: torch has a module for the device; own-queue: it has none.")
     ] = DeviceKind.TORCH,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Write an installable plugin package for a new backend. Unchanged, it passes `outrider conform` up to L0 with --kind
     torch and up to L2 with own-queue.
     """
@@ -127,7 +127,7 @@ def new_backend(
         console.print(f"\n{place}/README.md goes on from there, level by level")
 
     data = {"name": name, "kind": str(kind), "directory": str(place), "files": list(contents), "next": following}
-    return Report(data=data, render=render)
+    return CommandReport(data=data, render=render)
 
 
 def check_name(name: str) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from outrider.cli.files import write_whole
 from outrider.cli.inputs import read_utf8
-from outrider.cli.report import JsonOption, Report
+from outrider.cli.report import CommandReport, JsonOption
 from outrider.device.errors import ConfigError
 
 EVIDENCE = Path("docs/evidence/support")
@@ -37,7 +37,7 @@ def support(
         bool, typer.Option("--stand-in", help="With --add: the run used another vendor's device with the same interface.")
     ] = False,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Print the support table made from recorded evidence. Options write it, check it, or add a record."""
     del json_output
     from outrider_conformance.report import MOST_BYTES, load_report, verify
@@ -69,4 +69,4 @@ def support(
             console.print(page, markup=False, highlight=False, soft_wrap=True)
 
     data: dict[str, object] = {"records": [record.as_dict() for record in records], "up_to_date": same}
-    return Report(data=data, render=show, exit_code=0 if same else 1)
+    return CommandReport(data=data, render=show, exit_code=0 if same else 1)

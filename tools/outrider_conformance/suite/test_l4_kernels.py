@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, CaptureContext, KernelSet
-from outrider_conformance.fixed_case import KernelCase, attention_metadata
+from outrider_conformance.fixed_case import FixedKernelCase, attention_metadata
 from outrider_conformance.kernel_cases import CASES
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import promise
@@ -18,7 +18,7 @@ _DTYPES = list(_TOLERANCE)
 _ROUNDING = "*Numerics.* A result may differ from the reference by rounding alone."
 
 
-def _reference(case: KernelCase, dtype: torch.dtype) -> list[Tensor]:
+def _reference(case: FixedKernelCase, dtype: torch.dtype) -> list[Tensor]:
     """Return the reference's results on the host; floating results in float64, from operands rounded to ``dtype``."""
     operands = case.make(dtype)
     if not case.exact:
@@ -26,7 +26,7 @@ def _reference(case: KernelCase, dtype: torch.dtype) -> list[Tensor]:
     return [made.clone() for made in case.call(KernelSet(), operands)]
 
 
-def _compare(case: KernelCase, found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype, how: str) -> None:
+def _compare(case: FixedKernelCase, found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype, how: str) -> None:
     for number, (made, right) in enumerate(zip(found, wanted, strict=True)):
         what = f"result {number} of {case.name} in {dtype}, {how}"
         expect(tuple(made.shape), tuple(right.shape), f"shape of {what}")
@@ -43,7 +43,7 @@ def _compare(case: KernelCase, found: list[Tensor], wanted: list[Tensor], dtype:
         assert worst <= 0, f"{what}: off by {float(off.max()):.3g}, allowed is rounding (about {rounding:g})"
 
 
-def _declared(lab: Lab, case: KernelCase, dtype: torch.dtype) -> None:
+def _declared(lab: Lab, case: FixedKernelCase, dtype: torch.dtype) -> None:
     if dtype not in lab.backend.capabilities.dtypes:
         not_applicable(f"{dtype} isn't declared")
     if case.exact and dtype is not torch.float32:
@@ -53,7 +53,7 @@ def _declared(lab: Lab, case: KernelCase, dtype: torch.dtype) -> None:
 @promise("KernelSet", _ROUNDING)
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
-def test_a_kernel_equals_the_reference(lab: Lab, case: KernelCase, dtype: torch.dtype) -> None:
+def test_a_kernel_equals_the_reference(lab: Lab, case: FixedKernelCase, dtype: torch.dtype) -> None:
     """A kernel that is enqueued after slow work gives the reference's results."""
     _declared(lab, case, dtype)
     (stream,) = lab.streams("s")
@@ -67,7 +67,7 @@ def test_a_kernel_equals_the_reference(lab: Lab, case: KernelCase, dtype: torch.
 
 @promise("KernelSet.every_variant", "The call returns and writes the same values as outside the scope.")
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
-def test_a_kernel_equals_the_reference_while_every_variant_is_run(lab: Lab, case: KernelCase) -> None:
+def test_a_kernel_equals_the_reference_while_every_variant_is_run(lab: Lab, case: FixedKernelCase) -> None:
     """A kernel gives the reference's results inside the scope in which an engine warms up all variants."""
     kernels, dtype = lab.backend.kernels_in_use, torch.float32
     scope = kernels.every_variant()
@@ -83,7 +83,7 @@ def test_a_kernel_equals_the_reference_while_every_variant_is_run(lab: Lab, case
 
 @promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
-def test_a_kernel_equals_the_reference_in_a_graph(lab: Lab, case: KernelCase) -> None:
+def test_a_kernel_equals_the_reference_in_a_graph(lab: Lab, case: FixedKernelCase) -> None:
     """A kernel that was captured with other values gives the reference's results at its replay."""
     dtype = torch.float32
     backend = lab.backend
@@ -116,7 +116,7 @@ def test_a_kernel_equals_the_reference_in_a_graph(lab: Lab, case: KernelCase) ->
     _compare(case, [outputs[str(n)].cpu() for n in range(len(wanted))], wanted, dtype, "in a graph")
 
 
-def _made_dtype(case: KernelCase, dtype: torch.dtype, number: int) -> torch.dtype:
+def _made_dtype(case: FixedKernelCase, dtype: torch.dtype, number: int) -> torch.dtype:
     return case.call(KernelSet(), case.make(dtype))[number].dtype
 
 

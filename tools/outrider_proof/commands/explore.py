@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.report import BackendOption, JsonOption, Report, exit_code
+from outrider.cli.report import BackendOption, CommandReport, JsonOption, exit_code
 from outrider.device.errors import CapabilityError, ConfigError, OutriderError
 from outrider.registry import Registry
 from outrider_proof.corpus_exploration import CORPUS, CorpusWanted, explore_corpus
@@ -78,7 +78,7 @@ def explore(
     data: Annotated[int | None, typer.Option(min=1, help="ranks: data-parallel ones.")] = None,
     inject: InjectOption = None,
     json_output: JsonOption = False,
-) -> Report:
+) -> CommandReport:
     """Run a program under many schedules. Exit code 1, with the shrunk schedule, when one makes it fail.
 
     A program is a function of one argument, the backend; it makes its streams and tensors there and raises when
@@ -132,7 +132,7 @@ def explore(
 
 def _explore_program(
     name: str, backend: str | None, device: Backend, strategy: str, iterations: int, seed: int, corrected: bool
-) -> Report:
+) -> CommandReport:
     """Run one program of the corpus, or one function, under many schedules; ``backend`` is the option of the command."""
     control = device.control
     if control is None:
@@ -171,7 +171,7 @@ def _explore_program(
         console.print(f"replay with: outrider explore {name}{_options(backend, corrected)} --replay {failure.shrunk}")
 
     code = failure.error.code if failure is not None and isinstance(failure.error, ProgramExit) else 1
-    return Report(data=record, render=render, exit_code=code if failure is not None else 0)
+    return CommandReport(data=record, render=render, exit_code=code if failure is not None else 0)
 
 
 def _ending_normally(program: Callable[[Backend], None]) -> Callable[[Backend], None]:
@@ -192,7 +192,7 @@ def _options(backend: str | None, corrected: bool) -> str:
     return (f" --backend {backend}" if backend else "") + (" --corrected" if corrected else "")
 
 
-def _listing() -> Report:
+def _listing() -> CommandReport:
     from outrider_sanitizer.races import RACES, RANK_RACES
 
     rows = [
@@ -210,7 +210,7 @@ def _listing() -> Report:
             table.add_row(row["name"], row["needs"], row["about"])
         console.print(table)
 
-    return Report(data={"programs": rows}, render=render)
+    return CommandReport(data={"programs": rows}, render=render)
 
 
 def _program(name: str, corrected: bool, device: Backend) -> Callable[[Backend], None]:
