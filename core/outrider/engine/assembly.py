@@ -114,6 +114,33 @@ def _allocate_staging(model: LanguageModel, backend: Backend, config: DecidedCon
     return Staging(backend, entries=ring_entries(config), capacity=capacity, max_requests=config.max_requests)
 
 
+def _allocate_cache(model: LanguageModel, backend: Backend, config: DecidedConfig) -> KVCache:
+    return KVCache.allocate(
+        model.config.num_layers,
+        model.config.num_kv_heads,
+        model.config.head_size,
+        pages=config.num_pages,
+        page_size=config.page_size,
+        dtype=model.cache_dtype,
+        device=backend.device,
+    )
+
+
+def _allocate_buffers(
+    model: LanguageModel, backend: Backend, proposer: Proposer, config: DecidedConfig, lengths: tuple[int, ...], *, pages: int
+) -> StaticBuffers:
+    return StaticBuffers(
+        backend,
+        step_buffers(model, proposer, pages=pages),
+        max_requests=config.max_requests,
+        shorter={
+            length: step_buffers(model, proposer, pages=pages, drafted=length)
+            for length in lengths
+            if length != proposer.nodes
+        },
+    )
+
+
 def assemble(
     model: LanguageModel,
     backend: Backend,
@@ -132,31 +159,14 @@ def assemble(
     data = None if model.ranks is None else model.ranks.data
     # Allocations are enqueued on forward and completed before work starts on any other stream.
     with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):
-        cache = KVCache.allocate(
-            model.config.num_layers,
-            model.config.num_kv_heads,
-            model.config.head_size,
-            pages=pages,
-            page_size=config.page_size,
-            dtype=model.cache_dtype,
-            device=device,
-        )
+        cache = _allocate_cache(model, backend, config)
         proposer.allocate(backend=backend, pages=pages, page_size=config.page_size)
         rows = RowTable(rows=config.max_requests + 1, pages=table_width, device=device)
         vocabulary = model.config.vocab_size
         options = OptionTable(rows=config.max_requests + 1, vocabulary=vocabulary, device=device)
         masks = Masks(backend, proposer, entries=entries, max_requests=config.max_requests, vocabulary=vocabulary)
         future = FutureMap(model.kernels, rows=config.max_requests + 1, relay=proposer.relay, device=device)
-        buffers = StaticBuffers(
-            backend,
-            step_buffers(model, proposer, pages=table_width),
-            max_requests=config.max_requests,
-            shorter={
-                length: step_buffers(model, proposer, pages=table_width, drafted=length)
-                for length in lengths
-                if length != proposer.nodes
-            },
-        )
+        buffers = _allocate_buffers(model, backend, proposer, config, lengths, pages=table_width)
         staging = _allocate_staging(model, backend, config, pages=table_width)
         probes = Probes(model.kernels, proposer, vocabulary=model.config.vocab_size, ranks=model.ranks is not None)
         results = Results(
