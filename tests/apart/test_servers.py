@@ -62,7 +62,7 @@ class House:
         return tuple(token for output in self.outputs[number] for token in output.tokens)
 
     def linked(self):
-        return self.client.num_servers and self.decode.side.peers and self.prefill.side.peers
+        return self.client.num_servers and self.decode.worker.num_peers and self.prefill.worker.num_peers
 
     def close(self):
         self.client.close()
@@ -78,7 +78,7 @@ def house():
 
 
 def test_requests_go_through_all_three(house):
-    house.until(house.linked)
+    house.until(house.is_linked)
     given = prompts(1, 5)
     numbers = house.ask(given)
     house.until(lambda: not house.client.open_requests)
@@ -89,7 +89,7 @@ def test_requests_go_through_all_three(house):
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_server_ends_in_the_middle_and_comes_back(house, side):
-    house.until(house.linked)
+    house.until(house.is_linked)
     given = prompts(2, 6)
     numbers = house.ask(given)
     house.until(lambda: house.outputs)
@@ -98,19 +98,19 @@ def test_a_server_ends_in_the_middle_and_comes_back(house, side):
     setattr(house, side, getattr(house, f"start_{side}")(ended.address))
     house.until(lambda: not house.client.open_requests)
     assert [house.tokens(number) for number in numbers] == [tiny.plain(prompt, NEW) for prompt in given]
-    house.until(house.linked)
+    house.until(house.is_linked)
     (number,) = house.ask(prompts(3, 1))
     house.until(lambda: not house.client.open_requests)
     assert house.tokens(number) == tiny.plain(prompts(3, 1)[0], NEW)
 
 
 def test_a_client_that_leaves_ends_its_requests(house):
-    house.until(house.linked)
+    house.until(house.is_linked)
     house.ask(prompts(4, 4))
-    house.until(lambda: house.decode.side.open == 4)
+    house.until(lambda: house.decode.worker.open == 4)
     house.client.close()
     house.client = DecodeClient([])
-    house.until(lambda: not (house.decode.side.open or house.prefill.side.open))
+    house.until(lambda: not (house.decode.worker.open or house.prefill.worker.open))
 
 
 def test_engines_that_do_not_fit_say_what_differs():
@@ -122,7 +122,7 @@ def test_engines_that_do_not_fit_say_what_differs():
 
 def test_who_does_not_know_the_secret_is_not_heard():
     house = House(secret=b"0123456789abcdef", client_secret=b"another secret...")
-    house.until(lambda: house.decode.side.peers)
+    house.until(lambda: house.decode.worker.num_peers)
     for _ in range(50):
         house.turn()
     assert not house.client.num_servers
@@ -146,7 +146,7 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(house, seed):
         WireMessage("hello", {"version": 99}).encode(),
         frame + WireMessage("proof", {"proof": [1]}).encode(),
     ][seed]
-    house.until(house.linked)
+    house.until(house.is_linked)
     for server in (house.prefill, house.decode):
         with socket.create_connection((server.address.host, server.address.port)) as sock:
             sock.sendall(broken)
@@ -179,7 +179,7 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(house, seed):
     ],
 )
 def test_a_client_that_speaks_nonsense_is_dropped_alone(house, message):
-    house.until(house.linked)
+    house.until(house.is_linked)
     other = DecodeClient([house.decode.address], secret=b"0123456789abcdef")
     house.until(lambda: other.poll(0.0) or other.num_servers)
     (peer,) = other._samples_of_peer
@@ -187,7 +187,7 @@ def test_a_client_that_speaks_nonsense_is_dropped_alone(house, message):
     other._hub.send(peer, message)
     house.until(lambda: other.poll(0.0) or not other.num_servers)
     other.close()
-    assert house.client.servers == 1
+    assert house.client.num_servers == 1
 
 
 def test_frames_in_any_pieces():

@@ -48,7 +48,7 @@ def test_a_request_that_ends_with_an_error_is_exit_1(outrider, monkeypatch):
             outcomes[0].bad_values[ticket.batch.decode[0].id] = (BadValue("target.logits", 3, None, None),)
         return outcomes
 
-    monkeypatch.setattr(Results, "redeem", bad)
+    monkeypatch.setattr(Results, "read_results", bad)
     result = outrider("generate", "--prompt", "def read(", "--max-tokens", "12", "--json")
     assert result.code == 1
     assert result.json["finish_reason"] == FinishReason.ERROR

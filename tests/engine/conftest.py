@@ -131,7 +131,7 @@ def accounted(monkeypatch):
     monkeypatch.setattr(Engine, "__init__", noted)
     yield
     for engine in made:
-        if engine._lifeline.stopped is not None:
+        if engine._failure_recovery.stopped is not None:
             continue
         engine.adopt()  # some were used by a thread that is over
         engine.drain()

@@ -83,7 +83,7 @@ class Run:
         self.ids = [engine.add_request(prompt, SamplingParams(max_tokens=LONGEST)) for prompt in PROMPTS]
         for index in guided:
             guide(engine, self.ids[index])
-        self.got = {request: [] for request in self.ids}
+        self.tokens = {request: [] for request in self.ids}
         self.ended, self.raised, self.steps = {}, [], 0
 
     def step(self):
@@ -97,7 +97,7 @@ class Run:
                     except RequestError:
                         assert self.raised  # it ended in the step that raised, whose outputs come with the next one
         for output in self.engine.step():
-            self.got[output.request_id].extend(output.tokens)
+            self.tokens[output.request_id].extend(output.tokens)
             if output.finish_reason is not None:
                 self.ended[output.request_id] = output.finish_reason
 
@@ -113,7 +113,7 @@ class Run:
 
     def check(self, expected):
         for request, tokens in zip(self.ids, expected, strict=True):
-            got = tuple(self.got[request])
+            got = tuple(self.tokens[request])
             if self.ended.get(request) in (FinishReason.LENGTH, FinishReason.STOP):
                 assert got == tokens
             else:

@@ -11,7 +11,7 @@ from tests.engine.conftest import Tiny
 from outrider import SamplingParams
 from outrider.engine import prefill_graphs
 from outrider.engine.requests.batch import PrefillChunk
-from outrider.engine.state.staging import _counted, _slots
+from outrider.engine.state.staging import _range_array, _slots
 from outrider.registry import get_backend
 from outrider_proof import tiny
 from outrider_trace.timeline import record_timeline
@@ -41,10 +41,10 @@ def test_slots_of_a_chunk(page_size, start, count, data):
     chunk = PrefillChunk(SimpleNamespace(pages=pages), start, end)
     expected = [pages[place // page_size] * page_size + place % page_size for place in range(start, end)]
     assert list(_slots(chunk, page_size)) == expected
-    assert list(_counted(start, end)) == list(range(start, end))
+    assert list(_range_array(start, end)) == list(range(start, end))
 
 
 def test_slots_are_on_the_host_whatever_the_default_device():
     with torch.device("meta"):
         assert list(_slots(PrefillChunk(SimpleNamespace(pages=[4, 2]), 3, 6), 4)) == [19, 8, 9]
-        assert list(_counted(3, 6)) == [3, 4, 5]
+        assert list(_range_array(3, 6)) == [3, 4, 5]

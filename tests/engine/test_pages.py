@@ -153,7 +153,7 @@ def test_who_has_pages_already_does_not_wait_behind_who_has_none():
 
 
 def test_a_request_at_its_longest_holds_its_scattered_slots_as_well():
-    assert [hand_made(pages=9, spare=spare).most_pages(8) for spare in (0, 1, 4, 5)] == [2, 3, 3, 4]
+    assert [hand_made(pages=9, spare=spare).max_pages(8) for spare in (0, 1, 4, 5)] == [2, 3, 3, 4]
 
 
 def test_a_request_that_is_over_takes_no_more_pages():

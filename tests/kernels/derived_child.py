@@ -211,7 +211,7 @@ def in_a_ring(facts, config, half, target):
         "grains": WIDE,
     }
     given = {"GROUPS": config.warps // 4, "STEPS": config.block_k // wide, "PDL": facts.pdl}
-    given |= {"TILES": -(-config.each // (32 if half else 64)), "HALF": half}
+    given |= {"TILES": -(-config.rows_per_program // (32 if half else 64)), "HALF": half}
     given |= {} if half else dict.fromkeys(("cos", "sin", "k_cache", "v_cache", "slots"))
     given |= {"BLOCK_M": config.block_m, "STAGES": config.stages, "HAS_BIAS": False, "bias": None, "MAX_REGISTERS": 112}
     given["GATED"] = False

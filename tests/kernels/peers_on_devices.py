@@ -25,7 +25,7 @@ def check(place: Any) -> list[str]:
     plain = backend.create_group("plain", ranks=range(place.size), rank=place.rank, store=place.store)
     plain.take()
     stream = backend.create_stream("main")
-    said = [f"ways {group.ways}, peer memory {group.has_peer_memory}"]
+    said = [f"ways {group.implementations}, peer memory {group.has_peer_memory}"]
     dice = torch.Generator(device="cpu").manual_seed(5)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for shape in SHAPES:

@@ -100,7 +100,7 @@ def fall_back(place, *, folder):
         x = torch.full((4,), place.rank + 1.0)
         group.all_reduce(x, stream=backend.create_stream("main"))
         said = [str(one.message) for one in caught if one.category is RuntimeWarning]
-        found = group.ways, group.has_peer_memory, x.tolist(), said
+        found = group.implementations, group.has_peer_memory, x.tolist(), said
         group.close()
     return found
 

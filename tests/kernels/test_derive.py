@@ -65,28 +65,28 @@ def check(facts, operator, config, n, k, m, half):
     if operator not in ("linear_parts",):
         assert config.split == 1
     if config.descriptor == LARGE_M:
-        assert facts.rings
+        assert facts.streams_products
         assert operator == "linear_silu_mul"
-        assert (k % config.block_k, n // 2 % config.block_n, config.each % config.block_n) == (0, 0, 0)
+        assert (k % config.block_k, n // 2 % config.block_n, config.rows_per_program % config.block_n) == (0, 0, 0)
         assert min(config.stages, config.ahead) > 1
         return
     if config.descriptor != STREAMED:
         assert config.block_m in (16, 32, 64, 128)
         if operator == "linear_rope":
-            assert 2 * config.each <= config.block_n
+            assert 2 * config.rows_per_program <= config.block_n
         else:
-            assert config.each <= config.block_n
+            assert config.rows_per_program <= config.block_n
         return
-    assert facts.rings
+    assert facts.streams_products
     fold = operator in ("linear", "linear_add", "linear_add_scaled") or (operator == "linear_parts" and config.split == 1)
     inside = {"linear_rope": half, "linear_silu_mul": n // 2, "scaled_silu_mul": n // 2}.get(operator, 32)
     box = config.block_n
     assert k % (config.split * config.block_k * (2 if fold else 1)) == 0
     assert inside % box == 0
     assert 32 % box == 0
-    assert config.each % box == 0
+    assert config.rows_per_program % box == 0
     assert config.stages > 1
-    assert config.each <= 32 or not fold
+    assert config.rows_per_program <= 32 or not fold
 
 
 # Every shape on one device of each kind, and a few on all: the rest is the same arithmetic.

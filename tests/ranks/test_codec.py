@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.device import DeviceError
-from outrider.engine.config import ChoiceGuide as Chosen
+from outrider.engine.config import Choice as Chosen
 from outrider.engine.config import DecidedConfig, EngineConfig
 from outrider.engine.ranks import commands
 from outrider.engine.ranks.codec import RecordError, decode, encode
@@ -170,7 +170,7 @@ def test_configs_come_back_with_their_class():
 def changed(text, change):
     """The text of a command with one thing changed."""
     read = json.loads(text)
-    change(read["record"]["AddRequest"])
+    change(read["record"]["AddCommand"])
     return json.dumps(read)
 
 
@@ -189,8 +189,8 @@ ADD = encode(commands.AddCommand((1, 2), SamplingParams(guide=Regex("a")), 0, ()
         (ADD.replace('"version":1', '"version":true'), "no version 1"),
         (ADD.replace('"version":1', '"version":1,"version":1'), "a key is there twice"),
         (ADD.replace('"version":1', '"version":1,"extra":1'), "has the keys"),
-        (ADD.replace("AddRequest", "Abort"), "Abort has unknown fields"),
-        (ADD.replace("AddRequest", "system"), "expected one of AddRequest"),
+        (ADD.replace("AddCommand", "AbortCommand"), "AbortCommand has unknown fields"),
+        (ADD.replace("AddCommand", "system"), "expected one of AddCommand"),
         (ADD.replace('"temperature":0.0', '"temperature":NaN'), "NaN isn't JSON"),
         (ADD.replace('"temperature":0.0', '"temperature":1e999'), r"params\.temperature"),
         (ADD.replace('"temperature":0.0', '"temperature":{"float":"1"}'), r"params\.temperature"),
@@ -198,7 +198,7 @@ ADD = encode(commands.AddCommand((1, 2), SamplingParams(guide=Regex("a")), 0, ()
         (changed(ADD, lambda given: given.update(tokens=[True])), r"tokens\[0\] of a record is True"),
         (changed(ADD, lambda given: given.update(tokens="12")), "tokens of a record"),
         (changed(ADD, lambda given: given.update(priority=1.5)), "priority of a record is 1.5"),
-        (changed(ADD, lambda given: given.pop("priority")), "AddRequest has missing fields: .'priority'"),
+        (changed(ADD, lambda given: given.pop("priority")), "AddCommand has missing fields: .'priority'"),
         (changed(ADD, lambda given: given["params"].update(run="this")), "SamplingParams has unknown fields: .'run'"),
         (changed(ADD, lambda given: given["params"].update(top_p=7)), "isn't a SamplingParams: top_p is 7"),
         (changed(ADD, lambda given: given["params"].update(guide={"Regex": {"pattern": "("}})), "isn't a Regex"),
@@ -232,7 +232,7 @@ def test_what_is_no_command_is_not_written(value):
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
         lambda one: (
-            st.lists(one) | st.dictionaries(st.sampled_from(["version", "record", "AddRequest", "params", "float"]), one)
+            st.lists(one) | st.dictionaries(st.sampled_from(["version", "record", "AddCommand", "params", "float"]), one)
         ),
     )
 )

@@ -23,7 +23,7 @@ def beat(watch, room, times=1, *, silent=False):
     for _ in range(times):
         watch._num_heartbeats += 1
         if not silent:
-            room.beat(watch._ranks.rank, f"{watch._num_heartbeats}{watch._start_suffix} {watch._ranks.progress}")
+            room.publish_heartbeat(watch._ranks.rank, f"{watch._num_heartbeats}{watch._start_suffix} {watch._ranks.progress}")
         found = watch._check_heartbeats()
         if found is not None:
             return found

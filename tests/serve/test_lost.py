@@ -33,7 +33,7 @@ def test_faults_are_repeated_and_a_loss_ends_the_service(bundled_target):
     failing = Failing(engine)
     with running(engine, bundled_target) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         told = threading.Event()
-        server.call(lambda service: service.engine.on_gone(lambda error: told.set()))
+        server.call(lambda service: service.engine.add_loss_listener(lambda error: told.set()))
         whole = http.post("/v1/completions", json=ASKED).json()["choices"]
         failing.errors = [DeviceFault("a hiccup")] * 3
         assert http.post("/v1/completions", json=ASKED).json()["choices"] == whole

@@ -382,7 +382,7 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
                         print(found["wrong"][-1], file=sys.stderr, flush=True)
                 print(f"{model} {seed}: {len(program)} requests, {len(found['wrong'])} wrong", file=sys.stderr, flush=True)
                 if killing:
-                    pair.poll_until(lambda pair=pair: pair.client.servers == 1 and pair.linked)
+                    pair.poll_until(lambda pair=pair: pair.client.num_servers == 1 and pair.is_linked)
             held = pair.held_resources()
             if held:
                 found["held"].append([model, held])

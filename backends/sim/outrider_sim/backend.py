@@ -313,7 +313,7 @@ class SimBackend(Backend):
         for machine in self.sim.machine.scheduler.machines:
             backend = machine.sim.backend()
             if backend is not None:
-                backend.forget(strategy)
+                backend.restart(strategy)
 
     def restart(self, strategy: Strategy | None) -> None:
         """Start this device over, of those that were reset."""

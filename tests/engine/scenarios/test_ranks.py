@@ -131,7 +131,7 @@ def test_positions_on_three_axes_that_no_graph_is_told_are_found_on_two_ranks_to
     assert once(explorer, pictured, few) is None
 
     def change(_, engine):
-        engine._parts.plans.into_graph = lambda inputs, verify, *, captured: None
+        engine._parts.plans.copy_rope_positions_for_graph = lambda inputs, verify, *, captured: None
 
     explorer.change = change
     error = once(explorer, pictured, few)

@@ -12,7 +12,7 @@ REASONS: dict[str, str] = {
     "self.captured_prefill = None if prefill_graphs is None else": (
         "a report: tests/engine/test_prefill_graphs.py reads it, no program does"
     ),
-    "Plans.into_graph: leave out: verify.static_rope_positions.copy_": (
+    "Plans.copy_rope_positions_for_graph: leave out: verify.static_rope_positions.copy_": (
         "programs with images run staged here; tests/engine/test_vision_requests.py leaves the copy out, and it's named"
     ),
     "EagleTreeProposer.draft: leave an operand out: outputs is None or features is None": (
@@ -48,7 +48,7 @@ REASONS: dict[str, str] = {
     "Scheduler._gathers: leave an operand out: bool(pending)": "who waits: tests/engine/test_mixed_batches.py",
     "Scheduler._gathers: turn a comparison: self._gathered_iterations": "who waits: tests/engine/test_mixed_batches.py",
     "Scheduler._grow: leave an operand out: not self._can_decode(request)": "pages taken in vain: tests/engine/test_pages.py",
-    "Scheduler.most_pages: change a sign": "what is refused: tests/engine/test_pages.py",
+    "Scheduler.max_pages: change a sign": "what is refused: tests/engine/test_pages.py",
     "NgramProposer.__init__: one more: 0 → 1 (3)": "equivalent: the engine allocates before anything reads it",
     "_pack_prefill: one more: 0 → 1 (7)": "equivalent: the proposer that reads it takes no padding",
     "Results._read_logprobs: change a flag: True → False": "equivalent: both are made from the same chunks",
@@ -64,8 +64,8 @@ REASONS: dict[str, str] = {
     "Step.launch: leave out: self._results.share(": "several ranks: tests/ranks/test_alone.py",
     "token_buckets: turn a comparison: size < most": "a graph captured twice: tests/engine/test_prefill_graphs.py",
     "buckets_up_to: one more: 8 → 9": "sizes of graphs: tests/engine/test_graphs.py",
-    "Guidance.along: leave out: words.fill_(EVERYTHING)": "rows that nobody walks: tests/engine/test_guided.py",
-    "Guidance.along: one more: 0 → 1 (3)": "trees under guides: tests/engine/test_guided.py",
+    "Guidance.fill_draft_masks: leave out: words.fill_(EVERYTHING)": "rows that nobody walks: tests/engine/test_guided.py",
+    "Guidance.fill_draft_masks: one more: 0 → 1 (3)": "trees under guides: tests/engine/test_guided.py",
     "LogprobBuffers.__init__: one more: 1 → 2": "equivalent: a column more, which nobody reads",
     "build_scheduler: one more: 1 → 2 (3)": "a default: tests/engine/test_mixed_batches.py reads it",
     "Results.__init__: one more: 2 → 3 (2)": "equivalent: rows more, which nobody reads",
