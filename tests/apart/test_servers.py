@@ -43,16 +43,16 @@ class House:
         made = engine(self._engines["decode"], overlap=True)
         return DecodeServer(made, self.transport, listen=address, prefill=[self.prefill.address], **self._options)
 
-    def turn(self):
+    def run_once(self):
         for server in (self.prefill, self.decode):
-            server.turn(0.0)
+            server.run_once(0.0)
         for output in self.client.poll(0.0):
             self.outputs.setdefault(output.request_id, []).append(output)
 
     def until(self, condition):
         end = time.monotonic() + LIMIT_S
         while not condition():
-            self.turn()
+            self.run_once()
             assert time.monotonic() < end, "it didn't come"
 
     def ask(self, given):
@@ -61,7 +61,7 @@ class House:
     def tokens(self, number):
         return tuple(token for output in self.outputs[number] for token in output.tokens)
 
-    def linked(self):
+    def is_linked(self):
         return self.client.num_servers and self.decode.worker.num_peers and self.prefill.worker.num_peers
 
     def close(self):
@@ -107,10 +107,10 @@ def test_a_server_ends_in_the_middle_and_comes_back(house, side):
 def test_a_client_that_leaves_ends_its_requests(house):
     house.until(house.is_linked)
     house.ask(prompts(4, 4))
-    house.until(lambda: house.decode.worker.open == 4)
+    house.until(lambda: house.decode.worker.num_requests == 4)
     house.client.close()
     house.client = DecodeClient([])
-    house.until(lambda: not (house.decode.worker.open or house.prefill.worker.open))
+    house.until(lambda: not (house.decode.worker.num_requests or house.prefill.worker.num_requests))
 
 
 def test_engines_that_do_not_fit_say_what_differs():
@@ -124,7 +124,7 @@ def test_who_does_not_know_the_secret_is_not_heard():
     house = House(secret=b"0123456789abcdef", client_secret=b"another secret...")
     house.until(lambda: house.decode.worker.num_peers)
     for _ in range(50):
-        house.turn()
+        house.run_once()
     assert not house.client.num_servers
     house.close()
 

@@ -145,7 +145,7 @@ def test_aborts_at_any_moment_free_everything():
         sides.decode.abort(number)
         sides.decode.abort(number)
     sides.rest()
-    sides.run(lambda: not (sides.prefill.open or sides.turn()))
+    sides.run(lambda: not (sides.prefill.num_requests or sides.turn()))
     assert free(sides) == before
     sides.close()
 

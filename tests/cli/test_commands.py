@@ -108,7 +108,7 @@ def test_outrider_help_shows_the_reason(outrider, monkeypatch):
         have = real(group)
         return replace(have, entry_points=(*have.entry_points, offer("torn", "no_such_module:torn", "torn-package")))
 
-    monkeypatch.setattr(table, "installed", found)
+    monkeypatch.setattr(table, "installed_entry_points", found)
     monkeypatch.setenv("COLUMNS", "300")
     shown = outrider("--help")
     assert shown.code == 0

@@ -266,7 +266,7 @@ def test_the_suite_runs_with_one_thread_of_torch_unless_the_caller_sets_a_number
         found.append((environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]))
         yield SimpleNamespace(wait=lambda: 4)
 
-    monkeypatch.setattr(run, "started", started)
+    monkeypatch.setattr(run, "child_session", started)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if given is None:
             monkeypatch.delenv(name, raising=False)

@@ -122,10 +122,10 @@ def test_copy_async_refuses_casts_and_reshapes(backend):
 def test_a_renewed_buffer_refuses_its_old_readers(backend):
     buffer = backend.empty_pinned("ring", (2,), torch.int64)
     old = buffer.renew()
-    assert buffer.read(old) is buffer.tensor
+    assert buffer.read_generation(old) is buffer.tensor
     buffer.renew()
     with pytest.raises(StaleBufferError, match="ring"):
-        buffer.read(old)
+        buffer.read_generation(old)
 
 
 def test_keep_alive_needs_a_recorded_event(backend):

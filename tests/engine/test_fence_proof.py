@@ -30,7 +30,7 @@ def first_race(explorer, backend, programs=None):
     for program in programs or map(explorer.program, range(PROGRAMS)):
         backend.control.reset()
         try:
-            explorer.run(program, backend)
+            explorer.run_program(program, backend)
         except RaceError:
             return explorer.implied()
     return None

@@ -418,7 +418,7 @@ def test_compiling_has_a_limit_of_time_and_number_and_is_shared(cpu, monkeypatch
 
 def test_a_guide_that_takes_too_long_to_walk_ends_its_request_and_no_other(cpu, monkeypatch):
     engine = cpu.engine(max_requests=2)
-    monkeypatch.setattr(guidance, "WALK_SECONDS", -1.0)
+    monkeypatch.setattr(guidance, "MASK_TIME_LIMIT_S", -1.0)
     slow = SamplingParams(max_tokens=8, guide=Regex("[a-z]*"))
     prompt = cpu.tokenizer.encode("def main(")
     failed, other = engine.generate([prompt, prompt], [slow, SamplingParams(max_tokens=8)])

@@ -48,18 +48,18 @@ def test_what_a_pattern_allows_is_what_python_matches(tokenizer, compiler, patte
     guide = JsonSchema({"type": "string", "pattern": pattern}) if in_json else Regex(pattern)
     state = compiler.guidance(SamplingParams(guide=guide), ENDS)
     dice, masks, tokens = torch.Generator().manual_seed(seed), torch.zeros((1, mask_words(2048)), dtype=torch.int32), []
-    while not state.over:
-        state.first(masks, 0)
+    while not state.is_complete:
+        state.fill_next_mask(masks, 0)
         allowed = ((masks[0].unsqueeze(-1) >> torch.arange(32)) & 1).flatten().nonzero().flatten()
         tokens.append(int(allowed[torch.randint(len(allowed), (1,), generator=dice)]))
-        assert state.take(tokens[-1]) is None
+        assert state.accept_token(tokens[-1]) is None
     text = tokenizer.decode(tokens)
     assert re.fullmatch(pattern, json.loads(text) if in_json else text, re.ASCII), (pattern, text)
 
 
 def _takes(tokenizer, compiler, pattern, text):
     state = compiler.guidance(SamplingParams(guide=JsonSchema({"type": "string", "pattern": pattern})), ENDS)
-    return all(state.take(token) is None for token in tokenizer.encode(json.dumps(text)))
+    return all(state.accept_token(token) is None for token in tokenizer.encode(json.dumps(text)))
 
 
 @pytest.mark.parametrize("pattern", ["(a|(?:a){1,3}?)", "a|a{1,3}", "(a{1,2}|b{2})", "(a|(?:a{0,2}b?){2})", "a|[ab]{2}"])

@@ -78,7 +78,7 @@ def test_an_iteration_stays_within_its_budget(budget, chunk, drafted, early, lat
         batch = made.next_batch()
         now = {request.id for request in batch.decode}
         assert decodes <= now
-        decodes = now | {part.request.id for part in batch.prefill if part.final}
+        decodes = now | {part.request.id for part in batch.prefill if part.is_final}
         if batch.decode:
             assert sum(prompts(batch)) <= max(budget - len(now) * (drafted + 1), budget // 4, 1)
         assert sum(prompts(batch)) <= chunk

@@ -130,7 +130,7 @@ def test_a_page_is_known_by_all_that_its_contents_depend_on():
     parent = PageKey(None, (1, 2), (3,))
     key = PageKey(parent, (3, 4), (5,), "image")
     assert key == PageKey(parent, (3, 4), (5,), "image")
-    others = {"parent": PageKey(None, (1, 2), (3,)), "tokens": (3, 5), "ahead": (6,), "extra": None}
+    others = {"parent": PageKey(None, (1, 2), (3,)), "tokens": (3, 5), "following_tokens": (6,), "extra": None}
     assert not [name for name, other in others.items() if key == replace(key, **{name: other})]
 
 

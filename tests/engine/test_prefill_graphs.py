@@ -142,7 +142,7 @@ def test_a_shape_is_rehearsed_once(monkeypatch):
         prefill(self, inputs, features, *rest)
 
     monkeypatch.setattr(backend, "_capture", rehearsed)
-    monkeypatch.setattr(Prefill, "run", noted)
+    monkeypatch.setattr(Prefill, "enqueue_chunks", noted)
     with replayed_prefill(80):
         Tiny(backend).engine(mode="fused", **SIZES | {"prefill_chunk": 80})
     assert found["captured"] == [(size, sampling) for size in (80, 64, 16) for sampling in (False, True)]

@@ -87,7 +87,7 @@ def same_drafts(world, name, prompts, **config):
     as where every row goes through every layer.
     """
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(KeptRows, "ends", lambda *_: None)
+        patched.setattr(KeptRows, "last_of_each", lambda *_: None)
         wanted = tokens_and_iterations(world, name, prompts, **config)
     assert tokens_and_iterations(world, name, prompts, **config) == wanted
     assert wanted[0] == [world.plain(prompt, 8).token_ids for prompt in prompts]

@@ -68,7 +68,7 @@ def check(facts, operator, config, n, k, m, half):
         assert facts.streams_products
         assert operator == "linear_silu_mul"
         assert (k % config.block_k, n // 2 % config.block_n, config.rows_per_program % config.block_n) == (0, 0, 0)
-        assert min(config.stages, config.ahead) > 1
+        assert min(config.stages, config.prefetch_columns) > 1
         return
     if config.descriptor != STREAMED:
         assert config.block_m in (16, 32, 64, 128)

@@ -179,7 +179,12 @@ def test_layers_one_after_another(batch, width, hopper):
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"stages": 1}, "two stages"), ({"block_k": 384}, "multiples of"), ({"each": 20}, "boxes"), ({"block_n": 64}, "boxes")],
+    [
+        ({"stages": 1}, "two stages"),
+        ({"block_k": 384}, "multiples of"),
+        ({"rows_per_program": 20}, "boxes"),
+        ({"block_n": 64}, "boxes"),
+    ],
 )
 def test_what_cannot_be_cut_up_is_refused(change, named, ops):
     fields = dict(zip(MatmulConfig.__dataclass_fields__, CONFIGS[0], strict=True))
@@ -199,9 +204,9 @@ def test_boxes_that_straddle_halves_are_refused(ops):
     "change",
     [
         {"stages": 1},
-        {"ahead": 1},
+        {"prefetch_columns": 1},
         {"block_k": 96},
-        {"each": 100},
+        {"rows_per_program": 100},
         {"block_n": 128},
         {"block_n": 4},
         {"warps": 16},

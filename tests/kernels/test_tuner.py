@@ -81,7 +81,7 @@ class Here:
 def kernels(monkeypatch):
     module = SimpleNamespace(mem_get_info=lambda device: (1 << 34, 1 << 35), empty_cache=lambda: None)
     monkeypatch.setattr(tuner, "Chain", type("Own", (Ruler,), {}))
-    monkeypatch.setattr(tuner, "Compilers", Here)
+    monkeypatch.setattr(tuner, "KernelCompilers", Here)
     monkeypatch.setattr(tuner, "normal", lambda device, *size: torch.empty(size, device="meta"))
     monkeypatch.setattr(tuner, "microseconds", lambda module, call, *, calls: 5.0)
     monkeypatch.setattr(tuner.torch, "get_device_module", lambda device: module)

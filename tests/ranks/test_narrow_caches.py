@@ -31,7 +31,7 @@ def engine_of(directory, ranks, **fields):
 def tokens_of(engine):
     assert {each.dtype for pair in engine._parts.cache.layers for each in pair} == {torch.float8_e4m3fn}
     made = engine.generate(PROMPTS, SamplingParams(max_tokens=10, ignore_eos=True))
-    return [each.token_ids for each in made], [layer.cache.after.shape[0] for layer in engine.model.weights.layers]
+    return [each.token_ids for each in made], [layer.cache.output_scales.shape[0] for layer in engine.model.weights.layers]
 
 
 @pytest.mark.sample(1)

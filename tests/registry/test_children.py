@@ -47,8 +47,8 @@ def test_a_parent_that_is_killed_takes_its_child_along():
     waits = "import time; print('ready', flush=True); time.sleep(100)"
     inner = f"from outrider.registry.children import end_with_parent; end_with_parent(); {waits}"
     outer = (
-        "import subprocess, sys, time; from outrider.registry.children import started\n"
-        f"with started([sys.executable, '-c', {inner!r}], stdout=subprocess.PIPE) as child:\n"
+        "import subprocess, sys, time; from outrider.registry.children import child_session\n"
+        f"with child_session([sys.executable, '-c', {inner!r}], stdout=subprocess.PIPE) as child:\n"
         "    child.stdout.readline(); print(child.pid, flush=True); time.sleep(100)"
     )
     with subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE) as parent:

@@ -160,11 +160,11 @@ def everything_is_back(server):
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         snapshot = server.client.snapshot
-        if server.client.open_requests == 0 and snapshot.load.running == snapshot.load.waiting == 0:
+        if server.client.num_open_samples == 0 and snapshot.load.running == snapshot.load.waiting == 0:
             break
         time.sleep(0.02)
     load = server.client.snapshot.load
-    return (server.client.open_requests, load.running, load.waiting, load.pages - load.free_pages) == (0, 0, 0, 0)
+    return (server.client.num_open_samples, load.running, load.waiting, load.pages - load.free_pages) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("stream", [True, False])

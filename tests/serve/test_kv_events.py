@@ -111,7 +111,7 @@ def wire(tmp_path):
 def hear_first(publisher, subscriber):
     """A subscription takes a moment to arrive: tell until something is heard. Returns the next number."""
     while True:
-        publisher.tell(AllBlocksCleared())
+        publisher.publish(AllBlocksCleared())
         if subscriber.events.poll(50):
             break
     while subscriber.events.poll(200):
@@ -142,7 +142,7 @@ def test_what_was_missed_can_be_had_again(wire):
     first = hear_first(publisher, subscriber)
     told = []
     for index in range(5):
-        publisher.tell(BlockStored(hashes=(2**64 - 1 - index,), parent=index or None, tokens=(1, 2), extras=(None,)))
+        publisher.publish(BlockStored(hashes=(2**64 - 1 - index,), parent=index or None, tokens=(1, 2), extras=(None,)))
         told.append(subscriber.next())
     assert [number for number, _ in told] == list(range(first, first + 5))
     assert subscriber.replay(first + 3) == told[3:]
@@ -158,7 +158,7 @@ def test_a_request_for_replay_that_makes_no_sense_is_left_alone(wire):
         asks.connect(subscriber.asks.getsockopt(zmq.LAST_ENDPOINT))
         for frames in ((b"x",), (b"", b"123"), (b"", b"", b"", b"")):
             asks.send_multipart(frames)
-        publisher.tell(BlockRemoved((7,)))
+        publisher.publish(BlockRemoved((7,)))
         number, batch = subscriber.next()
         assert (number, batch.events) == (first, [Removed([7], "GPU")])
         assert len(subscriber.replay(first)) == 1
@@ -168,7 +168,7 @@ def test_a_request_for_replay_that_makes_no_sense_is_left_alone(wire):
 def test_images_are_told_of(wire):
     publisher, subscriber = wire(page_size=2)
     hear_first(publisher, subscriber)
-    publisher.tell(BlockStored(hashes=(1, 2), parent=None, tokens=(1, 2, 3, 4), extras=(None, (0, ((3, b"\x01\xff"),)))))
+    publisher.publish(BlockStored(hashes=(1, 2), parent=None, tokens=(1, 2, 3, 4), extras=(None, (0, ((3, b"\x01\xff"),)))))
     (stored,) = subscriber.next()[1].events
     assert stored.extra_keys == [None, (["01ff", 3],)]
 

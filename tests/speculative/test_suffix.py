@@ -26,7 +26,7 @@ def looked_up(table, context):
     """Token and length behind a context, whose last token comes last."""
     ahead = [*reversed(context)][: table.longest]
     ahead += [0] * (table.longest - len(ahead))
-    token, length = table.follow(torch.tensor([ahead]), torch.tensor([len(context)]))
+    token, length = table.most_likely_token(torch.tensor([ahead]), torch.tensor([len(context)]))
     return int(token), int(length)
 
 

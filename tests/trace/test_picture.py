@@ -52,7 +52,7 @@ def test_one_graph_is_an_iteration():
 
 def test_a_part_keeps_what_lies_in_it():
     """A stage that begins before the part is shown from the part's beginning."""
-    part = timeline(*DECODE).between(4.5, 8.5)
+    part = timeline(*DECODE).part_between(4.5, 8.5)
     assert sorted(named(part), key=lambda each: each[1]) == [("draft", 0.0, 1.5), ("verify", 1.5, 4.0)]
 
 
@@ -84,19 +84,19 @@ def test_the_engines_iteration_has_all_its_stages(recorded):
 
 def test_every_stage_and_fence_is_named(recorded):
     start = next(band for band in stage_spans(recorded) if band.name == "draft").start
-    part = recorded.between(start - 20.0, start + 300.0)
+    part = recorded.part_between(start - 20.0, start + 300.0)
     picture = render_svg(part)
     ElementTree.fromstring(picture)
     texts = re.findall(r'<text class="(name|text of) over"[^>]*>([^<]*)<', picture)
     assert {text for kind, text in texts if kind == "text of"} == {band.name for band in stage_spans(part)}
-    drawn = {wait.event.partition("[")[0] for wait in part.waits if part.ends(wait) is not None}
+    drawn = {wait.event.partition("[")[0] for wait in part.waits if part.wait_times(wait) is not None}
     assert {text for kind, text in texts if kind == "name"} == drawn >= {"plan_ready", "draft_outputs_ready"}
 
 
 def test_names_lie_beside_each_other(recorded):
     """No two names on one line of the picture overlap, whatever their width is taken for."""
     start = next(band for band in stage_spans(recorded) if band.name == "draft").start
-    picture = render_svg(recorded.between(start, start + 900.0))
+    picture = render_svg(recorded.part_between(start, start + 900.0))
     found = re.findall(r'over" x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)">([^<]*)<', picture)
     boxes = []
     for x, y, anchor, text in found:

@@ -60,7 +60,7 @@ def test_blocks_are_written_and_told_of(pair):
     for side in (0, 1):
         here, there = pair.memory[side], pair.memory[1 - side]
         before, sent = [each.clone() for each in there], [each.clone() for each in here]
-        transfer, other = pair.links[side].write([1, 4, 2], [5, 0, 3], b"hello"), pair.links[1 - side]
+        transfer, other = pair.links[side].start_write([1, 4, 2], [5, 0, 3], b"hello"), pair.links[1 - side]
         # Both sides go on asking.
         assert until(lambda given=(transfer, other): given[1].notices() or (given[0].done() and None)) == [b"hello"]
         for region, old, new in zip(there, before, sent, strict=True):
@@ -71,7 +71,7 @@ def test_blocks_are_written_and_told_of(pair):
 
 
 def test_blocks_are_read(pair):
-    transfer = pair.links[0].read([0, 1], [8, 7])
+    transfer = pair.links[0].start_read([0, 1], [8, 7])
     until(transfer.done)
     for here, there in zip(*pair.memory, strict=True):
         assert torch.equal(here[[0, 1]], there[[8, 7]])
@@ -91,18 +91,18 @@ def test_blocks_are_read(pair):
 )
 def test_what_does_not_fit_is_refused(pair, ours, theirs, notice, message):
     with pytest.raises(ConfigError, match=message):
-        pair.links[0].write(ours, theirs, notice)
+        pair.links[0].start_write(ours, theirs, notice)
 
 
 def test_after_a_close_both_sides_are_down_and_no_byte_lands(pair):
     before = [each.clone() for each in pair.memory[0]]
     pair.links[0].close()
     with pytest.raises(LinkDown):
-        pair.links[0].write([0], [0], b"")
+        pair.links[0].start_write([0], [0], b"")
 
     def down():
         try:
-            transfer = pair.links[1].write([1], [1], b"late")
+            transfer = pair.links[1].start_write([1], [1], b"late")
             until(transfer.done)
         except LinkDown:
             return True

@@ -98,7 +98,7 @@ def test_under_adversarial_schedules(make, name, seeds):
 
 def test_pinned_memory_that_is_written_too_early_is_found(make, kernelset, monkeypatch):
     """The sanitizer sees a plan that doesn't wait for its copies: FlashInfer's own pinned tables are among them."""
-    monkeypatch.setattr(kernelset.Plan, "wait", lambda self: None)
+    monkeypatch.setattr(kernelset.AttentionPlan, "wait", lambda self: None)
     backend = make()
     with watch(backend) as report:
         run_once(backend, program("eagle-tree"), make_strategy("slowest", 0, {"stream": "plan"}))

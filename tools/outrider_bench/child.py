@@ -59,7 +59,7 @@ def run_child(
     child has started end with the child, so that the device is free for the next measurement. Raises :class:`ChildFailed`
     if the child fails or takes longer than ``limit_s`` seconds.
     """
-    given = json.dumps({**work, "child_session": time.time()})
+    given = json.dumps({**work, "started": time.time()})
     command = [sys.executable, "-m", __name__, function, given]
     # Files, not pipes: processes that outlive the child would keep pipes open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

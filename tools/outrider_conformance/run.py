@@ -139,7 +139,7 @@ def _post_mortem(journal: Path, code: int, backend: str) -> str:
             entry = json.loads(line)
         except ValueError:
             break  # the process ended while it wrote this line
-        running = entry.get("child_session", running)
+        running = entry.get("started", running)
         if "finished" in entry and entry["finished"]["id"] == running:
             running = ""
     how = f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -401,13 +401,13 @@ class StreamMachine(FaultState):
         elif kind == OperationKind.COLLECTIVE:
             start = max(start, op.target.meeting.time)
             try:
-                op.target.end()
+                op.target.release()
             except DeviceError as error:
                 self._failed = self._failed or error
             except Exception as error:
                 self._fail(op, stream, index, error)
         else:
-            start = op.target.run(kind, start)
+            start = op.target.apply(kind, start)
         stream.clock = start + op.cost
         self.runs += 1
         names = self.scheduler.names

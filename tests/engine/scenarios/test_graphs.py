@@ -65,7 +65,9 @@ def test_5_positions_that_never_reach_the_graph(sim, tmp_path, monkeypatch):
     report, tokens = run(lambda engine: None)
     assert report.clean, str(report)
     assert tokens == expected
-    report, tokens = run(lambda engine: setattr(engine._parts.plans, "copy_rope_positions_for_graph", lambda inputs, verify, *, captured: None))
+    report, tokens = run(
+        lambda engine: setattr(engine._parts.plans, "copy_rope_positions_for_graph", lambda inputs, verify, *, captured: None)
+    )
     assert {finding.kind for finding in report} <= STALENESS
     assert not report.clean
 

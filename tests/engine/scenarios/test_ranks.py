@@ -26,7 +26,9 @@ TOGETHER = program(request(6, 10, moves=(3,)), *(request(3 + i, 4, start=9 * i) 
 def once(explorer, setup, host_program=TOGETHER, strategy="program", inject=None):
     """One watched run; what it raised, or None."""
     device = explorer.devices(setup, inject)[0]
-    return run_once(device, lambda _: explorer.run(setup, host_program, inject=inject), make_strategy(strategy, 1, {}))
+    return run_once(
+        device, lambda _: explorer.run_program(setup, host_program, inject=inject), make_strategy(strategy, 1, {})
+    )
 
 
 @pytest.fixture(scope="module")

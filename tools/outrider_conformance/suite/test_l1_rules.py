@@ -101,7 +101,9 @@ def test_a_copy_that_would_block_is_refused(backend: Backend, kind: str, directi
         backend.copy_async(*pair, stream=stream)
 
 
-@promise("PinnedBuffer", ":meth:`read` under an older generation raises instead of returning the data of a later use.")
+@promise(
+    "PinnedBuffer", ":meth:`read_generation` under an older generation raises instead of returning the data of a later use."
+)
 def test_a_renewed_buffer_refuses_its_old_readers(backend: Backend) -> None:
     """A read of a pinned buffer under an older generation raises an error."""
     buffer = backend.empty_pinned("ring", (2,), torch.int64)
