@@ -391,14 +391,14 @@ def test_without_the_library_or_a_tokenizer_it_says_what_to_do(cpu, engine, monk
 
 def test_compiling_has_a_limit_of_time_and_number_and_is_shared(cpu, monkeypatch):
     made, gate = Grammars(cpu.tokenizer, vocabulary=2048, ends=(0,)), threading.Event()
-    compiled, calls = grammars._compiled, []
+    compiled, calls = grammars._compile_guide, []
 
     def slow(compiler, guide):
         calls.append(guide)
         assert gate.wait(10)
         return compiled(compiler, guide)
 
-    monkeypatch.setattr(grammars, "_compiled", slow)
+    monkeypatch.setattr(grammars, "_compile_guide", slow)
     monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.01)
     for number in range(4):
         with pytest.raises(RequestError, match="takes more than"):

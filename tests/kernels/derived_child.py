@@ -172,7 +172,7 @@ def chosen_quantized(facts, shapes):
                 found.setdefault(("quantized", config, even, name, "linear_parts"), (way, stored, 0))
         half = shape.head_size // 2
         for (operator, n, k), m in itertools.product(products(shape), BUCKETS):
-            if (way.native and operator == "linear_silu_mul") or (way.ring and operator == "linear_rope"):
+            if (way.native and operator == "linear_silu_mul") or (way.can_stream and operator == "linear_rope"):
                 config = choose_config(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
                 if config is not None:
                     found.setdefault(("quantized", config, True, name, operator), (way, stored, half))

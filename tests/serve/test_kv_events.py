@@ -123,7 +123,7 @@ def test_an_engine_is_heard(wire):
     engine = tiny.engine(EagleProposer(tiny.eagle_head(), draft_tokens=2), max_requests=1, page_size=4)
     publisher, subscriber = wire(page_size=4, rank=3)
     first = hear_first(publisher, subscriber)
-    engine.watch_prefix_cache(publisher.tell)
+    engine.watch_prefix_cache(publisher.publish)
     prompt = [3, 1, 4, 1, 6, 9, 2, 6, 7, 3]
     engine.generate([prompt], SamplingParams(max_tokens=1))
     number, batch = subscriber.next()

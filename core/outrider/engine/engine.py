@@ -197,7 +197,8 @@ class Engine(RequestMigration):
         """Load a checkpoint (and its draft) and build an engine for it.
 
         The engine chooses each setting that ``config`` leaves open, see :attr:`chosen`. ``speculate`` names a proposer: one
-        of :data:`outrider.speculative.names.OWN_PROPOSERS`, one of ``builders``, or a plugin. ``draft_dir`` has its checkpoint.
+        of :data:`outrider.speculative.names.OWN_PROPOSERS`, one of ``builders``, or a plugin. ``draft_dir`` has its
+        checkpoint.
 
         ``through_transformers`` runs any decoder with a replaceable attention by transformers' code on the paged cache,
         slower than a native one. ``trust_remote_code`` lets it run the checkpoint's Python code with all rights of this

@@ -186,7 +186,7 @@ def test_10_reads_are_declared_done_before_they_are(sim, mode):
 
 def test_11_a_hand_over_on_another_stream_than_the_stash(sim):
     """The state of a request that arrives is written on schedule, where *published* covers the lengths alone."""
-    moving = program(request(6, 12, moves=(3,)), request(3, 14, start=40))
+    moving = program(request(6, 12, moves=(2,)), request(3, 14, start=40))
     Historical(sim).passes(moving)
 
     def change(engine):
