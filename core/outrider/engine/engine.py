@@ -211,7 +211,6 @@ class Engine(RequestMigration):
         ``progress(file, done, total)`` is called for each loaded tensor, ``capture_progress(done, total)`` for each captured
         batch size. ``ranks`` run the engine together, each with its part of the checkpoint. ``parallel`` instead starts the
         other ranks as processes of this host; they end with :meth:`close`.
-
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
         if parallel is not None and parallel.world > 1:
