@@ -183,13 +183,13 @@ LOUD = """
 import atexit, json, os, subprocess, sys
 from outrider.cli import dispatch
 from outrider.cli import main as cli
-from outrider.cli.report import JsonOption, Report
-def x(json_output: JsonOption = False) -> Report:
+from outrider.cli.report import CommandReport, JsonOption
+def x(json_output: JsonOption = False) -> CommandReport:
     os.write(1, b"written to the descriptor\\n")
     print("printed to Python's own stream", file=sys.__stdout__)
     subprocess.run(["echo", "printed by a child"], check=True)
     atexit.register(os.write, 1, b"written at the end\\n")
-    return Report(data={"text": "h\\u00e9 \\u20ac \\udc80"}, render=lambda console: None)
+    return CommandReport(data={"text": "h\\u00e9 \\u20ac \\udc80"}, render=lambda console: None)
 sys.modules["loud"] = sys.modules[__name__]
 dispatch.commands = lambda: {"x": "loud:x"}
 sys.argv = ["outrider", *sys.argv[1:]]
