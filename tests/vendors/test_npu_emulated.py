@@ -65,7 +65,9 @@ def test_drawn_programs(plugin, only):
     assert cases(plugin, [MATRIX], only) > 0
 
 
-@pytest.mark.parametrize(("level", "programs"), [("L1", 5), pytest.param("L4", None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("level", "programs"), [pytest.param("L1", 5, marks=pytest.mark.slow), pytest.param("L4", None, marks=pytest.mark.slow)]
+)
 def test_the_conformance_suite(tmp_path, level, programs):
     """On the plugin as it's found by its entry point."""
     report = conform("npu", level, tmp_path, "emulation", programs=programs)

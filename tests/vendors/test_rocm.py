@@ -58,7 +58,9 @@ def test_a_hip_build_without_a_device(monkeypatch):
     assert "HIP_VISIBLE_DEVICES" in info.advice
 
 
-@pytest.mark.parametrize(("level", "programs"), [("L1", 5), pytest.param("L4", None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("level", "programs"), [pytest.param("L1", 5, marks=pytest.mark.slow), pytest.param("L4", None, marks=pytest.mark.slow)]
+)
 def test_the_conformance_suite_on_a_hip_like_personality(tmp_path, level, programs):
     report = conform("rocm", level, tmp_path, "emulation_hip", programs=programs)
     assert report["reached"] == level, [test for test in report["tests"] if test["outcome"] == "failed"]
