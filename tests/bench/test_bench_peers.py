@@ -173,6 +173,7 @@ def test_an_engine_that_does_less_work_has_no_figures(child, tmp_path):
     assert list(place.glob("outrider-*")) == []
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider):
     engines = ("--engines", "outrider,transformers,vllm", "--speculate", "none", "--repeat", "2")
     result = outrider("bench", "peers", "--backend", "cpu", "--mode", "staged", *engines, *WORK).json

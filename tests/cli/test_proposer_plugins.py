@@ -161,6 +161,7 @@ def test_the_example_kernels_and_proposer_together(outrider):
     assert (tree.code, "chains alone" in tree.err) == (1, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["l4_kernels and silu_mul", pytest.param("l4_kernels", marks=pytest.mark.slow)])
 def test_the_example_kernels_pass_the_kits_kernel_tests(site, monkeypatch, chosen):
     from outrider_conformance.run import conform

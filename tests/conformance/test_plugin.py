@@ -73,6 +73,7 @@ def test_runs_from_outside_with_plain_pytest(run_suite, tmp_path):
     assert json.loads((tmp_path / "out" / "report.json").read_text())["reached"] == "L1"
 
 
+@pytest.mark.slow
 def test_runs_with_xdist(run_suite, tmp_path):
     pytest.importorskip("xdist")
     done = run_suite("--backend", "cpu", "--level", "L2", "--report", "out", "-n", "2", *FEW)

@@ -39,6 +39,7 @@ def cases(plugin, files, only=""):
     return int(summary.split(" passed")[0].split()[-1])
 
 
+@pytest.mark.slow
 def test_cases():
     """Under adversarial schedules, watched, where a case says so."""
     whole = [path.stem for path in CASES if path.stem not in SHORT]
