@@ -35,6 +35,7 @@ def test_a_start_in_stages(outrider):
     assert "graphs captured" in start["captured"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_stays_is_used_again(outrider, tmp_path):
     arguments = ("bench", "startup", "--backend", "cpu", "--shape", "tiny", "--dtype", "float32", "--batch", "2")
     place = tmp_path / "new" / "checkpoint"

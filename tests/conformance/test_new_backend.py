@@ -33,6 +33,7 @@ def test_the_package_installs_passes_level_0_and_fails_the_next(tmp_path):
     assert "L1  failed" in bench.shell("outrider conform --backend acme --level L1 --programs 12 || true")
 
 
+@pytest.mark.slow
 def test_a_device_without_a_torch_module_passes_level_2(tmp_path):
     """As written, with its few programs drawn from another seed than a vendor's first run."""
     bench = Workbench(tmp_path)

@@ -61,6 +61,7 @@ def test_all_cases(file):
         pytest.param("outrider_rocm", "", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_drawn_programs(plugin, only):
     """The plugins ``npu`` and ``rocm`` under adversarial schedules, watched."""
     assert cases(plugin, [MATRIX], only) > 0
