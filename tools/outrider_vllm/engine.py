@@ -131,7 +131,7 @@ def run_workload(
     findings, judged = split_known_findings(report)
     return VllmRun(
         tokens=outputs, right=outputs == reference, operations=report.operations,
-        launches=sum(launches.counts.values()), nowhere=launches.nowhere, streams=len(backend.streams),
+        launches=sum(launches.counts.values()), nowhere=launches.unknown_accesses, streams=len(backend.streams),
         steps=step_count[0], findings=findings, judged=judged, skipped=count_skipped(),
         seconds=time.monotonic() - started,
     )  # fmt: skip

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     from outrider.device import Backend
+    from outrider.engine.ranks.key_value_store import KeyValueStore
     from outrider.engine.ranks.parallel import ParallelConfig
     from outrider.engine.ranks.ranks import Ranks
     from outrider.engine.ranks.watch import RankWatch
@@ -128,7 +129,7 @@ class Joined:
         self._tensor = tensor
         self._data = data
         self._watch: RankWatch | None = None
-        self._room: Any = None
+        self._key_value_store: KeyValueStore
         self.ranks: Ranks | None = None
         self.place = place or (RankPlacement.from_environment() if tensor * data > 1 else None)
 
@@ -177,12 +178,12 @@ class Joined:
         if place.pipe is not None:
             end_with_pipe(place.pipe)
         store = place.connect(serves=place.rank == 0 and not place.store_is_elsewhere)
-        self._room = KeyValueStore(place.connect(), "outrider")
+        self._key_value_store = KeyValueStore(place.connect(), "outrider")
         self.ranks = ranks = Ranks(backend, parallel, rank=place.rank, store=store)
         if place.pipe is None:  # no process watches the other ranks: silence means loss
             ranks.failure_wait_s = _SILENCE_S
         starter = os.getppid() if place.agent else None
-        self._watch = RankWatch(ranks, self._room, speaks=place.pipe is None and place.rank == 0, starter=starter)
+        self._watch = RankWatch(ranks, self._key_value_store, speaks=place.pipe is None and place.rank == 0, starter=starter)
         self._watch.start()
         return ranks
 
@@ -200,9 +201,9 @@ class Joined:
         first = ""
         with suppress(Exception):  # the receiver may have ended
             if error is None:
-                self._room.beat(self.ranks.rank, self._room.ENDED)
+                self._key_value_store.publish_heartbeat(self.ranks.rank, self._key_value_store.ENDED)
             elif speaks:
-                self._room.speaks()
+                self._key_value_store.announce_first_rank_prints()
             else:
                 first = self.ranks.report_failure(error)
         self.ranks.close()
@@ -264,7 +265,7 @@ class _Processes:
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
-        self._room = KeyValueStore(store, "outrider")
+        self._key_value_store = KeyValueStore(store, "outrider")
         # The operating system closes the pipe when this process ends, and each rank ends itself then.
         read, self._write = os.pipe()
         try:
@@ -301,7 +302,7 @@ class _Processes:
         try:
             while any(process.poll() is None for process in self._started):
                 lost = next((rank for rank, process in enumerate(self._started) if process.poll()), None)
-                if lost is not None or self._room.failure is not None:
+                if lost is not None or self._key_value_store.failure is not None:
                     return self._lost(lost)
                 time.sleep(_POLL_S)
         except Stopped as asked:
@@ -319,18 +320,20 @@ class _Processes:
 
         code = None if rank is None else self._started[rank].returncode
         if rank is not None and code is not None and code < 0:
-            last = self._room.last_heartbeat(rank).partition(" ")[2]
-            self._room.publish_failure(f"rank {rank} was ended by {signal.Signals(-code).name}; {last or 'it had not begun'}")
-        hangs = (self._room.failure or "").startswith("rank 0 hangs")  # rank 0 won't report
+            last = self._key_value_store.last_heartbeat(rank).partition(" ")[2]
+            self._key_value_store.publish_failure(
+                f"rank {rank} was ended by {signal.Signals(-code).name}; {last or 'it had not begun'}"
+            )
+        hangs = (self._key_value_store.failure or "").startswith("rank 0 hangs")  # rank 0 won't report
         until = time.monotonic() + _GRACE_S * (not hangs)
-        while self._started[0].poll() is None and (time.monotonic() < until or self._room.first_rank_prints):
+        while self._started[0].poll() is None and (time.monotonic() < until or self._key_value_store.first_rank_prints):
             time.sleep(_POLL_S)
         first = self._started[0].poll()
         self._end()
         if first is not None and first > 0 and first != _UNSAID:
             return self._reported()
         words = "" if rank is None else f"rank {rank} ended with exit code {code}: {self._last_words(rank)}"
-        raise RanksFailed(f"{self._room.failure or words}; the other ranks were ended")
+        raise RanksFailed(f"{self._key_value_store.failure or words}; the other ranks were ended")
 
     def _last_words(self, rank: int) -> str:
         if rank == 0:
