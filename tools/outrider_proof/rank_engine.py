@@ -291,8 +291,8 @@ def _inject_divergence(engine: Engine, inject: str) -> None:
     from outrider.engine.ranks.codec import decode
     from outrider.engine.ranks.commands import AbortCommand, Command
 
-    course: Any = engine._decision_log
-    next_record = course.next
+    decision_log: Any = engine._decision_log
+    next_record = decision_log.next
 
     def other() -> Any:
         record = next_record()
@@ -305,10 +305,10 @@ def _inject_divergence(engine: Engine, inject: str) -> None:
             changed = record
         else:
             changed = replace(record, decisions={**record.decisions, "drafted": record.decisions["drafted"] - 1})
-        course._record = changed
+        decision_log._record = changed
         return changed
 
-    course.next = other
+    decision_log.next = other
     if inject == "bucket":
         runner: Any = engine._step._runner
         smallest = runner.bucket

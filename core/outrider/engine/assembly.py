@@ -210,7 +210,7 @@ def assemble(
             rows=rows,
             future=future,
             fences=fences,
-            group=data.rank if data else 0,
+            group=0 if data is None else data.rank,
         ),
         config=config,
         vision=vision,
@@ -310,7 +310,7 @@ def build_prefill(parts: EngineParts) -> Prefill:
     )
 
 
-def build_intake(parts: EngineParts) -> InputUpload:
+def build_input_upload(parts: EngineParts) -> InputUpload:
     """Create the component that uploads and unpacks batches."""
     return InputUpload(
         staging=parts.staging,
@@ -348,7 +348,7 @@ def build_prefill_graphs(parts: EngineParts, prefill: Prefill) -> PrefillGraphs 
         parts.backend,
         parts.streams.forward,
         prefill=prefill,
-        intake=build_intake(parts),
+        input_upload=build_input_upload(parts),
         staging=parts.staging,
         tokens=tokens,
         capacity=parts.capacity,
@@ -369,7 +369,7 @@ def build_step(
         parts.backend,
         parts.streams,
         parts.fences,
-        intake=build_intake(parts),
+        input_upload=build_input_upload(parts),
         transfer=parts.transfer,
         prefill=prefill,
         prefill_graphs=prefill_graphs,
@@ -429,7 +429,11 @@ def build_groups(parts: EngineParts, data: Group, draft_length: DraftLengthPolic
 
 
 def build_loop(
-    parts: EngineParts, step: Step, watchdog: Watchdog, draft_length: DraftLengthPolicy, course: DecisionLog | None = None
+    parts: EngineParts,
+    step: Step,
+    watchdog: Watchdog,
+    draft_length: DraftLengthPolicy,
+    decision_log: DecisionLog | None = None,
 ) -> Loop:
     """Create the loop over ``step`` and its scheduler, whose rows and pages are all free."""
     config, ranks = parts.config, parts.model.ranks
@@ -448,5 +452,5 @@ def build_loop(
         results=parts.results,
         watchdog=watchdog,
         runs_ahead=config.overlap and not fused_waits,
-        decision_log=course,
+        decision_log=decision_log,
     )

@@ -105,7 +105,7 @@ class Engine(RequestMigration):
         self.proposer = proposer = proposer or NonSpeculativeProposer()
         decided = resolve(config or EngineConfig(), situation_of(backend, model, proposer))
         self.config = config = join_engine(ranks, backend, model, proposer, decided)
-        self._decision_log = course = None if ranks is None else DecisionLog(ranks)
+        self._decision_log = decision_log = None if ranks is None else DecisionLog(ranks)
         self._tokenizer, self._vision = tokenizer, vision
         check_policy(backend, config, proposer, model.kernels)
         check_invariance(config, model)
@@ -134,17 +134,17 @@ class Engine(RequestMigration):
         self._step = build_step(parts, stages, iteration, runner, config.step_mode, prefill, prefill_graphs)
         sizes = None if runner.report is None else runner.report.buckets
         self._draft_length, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
-        if course is not None and not course.leads:
-            self._draft_length = ReplicatedLength(self._draft_length.lengths, course)
-        self._loop = loop = build_loop(parts, self._step, watchdog, self._draft_length, course)
-        if course is not None:  # everything is compiled: from here on a rank that doesn't come is lost
-            watchdog.limit_s = min(watchdog.limit_s or course.ranks.config.timeout_s, course.ranks.config.timeout_s)
+        if decision_log is not None and not decision_log.leads:
+            self._draft_length = ReplicatedLength(self._draft_length.lengths, decision_log)
+        self._loop = loop = build_loop(parts, self._step, watchdog, self._draft_length, decision_log)
+        if ranks is not None:  # everything is compiled: from here on a rank that doesn't come is lost
+            watchdog.limit_s = min(watchdog.limit_s or ranks.config.timeout_s, ranks.config.timeout_s)
         self._failure_recovery, self._scheduler, self._requests = loop.failure_recovery, loop.scheduler, loop.requests
         self._grammars = Grammars(
             tokenizer,
             vocabulary=model.config.vocab_size,
             ends=model.config.eos_token_ids,
-            seconds=math.inf if course is None else course.compile_limit_s,
+            seconds=math.inf if decision_log is None else decision_log.compile_limit_s,
         )
         self._admission = Admission(
             config=config,
@@ -197,7 +197,7 @@ class Engine(RequestMigration):
         """Load a checkpoint (and its draft) and build an engine for it.
 
         The engine chooses each setting that ``config`` leaves open, see :attr:`chosen`. ``speculate`` names a proposer: one
-        of :data:`outrider.speculative.names.OWN_PROPOSERS`, one of ``builders``, or a plugin. ``draft_dir`` has its
+        of :data:`outrider.speculative.names.BUILTIN_PROPOSERS`, one of ``builders``, or a plugin. ``draft_dir`` has its
         checkpoint.
 
         ``through_transformers`` runs any decoder with a replaceable attention by transformers' code on the paged cache,

@@ -20,33 +20,33 @@ Answer = Callable[[str], str]
 """The function of a rank that answers a vote request of the first rank; it belongs to the engine's caller."""
 
 
-def answering(course: DecisionLog, answer: Answer | None) -> Callable[[VoteRequest], None]:
+def answering(decision_log: DecisionLog, answer: Answer | None) -> Callable[[VoteRequest], None]:
     """Return the handler of vote requests; it publishes the answer of this rank."""
 
     def answer_request(request: VoteRequest) -> None:
         if answer is None:
             raise ConfigError("the first rank asks what is beside this one's engine, and nothing is: use follow(answer=...)")
-        course.publish_vote(request.number, answer(request.said))
+        decision_log.publish_vote(request.number, answer(request.said))
 
     return answer_request
 
 
-def follow(course: DecisionLog, calls: Calls, loop: Loop) -> None:
+def follow(decision_log: DecisionLog, calls: Calls, loop: Loop) -> None:
     """Replay decision records until the first rank's engine is closed. The first rank delivers the outputs; here they are
     dropped.
     """
     try:
         while True:
-            record = course.next()
-            for command in course.commands:
+            record = decision_log.next()
+            for command in decision_log.commands:
                 try:
                     calls[type(command)](command)
                 except RequestError as error:
                     # Every rank rejects an invalid command; the first rank raises the error to its caller.
                     if not isinstance(command, HandOverCommand | ResumeCommand):
                         raise RanksDiffer(
-                            f"rank {course.ranks.rank} refuses a {type(command).__name__} that rank 0 took: {error}; start "
-                            "all ranks with the same options, files and software"
+                            f"rank {decision_log.ranks.rank} refuses a {type(command).__name__} that rank 0 took: {error}; "
+                            "start all ranks with the same options, files and software"
                         ) from error
             if record.act == "iterate":
                 loop.iterate()

@@ -50,7 +50,7 @@ class PrefillGraphs:
         forward: Stream,
         *,
         prefill: Prefill,
-        intake: InputUpload,
+        input_upload: InputUpload,
         staging: Staging,
         tokens: int,
         capacity: int,
@@ -58,7 +58,7 @@ class PrefillGraphs:
         self._backend = backend
         self._forward = forward
         self._prefill = prefill
-        self._input_upload = intake
+        self._input_upload = input_upload
         self._staging = staging
         self._capacity = capacity
         self.sequences = min(MOST_SEQUENCES, staging.max_requests)

@@ -82,7 +82,7 @@ class Step:
         streams: Streams,
         fences: FenceSet,
         *,
-        intake: InputUpload,
+        input_upload: InputUpload,
         transfer: StateTransfer,
         prefill: Prefill,
         prefill_graphs: PrefillGraphs | None,
@@ -105,7 +105,7 @@ class Step:
         self._backend = backend
         self._streams = streams
         self._fences = fences
-        self._input_upload = intake
+        self._input_upload = input_upload
         self._transfer = transfer
         self._prefill = prefill
         self._prefill_graphs = prefill_graphs

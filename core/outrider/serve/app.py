@@ -77,8 +77,8 @@ def create_app(
 ) -> FastAPI:
     """Create the application for an engine that has started. Its :class:`Service` is ``app.state.service``.
 
-    The caller starts and closes the engine, as :func:`outrider.serve.server.serve` does. ``spans`` exports a span for each
-    request; None exports none.
+    The caller starts and closes the engine, as :func:`outrider.serve.server.serve_http` does. ``spans`` exports a span for
+    each request; None exports none.
     """
     service = Service(engine, prompter, config)
     version = importlib.metadata.version("outrider")

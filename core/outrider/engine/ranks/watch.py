@@ -27,12 +27,12 @@ _GRACE_PERIOD_S = 2.0
 class RankWatch:
     """A thread that publishes this rank's heartbeats and checks those of all others. After a loss it ends this process."""
 
-    def __init__(self, ranks: Ranks, room: KeyValueStore, *, speaks: bool, starter: int | None = None) -> None:
-        """``room``: a store on a separate connection, because another thread of this rank may block in the main one.
-        ``speaks``: print the reason before the process ends. ``starter``: the process whose end also ends this one.
+    def __init__(self, ranks: Ranks, key_value_store: KeyValueStore, *, speaks: bool, starter: int | None = None) -> None:
+        """``key_value_store``: a store on a separate connection, because another thread of this rank may block in the main
+        one. ``speaks``: print the reason before the process ends. ``starter``: the process whose end also ends this one.
         """
         self._ranks = ranks
-        self._room = room
+        self._key_value_store = key_value_store
         self._speaks = speaks
         self._starter = starter
         self._num_heartbeats = 0
@@ -53,10 +53,10 @@ class RankWatch:
         while not self._stopped.wait(_HEARTBEAT_PERIOD_S):
             self._num_heartbeats += 1
             try:
-                self._room.publish_heartbeat(
+                self._key_value_store.publish_heartbeat(
                     self._ranks.rank, f"{self._num_heartbeats}{self._start_suffix} {self._ranks.progress}"
                 )
-                failure = self._room.failure or self._check_starter() or self._check_heartbeats()
+                failure = self._key_value_store.failure or self._check_starter() or self._check_heartbeats()
             except (RuntimeError, DeviceError) as error:
                 failure = f"{STORE_LOST}: {error}; {self._ranks.progress}"
             if failure is not None and not self._stopped.wait(_GRACE_PERIOD_S):
@@ -65,14 +65,16 @@ class RankWatch:
     def _check_starter(self) -> str | None:
         if self._starter is None or os.getppid() == self._starter:
             return None
-        return self._room.publish_failure(f"rank {self._ranks.rank} lost the process that started it; {self._ranks.progress}")
+        return self._key_value_store.publish_failure(
+            f"rank {self._ranks.rank} lost the process that started it; {self._ranks.progress}"
+        )
 
     def _check_heartbeats(self) -> str | None:
         now = time.monotonic()
         for rank in range(self._ranks.config.world):
             if rank == self._ranks.rank:
                 continue
-            heartbeat = self._room.last_heartbeat(rank)
+            heartbeat = self._key_value_store.last_heartbeat(rank)
             last_seen, own_count, since = self._last_seen.get(rank, ("", self._num_heartbeats, now))
             if heartbeat != last_seen:
                 self._last_seen[rank] = heartbeat, self._num_heartbeats, now
@@ -82,7 +84,9 @@ class RankWatch:
                 and self._num_heartbeats - own_count >= self._max_missed(heartbeat)
             ):
                 last = heartbeat.partition(" ")[2] or "nothing is known of it"
-                return self._room.publish_failure(f"rank {rank} hangs: no sign of life for {now - since:.0f} s; {last}")
+                return self._key_value_store.publish_failure(
+                    f"rank {rank} hangs: no sign of life for {now - since:.0f} s; {last}"
+                )
         return None
 
     @property
