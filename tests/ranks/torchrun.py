@@ -14,7 +14,7 @@ from pathlib import Path
 
 from killing import children
 
-from ports import free_port
+from outrider_proof.disaggregation import free_port
 
 PROMPT = "def fibonacci(n):"
 ENDED_S = 900.0
