@@ -13,6 +13,7 @@ from outrider_proof.engine_setups import MODES, PERSONALITIES, PROPOSERS, Engine
 from outrider_proof.mutations import program_set
 from outrider_proof.mutations.classes import CLASSES, class_of, sample_sites
 from outrider_proof.mutations.mutation_sites import apply, sites
+from outrider_proof.mutations.survivors import REASONS
 from outrider_proof.proposers import EXTREMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 says it of each fork
@@ -63,6 +64,15 @@ def test_a_sample_has_its_share_of_each_class(every):
     drawn = sample_sites(every, 10 * (len(CLASSES) + 1), seed=3)
     assert set(Counter(map(class_of, drawn)).values()) == {10}
     assert drawn[:9] == sample_sites(every, 9, seed=3)
+
+
+def test_each_reason_and_each_class_names_code_that_exists(every):
+    """After a rename, a stale reason would explain no survivor and a stale class would draw no sample."""
+    assert [pattern for pattern in REASONS if not any(pattern in each.name for each in every)] == []
+    modules = program_set.modules()
+    for _, parts, _ in CLASSES:
+        for part in parts:
+            assert [each for each in modules if (part in each if part.endswith(".") else each.endswith(part))], part
 
 
 @pytest.fixture(scope="module")

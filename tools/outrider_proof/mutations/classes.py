@@ -10,10 +10,10 @@ from outrider_proof.mutations.mutation_sites import MutationSite
 CLASSES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("fences", (".fences", ".streams", ".probes"), ("fence", "signal(", "wait", "_done", "_ready", "_free.", "record(")),
     ("graph keys", (".graphs", ".prefill_graphs", ".plan_stages"), ("graph", "capture", "replay", "bucket")),
-    ("padding", (".staging", ".places", ".seq_lens"), ("pad", "bucket", "_MULTIPLE", "cumsum", "fill_(", "zero_(")),
+    ("padding", (".staging", ".slots", ".host_seq_lens"), ("pad", "bucket", "_MULTIPLE", "cumsum", "fill_(", "zero_(")),
     (
         "policies",
-        (".options", ".situation", ".resolve", ".draft_length", ".draft_costs", ".assembly"),
+        (".options", ".device_model_facts", ".resolve", ".draft_length", ".draft_costs", ".assembly"),
         ("sync.", "policy", "overlap", "waiter", "exact", "plans_on_host", "mode"),
     ),
     (
@@ -25,14 +25,18 @@ CLASSES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
             ".batch",
             ".admission",
             ".loop",
-            ".moving",
-            ".lending",
+            ".migration",
+            ".borrowed_rows",
             ".groups",
             ".request_state",
         ),
         ("retire", "preempt", "in_flight", "finished", "admit"),
     ),
-    ("results", (".results", ".outbox", ".stats", ".hand_over", ".engine"), ("result", "output", "emitted", "accepted")),
+    (
+        "results",
+        (".results", ".output_queue", ".stats", ".hand_over", ".engine"),
+        ("result", "output", "emitted", "accepted"),
+    ),
     ("state", (".state.",), ()),
     ("drafts", (".speculative.",), ()),
 )

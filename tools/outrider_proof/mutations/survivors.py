@@ -4,14 +4,11 @@ from __future__ import annotations
 
 REASONS: dict[str, str] = {
     "MtpProposer.relay: one more: 0 → 1": "equivalent: all heads have one target (a single head: IndexError)",
-    "DynamicTree._choose: one more: 1 → 2 (9)": "equivalent: the root's parent is any number below 0",
+    "DynamicTree._select_nodes: one more: 1 → 2 (9)": "equivalent: the root's parent is any number below 0",
     "GraphRunner.run: leave an operand out: not isinstance(stage, Capturable) or stage not in self._which": (
         "equivalent: a stage that isn't captured has no work, and then isn't replayed either"
     ),
     "HostSeqLens.padded: one more: 0 → 1": "equivalent: what attention gives for padding is dropped, and page 0 can be read",
-    "self.captured_prefill = None if prefill_graphs is None else": (
-        "a report: tests/engine/test_prefill_graphs.py reads it, no program does"
-    ),
     "Plans.copy_rope_positions_for_graph: leave out: verify.static_rope_positions.copy_": (
         "programs with images run staged here; tests/engine/test_vision_requests.py leaves the copy out, and it's named"
     ),
@@ -21,11 +18,13 @@ REASONS: dict[str, str] = {
     "NgramProposer.draft: turn a comparison: best.values >= 0 → best.values > 0": (
         "equivalent: the score of a match is the text's length at least, that of none is -1"
     ),
-    "Guidance.first: one more: 0 → 1": "after an interrupt: tests/engine/test_guided.py (an interrupted walk)",
+    "Guidance.fill_next_mask: one more: 0 → 1": "after an interrupt: tests/engine/test_guided.py (an interrupted walk)",
     "build_scheduler: change a sign: proposer.nodes + 1": "a default: tests/engine/test_mixed_batches.py reads it",
     "build_scheduler: min and max: min(config.prefill_chunk": "a default: tests/engine/test_mixed_batches.py reads it",
     "Loop._handle_oldest: one more: 1 → 2": "what a policy is told: tests/engine/test_draft_length.py",
-    "AttentionPlans.plan: turn a comparison: what is Planned.PREFILL": "kernels that plan: tests/engine/test_host_plans.py",
+    "AttentionPlans.plan: turn a comparison: what is AttentionBatchKind.PREFILL": (
+        "kernels that plan: tests/engine/test_host_plans.py"
+    ),
     "AttentionPlans.plan: one more: 0 → 1": "equivalent: another key, which is nobody's",
     "_sizes: leave out: choices.add('prefill_chunk'": "a choice of sizes: tests/engine/test_resolve.py",
     "GraphRunner.bucket: leave an operand out: features or Features()": "equivalent: the only caller gives features",
@@ -39,9 +38,13 @@ REASONS: dict[str, str] = {
     "PageKey.__eq__: leave an operand out: isinstance(other, PageKey) and self.parent is other.parent and (self.tokens": (
         "matters where two hashes are the same: tests/engine/test_pages.py compares such keys"
     ),
-    "Places.attention: one more: 1 → 2 (2)": "kernels that take queries apart: tests/speculative/test_proposers.py (uniform)",
+    "DraftPositions.attention: one more: 1 → 2 (2)": (
+        "kernels that take queries apart: tests/speculative/test_proposers.py (uniform)"
+    ),
     "PrefillGraphs.bucket: change a flag: True → False": "costs alone: tests/engine/test_prefill_graphs.py",
-    "Verify.run: turn a comparison: outputs.path is not None": "trees' own caches: tests/speculative/test_draft_state.py",
+    "Verify.verified: turn a comparison: outputs.path is not None": (
+        "trees' own caches: tests/speculative/test_draft_state.py"
+    ),
     "Verify.run: change a flag: True → False": "equivalent: a model gives as many states as it's asked for",
     "Plans.__init__: one more: 1 → 2": "trees of several requests: tests/speculative/test_draft_state.py",
     "Scheduler._admit: leave an operand out: short and (not request.pages)": "who waits: tests/engine/test_pages.py",
@@ -55,24 +58,25 @@ REASONS: dict[str, str] = {
     "EngineConfig.__post_init__: leave out: _check_int": "what is refused: tests/engine/test_requests.py",
     "Admission.check: leave out: check_pages": "what is refused: tests/engine/test_requests.py",
     "Admission.arrival: leave an operand out: handed.params.stop": "equivalent: without a tokenizer it's refused before",
-    "Watched.wait_host: negate: limit is None": "a device that is stuck: tests/engine/test_watchdog.py",
-    "Watched.wait_host: leave out: self._watchdog.passed": "an error's text: tests/engine/test_watchdog.py",
-    "Watched.signal: leave out: self.generation += 1": "an error's text: tests/engine/test_watchdog.py",
+    "WatchedFence.wait_host: negate: limit is None": "a device that is stuck: tests/engine/test_watchdog.py",
+    "WatchedFence.wait_host: leave out: self._watchdog.passed": "an error's text: tests/engine/test_watchdog.py",
+    "WatchedFence.signal: leave out: self.generation += 1": "an error's text: tests/engine/test_watchdog.py",
     "Watchdog.__init__: leave out: self.passed": "an error's text: tests/engine/test_watchdog.py",
-    "EagleProposer.host_lengths: one more: 0 → 1": "integers for devices: tests/speculative/test_proposers.py (declared)",
     "Probes.__init__: negate: ranks": "several ranks: tests/ranks/test_alone.py",
-    "Step.launch: leave out: self._results.share(": "several ranks: tests/ranks/test_alone.py",
+    "Step._copy_results_to_host: leave out: self._results.share(": "several ranks: tests/ranks/test_alone.py",
     "token_buckets: turn a comparison: size < most": "a graph captured twice: tests/engine/test_prefill_graphs.py",
     "buckets_up_to: one more: 8 → 9": "sizes of graphs: tests/engine/test_graphs.py",
-    "Guidance.fill_draft_masks: leave out: words.fill_(EVERYTHING)": "rows that nobody walks: tests/engine/test_guided.py",
+    "Guidance.fill_draft_masks: leave out: words.fill_(ALLOW_ALL_WORD)": (
+        "rows that nobody walks: tests/engine/test_guided.py"
+    ),
     "Guidance.fill_draft_masks: one more: 0 → 1 (3)": "trees under guides: tests/engine/test_guided.py",
     "LogprobBuffers.__init__: one more: 1 → 2": "equivalent: a column more, which nobody reads",
     "build_scheduler: one more: 1 → 2 (3)": "a default: tests/engine/test_mixed_batches.py reads it",
     "Results.__init__: one more: 2 → 3 (2)": "equivalent: rows more, which nobody reads",
-    "MtpProposer._flat: one more: 0 → 1 (4)": "equivalent: what attention gives for padding is dropped",
+    "MtpProposer._pass_input: one more: 0 → 1 (4)": "equivalent: what attention gives for padding is dropped",
     "MtpProposer.__init__: one more: 0 → 1 (2)": "equivalent: all heads have one config (a single head: IndexError)",
     "MtpProposer.__init__: one more: 0 → 1 (3)": "equivalent: all heads have one target (a single head: IndexError)",
-    "Request.take: turn a comparison: self.finish_reason is FinishReason.ERROR": (
+    "Request.append_tokens: turn a comparison: self.finish_reason is FinishReason.ERROR": (
         "a report: tests/engine/test_requests.py reads it"
     ),
     "Plans.from_lengths: change a sign: self._max_context - 1": "discarded drafts: tests/speculative/test_proposers.py",
@@ -85,7 +89,7 @@ REASONS: dict[str, str] = {
 These survivors of 2026-11-23 have no reason yet: ``Prefill.launch`` (``is not None`` → ``is None``: every test has its slow
 guide in a draft), ``OptionTable.admit`` (``<`` → ``<=``), ``Results.__init__`` (2 → 3), ``_token_ids`` (``+ 1`` →
 ``- 1``) and
-``_take_in`` of draft models (1 → 2).
+``_run_accepted`` of draft models (1 → 2).
 """
 
 
