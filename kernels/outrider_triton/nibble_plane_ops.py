@@ -47,7 +47,7 @@ def _width(k: int, how: int) -> int:
 def allocate_rows(like: Tensor, shape: Sequence[int], how: int) -> tuple[Tensor, Tensor | None]:
     """Allocate rows of ``shape`` in layout ``how`` (0: row-major) on the device of ``like``, and a view for their grains.
 
-    DIGITS: int8, the low components of a row, then the high ones; float32 grains of its units follow the low ones.
+    INT8_COMPONENTS: int8, the low components of a row, then the high ones; float32 grains of its units follow the low ones.
     """
     k, width = shape[-1], _width(shape[-1], how)
     out = like.new_empty((*shape[:-1], width), dtype=torch.int8 if how == INT8_COMPONENTS else like.dtype)
@@ -60,7 +60,10 @@ def row_stride(out: Tensor, grains: Tensor | None) -> int:
 
 
 def component_views(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return components int8 [2 m, k] and grains float32 [m, units] as views of contiguous rows [m, ...] in layout DIGITS."""
+    """Return components int8 [2 m, k] and grains float32 [m, units] as views of contiguous rows [m, ...].
+
+    The layout is INT8_COMPONENTS.
+    """
     digits = rows.view(2 * rows.shape[0], -1)
     return digits[:, :k], digits[::2, k:].view(torch.float32)
 

@@ -190,7 +190,7 @@ def test_a_person_completes_a_text_and_sees_what_was_drafted(browser):
             page.screenshot(path=SCREENSHOT)
         page.get_by_label("Mark them").uncheck()
         assert marked.evaluate(colour) == "rgba(0, 0, 0, 0)"
-        assert client.open_requests == 0
+        assert client.num_open_samples == 0
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_stop_ends_the_answer_and_the_request(browser):
             page.locator("article .foot").nth(feet).wait_for()
             assert page.locator(".foot").last.inner_text().endswith("stopped")
             page.wait_for_timeout(300)
-            assert client.open_requests == 0, "the engine works on it no more"
+            assert client.num_open_samples == 0, "the engine works on it no more"
             assert page.get_by_role("button", name="Send").is_enabled()
         assert page.locator("#error").is_hidden()
 

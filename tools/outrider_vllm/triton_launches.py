@@ -1,8 +1,8 @@
 """Launches of Triton kernels on tensors of the simulated device.
 
 Triton's interpreter runs the unmodified kernel when the simulated stream reaches the launch. At the launch, the kernel's
-source says which tensors the kernel may access. After the run, the interpreter reports the accessed bytes (`triton_touched`).
-They include memory that the kernel reached through a table of addresses.
+source says which tensors the kernel may access. After the run, the interpreter reports the accessed bytes
+(`triton_recorder`). They include memory that the kernel reached through a table of addresses.
 """
 
 from __future__ import annotations

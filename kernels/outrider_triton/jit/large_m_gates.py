@@ -37,7 +37,7 @@ def _make_pipelines(
     STAGES: gl.constexpr,
     TOKEN_STAGES: gl.constexpr,
 ):
-    """Allocate the pipelines of the weight, STAGES tiles with gate rows first, and of the tokens, DEEP tiles.
+    """Allocate the pipelines of the weight, STAGES tiles with gate rows first, and of the tokens, TOKEN_STAGES tiles.
 
     Each stage has a barrier for its arrival, and one for its release by all warpgroups.
     """

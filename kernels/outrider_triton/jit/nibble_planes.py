@@ -3,7 +3,7 @@
 Two bytes of the weight hold four columns, 4 i to 4 i + 3. Elements at the same position of their two bytes form a *nibble
 plane*. The matrix unit's operand for a plane is the two bytes themselves, shifted and masked in place. So the weight is
 loaded like a 16-bit operand, and an element costs slightly less than 1.5 instructions. A plane has every fourth column.
-Tokens are permuted beforehand: of each UNIT columns first those of the first plane, then those of the next
+Tokens are permuted beforehand: of each UNIT_COLUMNS columns first those of the first plane, then those of the next
 (:func:`place_in_planes`).
 """
 
@@ -187,7 +187,8 @@ def linear_planes(
 ):
     """Run :func:`outrider_triton.jit.quantized.linear_quantized` for int4 and ``x [m, k]`` in nibble-plane layout.
 
-    ``weight`` is int16 [n, k / 4]. k is a multiple of UNIT. SUB is a multiple of 64, and above UNIT of UNIT.
+    ``weight`` is int16 [n, k / 4]. k is a multiple of UNIT_COLUMNS. SUB is a multiple of 64, and above UNIT_COLUMNS
+    of UNIT_COLUMNS.
     """
     rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
     TYPE: tl.constexpr = x.dtype.element_ty

@@ -47,8 +47,8 @@ def expect_boxes(barrier, remaining, BOX: gl.constexpr, BOXES: gl.constexpr, BYT
 
 @gluon.jit
 def limit_in_flight(full, unit, BYTES: gl.constexpr):
-    """Before ``unit`` of BYTES is requested in the first filling, wait until at most AT_ONCE bytes, or two units, are in
-    flight.
+    """Before ``unit`` of BYTES is requested in the first filling, wait until at most MAX_BYTES_IN_FLIGHT bytes, or two units,
+    are in flight.
     """
     UNITS: gl.constexpr = MAX_BYTES_IN_FLIGHT // BYTES if MAX_BYTES_IN_FLIGHT // BYTES > 2 else 2
     mbarrier.wait(full.index(gl.maximum(unit - UNITS, 0)), 0, pred=unit >= UNITS)
