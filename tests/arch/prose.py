@@ -143,10 +143,7 @@ def bare_verbs(files: Mapping[str, str]) -> list[str]:
     A shared base class or a protocol may declare such a method.
     """
     classes = [
-        (path, node)
-        for path, source in files.items()
-        for node in ast.walk(parsed(source))
-        if isinstance(node, ast.ClassDef)
+        (path, node) for path, source in files.items() for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef)
     ]
     bases = {part for _, node in classes for base in node.bases for part in re.findall(r"\w+", ast.unparse(base))}
     return [

@@ -150,7 +150,7 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
