@@ -35,13 +35,13 @@ def expect(model, prompt, count):
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
 
 
-def agree(directory, backend, reference, *, chunk=None):
+def agree(directory, backend, reference, *, chunk=None, tolerance=TOLERANCE):
     driver = Driver(load_decoder(directory, backend=backend, dtype=torch.float32))
     reference.generation_config.eos_token_id = None
     expected, logits = expect(reference, PROMPT, STEPS)
     tokens, ours = driver.greedy(PROMPT, STEPS, chunk=chunk)
     assert tokens == expected
-    assert torch.allclose(ours, logits, rtol=0, atol=TOLERANCE), (ours - logits).abs().max()
+    assert torch.allclose(ours, logits, rtol=0, atol=tolerance), (ours - logits).abs().max()
 
 
 @pytest.mark.parametrize("shards", [1, 4])
