@@ -49,11 +49,7 @@ def _routed(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
 
 
-define(
-    "route.triton(Tensor logits, int count, bool renormalize, bool pdl) -> (Tensor, Tensor)",
-    _route,
-    lambda logits, count, renormalize, pdl: _routed(logits, count),
-)
+define("route.triton", _route, lambda logits, count, renormalize, pdl: _routed(logits, count))
 
 
 def block_count(pairs: int, experts: int, size: int) -> int:
@@ -174,9 +170,4 @@ def _experts(
     return sum_expert_rows(parts, x, count, pdl)
 
 
-define(
-    "experts.triton(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor down, int size, int[] gates, "
-    "int[] outputs, bool pdl) -> Tensor",
-    _experts,
-    lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
+define("experts.triton", _experts, lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format))

@@ -100,10 +100,10 @@ class TritonExperts(variants.WarmedKernels):
             for part in (each.data, each.scales, each.zero_points, each.input_scale, list(each.block))
         ]
         options = experts, gate_up.format, gate_up.activations or "", gate_up.activation_group, inner
-        lists = [[getattr(each, name) for each in (first, second)] for name in ("mode", "columns", "at_once", "native")]
+        lists = [[getattr(each, name) for each in (first, second)] for name in ("columns", "at_once", "native")]
         asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
         return _TRITON.experts_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
-            *(x, weights, chosen, *weight_operands, *options, size, *lists),
+            *(x, weights, chosen, *weight_operands, *options, size, first.mode, second.mode, *lists),
             *(self.facts.fp8, asm, gates.as_list(), outputs.as_list(), self.pdl),
         )
 

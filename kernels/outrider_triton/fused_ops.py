@@ -64,16 +64,12 @@ def _linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     _add(x, weight, bias, residual, None, config, pdl)
 
 
+define("linear_add.triton", _linear_add, writes=("residual",))
 define(
-    "linear_add.triton(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) residual, int[] config, bool pdl) -> ()",
-    _linear_add,
-    lambda *operands: None,
-)
-define(
-    "linear_add_scaled.triton(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) residual, Tensor norm, int[] config, "
-    "bool pdl) -> (Tensor, Tensor)",
+    "linear_add_scaled.triton",
     _add,
     lambda x, weight, bias, residual, norm, config, pdl: _empty_scaled(residual, weight, config),
+    writes=("residual",),
 )
 
 
@@ -116,8 +112,7 @@ def _scaled_silu_mul(
 
 
 define(
-    "scaled_silu_mul.triton(Tensor x, Tensor squares, Tensor weight, Tensor? bias, float eps, int[] config, bool pdl) "
-    "-> Tensor",
+    "scaled_silu_mul.triton",
     _scaled_silu_mul,
     lambda x, squares, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
 )
@@ -178,10 +173,10 @@ def _linear_rope_write_cache(
 
 # An overload of the operator that writes the same cache rows, so that row access is known.
 define(
-    "rope_write_cache.triton_linear(Tensor x, Tensor? squares, Tensor weight, Tensor? bias, float eps, Tensor cos, "
-    "Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, int[] config, bool pdl) -> Tensor",
+    "rope_write_cache.triton_linear",
     _linear_rope_write_cache,
     lambda x, squares, weight, bias, eps, cos, sin, k_cache, *rest: _queries(x, weight, k_cache),
+    writes=("k_cache", "v_cache"),
 )
 
 
@@ -211,11 +206,10 @@ def _linear_quantized_rope_write_cache(
 
 
 define(
-    "rope_write_cache.triton_linear_quantized(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, int rows, "
-    "Tensor? bias, ScalarType dtype, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, "
-    "int[] config, bool pdl) -> Tensor",
+    "rope_write_cache.triton_linear_quantized",
     _linear_quantized_rope_write_cache,
     lambda x, x_scales, weight, scales, rows, bias, dtype, cos, sin, k_cache, *rest: _queries(x, weight, k_cache, dtype),
+    writes=("k_cache", "v_cache"),
 )
 
 
@@ -245,8 +239,8 @@ def _linear_planes_rope_write_cache(
 
 
 define(
-    "rope_write_cache.triton_linear_planes(Tensor x, Tensor data, Tensor scales, Tensor? bias, ScalarType dtype, Tensor cos, "
-    "Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, int[] config, bool pdl) -> Tensor",
+    "rope_write_cache.triton_linear_planes",
     _linear_planes_rope_write_cache,
     lambda x, data, scales, bias, dtype, cos, sin, k_cache, *rest: _queries(x, data, k_cache, dtype),
+    writes=("k_cache", "v_cache"),
 )

@@ -201,12 +201,12 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         for config_list in self._products("linear_parts", x, weight) if self._uses("add_rms_norm", residual) else ():
             parts = _TRITON.linear_parts.triton(_sample(x), weight, config_list, self.pdl)
             # The kernel writes the residual, so compile with a copy.
-            _TRITON.add_parts_rms_norm.triton(parts, bias, _sample(residual).clone(), norm, eps, self.pdl)
+            _TRITON.add_rms_norm.triton(parts, bias, _sample(residual).clone(), norm, eps, self.pdl)
         config = self.matmul_config("linear_parts", x, weight)
         if config is None or not self._uses("add_rms_norm", residual):
             return super().linear_add_rms_norm(x, weight, bias, residual, norm, eps)
         parts = _TRITON.linear_parts.triton(x, weight, config.as_list(), self.pdl)
-        return _TRITON.add_parts_rms_norm.triton(parts, bias, residual, norm, eps, self.pdl)  # type: ignore[no-any-return]
+        return _TRITON.add_rms_norm.triton(parts, bias, residual, norm, eps, self.pdl)  # type: ignore[no-any-return]
 
     def _pair(
         self, added: Product, residual: Tensor, norm: Tensor, consumer: str, weight: Tensor, *, half: int = 0
@@ -317,7 +317,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         """Add to the residual and normalise, one program per row."""
         if not self._uses("add_rms_norm", x) or not residual.is_contiguous():
             return super().add_rms_norm(x, residual, weight, eps)
-        return _TRITON.add_rms_norm.triton(x, residual, weight, eps, self.pdl)  # type: ignore[no-any-return]
+        return _TRITON.add_rms_norm.triton(x, None, residual, weight, eps, self.pdl)  # type: ignore[no-any-return]
 
     def all_reduce_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream

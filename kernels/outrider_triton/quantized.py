@@ -340,7 +340,7 @@ class TritonQuantized(variants.WarmedKernels):
         product, remaining_bias = self._product(added, *first, residual.dtype, taken)
         if not has_dynamic_activations(weight):
             layout = row_layout(second_config) if second.planes else 0
-            normed = _TRITON.add_parts_rms_norm.triton(product, remaining_bias, residual, norm, eps, self.pdl, layout)
+            normed = _TRITON.add_rms_norm.triton(product, remaining_bias, residual, norm, eps, self.pdl, layout)
             return NormedRows(normed, None, second, second_config)
         normed, scales = self._norm(product, remaining_bias, residual, norm, eps, weight, second)
         return NormedRows(normed, scales, second, second_config)
@@ -501,7 +501,7 @@ class TritonQuantized(variants.WarmedKernels):
                 if has_dynamic_activations(weight):
                     self._norm(parts, remaining_bias, sample, norm, 1e-5, weight, second)
                 else:
-                    _TRITON.add_parts_rms_norm.triton(parts, remaining_bias, sample, norm, 1e-5, self.pdl, layout)
+                    _TRITON.add_rms_norm.triton(parts, remaining_bias, sample, norm, 1e-5, self.pdl, layout)
 
 
 def _operands(weight: QuantizedWeight, bias: Tensor | None) -> tuple[object, ...]:

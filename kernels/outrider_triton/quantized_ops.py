@@ -133,8 +133,7 @@ def quantized_rows(
 
 
 define(
-    "quantize_rows.triton(Tensor x, str format, int group, Tensor? input_scale, ScalarType dtype, bool pdl) -> "
-    "(Tensor, Tensor)",
+    "quantize_rows.triton",
     quantized_rows,
     lambda x, format, group, input_scale, dtype, pdl: allocate_quantized(x, x.shape[1], group, dtype),
 )
@@ -275,12 +274,6 @@ def sum_parts(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype,
     return out
 
 
-OPERANDS = (
-    "Tensor x, Tensor data, Tensor scales, Tensor? zero_points, Tensor? input_scale, Tensor? bias, str format, int[] block, "
-    "int[] shape, str activations, int activation_group"
-)
-
-
 def empty_product(x: Tensor, *rest: Any) -> Tensor:
     """Return an empty product. ``rest``: the operands after ``x`` in schema order."""
     return x.new_empty((*x.shape[:-1], rest[7][0]))
@@ -294,12 +287,7 @@ def _empty_parts(x: Tensor, *rest: Any) -> Tensor:
 
 
 # An overload of the operator that has the same operands.
-define(
-    f"linear_quantized.triton({OPERANDS}, Tensor? x_scales, ScalarType dtype, bool parts, str mode, int columns, "
-    "int at_once, bool native, bool fp8, bool asm, int[] config, bool pdl) -> Tensor",
-    _linear_quantized,
-    _empty_parts,
-)
+define("linear_quantized.triton", _linear_quantized, _empty_parts)
 
 
 def _linear_quantized_add(
@@ -328,12 +316,7 @@ def _linear_quantized_add(
     multiply_quantized(x, data, bias, residual, (x_scales, scales, rows), MatmulConfig(*config), pdl, add=True)
 
 
-define(
-    "linear_quantized.triton_add(Tensor x, Tensor data, Tensor scales, Tensor? input_scale, Tensor? bias, int rows, "
-    "str activations, Tensor? x_scales, Tensor(a!) residual, int[] config, bool pdl) -> ()",
-    _linear_quantized_add,
-    lambda *operands: None,
-)
+define("linear_quantized.triton_add", _linear_quantized_add, writes=("residual",))
 
 
 def allocate_quantized(like: Tensor, k: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -380,12 +363,12 @@ def _add_rms_norm_quantize(
 
 
 define(
-    "add_rms_norm.triton_quantize(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, str format, "
-    "int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
+    "add_rms_norm.triton_quantize",
     _add_rms_norm_quantize,
     lambda x, bias, residual, weight, eps, format, group, dtype, pdl: allocate_quantized(
         residual, residual.shape[-1], group, dtype
     ),
+    writes=("residual",),
 )
 
 
@@ -407,7 +390,7 @@ def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dt
 
 
 define(
-    "silu_mul.triton_quantize(Tensor gate_up, str format, int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
+    "silu_mul.triton_quantize",
     _silu_mul_quantize,
     lambda gate_up, format, group, dtype, pdl: allocate_quantized(gate_up, gate_up.shape[-1] // 2, group, dtype),
 )

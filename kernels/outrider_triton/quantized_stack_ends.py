@@ -101,6 +101,6 @@ class TritonStackEnds(TritonQuantized):
                 parts = sample.new_empty((split, *sample.shape), dtype=torch.float32) if split > 1 else sample
                 with compile_only():
                     bias = added.bias if split > 1 else None
-                    _TRITON.add_parts_rms_norm.triton(parts, bias, sample, norm, 1e-5, self.pdl)
+                    _TRITON.add_rms_norm.triton(parts, bias, sample, norm, 1e-5, self.pdl)
         product, remaining_bias = self._product(added, *first, residual.dtype)
-        return _TRITON.add_parts_rms_norm.triton(product, remaining_bias, residual, norm, eps, self.pdl)  # type: ignore[no-any-return]
+        return _TRITON.add_rms_norm.triton(product, remaining_bias, residual, norm, eps, self.pdl)  # type: ignore[no-any-return]

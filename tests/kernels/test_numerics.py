@@ -88,7 +88,7 @@ def test_parts_of_a_split_product_add_up_in_the_norm(m, n, k, split, device, pdl
     )
     parts = torch.ops.outrider.linear_parts.triton(x, weight, [16, 16, 32, split, 4, 2, 0, 0, 12], pdl)
     assert parts.shape == ((split, m, n) if split > 1 else (m, n))
-    made = torch.ops.outrider.add_parts_rms_norm.triton(parts, bias, residual, norm, 1e-5, pdl)
+    made = torch.ops.outrider.add_rms_norm.triton(parts, bias, residual, norm, 1e-5, pdl)
     close(residual, wanted, torch.float16)
     close(made, normed, torch.float16)
 

@@ -366,7 +366,7 @@ def test_rows_for_a_ring_are_in_two_digits(by, dtype, device):
         if by == "gate":
             return torch.ops.outrider.silu_mul.triton(x, False, how)
         if by == "norm":
-            return torch.ops.outrider.add_parts_rms_norm.triton(x[:, k:], None, 0 * x[:, :k], norm, 1e-5, False, how)
+            return torch.ops.outrider.add_rms_norm.triton(x[:, k:], None, 0 * x[:, :k], norm, 1e-5, False, how)
         return permute_rows(x[:, k:], False, how)
 
     straight, rows = laid(NIBBLE_PLANES).cpu().double(), laid(INT8_COMPONENTS).cpu()
