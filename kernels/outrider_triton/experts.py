@@ -14,7 +14,7 @@ from outrider_triton import expert_quantized_ops as _expert_quantized_ops  # noq
 from outrider_triton import variants
 from outrider_triton.derive import rank_configs
 from outrider_triton.derive_quantized import UNQUANTIZED, OperandStorage
-from outrider_triton.launch import compile_only, power_of_two
+from outrider_triton.launch import compile_only, has_kernel, power_of_two
 from outrider_triton.quantized_ops import ProductPlan, plan
 from outrider_triton.table import BUCKETS, MatmulConfig, bucket
 
@@ -44,7 +44,7 @@ class TritonExperts(variants.WarmedKernels):
 
     def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
         """Route each token to its experts, one program per token; at most 1024 experts."""
-        if not self._uses("route", logits) or logits.shape[1] > _MAX_EXPERTS or logits.stride(1) != 1:
+        if not has_kernel(logits) or logits.shape[1] > _MAX_EXPERTS or logits.stride(1) != 1:
             return super().route(logits, count, renormalize=renormalize)
         weights, chosen = _TRITON.route.triton(logits, count, renormalize, self.pdl)
         return weights, chosen
@@ -58,7 +58,7 @@ class TritonExperts(variants.WarmedKernels):
         """
         plans = [plan(self.facts, each, planes=False) for each in (gate_up, down)]
         is_half = x.dtype in (torch.bfloat16, torch.float16) and x.numel()
-        if None in plans or not is_half or not self._uses("experts_quantized", x, weights, gate_up.scales):
+        if None in plans or not is_half or not has_kernel(x, weights, gate_up.scales):
             return super().experts_quantized(x, weights, chosen, gate_up, down)
         first, second = (each for each in plans if each is not None)
         if self._scope.must_compile(("experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1])):
@@ -140,7 +140,7 @@ class TritonExperts(variants.WarmedKernels):
         reference.
         """
         is_half = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
-        if not is_half or not x.numel() or not self._uses("experts", x, weights) or not gate_up.is_contiguous():
+        if not is_half or not x.numel() or not has_kernel(x, weights) or not gate_up.is_contiguous():
             return super().experts(x, weights, chosen, gate_up, down)
         operands = weights, chosen, gate_up, down
         if self._scope.must_compile(("experts", x.dtype, gate_up.shape, chosen.shape[1])):

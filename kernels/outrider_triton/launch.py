@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from threading import Thread
 from typing import Any
 
+import torch
+from torch import Tensor
 from triton.runtime import cache
 
 _ahead = ContextVar("outrider_triton_ahead", default=False)
@@ -16,6 +18,11 @@ _ahead = ContextVar("outrider_triton_ahead", default=False)
 def power_of_two(value: int) -> int:
     """Return the least power of two that isn't below ``value``."""
     return 1 << max(value - 1, 0).bit_length()
+
+
+def has_kernel(*operands: Tensor) -> bool:
+    """Return True unless an operand is in float64, which only the references compute exactly."""
+    return all(operand.dtype is not torch.float64 for operand in operands)
 
 
 def warps_for(block: int) -> int:

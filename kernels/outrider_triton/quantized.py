@@ -17,7 +17,7 @@ from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.derive import MAX_TOKENS_TUNED, choose_config, config_tokens, every_config
 from outrider_triton.derive_quantized import MAX_TOKENS_TRITON_GEMM
-from outrider_triton.launch import compile_only
+from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, allocate_rows, computes_swiglu, row_layout
 from outrider_triton.quantized_ops import MAX_ROW_ELEMENTS, ProductPlan, activation_dtype, plan, sum_parts
 from outrider_triton.rotary import rotates
@@ -115,7 +115,7 @@ class TritonQuantized(variants.WarmedKernels):
 
     def _multiplies(self, x: Tensor, weight: QuantizedWeight) -> bool:
         is_half = x.dtype in (torch.bfloat16, torch.float16)
-        return is_half and bool(x.numel()) and self._uses("linear_quantized", x, weight.scales)
+        return is_half and bool(x.numel()) and has_kernel(x, weight.scales)
 
     def _skinny(
         self,
@@ -208,7 +208,7 @@ class TritonQuantized(variants.WarmedKernels):
 
     def _rotates(self, x: Tensor, rotary: RotaryArgs) -> bool:
         """Return True if Triton's kernels rotate and write products in the dtype of ``x``."""
-        return rotates(rotary, x) and self._uses("rope_write_cache", x)
+        return rotates(rotary, x)
 
     def _convert_rows(
         self, x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan, config: MatmulConfig
@@ -326,7 +326,7 @@ class TritonQuantized(variants.WarmedKernels):
         supported = (
             self._multiplies(residual, weight) and norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS
         )
-        second = plan(self.facts, weight) if supported and self._uses("add_rms_norm", residual) else None
+        second = plan(self.facts, weight) if supported else None
         first = None if second is None else self._first(added, residual)
         if first is None or second is None:
             return None
@@ -389,7 +389,7 @@ class TritonQuantized(variants.WarmedKernels):
             if product_plan.can_stream and not product_plan.planes
             else None
         )
-        if config is None or normed.scales is None or not self._uses("silu_mul", residual):
+        if config is None or normed.scales is None:
             return None
         operands = weight.data, weight.scales, weight.block[0], bias, residual.dtype
         if self._scope.must_compile(("linear_quantized_silu_mul", residual.dtype, weight.shape, weight.label, bias is None)):
@@ -416,7 +416,7 @@ class TritonQuantized(variants.WarmedKernels):
         if has_dynamic_activations(weight):
             rows, scales = _TRITON.silu_mul.triton_quantize(x, *activation_format(weight, product_plan), self.pdl)
             return TokenRows(rows, scales, False)
-        laid = product_plan.planes and self._uses("silu_mul", x)
+        laid = product_plan.planes
         if laid and computes_swiglu(config, x.shape[0]) and x.dim() == 2:
             return TokenRows(x, None, False, gated=True)
         return TokenRows(_TRITON.silu_mul.triton(x, self.pdl, row_layout(config)) if laid else self.silu_mul(x), None, laid)
@@ -465,12 +465,7 @@ class TritonQuantized(variants.WarmedKernels):
 
     def _compile_activation(self, added: QuantizedProduct, product_plan: ProductPlan) -> None:
         """Compile SwiGLU with each row layout that the following product may take."""
-        if (
-            added.gated
-            and product_plan.planes
-            and not has_dynamic_activations(added.weight)
-            and self._uses("silu_mul", added.x)
-        ):
+        if added.gated and product_plan.planes and not has_dynamic_activations(added.weight):
             configs = self._every(added.x, added.weight, product_plan)
             for layout in {row_layout(tiling) for tiling in configs}:
                 with compile_only():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import QuantizedProduct, QuantizedWeight
-from outrider_triton.launch import compile_only
+from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.quantized import TokenRows, TritonQuantized, activation_format, has_dynamic_activations
 from outrider_triton.quantized_ops import MAX_ROW_ELEMENTS, plan
 from outrider_triton.table import STREAMED, MatmulConfig
@@ -28,12 +28,7 @@ class TritonStackEnds(TritonQuantized):
         supported = (
             hidden.dim() == 2 and hidden.stride(1) == 1 and hidden.dtype is embedding.dtype and embedding.is_contiguous()
         )
-        supported = (
-            supported
-            and k <= MAX_ROW_ELEMENTS
-            and has_dynamic_activations(weight)
-            and self._uses("embed_beside", embedding, hidden)
-        )
+        supported = supported and k <= MAX_ROW_ELEMENTS and has_dynamic_activations(weight) and has_kernel(embedding, hidden)
         if product_plan is not None and supported and self._multiplies(hidden, weight):
             concatenated = hidden[:, :1].expand(-1, k)  # only the shape and dtype are used
             config = self.quantized_config(concatenated, weight, product_plan)
@@ -86,9 +81,7 @@ class TritonStackEnds(TritonQuantized):
 
     def linear_quantized_add_rms_norm(self, added: QuantizedProduct, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """Multiply; the norm kernel adds the product's parts to the residual."""
-        supported = (
-            norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS and self._uses("add_rms_norm", residual)
-        )
+        supported = norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS
         first = self._first(added, residual) if supported else None
         if first is None:
             return super().linear_quantized_add_rms_norm(added, residual, norm, eps)

@@ -199,7 +199,6 @@ def _table_json(device: str, rows: Sequence[ChoiceRow]) -> dict[str, Any]:
     return {
         "device": device,
         "software": {},
-        "kernels": {},
         "matmul": [row for row in rows if "operator" in row],
         "attention": [row for row in rows if "operator" not in row],
     }

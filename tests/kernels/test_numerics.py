@@ -342,7 +342,6 @@ def test_a_table_decides(device):
             "device": "made up",
             "software": {},
             "matmul": [{**item, "m": 4, "config": config}, {**item, "m": 16, "config": None}],
-            "kernels": {"rms_norm": True, "silu_mul": False},
         }
     )
     chosen = TritonKernels(SMALL, table=table)

@@ -47,7 +47,7 @@ def either(request, device, pdl):
     """Kernels of a device without instructions for e4m3, and with."""
     if device.type == "cuda":
         pytest.skip("a device has them or not: tests/kernels/quantized_on_device.py")
-    made = TritonKernels(SMALL if request.param == "without" else replace(SMALL, architecture="sm_89"), everywhere=True)
+    made = TritonKernels(SMALL if request.param == "without" else replace(SMALL, architecture="sm_89"))
     made.pdl = pdl
     return made
 
@@ -289,7 +289,7 @@ def test_what_the_kernel_does_not_take(device):
     assert plan(DEVICES["MI300X"], drawn(RandomFormat(format="fp8", activations="fp8"), 256)) == ProductPlan(
         "row", False, 256, 0
     )
-    kernels = TritonKernels(SMALL, everywhere=True)
+    kernels = TritonKernels(SMALL)
     kernels.pdl = False
     weight, x = drawn(odd, 240), normal(3, 240)
     right = REFERENCE.linear_quantized(x.double(), weight)

@@ -157,7 +157,7 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(m, config, with_norm
 @pytest.mark.parametrize(("batch", "width"), [(1, 4), (16, 1), (8, 4), (16, 4), (32, 4)])
 def test_layers_one_after_another(batch, width, hopper):
     """Each kernel begins while the one before still runs and has its weights come then: what all make is the same without."""
-    kernels = TritonKernels(DEVICES["H200"], table=load("NVIDIA H200"), everywhere=True)
+    kernels = TritonKernels(DEVICES["H200"], table=load("NVIDIA H200"))
     kernels.pdl = False
     chain = Chain(decoder_shape(shape_config("llama-3.1-8b"), HALF), kernels, hopper)
     chain.prepare(batch, width, 640)

@@ -339,4 +339,3 @@ def test_a_choice_of_this_machine_goes_before_the_shipped_one():
     assert table.entry("linear", "bfloat16", n=6144, k=4096, m=4) == shipped.entry("linear", "bfloat16", n=6144, k=4096, m=4)
     assert table.attention_config(8, 128, 4).block_kv == 64
     assert len(table.attention) == len(shipped.attention) + 1
-    assert table.kernels == shipped.kernels
