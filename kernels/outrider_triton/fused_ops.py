@@ -73,51 +73,6 @@ define(
 )
 
 
-def _scaled_silu_mul(
-    x: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, config: list[int], pdl: bool
-) -> Tensor:
-    """Multiply and apply SwiGLU; ``x`` and ``squares`` are the results of ``linear_add_scaled``."""
-    tiling = MatmulConfig(*config)
-    flat = flat_product(x, weight)
-    (m, k), n = flat.shape, weight.shape[0] // 2
-    out = x.new_empty((*x.shape[:-1], n))
-    if tiling.descriptor == STREAMED:
-        streamed.silu_mul(flat, squares, weight, bias, out, eps, tiling, pdl)
-        return out
-    expect_blocks(config)
-    launch(
-        fused.scaled_silu_mul,
-        (triton.cdiv(n, tiling.rows_per_program or tiling.block_n), triton.cdiv(m, tiling.block_m)),
-        *(
-            flat,
-            squares,
-            weight,
-            bias,
-            out,
-            eps,
-            m,
-            n,
-            k,
-            flat.stride(0),
-            squares.shape[0],
-            tiling.rows_per_program or tiling.block_n,
-        ),
-        tiling.prefetch_columns if k % 8 == 0 else 0,
-        HAS_BIAS=bias is not None,
-        SHARES=power_of_two(squares.shape[0]),
-        **tiling.launch_constants(k),
-        pdl=pdl,
-    )
-    return out
-
-
-define(
-    "scaled_silu_mul.triton",
-    _scaled_silu_mul,
-    lambda x, squares, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
-)
-
-
 def _queries(x: Tensor, weight: Tensor, k_cache: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     kv_heads, size = k_cache.shape[2:]
     return x.new_empty((x.shape[0], weight.shape[0] // size - 2 * kv_heads, size), dtype=dtype)

@@ -223,15 +223,15 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Add, normalise, multiply and apply SwiGLU, in two kernels if they were faster than three."""
-        for first in self._scaled(added, residual, norm):
-            for config_list in self._products("scaled_silu_mul", first[0], weight):
-                _TRITON.scaled_silu_mul.triton(*first, weight, bias, eps, config_list, self.pdl)
+        for scaled, squares in self._scaled(added, residual, norm):
+            for config_list in self._products("scaled_silu_mul", scaled, weight):
+                _TRITON.linear_silu_mul.triton(scaled, weight, bias, config_list, self.pdl, squares, eps)
         pair = self._pair(added, residual, norm, "scaled_silu_mul", weight)
         if pair is None:
             return super().norm_linear_silu_mul(added, residual, norm, eps, weight, bias)
         adding, taking = (config.as_list() for config in pair)
         scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self.pdl)
-        return _TRITON.scaled_silu_mul.triton(scaled, squares, weight, bias, eps, taking, self.pdl)  # type: ignore[no-any-return]
+        return _TRITON.linear_silu_mul.triton(scaled, weight, bias, taking, self.pdl, squares, eps)  # type: ignore[no-any-return]
 
     def norm_linear_rope_write_cache(
         self,

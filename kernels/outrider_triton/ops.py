@@ -344,26 +344,38 @@ define("linear.triton", _linear, lambda x, weight, bias, config, pdl: x.new_empt
 define("linear_parts.triton", _linear_parts, lambda x, weight, config, pdl: _empty_parts(x, weight, config))
 
 
-def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
+def _linear_silu_mul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: list[int],
+    pdl: bool,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Multiply and apply SwiGLU; with ``squares``, ``x`` and ``squares`` are the results of ``linear_add_scaled``."""
     tiling = MatmulConfig(*config)
     expect(tiling.split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
     flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0] // 2
     out = x.new_empty((*x.shape[:-1], n))
     if tiling.descriptor == STREAMED:
-        streamed.silu_mul(flat, None, weight, bias, out, 0.0, tiling, pdl)
+        streamed.silu_mul(flat, squares, weight, bias, out, eps, tiling, pdl)
         return out
-    if tiling.descriptor == LARGE_M:
+    if tiling.descriptor == LARGE_M and squares is None:
         streamed.silu_mul_large_m(flat, weight, bias, out, tiling, pdl)
         return out
     expect_blocks(config)
     rows_per_program = tiling.rows_per_program or tiling.block_n
-    grid = triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m)
+    shares = 1 if squares is None else squares.shape[0]
     launch(
         matmul.linear_silu_mul,
-        grid,
-        *(flat, weight, bias, out, m, n, k, flat.stride(0), rows_per_program, tiling.prefetch_columns if k % 8 == 0 else 0),
+        (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m)),
+        *(flat, squares, weight, bias, out, eps, m, n, k, flat.stride(0), shares, rows_per_program),
+        tiling.prefetch_columns if k % 8 == 0 else 0,
         HAS_BIAS=bias is not None,
+        SCALED=squares is not None,
+        SHARES=power_of_two(shares),
         **tiling.launch_constants(k),
         pdl=pdl,
     )
@@ -373,5 +385,5 @@ def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: lis
 define(
     "linear_silu_mul.triton",
     _linear_silu_mul,
-    lambda x, weight, bias, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
+    lambda x, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
 )

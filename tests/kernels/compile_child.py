@@ -215,7 +215,7 @@ KERNELS = [
         {"k": "i32", "out": WIDE},
         {**PRODUCT, "descriptor": None, "SPLIT": 2, "DESCRIPTOR": False, "EVEN": False},
     ),
-    (matmul.linear_silu_mul, {"k": "i32"}, PRODUCT),
+    (matmul.linear_silu_mul, {"k": "i32"}, {**PRODUCT, "squares": None, "SCALED": False, "SHARES": 1}),
     (
         fused.linear_add,
         {"k": "i32", "norm": HALF, "scaled": HALF},
@@ -226,7 +226,7 @@ KERNELS = [
         {"k": "i32", "scaled": HALF},
         {**PRODUCT, "descriptor": None, "norm": None, "NORM": False, "DESCRIPTOR": False},
     ),
-    (fused.scaled_silu_mul, {"k": "i32", "eps": "fp32"}, {**PRODUCT, "SHARES": 128}),
+    (matmul.linear_silu_mul, {"k": "i32", "eps": "fp32"}, {**PRODUCT, "SCALED": True, "SHARES": 128}),
     (fused.linear_rope_write_cache, {"k": "i32"}, {**PRODUCT, "SCALED": True, "SHARES": 128, "HALF": 64}),
     (
         fused.linear_rope_write_cache,
@@ -350,7 +350,7 @@ PAGED = [
     (attention_streamed.paged_attention_ring, WHOLE, {**PAGES, "TREE": True, "SETTLED": True, "SPLITS": 1, "BLOCK_ROWS": 32}),
 ]
 """For devices with a copy engine, too."""
-SOME = {"rms_norm", "linear_silu_mul", "scaled_silu_mul", "paged_attention", "copy_context", "accept_greedy"}
+SOME = {"rms_norm", "linear_silu_mul", "linear_rope_write_cache", "paged_attention", "copy_context", "accept_greedy"}
 SOME |= {
     "paged_attention_ring",
     "streamed_planes",

@@ -118,8 +118,8 @@ def product(facts, operator, config, even, k, half, target):
     kernel, given, types = {
         "linear": (matmul.linear, {**plain, "SPLIT": 1}, {}),
         "linear_parts": (matmul.linear, {**plain, "SPLIT": config.split}, {"out": WIDE} if config.split > 1 else {}),
-        "linear_silu_mul": (matmul.linear_silu_mul, {}, {}),
-        "scaled_silu_mul": (fused.scaled_silu_mul, {"SHARES": 128}, {"eps": "fp32"}),
+        "linear_silu_mul": (matmul.linear_silu_mul, {"squares": None, "SCALED": False, "SHARES": 1}, {}),
+        "scaled_silu_mul": (matmul.linear_silu_mul, {"SCALED": True, "SHARES": 128}, {"eps": "fp32"}),
         "linear_add": (fused.linear_add, {**plain, "norm": None, "NORM": False}, {"scaled": HALF}),
         "linear_add_scaled": (fused.linear_add, {**plain, "NORM": True}, {"norm": HALF, "scaled": HALF}),
         "linear_rope": (fused.linear_rope_write_cache, {"SCALED": True, "SHARES": 128, "HALF": half}, {}),

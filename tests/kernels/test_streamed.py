@@ -107,7 +107,7 @@ def test_gates(m, inner, config, with_norm, hopper, ops):
             Product(*(t.double() for t in added)), residual.double(), norm.double(), 1e-5, weight.double(), bias.double()
         )
         scaled = ops.linear_add_scaled.triton(*added, residual, norm, CONFIGS[2], True)
-        made = ops.scaled_silu_mul.triton(*scaled, weight, bias, 1e-5, config, True)
+        made = ops.linear_silu_mul.triton(scaled[0], weight, bias, config, True, scaled[1], 1e-5)
     else:
         wanted = REFERENCE.linear_silu_mul(x.double(), weight.double(), bias.double())
         made = ops.linear_silu_mul.triton(x, weight, bias, config, True)

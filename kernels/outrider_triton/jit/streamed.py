@@ -277,8 +277,7 @@ def streamed_silu_mul(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run :func:`outrider_triton.jit.matmul.linear_silu_mul`, or with SCALED
-    :func:`outrider_triton.jit.fused.scaled_silu_mul`.
+    """Run :func:`outrider_triton.jit.matmul.linear_silu_mul`.
 
     ROWS: as in :func:`streamed_linear`. The largest magnitudes of a program's part of each row then go to ``maxima
     [programs, m]``: infinity for NaN.
