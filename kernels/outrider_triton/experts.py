@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil, sqrt
 
 import torch
@@ -62,13 +63,7 @@ class TritonExperts(variants.WarmedKernels):
             return super().experts_quantized(x, weights, chosen, gate_up, down)
         first, second = (each for each in plans if each is not None)
         if self._scope.must_compile(("experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1])):
-            count = chosen.shape[1]
-            for tokens in self._token_counts(gate_up.shape[0] // (2 * down.shape[1]), count):
-                sample = (
-                    x.new_empty((tokens, x.shape[1])),
-                    weights.new_empty((tokens, count)),
-                    chosen.new_zeros((tokens, count)),
-                )
+            for sample in self._samples(x, weights, chosen, down.shape[0] // x.shape[1]):
                 with compile_only():
                     self._launch_quantized(*sample, gate_up, down, first, second)
         return self._launch_quantized(x, weights, chosen, gate_up, down, first, second)
@@ -83,17 +78,11 @@ class TritonExperts(variants.WarmedKernels):
         first: ProductPlan,
         second: ProductPlan,
     ) -> Tensor:
-        hidden, inner = x.shape[1], down.shape[1]
-        experts = down.shape[0] // hidden
-        unsorted = x.shape[0] <= _MAX_UNSORTED_TOKENS
-        block_tokens = power_of_two(x.shape[0]) if unsorted else _sorted_block_tokens(x.shape[0], chosen.shape[1], experts)
-        used = min(experts, block_tokens * chosen.shape[1]) if unsorted else experts
-        key = unsorted, block_tokens, used, gate_up.label, gate_up.shape, down.shape
-        if key not in self._derived_experts:
-            gates = self._tile_config("linear_parts", block_tokens, 2 * inner * used, hidden, first.stored(gate_up.format))
-            outputs = self._tile_config("linear_parts", block_tokens, hidden * used, inner, second.stored(down.format))
-            self._derived_experts[key] = (0 if unsorted else gates.block_m, gates, outputs)
-        size, gates, outputs = self._derived_experts[key]
+        experts, inner = down.shape[0] // x.shape[1], down.shape[1]
+        storages = first.stored(gate_up.format), second.stored(down.format)
+        size, gates, outputs = self._configs(
+            x.shape[0], chosen.shape[1], (experts, inner, x.shape[1]), ("linear_parts", "linear_parts"), storages
+        )
         weight_operands = [
             part
             for each in (gate_up, down)
@@ -107,6 +96,12 @@ class TritonExperts(variants.WarmedKernels):
             *(self.facts.fp8, asm, gates.as_list(), outputs.as_list(), self.pdl),
         )
 
+    def _samples(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield operands that together need every configuration of these experts; nothing is run with them."""
+        for tokens in self._token_counts(experts, chosen.shape[1]):
+            shape = tokens, chosen.shape[1]
+            yield x.new_empty((tokens, x.shape[1])), weights.new_empty(shape), chosen.new_zeros(shape)
+
     @staticmethod
     def _token_counts(experts: int, count: int) -> tuple[int, ...]:
         """Return token counts that together need every configuration."""
@@ -117,18 +112,30 @@ class TritonExperts(variants.WarmedKernels):
 
     def experts_config(self, tokens: int, chosen: int, gate_up: Tensor) -> tuple[int, MatmulConfig, MatmulConfig]:
         """Return the tokens of a sorted block (0: unsorted), and the tile configurations of gates and outputs."""
-        experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+        shape = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+        return self._configs(tokens, chosen, shape, ("linear_silu_mul", "linear"), (UNQUANTIZED, UNQUANTIZED))
+
+    def _configs(
+        self,
+        tokens: int,
+        chosen: int,
+        shape: tuple[int, int, int],
+        operators: tuple[str, str],
+        storages: tuple[OperandStorage, OperandStorage],
+    ) -> tuple[int, MatmulConfig, MatmulConfig]:
+        """Return :meth:`experts_config` for weights of ``shape``: experts, inner size, hidden size."""
+        experts, inner, hidden = shape
         unsorted = tokens <= _MAX_UNSORTED_TOKENS
         block_tokens = power_of_two(tokens) if unsorted else _sorted_block_tokens(tokens, chosen, experts)
-        key = unsorted, block_tokens, chosen, experts, inner, hidden
+        key = unsorted, block_tokens, chosen, *shape, *operators, *storages
         if key not in self._derived_experts:
             used = min(experts, block_tokens * chosen) if unsorted else experts
-            gates = self._tile_config("linear_silu_mul", block_tokens, 2 * inner * used, hidden)
-            outputs = self._tile_config("linear", block_tokens, hidden * used, inner)
+            gates = self._tile_config(operators[0], block_tokens, 2 * inner * used, hidden, storages[0])
+            outputs = self._tile_config(operators[1], block_tokens, hidden * used, inner, storages[1])
             self._derived_experts[key] = (0 if unsorted else gates.block_m, gates, outputs)
         return self._derived_experts[key]
 
-    def _tile_config(self, operator: str, m: int, n: int, k: int, stored: OperandStorage = UNQUANTIZED) -> MatmulConfig:
+    def _tile_config(self, operator: str, m: int, n: int, k: int, stored: OperandStorage) -> MatmulConfig:
         """Return the best configuration with whole tiles: a tile must not cross from one expert's rows to the next."""
         ranked = rank_configs(self.facts, operator, m=m, n=n, k=k, stored=stored)
         return next(
@@ -142,20 +149,14 @@ class TritonExperts(variants.WarmedKernels):
         is_half = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
         if not is_half or not x.numel() or not has_kernel(x, weights) or not gate_up.is_contiguous():
             return super().experts(x, weights, chosen, gate_up, down)
-        operands = weights, chosen, gate_up, down
         if self._scope.must_compile(("experts", x.dtype, gate_up.shape, chosen.shape[1])):
-            self._compile_experts(x, *operands)
+            for sample in self._samples(x, weights, chosen, gate_up.shape[0]):
+                with compile_only():
+                    self._launch_experts(*sample, gate_up, down)
+        return self._launch_experts(x, weights, chosen, gate_up, down)
+
+    def _launch_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         size, gates, outputs = self.experts_config(x.shape[0], chosen.shape[1], gate_up)
         return _TRITON.experts.triton(  # type: ignore[no-any-return]  # torch.ops has no types
-            x, *operands, size, gates.as_list(), outputs.as_list(), self.pdl
+            x, weights, chosen, gate_up, down, size, gates.as_list(), outputs.as_list(), self.pdl
         )
-
-    def _compile_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> None:
-        """Compile every configuration that these experts have for any number of tokens."""
-        count = chosen.shape[1]
-        for tokens in self._token_counts(gate_up.shape[0], count):
-            size, gates, outputs = self.experts_config(tokens, count, gate_up)
-            # Operands of the right shapes; nothing is run with them.
-            sample = x.new_empty((tokens, x.shape[1])), weights.new_empty((tokens, count)), chosen.new_zeros((tokens, count))
-            with compile_only():
-                _TRITON.experts.triton(*sample, gate_up, down, size, gates.as_list(), outputs.as_list(), self.pdl)

@@ -19,7 +19,7 @@ from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
 from outrider_triton.jit.nibble_planes import UNIT_COLUMNS
 from outrider_triton.launch import launch, power_of_two, warps_for
-from outrider_triton.streamed import multiply_quantized
+from outrider_triton.streamed import multiply
 from outrider_triton.table import STREAMED, MatmulConfig
 
 _COLUMNS_PER_SCALE = 128
@@ -217,7 +217,7 @@ def _linear_quantized(
             flat, x_scales = quantized_rows(flat, activations, group, input_scale, activation_dtype(data, native), pdl)
         groups = x_scales.shape[1]
     if is_streamed and x_scales is not None:
-        multiply_quantized(flat, data, bias, product[0], (x_scales, scales, block[0]), tiling, pdl)
+        multiply(flat, data, bias, product[0], tiling, pdl, quantized=(x_scales, scales, block[0]))
         return product.view(*x.shape[:-1], n)
     packed = format == "int4"
     if packed and (flat.data_ptr() % 4 or flat.stride(0) % 2):
@@ -313,7 +313,7 @@ def _linear_quantized_add(
     )
     if x_scales is None:
         x, x_scales = quantized_rows(x, activations, 0, input_scale, data.dtype, pdl)
-    multiply_quantized(x, data, bias, residual, (x_scales, scales, rows), MatmulConfig(*config), pdl, add=True)
+    multiply(x, data, bias, residual, MatmulConfig(*config), pdl, quantized=(x_scales, scales, rows), add=True)
 
 
 define("linear_quantized.triton_add", _linear_quantized_add, writes=("residual",))

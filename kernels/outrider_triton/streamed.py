@@ -20,38 +20,30 @@ _PAIRS: int = PAIRS.value
 _LAYOUTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
-    """Multiply ``x [m, k]`` into ``out [m, n]``, or into the parts ``[split, m, n]``."""
-    m, n, fold = x.shape[0], weight.shape[0], config.split == 1
-    expect(fold or bias is None, lambda: "parts of a product have no bias")
-    operands = bias, None, None, out, m, n, config.rows_per_program
-    flags = {"HAS_BIAS": bias is not None, "ROWS": 0, "FOLD": fold, "ADD": False}
-    pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
-    _launch(streamed.streamed_linear, x, weight, config, operands, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
-
-
-def multiply_quantized(
+def multiply(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    quantized: tuple[Tensor, Tensor, int],
     config: MatmulConfig,
     pdl: bool,
     *,
+    quantized: tuple[Tensor, Tensor, int] | None = None,
     add: bool = False,
 ) -> None:
-    """Multiply ``x [m, k]`` and ``weight [n, k]`` in e4m3 into ``out [m, n]``. ``add``: add to ``out``.
+    """Multiply ``x [m, k]`` into ``out [m, n]``, or into the parts ``[split, m, n]``. ``add``: add to ``out``.
 
-    ``quantized`` holds the scales of x, float32 [m], the scales of the weight, and the number of rows per scale.
+    ``quantized``: both operands are in e4m3, and there are no parts. It holds the scales of x, float32 [m], the scales of the
+    weight, and the number of rows per scale.
     """
-    expect(config.split == 1, lambda: f"a streamed product of quantised operands has no parts: {config}")
-    x_scales, scales, rows = quantized
-    operands = bias, x_scales, scales, out, x.shape[0], weight.shape[0], config.rows_per_program
-    flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "FOLD": True, "ADD": add}
-    _launch(
-        streamed.streamed_linear, x, weight, config, operands, pairs=weight.shape[0], half=_PAIRS, pdl=pdl, fold=True, **flags
-    )
+    m, n, fold = x.shape[0], weight.shape[0], config.split == 1
+    expect(fold or bias is None, lambda: "parts of a product have no bias")
+    expect(fold or quantized is None, lambda: f"a streamed product of quantised operands has no parts: {config}")
+    x_scales, scales, rows = quantized or (None, None, 0)
+    operands = bias, x_scales, scales, out, m, n, config.rows_per_program
+    flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "FOLD": fold, "ADD": add}
+    pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
+    _launch(streamed.streamed_linear, x, weight, config, operands, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
 
 
 def add(
@@ -93,7 +85,7 @@ def silu_mul(
 ) -> None:
     """Multiply gate rows and up rows and store SwiGLU to ``out [m, n]``.
 
-    With ``squares``, ``x`` is first divided by its root mean square. ``quantized``: as in :func:`multiply_quantized`;
+    With ``squares``, ``x`` is first divided by its root mean square. ``quantized``: as in :func:`multiply`;
     ``maxima``, float32 [programs, m], then receives the largest magnitude that each program stores of each row.
     """
     (m, k), n = x.shape, weight.shape[0] // 2
@@ -150,7 +142,7 @@ def rope_write_cache(
 ) -> None:
     """Multiply, rotate, and store queries to ``q`` and keys and values to their slots.
 
-    ``rotary`` is (cos, sin, k_cache, v_cache, slots). ``quantized``: as in :func:`multiply_quantized`.
+    ``rotary`` is (cos, sin, k_cache, v_cache, slots). ``quantized``: as in :func:`multiply`.
     """
     cos, sin, k_cache, v_cache, slots = rotary
     (m, k), (kv_heads, size) = x.shape, k_cache.shape[2:]

@@ -336,10 +336,10 @@ def test_a_unit_of_eight_bits_has_one_piece_or_two(columns, allowed, launched, w
     weight, x = weights["output"], torch.zeros(4, 3072, dtype=torch.float8_e4m3fn)
     out, scales = torch.zeros(4, HIDDEN, dtype=BF16), torch.ones(4, 1)
     config = MatmulConfig(8, 32, columns, 1, 4, 4, 0, STREAMED, 32)
-    own = x, weight.data[:, :3072].contiguous(), None, out, (scales, weight.scales, 1), config, True
+    own, quantized = (x, weight.data[:, :3072].contiguous(), None, out, config, True), (scales, weight.scales, 1)
     if allowed:
-        streamed.multiply_quantized(*own)
+        streamed.multiply(*own, quantized=quantized)
         assert [name for name, _, _ in launched] == ["streamed_linear"]
     else:
         with pytest.raises(RuntimeError, match="one or two pieces of 128"):
-            streamed.multiply_quantized(*own)
+            streamed.multiply(*own, quantized=quantized)

@@ -81,36 +81,12 @@ def expert_quantized(
             factor *= tl.load(shares + source, mask=pair_mask, other=0.0)
         if MODE == "row":
             row_scale = tl.load(scales + first_scale, mask=row_mask, other=0.0).to(tl.float32)
+        weights = tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes
+        activations = column, pair_mask, source, x_scales, x_groups
         total = sum_of_products(
-            tile,
-            column,
-            row_mask,
-            pair_mask,
-            source,
-            scales,
-            first_scale,
-            zeros,
-            x_scales,
-            x_groups,
-            scale_columns,
-            0,
-            k,
-            row_bytes,
-            x.dtype.element_ty,
-            FORMAT,
-            NATIVE,
-            MODE,
-            COLUMNS,
-            GROUP,
-            ZEROS,
-            FP8,
-            ASM,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            SUB,
-            EVEN,
-        )
+            weights, activations, 0, k, x.dtype.element_ty, FORMAT, NATIVE, MODE, COLUMNS, GROUP, ZEROS, FP8, ASM,
+            BLOCK_M, BLOCK_N, BLOCK_K, SUB, EVEN,
+        )  # fmt: skip
         if MODE == "row":
             total *= row_scale[:, None]
         total *= factor[None, :]

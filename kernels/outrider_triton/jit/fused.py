@@ -76,8 +76,12 @@ def linear_add(
 
 
 @triton.jit
-def load_angles(cos, sin, tokens, lane, rotates, angles_token, HALF: tl.constexpr):
-    """Load cosines and sines of the low and high elements of pairs, [pairs, tokens]; 1 and 0 where ``rotates`` is False."""
+def load_angles(rotary, tokens, lane, rotates, HALF: tl.constexpr):
+    """Load cosines and sines of the low and high elements of pairs, [pairs, tokens]; 1 and 0 where ``rotates`` is False.
+
+    ``rotary`` is the tuple that :func:`write_rotated` takes.
+    """
+    cos, sin, _, _, _, _, _, angles_token, _, _ = rotary
     angle = tokens.to(tl.int64)[None, :] * angles_token + lane[:, None]
     cos_low = tl.load(cos + angle, mask=rotates, other=1.0)
     sin_low = tl.load(sin + angle, mask=rotates, other=0.0)
@@ -87,28 +91,14 @@ def load_angles(cos, sin, tokens, lane, rotates, angles_token, HALF: tl.constexp
 
 
 @triton.jit
-def write_rotated(
-    first,
-    second,
-    cos_low,
-    sin_low,
-    cos_high,
-    sin_high,
-    q,
-    k_cache,
-    v_cache,
-    slot,
-    tokens,
-    head,
-    lane,
-    heads,
-    kv_heads,
-    cache_slot,
-    cache_head,
-    mask,
-    HALF: tl.constexpr,
-):
-    """Rotate pairs ``first`` and ``second`` [pairs, tokens] in q's dtype, and store queries, keys and values."""
+def write_rotated(first, second, angles, q, rotary, slot, tokens, head, lane, mask, HALF: tl.constexpr):
+    """Rotate pairs ``first`` and ``second`` [pairs, tokens] in q's dtype, and store queries, keys and values.
+
+    ``angles`` is the result of :func:`load_angles`. ``rotary`` is (cos, sin, k_cache, v_cache, slots, heads, kv_heads,
+    angles_token, cache_slot, cache_head), as in :func:`linear_rope_write_cache`.
+    """
+    cos_low, sin_low, cos_high, sin_high = angles
+    _, _, k_cache, v_cache, _, heads, kv_heads, _, cache_slot, cache_head = rotary
     first = first.to(tl.float32)
     second = second.to(tl.float32)
     rotated_low = (first * cos_low.to(tl.float32) - second * sin_low.to(tl.float32)).to(q.dtype.element_ty)
@@ -194,7 +184,8 @@ def linear_rope_write_cache(
     mask = token_mask[None, :] & ((pair < pairs_per_program) & (pairs < count))[:, None]
     slot = tl.load(slots + tokens, mask=token_mask, other=0)
     rotates = mask & (head < heads + kv_heads)[:, None]
-    cos_low, sin_low, cos_high, sin_high = load_angles(cos, sin, tokens, lane, rotates, angles_token, HALF)
+    rotary = cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head
+    angles = load_angles(rotary, tokens, lane, rotates, HALF)
     if SCALED:
         parts = load_squares(squares, tokens, shares, m, SHARES)
 
@@ -209,24 +200,4 @@ def linear_rope_write_cache(
     # Rounded where the reference rounds: after the product and after the rotation.
     total = (total + bias_values[:, None]).to(q.dtype.element_ty)
     first, second = tl.split(tl.permute(tl.reshape(total, [2, PAIRS, BLOCK_M]), (1, 2, 0)))
-    write_rotated(
-        first,
-        second,
-        cos_low,
-        sin_low,
-        cos_high,
-        sin_high,
-        q,
-        k_cache,
-        v_cache,
-        slot,
-        tokens,
-        head,
-        lane,
-        heads,
-        kv_heads,
-        cache_slot,
-        cache_head,
-        mask,
-        HALF,
-    )
+    write_rotated(first, second, angles, q, rotary, slot, tokens, head, lane, mask, HALF)

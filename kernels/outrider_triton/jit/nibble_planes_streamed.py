@@ -284,7 +284,7 @@ def _store(
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, sample.type.layout))
     place = gl.arange(0, ROWS, gl.SliceLayout(1, sample.type.layout))
     if HALF > 0:
-        cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head = rotary
+        _, _, _, _, slots, heads, kv_heads, _, _, _ = rotary
         sample_half, _ = _halves(sample)
         pairs: gl.constexpr = sample_half.type.layout
         pair_token = gl.arange(0, TOKENS, gl.SliceLayout(0, pairs))
@@ -298,7 +298,7 @@ def _store(
             is_own_pair = (inside < rows_per_program) & (head < heads + 2 * kv_heads)
             pair_mask = (pair_token < m)[None, :] & is_own_pair[:, None]
             rotates = pair_mask & (head < heads + kv_heads)[:, None]
-            cos_low, sin_low, cos_high, sin_high = load_angles(cos, sin, pair_token, lane, rotates, angles_token, HALF)
+            angles = load_angles(rotary, pair_token, lane, rotates, HALF)
         total = _product(pipeline, factors, held_grains, tile, 0, GROUPS, STEPS, TILES, GATED)
         row, is_own = _row_of(place, tile, rows_per_program, HALF)
         is_own = is_own & (row < n)
@@ -311,27 +311,7 @@ def _store(
         if HALF > 0:
             # Rounded where the reference rounds: after the product and after the rotation.
             low, high = _halves(total.to(out.dtype.element_ty))
-            write_rotated(
-                low,
-                high,
-                cos_low,
-                sin_low,
-                cos_high,
-                sin_high,
-                out,
-                k_cache,
-                v_cache,
-                slot,
-                pair_token,
-                head,
-                lane,
-                heads,
-                kv_heads,
-                cache_slot,
-                cache_head,
-                pair_mask,
-                HALF,
-            )
+            write_rotated(low, high, angles, out, rotary, slot, pair_token, head, lane, pair_mask, HALF)
         else:
             address = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n + row[:, None]
             gl.store(address, total.to(out.dtype.element_ty), mask=(token < m)[None, :] & is_own[:, None])

@@ -165,20 +165,10 @@ def dequantize(
 
 @triton.jit
 def sum_of_products(
-    tile,
-    column,
-    row_mask,
-    token_mask,
-    tokens,
-    scales,
-    first_scale,
-    zeros,
-    x_scales,
-    x_groups,
-    scale_columns,
+    weights,
+    activations,
     begins,
     ends,
-    row_bytes,
     TYPE: tl.constexpr,
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -196,10 +186,13 @@ def sum_of_products(
 ):
     """Return the sum of products over columns from ``begins`` to ``ends``, in float32 [BLOCK_N, BLOCK_M].
 
-    ``tile`` points to weight rows [BLOCK_N, SUB], valid where ``row_mask``. ``column`` points to x [SUB, BLOCK_M], valid
-    where ``token_mask``, at rows ``tokens`` of ``x_scales``. The caller applies scales of whole rows. ``row_bytes``: bytes
-    per weight row. Other operands: see :func:`linear_quantized`.
+    ``weights`` is (tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes). ``tile`` points to weight rows
+    [BLOCK_N, SUB], valid where ``row_mask``; ``row_bytes``: bytes per weight row. ``activations`` is (column, token_mask,
+    tokens, x_scales, x_groups). ``column`` points to x [SUB, BLOCK_M], valid where ``token_mask``, at rows ``tokens`` of
+    ``x_scales``. The caller applies scales of whole rows. Other operands: see :func:`linear_quantized`.
     """
+    tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes = weights
+    column, token_mask, tokens, x_scales, x_groups = activations
     PACKED: tl.constexpr = FORMAT == "int4"
     WIDE: tl.constexpr = 2 if PACKED else 1
     SUB_BYTES: tl.constexpr = SUB // WIDE
@@ -350,36 +343,12 @@ def linear_quantized(
         column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
     if ACTIVE and not GROUP:
         divisor = tl.load(x_scales + tokens, mask=tokens < m, other=0.0)
+    weights = tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes
+    activations = column, tokens < m, tokens, x_scales, x_groups
     total = sum_of_products(
-        tile,
-        column,
-        row_mask,
-        tokens < m,
-        tokens,
-        scales,
-        first_scale,
-        zeros,
-        x_scales,
-        x_groups,
-        scale_columns,
-        begins,
-        ends,
-        row_bytes,
-        x.dtype.element_ty,
-        FORMAT,
-        NATIVE,
-        MODE,
-        COLUMNS,
-        GROUP,
-        ZEROS,
-        FP8,
-        ASM,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        SUB,
-        EVEN,
-    )
+        weights, activations, begins, ends, x.dtype.element_ty, FORMAT, NATIVE, MODE, COLUMNS, GROUP, ZEROS, FP8, ASM,
+        BLOCK_M, BLOCK_N, BLOCK_K, SUB, EVEN,
+    )  # fmt: skip
     if MODE == "row":
         total *= factor[:, None]
     if ACTIVE and not GROUP:

@@ -311,7 +311,7 @@ def _rotate(
     PDL: gl.constexpr,
 ):
     squares, bias, q, eps, m, k, shares, pairs_per_program, x_scales, scales = operands
-    cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head = rotary
+    _, _, _, _, slots, heads, kv_heads, _, _, _ = rotary
     BLOCK_M: gl.constexpr = buffer.shape[1]
     token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, _LAYOUT))
     token_mask = token < m
@@ -330,7 +330,7 @@ def _rotate(
         mask = token_mask[None, :] & pair_mask[:, None]
         # Loads that the epilogue needs overlap with the product.
         rotates = mask & (head < heads + kv_heads)[:, None]
-        cos_low, sin_low, cos_high, sin_high = load_angles(cos, sin, token, lane, rotates, angles_token, HALF)
+        angles = load_angles(rotary, token, lane, rotates, HALF)
         row = head * (2 * HALF) + lane
         if ROWS:
             low_factor = gl.load(scales + row // ROWS, mask=pair_mask, other=0.0).to(gl.float32)
@@ -347,27 +347,9 @@ def _rotate(
             first += gl.load(bias + row, mask=pair_mask, other=0.0).to(gl.float32)[:, None]
             second += gl.load(bias + row + HALF, mask=pair_mask, other=0.0).to(gl.float32)[:, None]
         # Rounded where the reference rounds: after the product and after the rotation.
-        write_rotated(
-            first.to(q.dtype.element_ty),
-            second.to(q.dtype.element_ty),
-            cos_low,
-            sin_low,
-            cos_high,
-            sin_high,
-            q,
-            k_cache,
-            v_cache,
-            slot,
-            token,
-            head,
-            lane,
-            heads,
-            kv_heads,
-            cache_slot,
-            cache_head,
-            mask,
-            HALF,
-        )
+        low_rows = first.to(q.dtype.element_ty)
+        high_rows = second.to(q.dtype.element_ty)
+        write_rotated(low_rows, high_rows, angles, q, rotary, slot, token, head, lane, mask, HALF)
 
 
 @gluon.jit(do_not_specialize=["m", "pairs_per_program", "shares"])
