@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from outrider.device import BookkeepingKernels, RequestInputs, RequestRows
+from outrider.device import RequestInputs, RequestRows
 from outrider_triton import bookkeeping_ops as _bookkeeping_ops  # noqa: F401  (registers the operators)
 from outrider_triton.launch import has_kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from outrider_triton.variants import WarmedKernels
 
 _TRITON = torch.ops.outrider
 _MAX_ELEMENTS_PER_PROGRAM = 1 << 14
 """A row with more elements is too long for one program to check."""
 
 
-class TritonBookkeeping(BookkeepingKernels):
-    """Kernels that gather, place and publish integers, and look for invalid values.
-
-    ``processors`` and ``pdl`` are those of the whole kernel set.
-    """
-
-    processors: int
-    pdl: bool
-
-    @abstractmethod
-    def _shares(self, shape: Sequence[int]) -> Iterator[int]:
-        """Yield the number of programs that share a row of this shape: first the variants to compile, last the one to run."""
+class TritonBookkeeping(WarmedKernels):
+    """Kernels that gather, place and publish integers, and look for invalid values."""
 
     def gather_requests(
         self,

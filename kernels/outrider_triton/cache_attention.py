@@ -21,15 +21,14 @@ from outrider_triton.jit.nibble_planes import UNIT_COLUMNS
 from outrider_triton.launch import compile_only, has_kernel, power_of_two
 from outrider_triton.nibble_plane_ops import row_layout
 from outrider_triton.prefill_attention import PrefillOperands, PromptAttention
-from outrider_triton.quantized import NormedRows, TokenRows
+from outrider_triton.quantized import NormedRows, TokenRows, TritonQuantized
 from outrider_triton.quantized_ops import ProductPlan
-from outrider_triton.quantized_stack_ends import TritonStackEnds
 from outrider_triton.table import AttentionConfig, MatmulConfig, Table
 
 _TRITON = torch.ops.outrider
 
 
-class TritonAttention(TritonStackEnds):
+class TritonAttention(TritonQuantized):
     """Attention over the cache, alone or fused with the output projection and the norm that follow."""
 
     table: Table | None

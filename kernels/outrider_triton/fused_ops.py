@@ -91,18 +91,29 @@ def _linear_rope_write_cache(
     slots: Tensor,
     config: list[int],
     pdl: bool,
+    x_scales: Tensor | None = None,
+    scales: Tensor | None = None,
+    rows: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
+    """Multiply, rotate and write the cache; return queries.
+
+    With ``x_scales`` and ``scales``, the operands are in e4m3, ``rows`` weight rows share a scale, and queries are in
+    ``dtype``.
+    """
     # A block holds both rows of its pairs.
     tiling = MatmulConfig(*config)
     flat = flat_product(x, weight)
     expect_laid_out(cos, sin, k_cache, v_cache)
     expect(cos.stride(1) == 1, lambda: "rope_write_cache: numbers of cos and sin must lie side by side")
     (m, k), (kv_heads, size) = flat.shape, k_cache.shape[2:]
-    q = _queries(flat, weight, k_cache)
+    q = _queries(flat, weight, k_cache, dtype)
     if tiling.descriptor == STREAMED:
         rotary = cos, sin, k_cache, v_cache, slots
-        streamed.rope_write_cache(flat, squares, weight, bias, eps, rotary, q, tiling, pdl)
+        quantized = None if x_scales is None or scales is None else (x_scales, scales, rows)
+        streamed.rope_write_cache(flat, squares, weight, bias, eps, rotary, q, tiling, pdl, quantized=quantized)
         return q
+    expect(x_scales is None, lambda: f"only streamed kernels rotate quantised products; this one is tiled as {config}")
     expect_blocks(config)
     block_n = tiling.block_n
     expect(
@@ -130,40 +141,9 @@ def _linear_rope_write_cache(
 define(
     "rope_write_cache.triton_linear",
     _linear_rope_write_cache,
-    lambda x, squares, weight, bias, eps, cos, sin, k_cache, *rest: _queries(x, weight, k_cache),
-    writes=("k_cache", "v_cache"),
-)
-
-
-def _linear_quantized_rope_write_cache(
-    x: Tensor,
-    x_scales: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    rows: int,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    config: list[int],
-    pdl: bool,
-) -> Tensor:
-    """Multiply e4m3 operands, rotate and write the cache. Return queries in ``dtype``; ``rows`` weight rows share a scale."""
-    rotary = cos, sin, k_cache, v_cache, slots
-    q = _queries(x, weight, k_cache, dtype)
-    streamed.rope_write_cache(
-        x, None, weight, bias, 0.0, rotary, q, MatmulConfig(*config), pdl, quantized=(x_scales, scales, rows)
-    )
-    return q
-
-
-define(
-    "rope_write_cache.triton_linear_quantized",
-    _linear_quantized_rope_write_cache,
-    lambda x, x_scales, weight, scales, rows, bias, dtype, cos, sin, k_cache, *rest: _queries(x, weight, k_cache, dtype),
+    lambda x, squares, weight, bias, eps, cos, sin, k_cache, v_cache, slots, config, pdl, *quantized: _queries(
+        x, weight, k_cache, quantized[3] if quantized else None
+    ),
     writes=("k_cache", "v_cache"),
 )
 

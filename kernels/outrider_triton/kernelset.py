@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from copy import copy
+from typing import TYPE_CHECKING, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,22 +27,25 @@ from outrider_triton.derive import MAX_TOKENS_TUNED, choose_config
 from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.experts import TritonExperts
 from outrider_triton.launch import compile_only, has_kernel
-from outrider_triton.measured_choices import Measured, TritonTuning
 from outrider_triton.peers import FUSED_BYTES, PeerExchange
 from outrider_triton.prefill_attention import PromptAttention
 from outrider_triton.rotary import rotates
-from outrider_triton.table import STREAMED, MatmulConfig, Table, bucket
+from outrider_triton.table import ANY_LAYER, STREAMED, MatmulConfig, Table, bucket, layer_of
 from outrider_triton.token_choice import TritonChoices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from outrider.device import DecoderShape, TuningProgress, TuningResult
+    from outrider_triton.tuned_store import ChoiceRow
 
 _TRITON = torch.ops.outrider
 _MAX_MOVES = 256
 
 
-class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExperts, TritonTuning, KernelSet, complete=True):
+class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExperts, KernelSet, complete=True):
     """Kernels in Triton for one device.
 
     ``facts`` describes the device. ``table`` has its measurements, or is None. Configurations that the table lacks are
@@ -53,6 +57,8 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     """
 
     name = "triton"
+    tunes = True
+    _layer: str = ANY_LAYER
 
     def __init__(
         self,
@@ -63,7 +69,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         takes_over: bool = True,
     ) -> None:
         self.facts, self.device, self.takes_over = facts, device, takes_over
-        self._measured = Measured(table)
+        self._tables = [table]
         self.processors, self.pdl = facts.processors, facts.pdl
         self._scope = variants.VariantScope()
         self._exchanges: WeakKeyDictionary[Group, PeerExchange] = WeakKeyDictionary()
@@ -129,6 +135,59 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         if key not in self._derived:
             self._derived[key] = choose_config(self.facts, operator, m=m, n=n, k=k, half=half)
         return self._derived[key]
+
+    # -- measurements ----------------------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> Table | None:
+        """Return the measurements in use, or None. All :meth:`for_shape` copies share them."""
+        return self._tables[-1]
+
+    @table.setter
+    def table(self, table: Table | None) -> None:
+        self._tables[:] = [table]
+
+    def for_shape(self, shape: DecoderShape) -> Self:
+        """Return a copy that shares all state and prefers choices measured in layers of this shape."""
+        copied = copy(self)
+        copied._layer = layer_of(shape)
+        return copied
+
+    def tune(
+        self,
+        shapes: Sequence[DecoderShape],
+        *,
+        deadline_s: float,
+        directory: Path,
+        progress: TuningProgress | None = None,
+    ) -> tuple[TuningResult, ...]:
+        """Measure and store choices for bfloat16 and up to 128 tokens; see :mod:`outrider_triton.tuner`."""
+        from outrider_triton.tuner import tune
+
+        return tune(self, shapes, deadline_s=deadline_s, directory=directory, progress=progress)
+
+    def use_tuned(self, directory: Path) -> int:
+        """Load stored choices for this device name, torch, Triton and kernel sources; return how many.
+
+        Also load the ranking of prefill kernels, and store later warm-up measurements there. Does nothing, and returns 0, if
+        the set ignores earlier measurements.
+        """
+        if not self.takes_over:
+            return 0
+        from outrider_triton.prefill_ranking_store import PromptStore
+        from outrider_triton.tuned_store import TunedStore
+
+        store = TunedStore(directory, self.facts)
+        rows = store.load()
+        self.use_choices(rows)
+        self._prompts.use_store(PromptStore(store.home / "prompts"))
+        return len(rows)
+
+    def use_choices(self, rows: Sequence[ChoiceRow]) -> None:
+        """Use these choices from now on, before all others."""
+        from outrider_triton.tuned_store import merge_choices
+
+        self.table = merge_choices(self.table, self.facts, rows)
 
     # -- matrix products -------------------------------------------------------------------------------------------
 

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
 from outrider_triton import token_choice_ops as _choice_ops  # noqa: F401  (registers the operators)
-from outrider_triton import variants
-from outrider_triton.launch import compile_only, has_kernel, vocabulary_shares
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from outrider_triton.launch import compile_only, has_kernel
+from outrider_triton.variants import WarmedKernels
 
 _TRITON = torch.ops.outrider
 
 
-class TritonChoices(variants.WarmedKernels):
+class TritonChoices(WarmedKernels):
     """Kernels that read logits over a vocabulary."""
-
-    def _shares(self, shape: Sequence[int]) -> Iterator[int]:
-        """Yield the number of programs that share one row of logits.
-
-        Inside the scope, first yield every count that another batch may need, each to be compiled and not run.
-        """
-        rows = 1
-        for size in shape[:-1]:
-            rows *= size
-        if self._scope.depth:  # other operands need other variants, so repeat this for each call
-            for count in variants.share_counts(shape[-1], self.processors):
-                with compile_only():
-                    yield count
-        yield vocabulary_shares(rows, shape[-1], self.processors)
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> Tensor:
         """Mask logits by the grammar's bitmask, one program per row and block of tokens."""
