@@ -32,6 +32,7 @@ from outrider_triton.prefill_attention import PromptAttention
 from outrider_triton.rotary import rotates
 from outrider_triton.table import ANY_LAYER, STREAMED, MatmulConfig, Table, bucket, layer_of
 from outrider_triton.token_choice import TritonChoices
+from outrider_triton.tuned_store import ChoiceRow, PromptStore, TunedStore, merge_choices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from outrider.device import DecoderShape, TuningProgress, TuningResult
-    from outrider_triton.tuned_store import ChoiceRow
 
 _TRITON = torch.ops.outrider
 _MAX_MOVES = 256
@@ -174,9 +174,6 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         """
         if not self.takes_over:
             return 0
-        from outrider_triton.prefill_ranking_store import PromptStore
-        from outrider_triton.tuned_store import TunedStore
-
         store = TunedStore(directory, self.facts)
         rows = store.load()
         self.use_choices(rows)
@@ -185,8 +182,6 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 
     def use_choices(self, rows: Sequence[ChoiceRow]) -> None:
         """Use these choices from now on, before all others."""
-        from outrider_triton.tuned_store import merge_choices
-
         self.table = merge_choices(self.table, self.facts, rows)
 
     # -- matrix products -------------------------------------------------------------------------------------------
