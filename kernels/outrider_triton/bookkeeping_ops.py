@@ -67,11 +67,9 @@ def _gather_checked(source: Tensor, rows: Tensor | None, low: int, high: int, ou
         bookkeeping.gather_checked,
         (out.shape[0],),
         *(source, rows, low, high, out, found, size, found.stride(0)),
-        SOME=rows is not None,
         NUMBERS=source.is_floating_point(),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
 
 
@@ -195,7 +193,6 @@ def _embed_beside(tokens: Tensor, weight: Tensor, hidden: Tensor, pdl: bool) -> 
         *(tokens.contiguous(), weight, hidden, out, weight.shape[1], hidden.shape[1], hidden.stride(0)),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out
 

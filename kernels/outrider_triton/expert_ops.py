@@ -9,7 +9,7 @@ from torch import Tensor
 from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.jit import experts as jit
-from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.launch import launch, power_of_two
 from outrider_triton.table import MatmulConfig
 
 _MAX_COMPARED_PAIRS = 64
@@ -35,7 +35,6 @@ def _route(logits: Tensor, count: int, renormalize: bool, pdl: bool) -> tuple[Te
         COUNT=power_of_two(count),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return weights, chosen
 
@@ -124,7 +123,7 @@ def sum_expert_rows(parts: Tensor, x: Tensor, count: int, pdl: bool) -> Tensor:
     m, hidden = x.shape
     block = min(power_of_two(hidden), 1024)
     grid = (m, triton.cdiv(hidden, block))
-    launch(jit.add_experts, grid, parts, out, count, hidden, BLOCK=block, pdl=pdl, warps=warps_for(block))
+    launch(jit.add_experts, grid, parts, out, count, hidden, BLOCK=block, pdl=pdl)
     return out
 
 

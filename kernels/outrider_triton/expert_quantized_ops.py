@@ -84,8 +84,6 @@ def _experts_quantized(
             ROWS=block[0],
             COLUMNS=columns[place],
             GROUP=group if activations else 0,
-            ZEROS=zeros is not None,
-            ACTIVE=bool(activations),
             FP8=fp8,
             ASM=asm,
             SUB=min(at_once[place], tiling.block_k) if at_once[place] else tiling.block_k,

@@ -46,9 +46,6 @@ def _add(
         (programs, triton.cdiv(m, tiling.block_m)),
         *(flat, weight, tile_descriptor(weight, tiling), bias, residual, norm, scaled, squares, m, n, k, flat.stride(0)),
         *(tiling.rows_per_program or tiling.block_n, tiling.prefetch_columns if k % 8 == 0 else 0),
-        HAS_BIAS=bias is not None,
-        NORM=norm is not None,
-        DESCRIPTOR=bool(tiling.descriptor),
         **tiling.launch_constants(k),
         pdl=pdl,
     )
@@ -127,8 +124,6 @@ def _linear_rope_write_cache(
         *(flat, squares, weight, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, flat.stride(0), shares),
         *(q.shape[1], kv_heads, cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
         *(tiling.rows_per_program or block_n // 2, tiling.prefetch_columns if k % 8 == 0 else 0),
-        HAS_BIAS=bias is not None,
-        SCALED=squares is not None,
         SHARES=power_of_two(shares),
         HALF=size // 2,
         **tiling.launch_constants(k),

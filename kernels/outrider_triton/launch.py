@@ -48,12 +48,14 @@ def compile_only() -> Iterator[None]:
         _ahead.reset(token)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int, **settings: Any) -> None:
-    """Enqueue a kernel on the ambient stream, or only compile it inside :func:`compile_only`. An empty grid is not
-    launched.
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int = 0, **settings: Any) -> None:
+    """Enqueue a kernel on the ambient stream, or only compile it inside :func:`compile_only`.
+
+    Without ``warps``, their number follows from the setting BLOCK (:func:`warps_for`). An empty grid is not launched.
     """
     if min(grid) < 1:
         return
+    warps = warps or warps_for(settings["BLOCK"])
     if pdl:
         settings["launch_pdl"] = True
     kernel.run(*arguments, grid=grid, warmup=_ahead.get(), PDL=pdl, num_warps=warps, **settings)

@@ -143,8 +143,6 @@ def _linear_planes(
         MODE=mode,
         ROWS=block[0],
         COLUMNS=columns,
-        ZEROS=zero_points is not None,
-        HAS_BIAS=bias is not None and tiling.split == 1,
         ASM=asm,
         SUB=min(at_once, tiling.block_k) if at_once else tiling.block_k,
         SPLIT=tiling.split,

@@ -16,7 +16,7 @@ from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import matmul
 from outrider_triton.jit import rows as jit_rows
-from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.launch import launch, power_of_two
 from outrider_triton.nibble_plane_ops import allocate_rows, row_stride
 from outrider_triton.rotary import expect_laid_out
 from outrider_triton.table import LARGE_M, STREAMED, MatmulConfig
@@ -54,7 +54,6 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
         *(x, weight, out, eps, size, inner, outer_stride, inner_stride),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out
 
@@ -84,11 +83,9 @@ def _add_parts(
         (residual.numel() // size,),
         *(x.contiguous(), bias, residual, weight, out, grains, eps, size, residual.numel(), row_stride(out, grains)),
         PARTS=parts,
-        HAS_BIAS=bias is not None,
         PLANES=planes > 0,
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out
 
@@ -113,7 +110,7 @@ def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
     grid = (gate_up.numel() // (2 * size), triton.cdiv(size, block))
     constants = {"PLANES": planes > 0, "BLOCK": block}
     operands = gate_up.contiguous(), out, grains, size, row_stride(out, grains)
-    launch(jit_rows.silu_mul, grid, *operands, **constants, pdl=pdl, warps=warps_for(block))
+    launch(jit_rows.silu_mul, grid, *operands, **constants, pdl=pdl)
     return out
 
 
@@ -190,8 +187,6 @@ def _add_parts_rope_write_cache(
         tokens * parts.shape[-1],
         *(cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
         PARTS=1 if parts.dim() == 2 else parts.shape[0],
-        HAS_BIAS=bias is not None,
-        NORMED=q_norm is not None,
         BLOCK_HALF=power_of_two(size // 2),
         pdl=pdl,
         warps=1,
@@ -236,7 +231,7 @@ def _rows_grid(state: Tensor, count: int) -> tuple[tuple[int, int], int, int]:
 def _gather_rows(state: Tensor, rows: Tensor, pdl: bool) -> Tensor:
     out = state.new_empty((rows.shape[0], *state.shape[1:]))
     grid, size, block = _rows_grid(state, rows.shape[0])
-    launch(jit_rows.gather_rows, grid, state, rows, out, size, BLOCK=block, pdl=pdl, warps=warps_for(block))
+    launch(jit_rows.gather_rows, grid, state, rows, out, size, BLOCK=block, pdl=pdl)
     return out
 
 
@@ -246,7 +241,7 @@ define("gather_rows.triton", _gather_rows, lambda state, rows, pdl: state.new_em
 def _scatter_rows(state: Tensor, rows: Tensor, values: Tensor, pdl: bool) -> None:
     grid, size, block = _rows_grid(state, rows.shape[0])
     values = values.contiguous()
-    launch(jit_rows.scatter_rows, grid, state, rows, values, size, BLOCK=block, pdl=pdl, warps=warps_for(block))
+    launch(jit_rows.scatter_rows, grid, state, rows, values, size, BLOCK=block, pdl=pdl)
 
 
 define("scatter_rows.triton", _scatter_rows, writes=("state",))
@@ -263,7 +258,6 @@ def _copy_rows(source: Tensor, out: Tensor, pdl: bool) -> None:
         *(source, out, size, source.stride(0), out.stride(0)),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
 
 
@@ -313,9 +307,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, confi
         grid,
         *(flat, weight, tile_descriptor(weight, tiling), bias, out),
         *(m, n, k, flat.stride(0), rows_per_program, tiling.prefetch_columns if k % 8 == 0 else 0),
-        HAS_BIAS=bias is not None,
         SPLIT=tiling.split,
-        DESCRIPTOR=bool(tiling.descriptor),
         **tiling.launch_constants(k),
         pdl=pdl,
     )
@@ -373,8 +365,6 @@ def _linear_silu_mul(
         (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m)),
         *(flat, squares, weight, bias, out, eps, m, n, k, flat.stride(0), shares, rows_per_program),
         tiling.prefetch_columns if k % 8 == 0 else 0,
-        HAS_BIAS=bias is not None,
-        SCALED=squares is not None,
         SHARES=power_of_two(shares),
         **tiling.launch_constants(k),
         pdl=pdl,

@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider_triton.bookkeeping_ops import expect_beside
 from outrider_triton.define import define
 from outrider_triton.jit import activations
-from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.launch import launch, power_of_two
 from outrider_triton.quantized_ops import allocate_quantized
 from outrider_triton.streamed import silu_mul
 from outrider_triton.table import MatmulConfig
@@ -95,7 +95,6 @@ def _embed_beside_quantize(
         GROUP=min(group, block),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out, scales
 

@@ -18,7 +18,7 @@ from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
 from outrider_triton.jit.nibble_planes import UNIT_COLUMNS
-from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.launch import launch, power_of_two
 from outrider_triton.streamed import multiply
 from outrider_triton.table import STREAMED, MatmulConfig
 
@@ -123,11 +123,9 @@ def quantized_rows(
         (m, groups),
         *(x, input_scale, out, scales, k, x.stride(0), group, groups),
         FORMAT=format,
-        GIVEN=input_scale is not None,
         PLAIN=plain,
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out, scales
 
@@ -236,9 +234,6 @@ def _linear_quantized(
         ROWS=block[0],
         COLUMNS=columns,
         GROUP=group,
-        ZEROS=zero_points is not None,
-        ACTIVE=bool(activations),
-        HAS_BIAS=bias is not None and tiling.split == 1,
         FP8=fp8,
         ASM=asm,
         SUB=min(at_once, tiling.block_k) if at_once else tiling.block_k,
@@ -266,7 +261,6 @@ def sum_parts(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype,
         (triton.cdiv(out.numel(), block),),
         *(parts, bias, out, out.numel(), n),
         PARTS=split,
-        HAS_BIAS=bias is not None,
         BLOCK=block,
         pdl=pdl,
         warps=2,
@@ -354,10 +348,8 @@ def _add_rms_norm_quantize(
         FORMAT=format,
         GROUP=min(group, block),
         PARTS=1 if x.dim() == 2 else x.shape[0],
-        HAS_BIAS=bias is not None,
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out, scales
 
@@ -384,7 +376,6 @@ def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dt
         GROUP=min(group, block),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out, scales
 

@@ -41,7 +41,7 @@ def multiply(
     expect(fold or quantized is None, lambda: f"a streamed product of quantised operands has no parts: {config}")
     x_scales, scales, rows = quantized or (None, None, 0)
     operands = bias, x_scales, scales, out, m, n, config.rows_per_program
-    flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "FOLD": fold, "ADD": add}
+    flags = {"ROWS": rows, "FOLD": fold, "ADD": add}
     pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
     _launch(streamed.streamed_linear, x, weight, config, operands, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
 
@@ -65,9 +65,8 @@ def add(
         lambda: f"{config.rows_per_program} rows: a product that is added has {_PAIRS} at most",
     )
     operands = bias, residual, norm, *made, x.shape[0], weight.shape[0], config.rows_per_program
-    flags = {"HAS_BIAS": bias is not None, "NORM": norm is not None}
     pairs = weight.shape[0]
-    _launch(streamed.streamed_linear_add, x, weight, config, operands, pairs=pairs, half=_PAIRS, pdl=pdl, fold=True, **flags)
+    _launch(streamed.streamed_linear_add, x, weight, config, operands, pairs=pairs, half=_PAIRS, pdl=pdl, fold=True)
 
 
 def silu_mul(
@@ -89,10 +88,10 @@ def silu_mul(
     ``maxima``, float32 [programs, m], then receives the largest magnitude that each program stores of each row.
     """
     (m, k), n = x.shape, weight.shape[0] // 2
-    shares, flags = _scaled(squares, bias)
+    shares = _share_count(squares)
     x_scales, scales, rows = quantized or (None, None, 0)
     operands = squares, bias, out, eps, m, n, k, shares, config.rows_per_program, x_scales, scales, maxima
-    flags |= {"ROWS": rows}
+    flags = {"SHARES": power_of_two(shares), "ROWS": rows}
     _launch(streamed.streamed_silu_mul, x, weight, config, operands, pairs=n, half=n, pdl=pdl, **flags)
 
 
@@ -113,7 +112,6 @@ def silu_mul_large_m(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
         (-(-n // config.rows_per_program), -(-m // config.block_m)),
         *(_of_tokens(x, config.block_m, config.block_k), descriptor(weight, box, config.block_k)),
         *(bias, out, m, n, config.rows_per_program),
-        HAS_BIAS=bias is not None,
         GROUPS=groups,
         STEPS=k // config.block_k,
         BLOCK_M=config.block_m,
@@ -146,12 +144,12 @@ def rope_write_cache(
     """
     cos, sin, k_cache, v_cache, slots = rotary
     (m, k), (kv_heads, size) = x.shape, k_cache.shape[2:]
-    shares, flags = _scaled(squares, bias)
+    shares = _share_count(squares)
     operands = squares, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, shares, q.shape[1], kv_heads
     x_scales, scales, rows = quantized or (None, None, 0)
     strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.rows_per_program, x_scales, scales
     pairs, half = weight.shape[0] // 2, size // 2
-    flags |= {"HALF": half, "ROWS": rows}
+    flags = {"SHARES": power_of_two(shares), "HALF": half, "ROWS": rows}
     _launch(
         streamed.streamed_rope_write_cache, x, weight, config, operands + strides, pairs=pairs, half=half, pdl=pdl, **flags
     )
@@ -270,7 +268,6 @@ def _launch_planes(
             steps,
             *rotary,
         ),
-        HAS_BIAS=bias is not None,
         GROUPS=groups,
         STEPS=steps,
         TILES=-(-config.rows_per_program // height),
@@ -286,9 +283,8 @@ def _launch_planes(
     )
 
 
-def _scaled(squares: Tensor | None, bias: Tensor | None) -> tuple[int, dict[str, Any]]:
-    shares = 1 if squares is None else squares.shape[0]
-    return shares, {"HAS_BIAS": bias is not None, "SCALED": squares is not None, "SHARES": power_of_two(shares)}
+def _share_count(squares: Tensor | None) -> int:
+    return 1 if squares is None else squares.shape[0]
 
 
 def descriptor(rows: Tensor, count: int, columns: int) -> TensorDescriptor:

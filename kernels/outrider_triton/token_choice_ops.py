@@ -49,7 +49,6 @@ def _best(
         SAMPLING=sampling,
         LANE=lane,
         DEPTH=depth,
-        FIND=find,
         SHARES=shares,
         BLOCK=_VOCABULARY_BLOCK if sampling else _GREEDY_BLOCK,
         pdl=pdl,
@@ -147,7 +146,6 @@ def _accept_greedy(
         *(num_draft_tokens, vocabulary, 0 if found is None else found.stride(0)),
         SHARES=shares,
         NUM_DRAFT_TOKENS=num_draft_tokens,
-        FIND=find,
         pdl=pdl,
         warps=1,
     )

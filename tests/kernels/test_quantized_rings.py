@@ -35,11 +35,11 @@ def launched(instead_of_launching):
     """Kernels that were launched, and what makes their variants; nothing runs."""
     calls = []
 
-    def launch(kernel, grid, *arguments, pdl, warps, **settings):
+    def launch(kernel, grid, *arguments, pdl, warps=0, **settings):
         known = dict(zip(kernel.arg_names, arguments, strict=False))
         blocks = tuple(tuple(known[each].block_shape) for each in ("x", "w") if hasattr(known.get(each), "block_shape"))
-        given = tuple(known[each] is None for each in ("bias", "squares", "x_scales", "grains") if each in known)
-        calls.append((kernel.__name__, _ahead.get(), (blocks, given, tuple(sorted(settings.items())))))
+        missing = tuple(sorted(name for name, value in known.items() if value is None))
+        calls.append((kernel.__name__, _ahead.get(), (blocks, missing, tuple(sorted(settings.items())))))
         if kernel.__name__.startswith("streamed"):
             assert set(known) | set(settings) | {"PDL"} >= set(kernel.arg_names), "an operand is missing"
 

@@ -219,9 +219,7 @@ def expert_outputs(
         tile = weight + (expert * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
         column = x + tl.where(pair_mask, pairs, 0)[None, :] * k + lane[:, None]
         share = tl.load(shares + tl.where(pair_mask, pairs, 0), mask=pair_mask, other=0.0)
-        total = sum_of_tiles(
-            tile, column, None, row_mask, pair_mask, 0, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN, DESCRIPTOR=False
-        )
+        total = sum_of_tiles(tile, column, None, row_mask, pair_mask, 0, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
         total *= share[None, :]
         address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + rows[:, None]
         tl.store(address, total.to(out.dtype.element_ty), mask=column_mask & row_mask[:, None])

@@ -31,18 +31,15 @@ def linear_add(
     x_stride,
     rows_per_program,
     prefetch_columns,
-    HAS_BIAS: tl.constexpr,
-    NORM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ``residual [m, n] += x [m, k] @ weight [n, k].T`` (+ bias); program (share of weight rows, block of tokens).
 
-    NORM: also store ``scaled [m, n]``, the new residual times ``norm``, and ``squares [shares, m]``, partial sums of
+    With ``norm``, also store ``scaled [m, n]``, the new residual times ``norm``, and ``squares [shares, m]``, partial sums of
     squares.
     """
     rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
@@ -50,10 +47,10 @@ def linear_add(
         prefetch_rows(weight + tl.minimum(rows, n - 1).to(tl.int64) * k, prefetch_columns)
     # Bias and norm weights are far away, so their loads come first.
     bias_values = tl.zeros([BLOCK_N], dtype=tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         bias_values = tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
     factor = tl.zeros([BLOCK_N], dtype=tl.float32)
-    if NORM:
+    if norm is not None:
         factor = tl.load(norm + rows, mask=row_mask, other=0.0).to(tl.float32)
     begin(PDL)
 
@@ -64,12 +61,10 @@ def linear_add(
     tile = weight + rows.to(tl.int64)[:, None] * k + lane[None, :]
     column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
     first_row = tl.program_id(0) * rows_per_program
-    total = sum_of_tiles(
-        tile, column, descriptor, row_mask, tokens < m, first_row, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN, DESCRIPTOR
-    )
+    total = sum_of_tiles(tile, column, descriptor, row_mask, tokens < m, first_row, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
     updated = (total + bias_values[:, None] + residual_values.to(tl.float32)).to(residual.dtype.element_ty)
     tl.store(residual + offset, updated, mask=mask)
-    if NORM:
+    if norm is not None:
         updated_wide = tl.where(mask, updated.to(tl.float32), 0.0)
         tl.store(scaled + offset, (updated_wide * factor[:, None]).to(scaled.dtype.element_ty), mask=mask)
         tl.store(squares + tl.program_id(0) * m + tokens, tl.sum(updated_wide * updated_wide, axis=0), mask=tokens < m)
@@ -143,8 +138,6 @@ def linear_rope_write_cache(
     cache_head,
     pairs_per_program,
     prefetch_columns,
-    HAS_BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     SHARES: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -157,7 +150,7 @@ def linear_rope_write_cache(
 
     A program has ``pairs_per_program`` of the pairs of elements that rotate together, HALF of them per head. ``weight`` has
     the rows of queries, keys and values, 2 HALF rows per head. Queries go to ``q [m, heads, 2 HALF]``, keys and values to
-    their slots. SCALED: ``x`` is divided as in :func:`outrider_triton.jit.matmul.linear_silu_mul`.
+    their slots. With ``squares``, ``x`` is divided as in :func:`outrider_triton.jit.matmul.linear_silu_mul`.
     """
     # One tile holds both halves of each pair, low rows before high ones, so that it fills the matrix unit.
     PAIRS: tl.constexpr = BLOCK_N // 2
@@ -171,7 +164,7 @@ def linear_rope_write_cache(
     if PDL:
         prefetch_rows(tile, prefetch_columns)
     bias_values = tl.zeros([BLOCK_N], dtype=tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         bias_values = tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
     begin(PDL)
 
@@ -186,16 +179,14 @@ def linear_rope_write_cache(
     rotates = mask & (head < heads + kv_heads)[:, None]
     rotary = cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head
     angles = load_angles(rotary, tokens, lane, rotates, HALF)
-    if SCALED:
+    if squares is not None:
         parts = load_squares(squares, tokens, shares, m, SHARES)
 
     column = tl.arange(0, BLOCK_K)
     x_tile = x + tokens.to(tl.int64)[None, :] * x_stride + column[:, None]
     w_tile = tile[:, None] + column[None, :]
-    total = sum_of_tiles(
-        w_tile, x_tile, None, row_mask, token_mask, 0, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN, DESCRIPTOR=False
-    )
-    if SCALED:
+    total = sum_of_tiles(w_tile, x_tile, None, row_mask, token_mask, 0, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
+    if squares is not None:
         total *= inverse_rms(parts, k, eps)
     # Rounded where the reference rounds: after the product and after the rotation.
     total = (total + bias_values[:, None]).to(q.dtype.element_ty)

@@ -45,18 +45,17 @@ def sum_of_tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
 ):
     """Multiply weights and tokens over columns from ``begins`` to ``ends``; return [BLOCK_N, BLOCK_M] in float32.
 
     ``tile`` points to weight rows [BLOCK_N, BLOCK_K], valid where ``row_mask``, and ``column`` to tokens [BLOCK_K, BLOCK_M],
-    valid where ``token_mask``. DESCRIPTOR: the copy engine loads the weight from ``first_row`` on.
+    valid where ``token_mask``. With a descriptor, the copy engine loads the weight from ``first_row`` on.
     """
     lane = tl.arange(0, BLOCK_K)
     column_mask = token_mask[None, :]  # before the loop: one compiler release looks for it inside if it is used after it
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for start in range(begins, ends, BLOCK_K):
-        if DESCRIPTOR:
+        if descriptor is not None:
             w = descriptor.load([first_row, start])
         elif EVEN:
             w = tl.load(tile + start, mask=row_mask[:, None], other=0.0, eviction_policy="evict_first")
@@ -116,19 +115,17 @@ def linear(
     x_stride,
     rows_per_program,
     prefetch_columns,
-    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ``x [m, k] @ weight [n, k].T``.
 
     SPLIT: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias. EVEN: k is a multiple of SPLIT *
-    BLOCK_K. DESCRIPTOR: the copy engine loads tiles of the weight.
+    BLOCK_K. With a descriptor, the copy engine loads tiles of the weight.
     """
     part = tl.program_id(1)
     rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 2, BLOCK_N, BLOCK_M)
@@ -145,9 +142,9 @@ def linear(
     column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
     first_row = tl.program_id(0) * rows_per_program
     total = sum_of_tiles(
-        tile, column, descriptor, row_mask, tokens < m, first_row, start, end, BLOCK_N, BLOCK_M, BLOCK_K, EVEN, DESCRIPTOR
+        tile, column, descriptor, row_mask, tokens < m, first_row, start, end, BLOCK_N, BLOCK_M, BLOCK_K, EVEN
     )
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
     address = out + part.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
     tl.store(address, total.to(out.dtype.element_ty), mask=(tokens[None, :] < m) & row_mask[:, None])
@@ -190,8 +187,6 @@ def linear_silu_mul(
     shares,
     rows_per_program,
     prefetch_columns,
-    HAS_BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     SHARES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -201,25 +196,25 @@ def linear_silu_mul(
 ):
     """Compute ``silu(x @ gate.T) * (x @ up.T)``; the weight's first n rows are the gate's, the next n are those of up.
 
-    SCALED: ``x`` is divided by the root mean square from ``squares [shares, m]`` (:mod:`outrider_triton.jit.fused`).
+    With ``squares [shares, m]``, ``x`` is divided by the root mean square from them (:mod:`outrider_triton.jit.fused`).
     """
     rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
     if PDL:
         prefetch_gates(weight, rows, n, k, prefetch_columns)
     begin_late(PDL)
 
-    if SCALED:
+    if squares is not None:
         parts = load_squares(squares, tokens, shares, m, SHARES)
     lane = tl.arange(0, BLOCK_K)
     gates = weight + rows.to(tl.int64)[:, None] * k + lane[None, :]
     ups = gates + tl.cast(n, tl.int64) * k
     column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
     gate, up = sums_of_gates(gates, ups, column, row_mask, tokens < m, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
-    if SCALED:
+    if squares is not None:
         scale = inverse_rms(parts, k, eps)
         gate *= scale
         up *= scale
-    if HAS_BIAS:
+    if bias is not None:
         gate += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + n + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
     activation = swiglu(gate, up, out.dtype.element_ty)

@@ -249,7 +249,6 @@ def _store(
     operands,
     rotary,
     shared,
-    HAS_BIAS: gl.constexpr,
     GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     TILES: gl.constexpr,
@@ -306,7 +305,7 @@ def _store(
             mbarrier.wait(sums_ready, tile & 1)
             total += second_sums.load(total.type.layout)
             mbarrier.arrive(sums_taken, count=1)
-        if HAS_BIAS:
+        if bias is not None:
             total += gl.load(bias + row, mask=is_own, other=0.0).to(gl.float32)[:, None]
         if HALF > 0:
             # Rounded where the reference rounds: after the product and after the rotation.
@@ -366,7 +365,6 @@ def streamed_planes(
     angles_token,
     cache_slot,
     cache_head,
-    HAS_BIAS: gl.constexpr,
     GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     TILES: gl.constexpr,
@@ -430,7 +428,7 @@ def streamed_planes(
     if GROUPS > 1:
         gl.warp_specialize(
             [
-                (_store, (operands, rotary, shared, HAS_BIAS, GROUPS, STEPS, TILES, HALF, GATED, PDL)),
+                (_store, (operands, rotary, shared, GROUPS, STEPS, TILES, HALF, GATED, PDL)),
                 (_run_second_group, (x, shared, GROUPS, STEPS, TILES, GATED, PDL)),
                 (_load_weights, (w, pipeline, rows_per_program, steps, TILES, HALF)),
             ],
@@ -440,7 +438,7 @@ def streamed_planes(
     else:
         gl.warp_specialize(
             [
-                (_store, (operands, rotary, shared, HAS_BIAS, GROUPS, STEPS, TILES, HALF, GATED, PDL)),
+                (_store, (operands, rotary, shared, GROUPS, STEPS, TILES, HALF, GATED, PDL)),
                 (_load_weights, (w, pipeline, rows_per_program, steps, TILES, HALF)),
             ],
             [1],

@@ -40,7 +40,6 @@ def _store(
     operands,
     pipeline,
     buffer,
-    HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
     FOLD: gl.constexpr,
     ADD: gl.constexpr,
@@ -68,7 +67,7 @@ def _store(
             total = low + high
             if ROWS:
                 total *= factor[:, None] * divisor[None, :]
-            if HAS_BIAS:
+            if bias is not None:
                 total += gl.load(bias + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
             if ADD:  # rounded before the sum, like a separate addition kernel
                 total = total.to(out.dtype.element_ty).to(gl.float32) + previous
@@ -99,7 +98,6 @@ def streamed_linear(
     m,
     n,
     pairs_per_program,
-    HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
     FOLD: gl.constexpr,
     ADD: gl.constexpr,
@@ -120,7 +118,7 @@ def streamed_linear(
     operands = bias, x_scales, scales, out, m, n, pairs_per_program
     gl.warp_specialize(
         [
-            (_store, (operands, pipeline, buffer, HAS_BIAS, ROWS, FOLD, ADD, STEPS, PDL)),
+            (_store, (operands, pipeline, buffer, ROWS, FOLD, ADD, STEPS, PDL)),
             (load_weights, (w, pipeline, pairs_per_program, PAIRS, FOLD, STEPS)),
             (load_tokens, (x, pipeline, pairs_per_program, FOLD, STEPS, ROWS > 0, PDL)),
         ],
@@ -134,8 +132,6 @@ def _add(
     operands,
     pipeline,
     buffer,
-    HAS_BIAS: gl.constexpr,
-    NORM: gl.constexpr,
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -148,10 +144,10 @@ def _add(
     offset = token.to(gl.int64)[None, :] * n + row[:, None]
     # Bias and norm weights are far away, and no kernel writes them. The prefetch brings the residual close, too.
     bias_values = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, _LAYOUT))
-    if HAS_BIAS:
+    if bias is not None:
         bias_values = gl.load(bias + row, mask=row_mask, other=0.0).to(gl.float32)
     factor = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, _LAYOUT))
-    if NORM:
+    if norm is not None:
         factor = gl.load(norm + row, mask=row_mask, other=0.0).to(gl.float32)
     prefetch_lines(residual + gl.where(mask, offset, 0))
     wait_for_previous_kernel(PDL)
@@ -159,7 +155,7 @@ def _add(
     low, high = multiply_halves(pipeline, 0, buffer, True, STEPS, _LAYOUT)
     updated = (low + high + bias_values[:, None] + residual_values.to(gl.float32)).to(residual.dtype.element_ty)
     gl.store(residual + offset, updated, mask=mask)
-    if NORM:
+    if norm is not None:
         updated_wide = gl.where(mask, updated.to(gl.float32), 0.0)
         gl.store(scaled + offset, (updated_wide * factor[:, None]).to(scaled.dtype.element_ty), mask=mask)
         gl.store(squares + gl.program_id(0) * m + token, gl.sum(updated_wide * updated_wide, axis=0), mask=token < m)
@@ -177,8 +173,6 @@ def streamed_linear_add(
     m,
     n,
     rows_per_program,
-    HAS_BIAS: gl.constexpr,
-    NORM: gl.constexpr,
     STEPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -191,7 +185,7 @@ def streamed_linear_add(
     operands = bias, residual, norm, scaled, squares, m, n, rows_per_program
     gl.warp_specialize(
         [
-            (_add, (operands, pipeline, buffer, HAS_BIAS, NORM, STEPS, PDL)),
+            (_add, (operands, pipeline, buffer, STEPS, PDL)),
             (load_weights, (w, pipeline, rows_per_program, PAIRS, True, STEPS)),
             (load_tokens, (x, pipeline, rows_per_program, True, STEPS, False, PDL)),
         ],
@@ -205,9 +199,7 @@ def _gate(
     operands,
     pipeline,
     buffer,
-    HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
-    SCALED: gl.constexpr,
     SHARES: gl.constexpr,
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
@@ -216,7 +208,7 @@ def _gate(
     BLOCK_M: gl.constexpr = buffer.shape[1]
     lane, token = _pairs_and_tokens(BLOCK_M)
     wait_for_previous_kernel(PDL)
-    if SCALED:
+    if squares is not None:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
     if ROWS:
         divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
@@ -232,11 +224,11 @@ def _gate(
         if ROWS:
             gate *= gate_factor[:, None] * divisor[None, :]
             up *= up_factor[:, None] * divisor[None, :]
-        if SCALED:
+        if squares is not None:
             scale = inverse_rms(parts, k, eps, _LAYOUT)
             gate *= scale
             up *= scale
-        if HAS_BIAS:
+        if bias is not None:
             gate += gl.load(bias + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
             up += gl.load(bias + n + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
         address = out + token.to(gl.int64)[None, :] * n + row[:, None]
@@ -267,9 +259,7 @@ def streamed_silu_mul(
     x_scales,
     scales,
     maxima,
-    HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
-    SCALED: gl.constexpr,
     SHARES: gl.constexpr,
     STEPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -287,7 +277,7 @@ def streamed_silu_mul(
     operands = squares, bias, out, eps, m, n, k, shares, pairs_per_program, x_scales, scales, maxima
     gl.warp_specialize(
         [
-            (_gate, (operands, pipeline, buffer, HAS_BIAS, ROWS, SCALED, SHARES, STEPS, PDL)),
+            (_gate, (operands, pipeline, buffer, ROWS, SHARES, STEPS, PDL)),
             (load_weights, (w, pipeline, pairs_per_program, n, False, STEPS)),
             (load_tokens, (x, pipeline, pairs_per_program, False, STEPS, True, PDL)),
         ],
@@ -302,9 +292,7 @@ def _rotate(
     rotary,
     pipeline,
     buffer,
-    HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
-    SCALED: gl.constexpr,
     SHARES: gl.constexpr,
     HALF: gl.constexpr,
     STEPS: gl.constexpr,
@@ -316,7 +304,7 @@ def _rotate(
     token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, _LAYOUT))
     token_mask = token < m
     wait_for_previous_kernel(PDL)
-    if SCALED:
+    if squares is not None:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
     if ROWS:
         divisor = gl.load(x_scales + token, mask=token_mask, other=0.0)
@@ -339,11 +327,11 @@ def _rotate(
         if ROWS:
             first *= low_factor[:, None] * divisor[None, :]
             second *= high_factor[:, None] * divisor[None, :]
-        if SCALED:
+        if squares is not None:
             scale = inverse_rms(parts, k, eps, _LAYOUT)
             first *= scale
             second *= scale
-        if HAS_BIAS:
+        if bias is not None:
             first += gl.load(bias + row, mask=pair_mask, other=0.0).to(gl.float32)[:, None]
             second += gl.load(bias + row + HALF, mask=pair_mask, other=0.0).to(gl.float32)[:, None]
         # Rounded where the reference rounds: after the product and after the rotation.
@@ -376,9 +364,7 @@ def streamed_rope_write_cache(
     pairs_per_program,
     x_scales,
     scales,
-    HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
-    SCALED: gl.constexpr,
     SHARES: gl.constexpr,
     HALF: gl.constexpr,
     STEPS: gl.constexpr,
@@ -394,7 +380,7 @@ def streamed_rope_write_cache(
     rotary = cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head
     gl.warp_specialize(
         [
-            (_rotate, (operands, rotary, pipeline, buffer, HAS_BIAS, ROWS, SCALED, SHARES, HALF, STEPS, PDL)),
+            (_rotate, (operands, rotary, pipeline, buffer, ROWS, SHARES, HALF, STEPS, PDL)),
             (load_weights, (w, pipeline, pairs_per_program, HALF, False, STEPS)),
             (load_tokens, (x, pipeline, pairs_per_program, False, STEPS, ROWS > 0, PDL)),
         ],
