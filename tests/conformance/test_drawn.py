@@ -382,6 +382,7 @@ def test_wrong_norms_of_heads_are_told(fault, dtype):
         judge_with(NormedHeads(fault), made)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("corner", "cache"), [(0, ("cache fp8",)), (2, ())])
 def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
     """Triton's by its interpreter: the kit's corners reach them, and tell what is a little off there."""

@@ -56,7 +56,7 @@ def sick(install, monkeypatch):
     return make
 
 
-FEW = ("--programs", "12")
+FEW = ("--programs", "3")
 """Where it's about how the suite is run. All programs run on the reference for the report of test_report.py."""
 MEMORY_ALONE = ("-k", "memory_figures")
 """Where one failure is the point; what is left out keeps no failed level from being told."""

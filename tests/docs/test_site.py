@@ -62,6 +62,7 @@ def parsed(site):
     return pages
 
 
+@pytest.mark.slow
 def test_every_page_is_there_and_can_be_reached_from_the_navigation(site, parsed):
     reachable = {(site / "index.html")}
     waiting = list(reachable)
@@ -78,6 +79,7 @@ def test_every_page_is_there_and_can_be_reached_from_the_navigation(site, parsed
         assert html in reachable, page.name
 
 
+@pytest.mark.slow
 def test_links_and_anchors_lead_somewhere(site, parsed):
     lost = []
     for page, links in parsed.items():
@@ -97,10 +99,12 @@ def test_links_and_anchors_lead_somewhere(site, parsed):
     assert lost == []
 
 
+@pytest.mark.slow
 def test_a_page_fetches_nothing_from_elsewhere(parsed):
     assert {src for links in parsed.values() for src in links.fetched if "//" in src} == set()
 
 
+@pytest.mark.slow
 def test_every_fence_of_the_table_is_drawn(site):
     text = (site / "architecture.html").read_text(encoding="utf-8")
     drawing = text[text.index('<svg class="fences"') : text.index("</svg>", text.index('<svg class="fences"'))]
@@ -110,6 +114,7 @@ def test_every_fence_of_the_table_is_drawn(site):
     assert drawing.count("<circle") == len(FENCES)
 
 
+@pytest.mark.slow
 def test_the_reference_holds_the_contract(site):
     stream = (site / "reference" / "stream.html").read_text(encoding="utf-8")
     assert "Complete a new generation of" in stream

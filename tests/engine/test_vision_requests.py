@@ -212,6 +212,7 @@ def counting(checkpoint):
     return Tower(), seen
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_image_is_a_prefix_hit_and_another_is_not(checkpoint, overlap):
     image, other = (checkpoint.processor.image(picture(32, 32, seed=seed)) for seed in (1, 2))
@@ -401,6 +402,7 @@ def run_like_npu(directory, graphs):
     return report
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("graphs", "left_out", "named"),
     [

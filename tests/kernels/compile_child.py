@@ -1,6 +1,6 @@
 """Compile every kernel for a device that isn't here: ``compile_child.py BACKEND ARCHITECTURE WARP PDL [some]``.
 
-Prints their names. ``some``: one kernel of each module alone; the names of the others are in parentheses.
+Prints their names. ``some``: only one kernel of each kind (`SOME`); the names of the others are in parentheses.
 """
 
 import sys
@@ -348,20 +348,8 @@ PAGED = [
     (attention_streamed.paged_attention_ring, WHOLE, {**PAGES, "TREE": True, "SETTLED": True, "SPLITS": 1, "BLOCK_ROWS": 32}),
 ]
 """For devices with a copy engine, too."""
-SOME = {"rms_norm", "linear_silu_mul", "linear_rope_write_cache", "paged_attention", "copy_context", "accept_greedy"}
-SOME |= {
-    "paged_attention_ring",
-    "streamed_planes",
-    "gather_requests",
-    "exchange",
-    "streamed_linear_add",
-    "linear_quantized",
-    "linear_planes",
-    "expert_outputs",
-    "add_rms_norm_quantize",
-    "expert_quantized",
-    "tall_silu_mul",
-}
+SOME = {"rms_norm", "linear_quantized", "streamed_linear_add"}
+"""One kernel of each kind: Triton, Triton with a quantised product, and Gluon with a ring of copies."""
 
 
 def main() -> None:
@@ -396,7 +384,7 @@ def main() -> None:
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             print(kernel.__name__, flush=True)
         for kernel, types, constants in TALL:
-            if some and constants["GROUPS"] == 1:
+            if some:
                 print(f"({kernel.__name__})")
                 continue
             ends = {"x": descriptor(constants["BLOCK_M"], 64), "w": descriptor(16, 64)}
@@ -412,7 +400,7 @@ def main() -> None:
             assert one_by_one(made) is False, kernel.__name__
             print(kernel.__name__, flush=True)
         for kernel, types, constants in IN_PLANES:
-            if some and (constants["GROUPS"] == 1 or constants["HALF"]):
+            if some:
                 print(f"({kernel.__name__})")
                 continue
             box = 8 if constants["HALF"] else 16
@@ -425,7 +413,7 @@ def main() -> None:
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             print(kernel.__name__, flush=True)
         for kernel, types, constants in PAGED:
-            if some and constants["SPLITS"] == 1:
+            if some:
                 print(f"({kernel.__name__})")
                 continue
             ends = {"k_cache": descriptor(16, 128), "v_cache": descriptor(16, 128)}

@@ -38,6 +38,7 @@ def wide(operands, dtype):
     return {k: v.double() if v.is_floating_point() and v.dtype is dtype else v for k, v in operands.items()}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.bfloat16))],
@@ -117,7 +118,7 @@ VARIANTS = [(1, False, False), (1, True, True), (4, False, True), (4, True, Fals
 """Splits, tree, settled: each pair of them once."""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(  # each variant once; the interpreter is slow
     ("heads", "kv_heads", "size", "split", "tree", "settled"),
@@ -184,6 +185,7 @@ def test_uniforms_are_those_of_the_reference(device):
     assert torch.equal(out.cpu(), uniforms(seeds.cpu(), positions.cpu(), 2, 72)[:, 8:])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("vocabulary", [37, 5001])
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 def test_choices_do_not_depend_on_how_the_vocabulary_is_shared_out(vocabulary, kernels, device):
@@ -205,6 +207,7 @@ def test_choices_do_not_depend_on_how_the_vocabulary_is_shared_out(vocabulary, k
     assert kernels.sample(*row).tolist() == REFERENCE.sample(*(x.cpu() for x in row)).tolist()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("drafted", [0, 2])
 @pytest.mark.parametrize("vocabulary", [37, 5001])
 def test_nan_is_found_while_tokens_are_chosen(vocabulary, drafted, kernels, device):

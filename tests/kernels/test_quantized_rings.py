@@ -273,6 +273,7 @@ def four_bits(monkeypatch):
     return {name: random_quantized(way, *shape, device=torch.device("cpu")) for name, shape in shapes.items()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("m", "turned"), [(1, True), (4, True), (5, True), (16, True), (17, False), (64, False)])
 def test_queries_and_keys_of_four_bits_turn_in_the_ring(m, turned, launched, kernels, four_bits):
     assert turns(kernels, four_bits, m).shape == (m, HEADS, SIZE)

@@ -60,6 +60,7 @@ def wanted(mixture, state, tmp_path):
 CASES = [*(("qwen3_moe", name) for name in WRITERS), ("qwen2_moe", "fp8 per channel"), ("qwen2_moe", "int4")]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("mixture", "name"), CASES, indirect=["mixture"])
 def test_logits(tmp_path, backend, mixture, name):
     """Activations aren't quantised for this: a router that is a hair's breadth from another choice takes it then."""

@@ -17,6 +17,7 @@ def test_silence_with_every_fence(outrider):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fence", ["published", "plan_ready"])
 def test_a_fence_left_out_is_named(outrider, fence):
     """Also the one that orders rows which are picked by data."""
