@@ -388,7 +388,7 @@ def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
     """Triton's by its interpreter: the kit's corners reach them, and tell what is a little off there."""
     from outrider_triton.kernelset import TritonKernels
 
-    kernels = TritonKernels(SMALL_DEVICE, everywhere=True)
+    kernels = TritonKernels(SMALL_DEVICE)
     drawn = KERNELS[", ".join(("attention_norm_linear_quantized, int4", *cache))]
     made = problem(drawn, drawn.corners[corner], torch.float16, 0)
     joined, laid, scale = kernels._joined, [], 1.0
@@ -447,7 +447,7 @@ def test_other_right_kernels_pass(name, which):
     if which == "triton":
         from outrider_triton.kernelset import TritonKernels
 
-        kernels = TritonKernels(SMALL_DEVICE, everywhere=True)
+        kernels = TritonKernels(SMALL_DEVICE)
     else:
         kernels = KernelSet().batch_invariant()
     judge_with(kernels, small(name))

@@ -89,7 +89,7 @@ def test_parts_of_a_split_product_add_up_in_the_norm(m, n, k, split, device, pdl
     )
     parts = torch.ops.outrider.linear_parts.triton(x, weight, [16, 16, 32, split, 4, 2, 0, 0, 12], pdl)
     assert parts.shape == ((split, m, n) if split > 1 else (m, n))
-    made = torch.ops.outrider.add_parts_rms_norm.triton(parts, bias, residual, norm, 1e-5, pdl)
+    made = torch.ops.outrider.add_rms_norm.triton(parts, bias, residual, norm, 1e-5, pdl)
     close(residual, wanted, torch.float16)
     close(made, normed, torch.float16)
 
@@ -345,7 +345,6 @@ def test_a_table_decides(device):
             "device": "made up",
             "software": {},
             "matmul": [{**item, "m": 4, "config": config}, {**item, "m": 16, "config": None}],
-            "kernels": {"rms_norm": True, "silu_mul": False},
         }
     )
     chosen = TritonKernels(SMALL, table=table)

@@ -52,7 +52,7 @@ def rotary(m, seed=1):
 
 @pytest.fixture
 def kernels(device, pdl):
-    made = TritonKernels(SMALL, everywhere=True)
+    made = TritonKernels(SMALL)
     made.pdl = pdl
     torch.set_default_device(device)
     yield made

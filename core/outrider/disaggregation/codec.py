@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 from outrider.device import ConfigError
 from outrider.disaggregation.wire import WireError
 from outrider.engine.engine import Engine
-from outrider.engine.requests.guides import GUIDES, Guide
+from outrider.engine.ranks.codec import RecordError, from_json, to_json
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.errors import RequestError, shown
+from outrider.errors import RequestError
 from outrider.model import Media
 from outrider.model.media import digest_of
 from outrider.model.mrope import MediaGrid
@@ -38,8 +38,6 @@ _DTYPES = {
 }
 _COUNT_FIELDS = {each.name for each in fields(StepOutput) if each.type == "int" and each.name != "request_id"}
 """Names of the integer fields of an output, except the request id."""
-_JSON_SCALARS = (bool, int, float, str, type(None))
-_GUIDES_BY_NAME = {kind.__name__: kind for kind in GUIDES}
 _MAX_TENSOR_DIMS = 8
 
 
@@ -52,7 +50,7 @@ def encode_state(state: RequestState) -> tuple[dict[str, Any], list[bytes]]:
         "output": list(state.output),
         "priority": state.priority,
         "media": [
-            {"grid": asdict(each.grid), "pixels": encode_tensor(each.pixels, blobs), "digest": each.digest.hex()}
+            {"grid": to_json(each.grid, MediaGrid), "pixels": encode_tensor(each.pixels, blobs), "digest": each.digest.hex()}
             for each in state.media
         ],
         "logprobs": encode_logprobs(state.logprobs),
@@ -196,56 +194,25 @@ def check_fit(ours: Mapping[str, Any], theirs: Any) -> None:
         raise ConfigError(f"the other side's engine doesn't fit this one's: {listed}"[:2000])
 
 
-def _params_to(params: SamplingParams) -> dict[str, Any]:
-    encoded = {}
-    for each in fields(params):
-        value = getattr(params, each.name)
-        if isinstance(value, Guide) and type(value).__name__ in _GUIDES_BY_NAME:
-            value = {type(value).__name__: {part.name: getattr(value, part.name) for part in fields(value)}}
-        elif not _is_json_value(value):
-            raise RequestError(f"a request with {each.name} can't go to another process")
-        encoded[each.name] = value
-    return encoded
-
-
-def _is_json_value(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(_is_json_value(each) for each in value)
-    return isinstance(value, _JSON_SCALARS)
+def _params_to(params: SamplingParams) -> Any:
+    try:
+        return to_json(params, SamplingParams)
+    except RecordError as error:
+        raise RequestError(f"a request can't go to another process: {error}") from None
 
 
 def _params_from(encoded: Any) -> SamplingParams:
-    known = {each.name for each in fields(SamplingParams)}
-    if not isinstance(encoded, dict) or not set(encoded) <= known:
-        raise WireError("the request has sampling parameters that this version doesn't know; run one version on both sides")
     try:
-        return SamplingParams(**{name: _param_from(value) for name, value in encoded.items()})
-    except ConfigError as error:
-        raise RequestError(str(error)) from None
-
-
-def _param_from(value: Any) -> Any:
-    """Return the value of a sampling parameter. A guide is constructed again, which checks its parts."""
-    if not isinstance(value, dict):
-        return _with_tuples(value)
-    ((name, parts),) = value.items()
-    kind = _GUIDES_BY_NAME.get(name)
-    if kind is None or set(parts) != {each.name for each in fields(kind)}:
-        raise WireError(
-            f"the request has a guide {shown(name)} that this version doesn't know; run one version on both sides"
-        )
-    return kind(**{part: _with_tuples(part_value) for part, part_value in parts.items()})
-
-
-def _with_tuples(value: Any) -> Any:
-    return tuple(_with_tuples(each) for each in value) if isinstance(value, list) else value
+        params: SamplingParams = from_json(encoded, SamplingParams)
+    except RecordError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise RequestError(str(error.__cause__)) from None
+        raise
+    return params
 
 
 def _media_from(encoded: Any, blobs: Sequence[bytes]) -> Media:
-    grid_fields = encoded["grid"]
-    if not isinstance(grid_fields, dict) or set(grid_fields) != {each.name for each in fields(MediaGrid)}:
-        raise WireError("a medium has another grid than this version knows")
-    grid, pixels = MediaGrid(**grid_fields), decode_tensor(encoded["pixels"], blobs)
+    grid, pixels = from_json(encoded["grid"], MediaGrid), decode_tensor(encoded["pixels"], blobs)
     # Requests with equal digests share KV pages. A false digest in a message would give a request another request's image.
     return Media(grid, pixels, digest_of(grid, pixels))
 
@@ -285,5 +252,5 @@ class DecodingContext:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, KeyError | TypeError | ValueError | IndexError | AttributeError | RuntimeError):
+        if isinstance(error, RecordError | KeyError | TypeError | ValueError | IndexError | AttributeError | RuntimeError):
             raise WireError(f"{self._what} can't be read: {type(error).__name__}: {error}") from None

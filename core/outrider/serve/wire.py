@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.engine.requests.guides import GUIDES
+from outrider.engine.ranks.codec import from_json, to_json
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.stats import EngineLoad, EngineStats
@@ -70,7 +70,7 @@ def command_to_wire(command: EngineCommand) -> list[Any]:
     """Return a command as plain data for JSON."""
     match command:
         case SubmitRequest(key, tokens, params, priority, media):
-            return ["submit", key, list(tokens), _params_to_wire(params), priority, [*map(_media_to_wire, media)]]
+            return ["submit", key, list(tokens), to_json(params, SamplingParams), priority, [*map(_media_to_wire, media)]]
         case AbortRequest(key):
             return ["abort", key]
         case StopEngine():
@@ -81,7 +81,7 @@ def command_of_wire(encoded: Sequence[Any]) -> EngineCommand:
     """Return the command that :func:`command_to_wire` encoded."""
     match encoded:
         case ["submit", key, tokens, params, priority, media]:
-            return SubmitRequest(key, tokens, _params_of_wire(params), priority, [*map(_media_of_wire, media)])
+            return SubmitRequest(key, tokens, from_json(params, SamplingParams), priority, [*map(_media_of_wire, media)])
         case ["abort", key]:
             return AbortRequest(key)
     return StopEngine()
@@ -125,21 +125,6 @@ def event_of_wire(encoded: Sequence[Any]) -> EngineEvent:
         case ["refused", key, message]:
             return RequestRefused(key, message)
     return EngineFailed(encoded[1])
-
-
-def _params_to_wire(params: SamplingParams) -> dict[str, Any]:
-    # Python's json writes infinities as Infinity, and reads them again.
-    fields = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
-    guide = fields.pop("guide")
-    return fields | {"guide": None if guide is None else [type(guide).__name__, asdict(guide)]}
-
-
-def _params_of_wire(fields: dict[str, Any]) -> SamplingParams:
-    guide = fields.pop("guide")
-    if guide is not None:
-        name, guide_fields = guide
-        guide = next(kind for kind in GUIDES if kind.__name__ == name)(**guide_fields)
-    return SamplingParams(**fields, guide=guide)
 
 
 def _media_to_wire(media: Media) -> dict[str, Any]:

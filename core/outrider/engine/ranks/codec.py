@@ -47,7 +47,20 @@ class RecordError(DeviceError):
 
 def encode(value: object, kind: Any) -> str:
     """Return ``value`` as text. Raises :class:`RecordError` if any part of it doesn't have the type ``kind``."""
-    return json.dumps({_VERSION: VERSION, _RECORD: _write(value, kind, "record")}, allow_nan=False, separators=(",", ":"))
+    return json.dumps({_VERSION: VERSION, _RECORD: to_json(value, kind)}, allow_nan=False, separators=(",", ":"))
+
+
+def to_json(value: object, kind: Any) -> Any:
+    """Return ``value`` as plain data for JSON, without the version. Raises :class:`RecordError` as :func:`encode` does."""
+    return _write(value, kind, "record")
+
+
+def from_json(json_value: Any, kind: Any) -> Any:
+    """Return the value of type ``kind`` that :func:`to_json` converted. Raises :class:`RecordError`.
+
+    The error's cause is the error of the dataclass, if that refused its fields.
+    """
+    return _read(json_value, kind, "record")
 
 
 def decode(text: str | bytes, kind: Any) -> Any:
@@ -67,7 +80,7 @@ def decode(text: str | bytes, kind: Any) -> Any:
         raise RecordError(
             f"a record of another rank has the keys {shown(sorted(envelope))}; expected {_VERSION} and {_RECORD}"
         )
-    return _read(envelope[_RECORD], kind, "record")
+    return from_json(envelope[_RECORD], kind)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -121,7 +134,7 @@ def _write(value: Any, kind: Any, path: str) -> Any:
         written = _write_simple(value, each, path)
         if written is not _NO_MATCH:
             return written
-    raise RecordError(f"{path} is {shown(value)}, which ranks can't tell each other; expected {_type_names(kind)}")
+    raise RecordError(f"{path} is {shown(value)}, which a record can't hold; expected {_type_names(kind)}")
 
 
 _NO_MATCH = object()
