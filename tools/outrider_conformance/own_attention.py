@@ -19,7 +19,7 @@ from outrider.device import (
     QuantizedWeight,
     Stream,
 )
-from outrider_conformance.fixed_case import attention_metadata, in_float64, largest_error
+from outrider_conformance.attention_operands import attention_metadata, in_float64, largest_error
 from outrider_conformance.kernel_calls import KernelCalls, counts_of, layers_of
 from outrider_conformance.lab import Lab
 from outrider_conformance.verdict import not_applicable

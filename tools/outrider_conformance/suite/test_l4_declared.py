@@ -38,8 +38,8 @@ def test_tokens_in_every_mode_and_dtype(lab: Lab, mode: str, dtype: str) -> None
 def test_an_overridden_kernel_computes_something_itself(observed: ObservedKernels, kernel: str) -> None:
     """At least one call of each override is computed by the override itself.
 
-    Calls come from engines in each declared mode and from the kit's cases. An override that only passes calls on has no
-    path of its own: the reference runs, and the report says so.
+    Calls come from engines in each declared mode and from the kit's random operands. An override that only passes calls on
+    has no path of its own: the reference runs, and the report says so.
     """
     judged = observed.overriding_layer(kernel)
     if judged is None:
