@@ -288,8 +288,8 @@ def _serve(
 
 def _inject_divergence(engine: Engine, inject: str) -> None:
     """Change the decisions that a follower rank receives, or its bucket."""
-    from outrider.engine.ranks.codec import decode
     from outrider.engine.ranks.commands import AbortCommand, Command
+    from outrider.engine.ranks.record_text import decode
 
     decision_log: Any = engine._decision_log
     next_record = decision_log.next
