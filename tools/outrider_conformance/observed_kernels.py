@@ -59,21 +59,6 @@ class ObservedKernels:
                 return name, unused.get(kernel, "")
         return None
 
-    def passed_on(self, kernel: str) -> bool:
-        """Return whether the override of :meth:`overriding_layer` left every call and has no path of its own."""
-        judged = self.overriding_layer(kernel)
-        return (
-            judged is not None
-            and not self.calls_computed(kernel)
-            and bool(self.calls_left(kernel))
-            and not self.unrun_path(kernel)
-        )
-
-    def unrun_path(self, kernel: str) -> str:
-        """Return the line at which the override's own path begins that never ran (``file.py:12``), or an empty string."""
-        judged = self.overriding_layer(kernel)
-        return "" if judged is None else self.calls.unrun_path(judged[0], kernel)
-
     def calls_computed(self, kernel: str, use: str = "") -> int:
         """Return the number of calls that the kernel set of :meth:`overriding_layer` computed itself."""
         return self._count(kernel, use, own=True)
