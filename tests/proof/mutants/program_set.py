@@ -34,12 +34,12 @@ from outrider_proof.engine_setups import (
     without_schedule,
 )
 from outrider_proof.guides import guide
-from outrider_proof.program_checks import run_once_checked
 from outrider_proof.proposers import EXTREMES
 from processes import run_concurrently
 from proof.mutants.line_tracer import Lines, lines_run
 from proof.mutants.mutation_sites import MutationSite, apply
 from proof.mutants.options import OPTIONED, judged
+from proof.program_checks import run_once_checked
 
 
 def modules() -> tuple[str, ...]:
