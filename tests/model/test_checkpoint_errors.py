@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from outrider.device import CapabilityError
 from outrider.errors import CheckpointError
 from outrider.model import ModelConfig, load_decoder
-from outrider_proof.checkpoints import FAMILIES, write_checkpoint
+from tiny_checkpoints import FAMILIES, write_checkpoint
 
 
 def rewrite(directory, change):

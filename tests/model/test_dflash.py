@@ -12,8 +12,8 @@ from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_dflash
 from outrider.speculative.block import BlockProposer
-from outrider_proof.checkpoints import tiny_config, write_checkpoint, write_dflash
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import tiny_config, write_checkpoint, write_dflash
 
 PROMPTS = [[1, 17, 44, 90, 5, 61, 61, 8, 33], [7, 3]]
 

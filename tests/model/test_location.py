@@ -12,7 +12,7 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import ModelConfig, Tokenizer, find_checkpoint, has_tokenizer, load_decoder
 from outrider.model.files import open_checkpoint
-from outrider_proof.checkpoints import write_checkpoint
+from tiny_checkpoints import write_checkpoint
 
 COMMIT = "0" * 40
 

@@ -13,12 +13,8 @@ from outrider.model import load_decoder, load_mtp, with_vocabulary_size
 from outrider.speculative.build import BUILDERS, DraftOptions, build_proposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import (
-    tiny_config,
-    word_tokenizer,
-    write_checkpoint,
-)
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import tiny_config, word_tokenizer, write_checkpoint
 
 PROMPTS = [[1, 5, 9, 13], [7], [3, 3, 3, 3, 3, 3]]
 CHAINS = ("dflash", "peagle", "suffix")

@@ -7,7 +7,7 @@ has one schedule. The tokens are compared with non-speculative greedy decoding o
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -326,12 +326,7 @@ class DecodeExplorer:
         free = [(engine.free_pages, engine.free_rows) for engine in engines]
         serving = Serving(engines, program, self._subject.prompt)
         serving.step_until_idle()
-        for index, wanted in enumerate(expected):
-            got = serving.tokens[index]
-            if serving.ended[index] == "abort":
-                wanted = wanted[: len(got)]
-            if tuple(got) != wanted:
-                raise WrongTokens(f"request {index} got {got}, plain decoding gives {list(wanted)}")
+        check_tokens(serving.tokens, serving.ended, expected)
         for engine, (pages, rows) in zip(engines, free, strict=True):
             if (engine.free_pages, engine.free_rows) != (pages, rows):
                 raise WrongTokens(
@@ -473,6 +468,17 @@ class Serving:
     def _guide(self, engine: Engine, request: int) -> None:
         """Install the guide of a request that has arrived at an engine."""
         guide(engine, request)
+
+
+def check_tokens(tokens: Mapping[int, Sequence[int]], ended: Mapping[int, str], expected: Sequence[tuple[int, ...]]) -> None:
+    """Compare the tokens of each request with the expected ones; those of an aborted request are a beginning of them.
+
+    Raises :class:`WrongTokens`.
+    """
+    for index, wanted in enumerate(expected):
+        got = tuple(tokens[index])
+        if got != (wanted[: len(got)] if ended[index] == "abort" else wanted):
+            raise WrongTokens(f"request {index} got {list(got)}, non-speculative decoding gives {list(wanted)}")
 
 
 def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
