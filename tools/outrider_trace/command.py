@@ -59,7 +59,7 @@ def trace(
     title = f"{path.name} on {device.label}"
     write_whole(out, json.dumps(timeline.to_perfetto()))
     shown = timeline.part_between(start, timeline.end_time if end is None else end)
-    write_whole(target, render_svg(shown) if target.suffix == ".render_svg" else render_page(shown, title))
+    write_whole(target, render_svg(shown) if target.suffix == ".svg" else render_page(shown, title))
     costs = timeline.costs()
     data = {
         "trace": str(out),

@@ -18,7 +18,7 @@ p { margin: .25rem 0 .75rem; } .dim { color: var(--dim); }
 table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .4rem .75rem .4rem 0;
   border-bottom: 1px solid var(--line); vertical-align: top; } th { font-weight: 600; overflow-wrap: normal; }
 th:last-child, td:last-child { padding-right: 0; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; } td.number { white-space: nowrap; }
 code, pre { font: .875em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 """
 _MARKED = re.compile(r"(?::[a-z:]+:)?(`{1,2})(?:~(?:[\w.]*\.)?)?(?P<code>[^`]+)\1")
