@@ -302,10 +302,10 @@ class _PictureParts:
 
 def render_page(timeline: Timeline, title: str) -> str:
     """Return an HTML page with the picture, and with a table of the costs of the waits."""
-    count = sum(len(lane) for lane in timeline.spans.values())
     summary = (
-        f"{count} operations on {len(timeline.spans)} streams in {timeline.end_time:.1f} us; {len(timeline.waits)} waits "
-        "between streams. Bars are operations, brackets stages, arrows fences; point at one to read it."
+        f"{timeline.num_operations} operations on {len(timeline.spans)} streams in {timeline.end_time:.1f} us; "
+        f"{len(timeline.waits)} waits between streams. Bars are operations, brackets stages, arrows fences; "
+        "point at one to read it."
     )
     rows = "".join(
         f'<tr><td>{escape(cost.stream)}: {escape(cost.event)}<br><span class="dim">'
