@@ -181,7 +181,10 @@ MOVING = HostProgram(
 )
 """A program whose requests move between engines by copies and by network: freed pages get new owners at once."""
 
-_NETWORK_FENCES = frozenset({"pages_ready", "pages_read", "pages_free", "pages_written"})
+_FENCES_OF_MOVES = frozenset({"handed_over", "pages_ready", "pages_read", "pages_free", "pages_written"})
+_FENCES_OF_GUIDES = frozenset({"draft_on_host", "masks_ready"})
+PARAMETER_FENCES = frozenset({"lengths_on_host", "params_free", "params_bound"})
+"""Fences that only a device with host lengths in its graphs has."""
 
 
 class DecodeExplorer:
@@ -225,14 +228,19 @@ class DecodeExplorer:
         """True if lost overlap, lost batching or a row freed too early fails a run."""
 
     def program(self, seed: int) -> HostProgram:
-        """Return host program number ``seed``; if a network fence is dropped, number 0 is a program that needs this fence."""
-        if seed == 0 and self._drop in _NETWORK_FENCES:
-            return MOVING
+        """Return host program number ``seed``."""
         program = HostProgram.draw(seed, len(self._subject.text))
         if not self._subject.images:
             return program
         # The reference loop for guided tokens does not support images.
         return replace(program, arrivals=tuple(replace(arrival, guided=False) for arrival in program.arrivals))
+
+    @property
+    def exercising_program(self) -> HostProgram:
+        """A program that exercises the dropped fence, if the device and the mode have the fence."""
+        if self._drop in _FENCES_OF_MOVES:
+            return MOVING
+        return self.program(3 if self._drop in _FENCES_OF_GUIDES else 1)
 
     def expected(self, arrival: Arrival) -> tuple[int, ...]:
         """Return the non-speculative greedy tokens of a request, from the cache of the subject."""
