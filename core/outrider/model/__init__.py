@@ -27,7 +27,7 @@ from outrider.model.loading import load_decoder
 from outrider.model.location import find_checkpoint
 from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
-from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
+from outrider.model.mtp import MtpHead, MtpWeights, find_mtp_format, load_mtp
 from outrider.model.peagle import PEagleHead, PEagleWeights, load_peagle
 from outrider.model.quantization import QuantizedMode
 from outrider.model.ranks import ModelRanks
@@ -84,6 +84,7 @@ __all__ = [
     "checkpoint_dtype",
     "expand_placeholders",
     "find_checkpoint",
+    "find_mtp_format",
     "has_tokenizer",
     "load_decoder",
     "load_dflash",

@@ -14,7 +14,7 @@ from outrider.model.checkpoint_config import read_model_config
 from outrider.model.decoder import Decoder
 from outrider.model.expert_mapping import check_count
 from outrider.model.files import CheckpointFiles, open_checkpoint
-from outrider.model.mapping import decoder_stem, decoder_targets, decoder_weights, vision_name
+from outrider.model.mapping import decoder_stem, decoder_targets, decoder_weights, mtp_prefix, vision_name
 from outrider.model.pieces import Piece
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.quantization.cache import cache_format, read_scales, resolve_cache_format, scale_keys
@@ -53,7 +53,9 @@ def load_decoder(
     files = open_checkpoint(Path(directory))
     check_count(config, files.tensors, files.origin)
     targets = decoder_targets(config, files.tensors, shards)
-    optional = {"lm_head.weight"} if config.tie_embeddings else set()
+    optional = {key for key in files.tensors if mtp_prefix(key) is not None}  # the heads' loader checks them
+    if config.tie_embeddings:
+        optional.add("lm_head.weight")
     if config.vision is not None:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
     quantization = read_quantization(Path(directory), mode=quantized)

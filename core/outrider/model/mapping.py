@@ -9,6 +9,7 @@ Letters: H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediat
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from outrider.model.config import ModelConfig
@@ -18,6 +19,8 @@ from outrider.model.layer import LayerWeights
 from outrider.model.pieces import Piece, Target, TensorSlice
 from outrider.model.shards import Shards
 
+MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo"})
+"""Format of heads of multi-token prediction by the prefix of their tensors' names."""
 SINGLE_RANK = Shards()
 """A single rank that holds the whole model."""
 
@@ -136,6 +139,11 @@ def decoder_stem(present: Container[str]) -> str:
     return "model.language_model" if "model.language_model.embed_tokens.weight" in present else "model"
 
 
+def is_model(present: Container[str]) -> bool:
+    """Return True if a checkpoint with these tensors holds a decoder, not only heads that draft."""
+    return f"{decoder_stem(present)}.embed_tokens.weight" in present
+
+
 def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:
     """Return the weights of a decoder, by transformers' tensor names of a causal language model.
 
@@ -177,6 +185,11 @@ def vision_name(key: str) -> str | None:
         if key.startswith(stem):
             return key.removeprefix(stem)
     return None
+
+
+def mtp_prefix(key: str) -> str | None:
+    """Return the prefix of a tensor of heads of multi-token prediction, or None for another tensor."""
+    return next((prefix for prefix in MTP_PREFIXES if key.startswith(prefix)), None)
 
 
 def is_unused_tensor(key: str) -> bool:

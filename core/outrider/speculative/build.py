@@ -18,6 +18,7 @@ from outrider.model import (
     LanguageModel,
     Progress,
     QuantizedMode,
+    find_mtp_format,
     load_decoder,
     load_dflash,
     load_eagle,
@@ -148,6 +149,11 @@ def _build_eagle3(options: DraftOptions) -> Proposer:
 
 
 def _build_mtp(options: DraftOptions) -> Proposer:
+    directory = _draft_directory(options, "mtp", "heads of multi-token prediction")
+    return _MTP_BUILDERS[find_mtp_format(directory)](options)
+
+
+def _build_mimo_mtp(options: DraftOptions) -> Proposer:
     heads = _load_head(load_mtp, options, "mtp", "heads of multi-token prediction")
     return MtpProposer(heads, draft_tokens=options.draft_tokens, branches=options.topk)
 
@@ -207,6 +213,9 @@ def _build_suffix(options: DraftOptions) -> Proposer:
     _require_chain(options, "suffix")
     return SuffixProposer.for_target(options.target, options.draft_tokens)
 
+
+_MTP_BUILDERS: Mapping[str, Builder] = MappingProxyType({"mimo": _build_mimo_mtp})
+"""Builders by the format of the heads, a value of ``MTP_PREFIXES``."""
 
 _BUILDER_OF: Mapping[str, Builder] = {
     "none": _build_none,
