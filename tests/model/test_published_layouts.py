@@ -2,15 +2,27 @@
 with drafts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from model.harness import Driver
 from outrider import Engine, SamplingParams
+from outrider.device import ConfigError
 from outrider.errors import CheckpointError
+from outrider.model import load_decoder
+from outrider.model.inputs import KeptRows
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import write_checkpoint, write_mtp
+from outrider_proof.checkpoints import (
+    write_checkpoint,
+    write_dflash,
+    write_eagle,
+    write_eagle3,
+    write_mtp,
+    write_peagle,
+)
 from outrider_proof.tiny import plain_config
 
 PROMPTS, COUNT = [[5, 6, 7, 8, 5, 6], [9]], 10
@@ -109,3 +121,103 @@ def test_a_model_without_heads_is_refused_before_it_is_read(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no heads of multi-token prediction; expected tensors model\.mtp_layers"):
         engine_of(tmp_path, "suffix+mtp", progress=lambda *told: read.append(told))
     assert read == []
+
+
+# -- EAGLE and EAGLE-3 heads -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("target")
+    return directory, write_checkpoint(directory, "llama", num_hidden_layers=4)
+
+
+def without(*names):
+    return lambda state: {key: value for key, value in state.items() if key not in names}
+
+
+def test_eagle3_without_an_output_head_takes_the_targets(target, tmp_path):
+    directory, model = target
+    write_eagle3(tmp_path, draft_vocab=96)
+    rewrite(tmp_path, without("lm_head.weight", "d2t", "t2d"))
+    head = check(directory, model, "eagle3", draft=tmp_path).proposer.head
+    hidden = torch.randn(2, 32, dtype=torch.float64)
+    normed = head.kernels.rms_norm(hidden, head.weights.norm, head.config.rms_eps)
+    assert torch.equal(head.logits(hidden), head.target.logits(normed))
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, (1, 2, 4)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}}, (2, 3, 4)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, (2, 3, 4)),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, ()),
+    ],
+)
+def test_eagle3_reads_the_states_that_its_producer_means(target, tmp_path, fields, layers):
+    """Numbers in eagle_config count outputs of layers if the first one is 1, else inputs; 4 is the output of all layers."""
+    directory, model = target
+    write_eagle3(tmp_path, layers=None)
+    rewrite(tmp_path, lambda state: None if layers else without("fc.weight")(state), **fields)
+    engine = check(directory, model, "eagle3", draft=tmp_path)
+    assert engine.proposer.aux_hidden_state_layers == layers
+    assert engine.proposer.reads_hidden is (layers == ())
+
+
+def test_the_output_of_the_last_layer_is_the_state_before_the_final_norm(target):
+    """Also for a prompt whose last layer keeps the last rows alone."""
+    directory, model = target
+    decoder = load_decoder(directory, backend=CpuBackend(), dtype=torch.float64)
+    driver = Driver(decoder)
+    inputs = driver.inputs([(driver.sequence(), [5, 6, 7]), (driver.sequence(), [8, 9])])
+    kept = KeptRows.last_of_each(inputs.attention, torch.tensor([2, 4]))
+    with torch.no_grad():
+        whole, (first, last) = decoder.forward_with_aux_hidden_states(inputs, driver.cache, (2, 4))
+        rows, (_, again) = decoder.forward_with_aux_hidden_states(replace(inputs, kept=kept), driver.cache, (2, 4))
+        states = model.double().model(torch.tensor([[5, 6, 7]]), output_hidden_states=True)
+    torch.testing.assert_close(first[:3], states.hidden_states[2][0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(decoder.kernels.rms_norm(last, decoder.weights.norm, decoder.config.rms_eps), whole)
+    torch.testing.assert_close(whole[:3], states.last_hidden_state[0], atol=1e-4, rtol=1e-4)
+    assert torch.equal(again, last)
+    assert torch.equal(rows, whole[[2, 4]])
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_eagle_with_an_output_head(target, tmp_path, copy):
+    """A copy of the target's takes no memory; another one drafts."""
+    directory, model = target
+    write_eagle(tmp_path)
+    own = load_file(directory / "model.safetensors")["lm_head.weight"]
+    own = own if copy else own.flip(0)
+    rewrite(tmp_path, lambda state: state | {"lm_head.weight": own})
+    head = check(directory, model, "eagle", draft=tmp_path).proposer.head
+    assert (head.weights.head is None) is copy
+    hidden = torch.randn(2, 32, dtype=torch.float64)
+    torch.testing.assert_close(head.logits(hidden), hidden @ own.double().T)
+    if copy:
+        tokens_of(engine_of(directory, "eagle", draft=tmp_path, draft_vocabulary=40))
+    else:
+        with pytest.raises(ConfigError, match="has another one of its own"):
+            engine_of(directory, "eagle", draft=tmp_path, draft_vocabulary=40)
+
+
+def test_a_draft_token_that_is_listed_twice_is_refused(target, tmp_path):
+    """Its probability would count once in verification, and twice in sampling."""
+    directory, _ = target
+    write_eagle3(tmp_path)
+    rewrite(tmp_path, lambda state: state["d2t"].__setitem__(1, state["d2t"][0] - 1))
+    with pytest.raises(CheckpointError, match=r"'d2t' points to token \d+ more than once \(1 repetitions"):
+        engine_of(directory, "eagle3", draft=tmp_path)
+
+
+@pytest.mark.parametrize("speculate", ["eagle", "eagle3", "dflash", "peagle", "mtp", "draft-model"])
+def test_a_draft_of_another_kind_is_refused_by_its_name(target, tmp_path, speculate):
+    directory, _ = target
+    writers = {"eagle": write_eagle, "eagle3": write_eagle3, "peagle": write_peagle, "dflash": write_dflash, "mtp": write_mtp}
+    for kind, write in writers.items():
+        write(tmp_path / kind)
+        if kind != speculate:
+            name = "no heads of multi-token" if speculate == "mtp" else f"a draft for speculate '{kind}', not '{speculate}'"
+            with pytest.raises(CheckpointError, match=name):
+                engine_of(directory, speculate, draft=tmp_path / kind)

@@ -21,21 +21,20 @@ from outrider.model import (
     QuantizedMode,
     Tokenizer,
     VisionTower,
+    check_draft_kind,
     check_same_tokens,
     checkpoint_dtype,
     find_checkpoint,
-    find_mtp_format,
     has_tokenizer,
     load_decoder,
     load_through_transformers,
     load_vision,
 )
-from outrider.model.files import open_checkpoint
 from outrider.model.products import quantized_products
 from outrider.model.quantization import read_quantization
 from outrider.registry.proposers import plugin_builders
 from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_output_head
-from outrider.speculative.names import BUILTIN_PROPOSERS, INSIDE_MODEL, SUFFIX_PREFIX
+from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, INSIDE_MODEL, SUFFIX_PREFIX
 from outrider.speculative.proposer import Proposer
 
 
@@ -89,10 +88,8 @@ def load_checkpoint(
     head = speculate.removeprefix(SUFFIX_PREFIX)
     if draft_dir is None and head in INSIDE_MODEL and speculate not in builders:
         draft_dir = directory
-    if draft_dir is not None and head in BUILTIN_PROPOSERS and speculate not in builders:
-        open_checkpoint(draft_dir)  # checks the headers of its files before the target is read
-        if head == "mtp":
-            find_mtp_format(draft_dir)
+    if draft_dir is not None and head in BUILTIN_PROPOSERS.keys() - DRAFTLESS and speculate not in builders:
+        check_draft_kind(draft_dir, head)  # before the target is read; opening the files checks their headers
     assert config.dtype is not None
     dtype = DTYPES[config.dtype]
     if through_transformers and ranks is not None:

@@ -19,7 +19,7 @@ from outrider.model.draft_head import BaseDraftHead
 from outrider.model.draft_output import OUTPUT_FORMATS, DraftVocabulary, with_output_head
 from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
-from outrider.model.head_loading import load_eagle, load_eagle3
+from outrider.model.head_loading import check_draft_kind, find_mtp_format, load_eagle, load_eagle3
 from outrider.model.inputs import ForwardInput, KeptRows
 from outrider.model.language_model import LanguageModel, SideBySide, side_by_side
 from outrider.model.layer import LayerWeights, attention_shapes
@@ -27,7 +27,7 @@ from outrider.model.loading import load_decoder
 from outrider.model.location import find_checkpoint
 from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
-from outrider.model.mtp import MtpHead, MtpWeights, find_mtp_format, load_mtp
+from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
 from outrider.model.peagle import PEagleHead, PEagleWeights, load_peagle
 from outrider.model.quantization import QuantizedMode
 from outrider.model.ranks import ModelRanks
@@ -80,6 +80,7 @@ __all__ = [
     "VisionConfig",
     "VisionTower",
     "attention_shapes",
+    "check_draft_kind",
     "check_same_tokens",
     "checkpoint_dtype",
     "expand_placeholders",

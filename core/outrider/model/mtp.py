@@ -25,7 +25,7 @@ from outrider.model.head_loading import check_hidden_size, head_config
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.mapping import MTP_PREFIXES, SINGLE_RANK, is_model, layer_targets, layer_weights, mtp_prefix
+from outrider.model.mapping import SINGLE_RANK, is_model, layer_targets, layer_weights, mtp_prefix
 from outrider.model.pending import add_rms_norm
 from outrider.model.pieces import Piece, Target
 from outrider.model.products import Weight, linear
@@ -86,21 +86,6 @@ def mtp_targets(config: ModelConfig, heads: int, shards: Shards = SINGLE_RANK) -
         ]
         targets += layer_targets(config, prefix, f"{name}.layer", shards=shards)
     return targets
-
-
-def find_mtp_format(directory: str | Path) -> str:
-    """Return the format of a checkpoint's heads, a value of ``MTP_PREFIXES``.
-
-    Raises :class:`CheckpointError` if the checkpoint has none.
-    """
-    files = open_checkpoint(Path(directory))
-    found = next((prefix for key in files.tensors if (prefix := mtp_prefix(key)) is not None), None)
-    if found is None:
-        raise CheckpointError(
-            f"{files.origin}: has no heads of multi-token prediction; expected tensors {' or '.join(MTP_PREFIXES)}*; name a "
-            "checkpoint that has them as the draft (--draft), or choose another name for speculate"
-        )
-    return MTP_PREFIXES[found]
 
 
 def load_mtp(

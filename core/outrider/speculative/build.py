@@ -28,6 +28,7 @@ from outrider.model import (
     with_output_head,
     with_vocabulary_size,
 )
+from outrider.model.files import open_checkpoint
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
@@ -141,7 +142,13 @@ def _eagle_proposer(head: DraftHead, options: DraftOptions) -> Proposer:
 
 
 def _build_eagle(options: DraftOptions) -> Proposer:
-    return _eagle_proposer(_load_head(load_eagle, options, "eagle", "an EAGLE head"), options)
+    head = _load_head(load_eagle, options, "eagle", "an EAGLE head")
+    if not head.share_output_head(options.target) and (options.output_head is not None or options.vocabulary is not None):
+        raise ConfigError(
+            "draft_output_head and draft_vocabulary draw drafts with a copy of the target's output head, and "
+            f"{options.directory} has another one of its own (lm_head.weight); leave them out"
+        )
+    return _eagle_proposer(head, options)
 
 
 def _build_eagle3(options: DraftOptions) -> Proposer:
@@ -150,7 +157,7 @@ def _build_eagle3(options: DraftOptions) -> Proposer:
 
 def _build_mtp(options: DraftOptions) -> Proposer:
     directory = _draft_directory(options, "mtp", "heads of multi-token prediction")
-    return _MTP_BUILDERS[find_mtp_format(directory)](options)
+    return _MTP_BUILDERS[find_mtp_format(open_checkpoint(directory))](options)
 
 
 def _build_mimo_mtp(options: DraftOptions) -> Proposer:
