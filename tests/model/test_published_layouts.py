@@ -1,14 +1,18 @@
 """Layouts of published checkpoints that differ from what transformers writes: the tokens are those of transformers, plain and
 with drafts."""
 
+import copy
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from model.cached_checkpoints import write_scales
 from model.harness import Driver
+from model.quantized_checkpoints import write_awq, write_fp8, write_gptq
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
@@ -51,8 +55,8 @@ def oracle(model):
     return found
 
 
-def engine_of(directory, speculate="none", *, draft=None, max_context=48, **options):
-    config = plain_config(dtype="float64", draft_tokens=3, max_context=max_context)
+def engine_of(directory, speculate="none", *, draft=None, max_context=48, kv_dtype="auto", **options):
+    config = plain_config(dtype="float64", draft_tokens=3, max_context=max_context, kv_dtype=kv_dtype)
     return Engine.from_checkpoint(directory, CpuBackend(), draft_dir=draft, speculate=speculate, config=config, **options)
 
 
@@ -221,3 +225,117 @@ def test_a_draft_of_another_kind_is_refused_by_its_name(target, tmp_path, specul
             name = "no heads of multi-token" if speculate == "mtp" else f"a draft for speculate '{kind}', not '{speculate}'"
             with pytest.raises(CheckpointError, match=name):
                 engine_of(directory, speculate, draft=tmp_path / kind)
+
+
+# -- names, files and the output head --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_another_output_head_than_the_config_says(tmp_path, copy):
+    """transformers ties the output head to the embedding only if the files don't hold another one."""
+    write_checkpoint(tmp_path, "llama-tied")
+    table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(tmp_path, lambda state: state | {"lm_head.weight": table.clone() if copy else table.flip(0)})
+    engine = check(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    assert engine.model.config.tie_embeddings is copy
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3"])
+def test_names_without_model(tmp_path, family):
+    """As a base model is saved, with the output head of the causal model if it has one of its own."""
+    write_checkpoint(tmp_path, family)
+    rewrite(tmp_path, lambda state: {key.removeprefix("model."): value for key, value in state.items()})
+    check(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+
+
+def test_a_tensor_in_two_shards(tmp_path):
+    """Equal copies are one tensor; others are refused."""
+    model = write_checkpoint(tmp_path, "llama", shards=3)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    (first, name), *_, (_, other) = sorted(index.items(), key=lambda item: item[1])
+    tensor = load_file(tmp_path / name)[first]
+    for values, refused in ((tensor, False), (tensor + 1, True)):
+        save_file(load_file(tmp_path / other) | {first: values}, tmp_path / other)
+        if refused:
+            with pytest.raises(CheckpointError, match=f"holds '{first}', which .* places in '{name}', with other values"):
+                engine_of(tmp_path)
+        else:
+            check(tmp_path, model)
+
+
+# -- quantised weights and caches ------------------------------------------------------------------------------------
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "initializer_range": 0.1}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("plain")
+    return directory, write_checkpoint(directory, "llama", **WIDE)
+
+
+def with_weights(plain, state):
+    """A copy of transformers' model with the weights that a quantised checkpoint stands for."""
+    model = copy.deepcopy(plain[1])
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_scales_of_a_cache_that_the_config_does_not_announce(plain, tmp_path, static):
+    """Without a scheme the cache is plain, and in fp8 on request; the word ``static`` is a scheme."""
+    model = with_weights(plain, write_fp8(plain[0], tmp_path))
+    cached = write_scales(tmp_path, model)
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    del said["kv_cache_scheme"]
+    rewrite(tmp_path, lambda state: None, quantization_config=said | ({"kv_cache_scheme": "static"} if static else {}))
+    engine = check(tmp_path, cached if static else model, quantized="dequantize")
+    assert (engine.model.cache_dtype == torch.float8_e4m3fn) is static
+    asked = engine_of(tmp_path, quantized="dequantize", kv_dtype="fp8")
+    assert tokens_of(asked) == oracle(cached)
+
+
+@pytest.mark.parametrize(
+    ("layout", "packing", "symmetric"),
+    [("gptq", "auto_round:auto_gptq", True), ("gptq", None, False), ("gptq_v2", "auto_round:gptqmodel", False)],
+)
+def test_auto_round_packed_as_gptq(plain, tmp_path, layout, packing, symmetric):
+    """All modules but one, which ``extra_config`` leaves out."""
+    state, left_out = write_gptq(plain[0], tmp_path, layout=layout, sym=symmetric), "model.layers.1.mlp.down_proj"
+    own = {f"{left_out}.weight": load_file(plain[0] / "model.safetensors")[f"{left_out}.weight"]}
+    said = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": symmetric, "data_type": "int"}
+    said |= {"extra_config": {left_out: {"bits": 16}}} | ({} if packing is None else {"packing_format": packing})
+    rewrite(
+        tmp_path,
+        lambda state: {key: value for key, value in state.items() if not key.startswith(left_out)} | own,
+        quantization_config=said,
+    )
+    check(tmp_path, with_weights(plain, state | own), "ngram")
+
+
+def test_auto_round_packed_as_awq_with_another_group_in_one_module(plain, tmp_path):
+    state = write_awq(plain[0], tmp_path)
+    said = {"quant_method": "intel/auto-round", "bits": 4, "group_size": 64, "sym": False}
+    groups = {key.removesuffix(".weight"): {"group_size": 32} for key in state if "_proj" in key}
+    said |= {"packing_format": "auto_round:auto_awq", "extra_config": groups}
+    assert len(groups) == 14
+    rewrite(tmp_path, lambda state: None, quantization_config=said)
+    check(tmp_path, with_weights(plain, state), "ngram")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"packing_format": "auto_round:mx_fp"}, "packing_format is 'auto_round:mx_fp', which isn't supported"),
+        ({"data_type": "mx_fp4"}, "data_type is 'mx_fp4', expected int"),
+        ({"extra_config": {"lm_head": 4}}, "extra_config is .*, expected a JSON object of objects"),
+        ({"bits": 3}, "bits is 3, expected 4 or 8"),
+    ],
+)
+def test_what_auto_round_says_that_is_refused(plain, tmp_path, said, message):
+    write_gptq(plain[0], tmp_path)
+    rewrite(
+        tmp_path, lambda state: None, quantization_config={"quant_method": "auto-round", "bits": 4, "group_size": 32} | said
+    )
+    with pytest.raises(CheckpointError, match=message):
+        engine_of(tmp_path)

@@ -135,13 +135,14 @@ def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> 
 
 
 def decoder_stem(present: Container[str]) -> str:
-    """Return the prefix of the names of a decoder's tensors."""
-    return "model.language_model" if "model.language_model.embed_tokens.weight" in present else "model"
+    """Return the prefix of the names of a decoder's tensors, empty for a base model that was saved without its head."""
+    stems = ("model.", "model.language_model.", "")
+    return next((stem for stem in stems if f"{stem}embed_tokens.weight" in present), stems[0])
 
 
 def is_model(present: Container[str]) -> bool:
     """Return True if a checkpoint with these tensors holds a decoder, not only heads that draft."""
-    return f"{decoder_stem(present)}.embed_tokens.weight" in present
+    return f"{decoder_stem(present)}embed_tokens.weight" in present
 
 
 def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:
@@ -152,13 +153,13 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
     """
     stem = decoder_stem(present)
     vocabulary, hidden = config.vocab_size, config.hidden_size
-    targets = [table_target("embedding", f"{stem}.embed_tokens.weight", vocabulary, hidden, shards)]
+    targets = [table_target("embedding", f"{stem}embed_tokens.weight", vocabulary, hidden, shards)]
     for index in range(config.num_layers):
-        prefix, mixture = f"{stem}.layers.{index}", config.has_experts(index)
+        prefix, mixture = f"{stem}layers.{index}", config.has_experts(index)
         targets += layer_targets(config, prefix, f"layers.{index}", mlp=not mixture, shards=shards)
         if mixture:
             targets += expert_targets(config, prefix, f"layers.{index}", present, shards)
-    targets.append(Target("norm", (Piece(f"{stem}.norm.weight", (config.hidden_size,)),)))
+    targets.append(Target("norm", (Piece(f"{stem}norm.weight", (config.hidden_size,)),)))
     if not config.tie_embeddings:
         targets.append(table_target("head", "lm_head.weight", vocabulary, hidden, shards))
     return targets
