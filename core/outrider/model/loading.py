@@ -36,12 +36,14 @@ def load_decoder(
     kv_dtype: str = "auto",
     kernels: KernelSet | None = None,
     drafts: bool = False,
+    positions: int = 0,
 ) -> Decoder:
     """Load a decoder's checkpoint onto ``backend`` in ``dtype``. Blocks until the weights are on the device.
 
     ``ranks``: the tensor-parallel ranks; only this rank's slices are read. ``quantized``: how quantized weights are loaded.
     ``kv_dtype``: dtype of the KV cache, as in EngineConfig. ``kernels``: kernels that the decoder calls, by default those of
-    ``backend``. ``drafts``: true for a draft model.
+    ``backend``. ``drafts``: true for a draft model. ``positions``: the least number of positions that the decoder
+    must run at, whatever its own context is.
 
     Raises :class:`CheckpointError` with file and tensor if a tensor is missing, superfluous, of a wrong shape or unreadable.
     Raises :class:`CapabilityError` if the backend doesn't compute in ``dtype``, or has no kernels for the quantized weights
@@ -50,7 +52,7 @@ def load_decoder(
     kernels = backend.kernels_in_use if kernels is None else kernels
     config = read_model_config(Path(directory), drafts=drafts)
     files = open_checkpoint(Path(directory))
-    config = _untie(config, files)
+    config = replace(_untie(config, files), max_context=max(config.max_context, positions))
     shards = Shards() if ranks is None else ranks.shards
     local = shards.local(config, str(directory))
     check_count(config, files.tensors, files.origin)

@@ -16,6 +16,7 @@ from outrider.model import (
     OUTPUT_FORMATS,
     DraftVocabulary,
     LanguageModel,
+    ModelConfig,
     Progress,
     QuantizedMode,
     find_mtp_format,
@@ -167,6 +168,7 @@ def _build_mimo_mtp(options: DraftOptions) -> Proposer:
 
 def _build_draft_model(options: DraftOptions) -> Proposer:
     directory = _draft_directory(options, "draft-model", "a draft model")
+    context = options.target.config.max_context
     model = load_decoder(
         directory,
         backend=options.backend,
@@ -175,10 +177,12 @@ def _build_draft_model(options: DraftOptions) -> Proposer:
         ranks=options.target.ranks,
         quantized=options.quantized,
         drafts=True,
+        positions=context,
     )
     model = with_vocabulary_size(model, options.target.config.vocab_size, directory=directory, backend=options.backend)
     if options.topk == 1:
-        return DraftModelProposer(model, target=options.target, draft_tokens=options.draft_tokens)
+        own = ModelConfig.from_checkpoint(directory).max_context
+        return DraftModelProposer(model, target=options.target, draft_tokens=options.draft_tokens, context=own)
     return DraftModelTreeProposer(model, target=options.target, shape=_tree_shape(options))
 
 
