@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model.cached_checkpoints import write_scales
 from model.harness import Driver
@@ -20,6 +21,7 @@ from outrider.model import load_decoder
 from outrider.model.inputs import KeptRows
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import (
+    SHAPE,
     write_checkpoint,
     write_dflash,
     write_eagle,
@@ -339,3 +341,46 @@ def test_what_auto_round_says_that_is_refused(plain, tmp_path, said, message):
     )
     with pytest.raises(CheckpointError, match=message):
         engine_of(tmp_path)
+
+
+# -- rope ------------------------------------------------------------------------------------------------------------
+
+
+def generated(model):
+    """The greedy tokens of transformers' ``generate``, whose cache keeps keys as they were rotated."""
+    model, found = model.double(), []
+    model.generation_config.eos_token_id = None
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        out = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=COUNT, do_sample=False, pad_token_id=0
+        )
+        found.append(tuple(out[0, len(prompt) :].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("original", [4, 12])
+def test_longrope_on_both_sides_of_the_original_context(tmp_path, original):
+    """A prompt beyond the original context, and outputs that reach beyond it; each twice, from the prefix cache."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": original}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 4.0, 8.0]}
+    model = write_checkpoint(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=64)
+    expected = generated(model)
+    for speculate in ("none", "draft-model"):
+        engine = engine_of(tmp_path, speculate, draft=tmp_path if speculate == "draft-model" else None)
+        assert [tokens_of(engine), tokens_of(engine)] == [expected, expected], speculate
+    rewrite(tmp_path, lambda state: None, rope_parameters=rope | {"long_factor": [1.0]})
+    with pytest.raises(CheckpointError, match="longrope has 1 factors in a list, expected half the head size, 4"):
+        engine_of(tmp_path)
+
+
+def test_ministral3_scales_queries_beyond_the_original_context(tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 4}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.9}
+    torch.manual_seed(3)
+    config = CONFIG_MAPPING["ministral3"](**SHAPE, head_dim=8, rope_parameters=rope)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    check(tmp_path, model)
+    rewrite(tmp_path, lambda state: None, rope_parameters=rope | {"llama_4_scaling_beta": 0.0})
+    assert tokens_of(engine_of(tmp_path)) != oracle(model), "the factors make no difference"
