@@ -198,7 +198,7 @@ def test_eagle_with_an_output_head(target, tmp_path, copy):
     own = own if copy else own.flip(0)
     rewrite(tmp_path, lambda state: state | {"lm_head.weight": own})
     head = check(directory, model, "eagle", draft=tmp_path).proposer.head
-    assert (head.weights.head is None) is copy
+    assert (head._head is None) is copy
     hidden = torch.randn(2, 32, dtype=torch.float64)
     torch.testing.assert_close(head.logits(hidden), hidden @ own.double().T)
     if copy:
