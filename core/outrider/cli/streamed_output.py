@@ -53,7 +53,7 @@ class StreamedOutput:
         ended: Callable[[], bool] = lambda: False,
     ) -> None:
         """Generate, and pass text to ``write`` as soon as later tokens can't change it. Abort once ``ended`` returns True."""
-        decoder = engine.tokenizer.stream() if engine.has_tokenizer else None
+        decoder = engine.tokenizer.stream(prompt=self.prompt.tokens) if engine.has_tokenizer else None
         before = engine.stats
         started = time.perf_counter()
         try:

@@ -60,7 +60,7 @@ class Admission:
         for index in range(params.n):
             request = Request(first_id + index, prompt, params.sample(index), stops, urgency, pictures, rope_key)
             if params.stop and self.tokenizer is not None:
-                request.stop_text = watch_stop_strings(self.tokenizer, params)
+                request.stop_text = watch_stop_strings(self.tokenizer, params, prompt)
             if params.guide is not None:
                 request.guidance = self.grammars.guidance(params, stops)
             samples.append(request)
@@ -124,7 +124,7 @@ class Admission:
         request.iterations, request.verified_tokens = handed.iterations, handed.verified_tokens
         request.context = (*handed.prompt, *handed.output[:-1])
         if handed.params.stop and self.tokenizer is not None:
-            request.stop_text = watch_stop_strings(self.tokenizer, handed.params, handed.output)
+            request.stop_text = watch_stop_strings(self.tokenizer, handed.params, handed.prompt, handed.output)
             request.text.append(request.stop_text.pop_certain_text())
         if handed.params.guide is not None:
             request.guidance = self.grammars.guidance(handed.params, stops)
