@@ -65,7 +65,7 @@ def test_trace_looks_at_its_files_before_the_script_runs(outrider, script, given
 
 ENGINE = """
 from outrider import Engine, EngineConfig, SamplingParams, get_backend
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 
 for name in ({backends}):
     config = EngineConfig(max_requests=1, max_context=64)

@@ -173,7 +173,7 @@ def test_odd_sizes_are_refused(odd, layout, match):
 
 
 def test_the_bundled_model_is_refused_at_three():
-    from outrider.cli.models import bundled
+    from outrider.bundled import bundled
 
     with pytest.raises(ConfigError, match="8 heads, which can't be shared out among 3 ranks"):
         ParallelConfig(tensor=3).shards(0).local(ModelConfig.from_checkpoint(bundled("target")), "the model")

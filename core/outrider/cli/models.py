@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.bundled import BUNDLED_HEADS, bundled
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.files import check_directory
 from outrider.cli.starting import chosen, print_choices, print_start_report, show_progress
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
     from outrider.model.tuning import PreparedKernels
-
-BUNDLED_HEADS = ("eagle", "dflash")
-"""Proposers for which the bundled model has a head."""
 
 ModelOption = Annotated[
     Path | None,
@@ -249,11 +246,6 @@ def vocabulary_of(given: str | int | None) -> Path | int | None:
     if given is None or isinstance(given, int):
         return given
     return int(given) if given.isascii() and given.isdigit() else Path(given)
-
-
-def bundled(part: str) -> Path:
-    """Return the directory of the bundled ``target`` model, or of its head for one of :data:`BUNDLED_HEADS`."""
-    return Path(str(resources.files("outrider").joinpath("bundled", part)))
 
 
 def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seconds: float, tell: Tell) -> PreparedKernels:

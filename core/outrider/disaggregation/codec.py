@@ -105,7 +105,7 @@ def encode_output(output: StepOutput) -> dict[str, Any]:
         "tokens": list(output.tokens),
         "finish_reason": output.finish_reason,
         "logprobs": encode_logprobs(output.logprobs),
-        "text": output.text,
+        "text": output.searched_text,
         "error": output.error,
         "refused": output.refused,
         "counts": {each.name: getattr(output, each.name) for each in fields(output) if each.name in _COUNT_FIELDS},

@@ -58,7 +58,6 @@ class BaseDraftHead:
         if self._head is None:
             return True
         own, other = self._head, target.weights.head if isinstance(target, Decoder) else None
-        are_plain = isinstance(own, Tensor) and isinstance(other, Tensor)
-        if are_plain and self._ids is None and torch.equal(own, other):
+        if self._ids is None and isinstance(own, Tensor) and isinstance(other, Tensor) and torch.equal(own, other):
             self._head = None
         return self._head is None

@@ -47,6 +47,9 @@ class Tokenizer:
         self._byte_level = _has_decoder(parts.get("decoder"), "ByteLevel")
         self._spaced = self._byte_fallback or _has_decoder(parts.get("decoder"), "Metaspace")
         self._added = frozenset(int(each["id"]) for each in parts.get("added_tokens") or ())
+        self._special = frozenset(
+            int(token) for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special
+        )
         self._alphabet = _byte_alphabet() if self._byte_level else {}
 
     @classmethod
@@ -122,7 +125,7 @@ class Tokenizer:
     @property
     def special_tokens(self) -> frozenset[int]:
         """Ids of special tokens, which have no text."""
-        return frozenset(int(i) for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+        return self._special
 
     def token_bytes(self, vocabulary: int) -> list[bytes]:
         """Return the bytes that each token of a model's ``vocabulary`` adds to a text.
