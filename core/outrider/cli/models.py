@@ -293,13 +293,14 @@ def load(
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
 
+    # The engine checks names that the user gave as strings.
+    names: dict[str, Any] = {"quantized": speculation.quantized, "draft_output_head": speculation.draft_output_head}
     config = EngineConfig(
         draft_tokens=speculation.draft_tokens,
         draft_topk=speculation.draft_topk,
-        dtype=dtype,
         prefix_cache=prefix_cache,
         **asdict(running or Running()),
-        **{"max_requests": max_requests} | (sizes or Sizes()).given,
+        **{"max_requests": max_requests, "dtype": dtype} | (sizes or Sizes()).given,
     )
     registry = Registry(probe=plugin_probe())
     if joined is None:
@@ -318,9 +319,8 @@ def load(
             config=config,
             through_transformers=speculation.through_transformers,
             trust_remote_code=speculation.trust_remote_code,
-            quantized=speculation.quantized,
-            draft_output_head=speculation.draft_output_head,
             draft_vocabulary=speculation.draft_vocabulary,
+            **names,
             progress=lambda file, done, total: tell(f"loading {file}", done, total),
             capture_progress=lambda done, total: tell("capturing graphs", done, total),
             ranks=ranks,

@@ -118,6 +118,7 @@ def decode_output(body: Any, request_id: int) -> StepOutput:
         reason = body["finish_reason"]
         if not set(body["counts"]) <= _COUNT_FIELDS:
             raise WireError("an output has counts that this version doesn't know; run one version on both sides")
+        counts: dict[str, Any] = {name: decode_int(value) for name, value in body["counts"].items()}
         return StepOutput(
             request_id,
             _tokens(body["tokens"]),
@@ -126,7 +127,7 @@ def decode_output(body: Any, request_id: int) -> StepOutput:
             _text(body["text"]),
             _text(body["error"]),
             refused=body["refused"] is True,
-            **{name: decode_int(value) for name, value in body["counts"].items()},
+            **counts,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -72,7 +72,7 @@ class Admission:
         """Create the samples of each prompt. ``params`` is one value for all prompts or one for each; ``media`` is None or
         one sequence for each prompt.
         """
-        if not isinstance(prompts, Sized):
+        if not isinstance(prompts, Collection):
             raise RequestError(f"prompts is {shown(prompts)}; expected a text, or a sequence of texts or of token ids")
         count = len(prompts)
         if not (params is None or isinstance(params, SamplingParams | Sequence)):
