@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from model.cached_checkpoints import write_scales
 from model.harness import Driver
 from model.quantized_checkpoints import write_awq, write_fp8, write_gptq
+from model.test_dflash import envelope
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
@@ -384,3 +385,23 @@ def test_ministral3_scales_queries_beyond_the_original_context(tmp_path):
     check(tmp_path, model)
     rewrite(tmp_path, lambda state: None, rope_parameters=rope | {"llama_4_scaling_beta": 0.0})
     assert tokens_of(engine_of(tmp_path)) != oracle(model), "the factors make no difference"
+
+
+# -- other drafts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_model_of_a_shorter_context(target, tmp_path):
+    directory, model = target
+    for path in ("config.json", "model.safetensors"):
+        (tmp_path / path).write_bytes((directory / path).read_bytes())
+    rewrite(tmp_path, lambda state: None, max_position_embeddings=8)
+    assert check(directory, model, draft=tmp_path).max_context == 48
+
+
+def test_dflash_with_sliding_layers_and_a_draft_vocabulary(target, tmp_path):
+    directory, model = target
+    write_dflash(tmp_path / "head")
+    envelope(tmp_path)
+    drafting = check(directory, model, "dflash", draft=tmp_path / "head")
+    assert drafting.proposer.head.draft_vocab_size == 40
+    assert drafting.proposer.head.config.windows == (5, 0)
