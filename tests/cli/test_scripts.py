@@ -126,7 +126,7 @@ def test_a_script_that_fails_shows_its_line_and_is_never_clean(outrider, end, sa
 
 ENGINE = """
 from outrider import Engine, EngineConfig, SamplingParams, get_backend
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 
 for name in ({backends}):
     config = EngineConfig(max_requests=1, max_context=64)

@@ -5,8 +5,7 @@ import pytest
 from outrider import Engine, EngineConfig
 from outrider.errors import CheckpointError
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import write_eagle
-from tiny_checkpoints import word_tokenizer, write_checkpoint
+from tiny_checkpoints import word_tokenizer, write_checkpoint, write_eagle
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from outrider.model import find_checkpoint
 from outrider.model.files import open_checkpoint
 from outrider.model.rope import RopeConfig, inverse_frequencies
 from outrider.model.tokenizer import Tokenizer as OurTokenizer
-from outrider_proof.checkpoints import write_checkpoint
+from tiny_checkpoints import write_checkpoint
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 FAMILIES = ("llama", "llama-biases", "llama-tied", "llama-mha", "mistral-window", "qwen2", "qwen3", "qwen3_moe")

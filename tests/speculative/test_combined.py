@@ -12,10 +12,9 @@ from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
-from outrider_proof.checkpoints import write_eagle
 from outrider_proof.proposers import untrained
 from outrider_proof.tiny import plain_config
-from tiny_checkpoints import write_checkpoint
+from tiny_checkpoints import write_checkpoint, write_eagle
 
 
 def combined(other=None, least=2):

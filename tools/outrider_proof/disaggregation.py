@@ -35,7 +35,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from outrider import SamplingParams
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 from outrider.disaggregation.connections import PeerAddress
 from outrider.disaggregation.decode_client import DecodeClient
 from outrider.disaggregation.page_landing import FollowerLinks

@@ -47,7 +47,8 @@ class ChoiceText:
     """A decoder of one choice: turns the token ids of its outputs into text, output by output.
 
     With ``special_tokens`` the text includes the spelling of special tokens, which a tool-call parser needs. With ``pieces``
-    each delta has the text of each of its tokens. ``ends`` are the end-of-sequence tokens, which never have text.
+    each delta has the text of each of its tokens. The text continues that of the ``prompt`` tokens. ``ends`` are the
+    end-of-sequence tokens, which never have text.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ChoiceText:
         index: int,
         params: SamplingParams,
         *,
+        prompt: Sequence[int],
         ends: Collection[int],
         special_tokens: bool = False,
         pieces: bool = False,
@@ -64,7 +66,7 @@ class ChoiceText:
         self._ends = ends
         # With stop strings the engine decodes the text itself, because it has to find them.
         self._text_from_engine = bool(params.stop)
-        self._decoder = tokenizer.stream(special_tokens=special_tokens)
+        self._decoder = tokenizer.stream(special_tokens=special_tokens, prompt=prompt)
         self._has_pieces = pieces
         self.finish_reason: str | None = None
 

@@ -161,7 +161,7 @@ class EngineLoop:
             if not running:
                 del self._request_ids[key]
         finish_reason = None if reason is None else str(reason)
-        details = (output.logprobs, output.text, output.error, output.drafted, output.proposed, output.refused)
+        details = (output.logprobs, output.searched_text, output.error, output.drafted, output.proposed, output.refused)
         self._events.append(SampleOutput(key, sample, output.tokens, finish_reason, *details))
 
     def _stop(self) -> None:

@@ -213,6 +213,7 @@ class Generation:
                         service.prompter.tokenizer,
                         len(self._choices),
                         each,
+                        prompt=prompt.tokens,
                         ends=service.engine.info.eos_token_ids,
                         special_tokens=self._special_tokens,
                         pieces=self._pieces,
