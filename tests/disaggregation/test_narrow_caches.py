@@ -10,8 +10,8 @@ from outrider import Engine, SamplingParams
 from outrider.disaggregation.codec import engine_fit
 from outrider.transports.local_transport import LocalTransport
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.checkpoints import write_eagle
 from outrider_proof.tiny import plain_config
-from tiny_checkpoints import write_eagle
 
 PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (8, 9), tuple(range(10, 30))]
 

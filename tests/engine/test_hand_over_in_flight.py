@@ -9,9 +9,9 @@ from outrider.model import MediaProcessor, load_decoder, load_eagle, load_vision
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.checkpoints import write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
-from tiny_checkpoints import write_vision_checkpoint
 
 TOKENS = 10
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)

@@ -24,19 +24,15 @@ from outrider.device import OutriderError
 from outrider.errors import CheckpointError
 from outrider.model import MediaProcessor
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.checkpoints import IMAGE, SHAPE, picture, write_eagle, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import (
-    IMAGE,
-    SHAPE,
     byte_level_tokenizer,
-    picture,
     sentencepiece_tokenizer,
     write_checkpoint,
     write_dflash,
-    write_eagle,
     write_eagle3,
     write_peagle,
-    write_vision_checkpoint,
 )
 
 TARGET = "llama"

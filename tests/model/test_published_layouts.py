@@ -21,16 +21,9 @@ from outrider.errors import CheckpointError
 from outrider.model import load_decoder
 from outrider.model.inputs import KeptRows
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.checkpoints import SHAPE, write_eagle
 from outrider_proof.tiny import plain_config
-from tiny_checkpoints import (
-    SHAPE,
-    write_checkpoint,
-    write_dflash,
-    write_eagle,
-    write_eagle3,
-    write_mtp,
-    write_peagle,
-)
+from tiny_checkpoints import write_checkpoint, write_dflash, write_eagle3, write_mtp, write_peagle
 
 PROMPTS, COUNT = [[5, 6, 7, 8, 5, 6], [9]], 10
 GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)

@@ -18,7 +18,7 @@ from outrider.model import (
     prompt_positions,
     speculative_positions,
 )
-from tiny_checkpoints import IMAGE, VIDEO, VISION_FAMILIES, VISION_TOKENS, picture, write_vision_checkpoint
+from outrider_proof.checkpoints import IMAGE, VIDEO, VISION_FAMILIES, VISION_TOKENS, picture, write_vision_checkpoint
 
 STEPS = 12
 START, END = VISION_TOKENS["vision_start_token_id"], VISION_TOKENS["vision_end_token_id"]

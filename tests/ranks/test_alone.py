@@ -15,10 +15,10 @@ from outrider.model import load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
+from outrider_proof.checkpoints import IMAGE
 from outrider_proof.engine_setups import pictures, vision_checkpoint
 from outrider_proof.guides import ResidueGrammars, Residues
 from outrider_proof.tiny import plain_config
-from tiny_checkpoints import IMAGE
 
 TENSOR, DATA = ParallelConfig(tensor=2), ParallelConfig(data=2)
 PROMPTS = [(3,), (1, 2, 3, 4, 5), (7, 8, 9)]

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from outrider.model import load_through_transformers
+from outrider_proof.checkpoints import SHAPE
 from outrider_sim.strategies import make_strategy
-from tiny_checkpoints import SHAPE
 
 
 @pytest.fixture(scope="module")

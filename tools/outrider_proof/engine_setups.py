@@ -23,6 +23,7 @@ from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import quantised, tiny
+from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
 from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram, Serving, draft_length_of, limited_prefill_graphs
 from outrider_proof.guides import guide
 from outrider_proof.proposers import EXTREMES, MAKERS, decoder
@@ -30,7 +31,6 @@ from outrider_proof.quantised import QUANTISED
 from outrider_proof.subjects import tiny_images
 from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
-from tiny_checkpoints import IMAGE, picture, write_vision_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -77,7 +77,7 @@ def bundled_text() -> Subject:
 def tiny_images() -> Subject:
     """Return a tiny random vision-language model with a random EAGLE head, written once per process."""
     from outrider_proof.engine_setups import text, vision_checkpoint
-    from tiny_checkpoints import IMAGE, write_eagle
+    from outrider_proof.checkpoints import IMAGE, write_eagle
 
     directory = vision_checkpoint()
     if not (directory / "eagle").is_dir():
