@@ -11,7 +11,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tiny_checkpoints import SHAPE, layer_products, save_head
+from outrider_proof.checkpoints import SHAPE, layer_products, save_head
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
