@@ -25,6 +25,7 @@ _CONFIG_FILE, _ADDED_TOKENS_FILE = "tokenizer_config.json", "added_tokens.json"
 _ADDED_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _LEGACY_FILES = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 _MAX_GROWTH = 10_000
+_LONG_TEXT = 4096  # characters from which encode releases Python's global lock, which takes some microseconds
 _MAX_FILE_BYTES = 256 << 20  # a vocabulary of a quarter million tokens has thirty million bytes
 
 
@@ -89,7 +90,10 @@ class Tokenizer:
             except UnicodeEncodeError as error:
                 raise RequestError(f"the text has half a character at {error.start} (a lone surrogate)") from error
         with wrap_read_errors(self.origin, "a tokenizer"):
-            return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+            if len(text) < _LONG_TEXT:
+                return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+            # Other threads run meanwhile: of tokenizers' functions only those for batches release Python's global lock.
+            return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Return the text of ``ids``. Unknown ids are skipped, and special tokens unless ``special_tokens`` is true."""

@@ -23,7 +23,7 @@ from outrider.serve.asgi_responses import DeferredResponse, EventStreamResponse 
 from outrider.serve.config import ServeConfig  # noqa: E402
 from outrider.serve.engine_client import EngineClient  # noqa: E402
 from outrider.serve.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
-from outrider.serve.prompt_builder import EnginePrompt, PromptBuilder, prompt_size  # noqa: E402
+from outrider.serve.prompt_builder import EnginePrompt, PromptBuilder, listed_prompts, prompt_size  # noqa: E402
 from outrider.serve.request_fields import ChatRequest, CompletionRequest, SamplingFields  # noqa: E402
 from outrider.serve.request_middleware import LOG_FIELDS_KEY, RequestMiddleware  # noqa: E402
 from outrider.serve.request_params import check_supported, format_guide, sampling_params  # noqa: E402
@@ -97,8 +97,9 @@ def create_app(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Generate a continuation of each prompt."""
         _check(service, body)
+        service.check_room(len(listed_prompts(body.prompt)) * (body.n or 1))
         prompts = await service.build_prompts(lambda: prompter.completion_prompts(body.prompt), size=prompt_size(body.prompt))
-        texts = [prompter.tokenizer.decode(prompt.tokens) for prompt in prompts] if body.echo else []
+        texts = prompter.prompt_texts(body.prompt) if body.echo else []
         echoed = [text for text in texts for _ in range(body.n or 1)]
         return await _generate(service, request, body, prompts, body.max_tokens or 16, fingerprint, echoed=echoed)
 
@@ -106,6 +107,7 @@ def create_app(
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
         _check(service, body)
+        service.check_room(body.n or 1)
         calls = RequestToolCalls(body, prompter.response_template)
         prompt = await service.build_prompts(lambda: prompter.chat(body), size=None)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -89,13 +89,7 @@ class Service:
         longest = self.engine.info.longest_request
         # An image counts as one placeholder token here; in the KV cache it has one token for each feature.
         length = len(prompt.tokens)
-        max_length = longest - 1
-        if length > max_length:
-            raise bad_request(
-                f"the prompt has {length} tokens, this server takes {max_length} at most (its context is {longest})",
-                "prompt",
-                "context_length_exceeded",
-            )
+        self.prompter.check_length(length)
         if max_tokens is not None and length + max_tokens > longest:
             raise bad_request(
                 f"this model's maximum context length is {longest} tokens; the request has {length} in the prompt and asks "
@@ -121,7 +115,17 @@ class Service:
         full.
         """
         self.check_accepting()
-        samples = sum(each.n for each in params)
+        self.check_room(sum(each.n for each in params))
+        generation = Generation(self, special_tokens=special_tokens, pieces=pieces)
+        try:
+            await generation.start(prompts, params, priority)
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    def check_room(self, samples: int) -> None:
+        """Raise :class:`ApiError` if the server can't run or queue ``samples`` more choices now."""
         capacity = self.engine.info.max_requests + self.config.max_queued
         if samples > capacity:
             raise bad_request(f"the request asks for {samples} choices, this server runs and queues {capacity}", "n")
@@ -133,13 +137,6 @@ class Service:
                 code="queue_full",
                 headers={"Retry-After": str(_RETRY_AFTER_S)},
             )
-        generation = Generation(self, special_tokens=special_tokens, pieces=pieces)
-        try:
-            await generation.start(prompts, params, priority)
-        except BaseException:
-            generation.close()
-            raise
-        return generation
 
     # -- shutdown ----------------------------------------------------------------------------------------------------
 
