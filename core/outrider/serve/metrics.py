@@ -54,7 +54,7 @@ class ServerMetrics:
         self._aborted = self._counters(("outrider_aborted",), "Samples that were aborted: client gone, timeout or error.")
         self._finished = Counter(
             "outrider_samples",
-            "Samples that finished, by finish reason.",
+            "Samples that ended, by finish reason, also by an error.",
             ["model_name", "finish_reason"],
             registry=registry,
         )
@@ -89,17 +89,19 @@ class ServerMetrics:
             self._proposed[proposed] += 1
             self._accepted[drafted] += 1
 
-    def record_finished(self, seconds: float, prompt_tokens: int, output_tokens: int, reasons: list[str]) -> None:
-        """Record a request that finished after ``seconds``, with the finish reason of each of its choices."""
+    def record_finished(self, seconds: float, prompt_tokens: int, output_tokens: int) -> None:
+        """Record the time and the lengths of a request all of whose choices have ended without an error."""
         _observe(self._request_time, seconds)
         _observe(self._prompt_lengths, prompt_tokens)
         _observe(self._output_lengths, output_tokens)
-        self.count_tokens(prompt_tokens, output_tokens)
+
+    def count_samples(self, reasons: list[str]) -> None:
+        """Count the choices of a request that have ended, by their finish reasons."""
         for reason in reasons:
             self._finished.labels(self._model, reason).inc()
 
     def count_tokens(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Add the tokens of a finished or aborted request to the counters."""
+        """Add the tokens of a request to the counters, however it ended."""
         _increment(self._prompt_tokens, prompt_tokens)
         _increment(self._output_tokens, output_tokens)
 

@@ -37,6 +37,13 @@ class EnginePrompt:
     """Images of the prompt, in the order of their placeholder tokens."""
     text: str = ""
     """Text that the chat template made of a conversation; empty for other prompts."""
+    media_tokens: int = 0
+    """Number of tokens that the engine adds to ``tokens``: all features of an image but the first."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that the engine reads."""
+        return len(self.tokens) + self.media_tokens
 
 
 class PromptResources:
@@ -185,7 +192,8 @@ class PromptBuilder:
             raise bad_request(str(error), "messages") from error
         if images and sum(token == self._info.image_token for token in tokens) != len(images):
             raise bad_request("the chat template gave the images no place each; is it that of a vision model?", "messages")
-        return EnginePrompt(tokens, images, text)
+        features = sum(image.grid.patches // self._info.patches_per_feature for image in images)
+        return EnginePrompt(tokens, images, text, features - len(images))
 
     def _message(self, index: int, message: ChatMessage, images: list[Media]) -> dict[str, Any]:
         """Return a message in the form that chat templates read. Its images are appended to ``images``."""

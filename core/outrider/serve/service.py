@@ -15,6 +15,7 @@ from outrider.serve.api_errors import OVERLOADED, SERVER, ApiError, bad_request,
 from outrider.serve.choice_text import ChoiceDelta, ChoiceText
 from outrider.serve.config import ServeConfig
 from outrider.serve.engine_client import EngineClient, EngineGone, Inbox
+from outrider.serve.engine_messages import SampleOutput
 from outrider.serve.metrics import ServerMetrics
 from outrider.serve.prompt_builder import EnginePrompt, PromptBuilder
 
@@ -87,8 +88,7 @@ class Service:
         Raises :class:`ApiError` if prompt and output exceed the context length.
         """
         longest = self.engine.info.longest_request
-        # An image counts as one placeholder token here; in the KV cache it has one token for each feature.
-        length = len(prompt.tokens)
+        length = prompt.length
         self.prompter.check_length(length)
         if max_tokens is not None and length + max_tokens > longest:
             raise bad_request(
@@ -174,7 +174,7 @@ class Generation:
         self._arrival_time = time.perf_counter()
         self._last_output_time: dict[int, float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._closed = self._recorded = False
         self.log_fields: dict[str, Any] = {}
         """Fields for the log record of the request; :meth:`close` adds them."""
         self.prompt_tokens = 0
@@ -192,7 +192,7 @@ class Generation:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Finish reasons of the choices that have ended, in the order of the choices."""
+        """Finish reasons of the choices that have ended, also by an error, in the order of the choices."""
         return [choice.finish_reason for choice in self._choices.values() if choice.finish_reason is not None]
 
     async def start(self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], priority: int) -> None:
@@ -201,9 +201,12 @@ class Generation:
         timeout_s = service.config.request_timeout_s
         timeout = ApiError(504, f"the request wasn't done within {timeout_s:g} s", kind=SERVER, code="timeout")
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self.fail, timeout)
+        last: EnginePrompt | None = None
         try:
             for prompt, each in zip(prompts, params, strict=True):
-                self.prompt_tokens += len(prompt.tokens)
+                if prompt is not last:  # greedy choices of one prompt are separate requests
+                    self.prompt_tokens += prompt.length
+                last = prompt
                 key = service.engine.submit(self._inbox, prompt.tokens, each, priority=priority, media=prompt.media)
                 for sample in range(each.n):
                     self._choices[key, sample] = ChoiceText(
@@ -216,6 +219,8 @@ class Generation:
                     )
             await self._inbox.wait_until_admitted()
         except Exception as error:
+            if isinstance(error, RequestError):
+                self.prompt_tokens = 0  # the engine has refused the prompt
             raise _client_error(error) from error
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
@@ -224,7 +229,6 @@ class Generation:
         Raises :class:`ApiError` if the request fails or times out.
         """
         num_running = len(self._choices)
-        metrics = self._service.metrics
         while num_running:
             try:
                 outputs = await self._inbox.receive_outputs()
@@ -232,27 +236,44 @@ class Generation:
                 raise _client_error(error) from error
             now = time.perf_counter()
             deltas: list[ChoiceDelta] = []
-            for output in outputs:
-                choice = self._choices[output.key, output.sample]
+            choices = [self._count(output, now) for output in outputs]  # all, before one raises
+            for choice, output in zip(choices, outputs, strict=True):
                 if output.refused:
                     raise bad_request(f"the request can't be served any further: {output.error}", code="failed")
                 if output.error is not None:
                     raise ApiError(500, f"the request failed on the device: {output.error}", kind=SERVER, code="failed")
-                if output.tokens:
-                    if self.first_token_s is None:
-                        self.first_token_s = now - self._arrival_time
-                        metrics.record_first_token(self.first_token_s)
-                    last = self._last_output_time.get(choice.index)
-                    interval = None if last is None else now - last
-                    metrics.record_output(interval, len(output.tokens), output.drafted, output.proposed)
-                    self._last_output_time[choice.index] = now
-                    self.output_tokens += len(output.tokens)
-                    self.accepted_draft_tokens += output.drafted
                 deltas.append(choice.add(output))
                 num_running -= output.finish_reason is not None
             yield deltas
-        seconds = time.perf_counter() - self._arrival_time
-        metrics.record_finished(seconds, self.prompt_tokens, self.output_tokens, self.finish_reasons)
+        self._record()
+
+    def _count(self, output: SampleOutput, now: float) -> ChoiceText:
+        """Count the tokens of an output that has arrived, and return its choice."""
+        choice, metrics = self._choices[output.key, output.sample], self._service.metrics
+        choice.finish_reason = output.finish_reason
+        if output.tokens:
+            if self.first_token_s is None:
+                self.first_token_s = now - self._arrival_time
+                metrics.record_first_token(self.first_token_s)
+            last = self._last_output_time.get(choice.index)
+            interval = None if last is None else now - last
+            metrics.record_output(interval, len(output.tokens), output.drafted, output.proposed)
+            self._last_output_time[choice.index] = now
+            self.output_tokens += len(output.tokens)
+            self.accepted_draft_tokens += output.drafted
+        return choice
+
+    def _record(self) -> None:
+        """Add the request to the metrics, once."""
+        if self._recorded:
+            return
+        self._recorded = True
+        metrics, reasons = self._service.metrics, self.finish_reasons
+        if len(reasons) == len(self._choices) and "error" not in reasons:
+            seconds = time.perf_counter() - self._arrival_time
+            metrics.record_finished(seconds, self.prompt_tokens, self.output_tokens)
+        metrics.count_samples(reasons)
+        metrics.count_tokens(self.prompt_tokens, self.output_tokens)
 
     def fail(self, error: ApiError) -> None:
         """End the request: the reader of :meth:`deltas` raises ``error`` after the outputs that have arrived."""
@@ -268,6 +289,10 @@ class Generation:
         service = self._service
         service._open.discard(self)
         aborted = service.engine.abort(self._inbox)
+        for output in self._inbox.pop_outputs():  # that no reader has received
+            self._count(output, time.perf_counter())
+        service.metrics.count_aborted(aborted)
+        self._record()
         self.log_fields |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
         self.log_fields |= {
             "accepted_draft_tokens": self.accepted_draft_tokens,
@@ -276,9 +301,6 @@ class Generation:
         }
         if self.first_token_s is not None:
             self.log_fields["first_token_s"] = round(self.first_token_s, 6)
-        if aborted:
-            service.metrics.count_aborted(aborted)
-            service.metrics.count_tokens(self.prompt_tokens, self.output_tokens)
 
 
 def _client_error(error: Exception) -> Exception:
