@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS
 
@@ -29,9 +29,28 @@ IGNORED = (
 
 _MAX_INT32 = 2**31 - 1
 _MAX_PROMPTS = 65536
+_MAX_DEPTH = 200
+"""Maximum nesting of a JSON object. pydantic can write out 255 levels."""
 _ShortText = Annotated[str, Field(max_length=4096)]
 T = TypeVar("T")
 _ListOf = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _check_depth(value: Any) -> Any:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+
+_JsonObject = Annotated[dict[str, Any], AfterValidator(_check_depth)]
 
 
 def _limited_biases(biases: Any) -> Any:
@@ -86,7 +105,7 @@ class SamplingFields(_Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_limited_biases)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: _JsonObject | None = None
 
     # Fields of other servers
     top_k: Annotated[int, Field(ge=-1, le=_MAX_INT32)] | None = Field(None, description="0 or -1: all tokens.")
@@ -100,10 +119,10 @@ class SamplingFields(_Strict):
 
     # Fields without effect
     user: _ShortText | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: _JsonObject | None = None
     store: bool | None = None
     service_tier: _ShortText | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: _JsonObject | None = None
     safety_identifier: _ShortText | None = None
     prompt_cache_key: _ShortText | None = None
     prompt_cache_retention: _ShortText | None = None
@@ -156,8 +175,8 @@ class MessagePart(_Strict):
     text: str | None = None
     image_url: ImageUrl | None = None
     refusal: str | None = None
-    input_audio: dict[str, Any] | None = None
-    file: dict[str, Any] | None = None
+    input_audio: _JsonObject | None = None
+    file: _JsonObject | None = None
 
 
 class ChatMessage(_Strict):
@@ -171,7 +190,7 @@ class ChatMessage(_Strict):
     tool_call_id: _ShortText | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    audio: dict[str, Any] | None = None
+    audio: _JsonObject | None = None
     function_call: FunctionCall | None = None
 
 
@@ -180,7 +199,7 @@ class ToolFunction(_Strict):
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: _JsonObject | None = None
     strict: bool | None = None
 
 
@@ -218,8 +237,8 @@ class ChatRequest(SamplingFields):
     reasoning_effort: _ShortText | None = Field(None, description="A variable for the chat template.")
     verbosity: _ShortText | None = None
     modalities: _ListOf[_ShortText] | None = None
-    audio: dict[str, Any] | None = None
-    web_search_options: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    functions: _ListOf[dict[str, Any]] | None = None
-    function_call: str | dict[str, Any] | None = None
+    audio: _JsonObject | None = None
+    web_search_options: _JsonObject | None = None
+    chat_template_kwargs: _JsonObject | None = None
+    functions: _ListOf[_JsonObject] | None = None
+    function_call: str | _JsonObject | None = None

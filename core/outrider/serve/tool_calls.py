@@ -59,6 +59,10 @@ TOOL_CALL_FORMATS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Tool-call formats of model families (Hermes and Qwen, Mistral, Llama 3), each a transformers ``response_template``."""
+_NAMED_SCHEMAS = ("properties", "$defs", "definitions")
+"""Keywords of JSON Schema whose values are objects of schemas by name."""
+_VALUE_KEYWORDS = ("const", "enum", "default", "examples")
+"""Keywords of JSON Schema that hold values, in which ``$ref`` is no reference."""
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Field names of response templates that the API reports as ``reasoning_content``."""
 
@@ -202,7 +206,12 @@ class RequestToolCalls:
             self._require_tool(choice.function.name)
         elif choice == "required":
             limit = {"maxItems": 1} if request.parallel_tool_calls is False else {}
-            calls = {"type": "array", "minItems": 1, **limit, "items": {"anyOf": [*map(_call_schema, self._tools)]}}
+            items = {"anyOf": [_call_schema(tool, index) for index, tool in enumerate(self._tools)]}
+            definitions = {
+                _definition_name(index): _moved(_parameters(tool["function"]), index)
+                for index, tool in enumerate(self._tools)
+            }
+            calls = {"type": "array", "minItems": 1, **limit, "items": items, "$defs": definitions}
             self.guide = self._make_guide(calls)
             self._make_reader = lambda prompt: CallListReader()
         elif template is not None and choice != "none":
@@ -230,14 +239,35 @@ class RequestToolCalls:
             raise bad_request(f"the tools' parameters can't be enforced: {one_line(str(error))}", "tools") from error
 
 
-def _call_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    function = tool["function"]
+def _call_schema(tool: dict[str, Any], index: int) -> dict[str, Any]:
+    arguments = {"$ref": f"#/$defs/{_definition_name(index)}"}
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, "arguments": _parameters(function)},
+        "properties": {"name": {"const": tool["function"]["name"]}, "arguments": arguments},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
+
+
+def _definition_name(index: int) -> str:
+    return f"tool{index}"
+
+
+def _moved(schema: Any, index: int) -> Any:
+    """Return the schema of a tool's parameters for its place in ``$defs``: references stay relative to the tool's schema."""
+    if isinstance(schema, list):
+        return [_moved(each, index) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = f"#/$defs/{_definition_name(index)}{value[1:]}"
+        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
+            moved[key] = {name: _moved(each, index) for name, each in value.items()}
+        else:
+            moved[key] = value if key in _VALUE_KEYWORDS else _moved(value, index)
+    return moved
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
