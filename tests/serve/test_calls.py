@@ -94,9 +94,9 @@ def asked(**more):
 
 def test_what_is_asked_for_by_a_choice_of_tools():
     assert RequestToolCalls(asked(), None).guide is None
-    assert RequestToolCalls(asked(tools=[TOOL]), None).special_tokens is False
-    assert RequestToolCalls(asked(tools=[TOOL]), TOOL_CALL_FORMATS["hermes"]).special_tokens is True
-    assert RequestToolCalls(asked(tools=[TOOL], tool_choice="none"), TOOL_CALL_FORMATS["hermes"]).special_tokens is False
+    assert RequestToolCalls(asked(tools=[TOOL]), None).needs_markers is False
+    for fields in ({}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"}):
+        assert RequestToolCalls(asked(**fields), TOOL_CALL_FORMATS["hermes"]).needs_markers is True
     assert '"minItems": 1' in RequestToolCalls(asked(tools=[TOOL], tool_choice="required"), None).guide.schema
     named = {"type": "function", "function": {"name": "look"}}
     assert json.loads(RequestToolCalls(asked(tools=[TOOL], tool_choice=named), None).guide.schema)["properties"] == {

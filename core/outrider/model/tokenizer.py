@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from functools import partial
+import re
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,11 @@ class Tokenizer:
         with wrap_read_errors(self.origin, "a tokenizer"):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens))
 
+    def spelled_in(self, text: str) -> tuple[int, ...]:
+        """Return the special tokens whose spelling is in ``text``, also as a regular expression."""
+        special = [(token, str(self._tokenizer.id_to_token(token))) for token in sorted(self.special_tokens)]
+        return tuple(token for token, spelling in special if spelling in text or re.escape(spelling) in text)
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its spelling, or None."""
         found = self._tokenizer.token_to_id(token)
@@ -139,10 +144,14 @@ class Tokenizer:
         special = self.special_tokens
         return [b"" if token in special else self.bytes_of(token) for token in range(vocabulary)]
 
-    def stream(self, *, special_tokens: bool = False) -> StreamDecoder:
-        """Return a decoder for one stream of tokens. Special tokens have text only if ``special_tokens`` is true."""
-        decode = partial(self.decode, special_tokens=True) if special_tokens else self.decode
-        return StreamDecoder(decode, self._continues if self._byte_fallback else None)
+    def stream(self, *, spelled: Collection[int] = ()) -> StreamDecoder:
+        """Return a decoder for one stream of tokens. Of special tokens only those in ``spelled`` have text."""
+        hidden = self.special_tokens.difference(spelled)
+
+        def decode_spelled(ids: Sequence[int]) -> str:
+            return self.decode([token for token in ids if token not in hidden], special_tokens=True)
+
+        return StreamDecoder(decode_spelled if spelled else self.decode, self._continues if self._byte_fallback else None)
 
     def _continues(self, token: int) -> bool:
         """Return True if the token is one byte of a run that is decoded as a whole (sentencepiece's byte fallback)."""

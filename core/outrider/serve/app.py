@@ -151,18 +151,21 @@ async def _generate(
     ``echoed`` has the prompt text of each choice that the response repeats. ``calls`` are the tool calls of a chat.
     """
     info, config, n = service.engine.info, service.config, body.n or 1
-    guide = calls.guide if calls is not None and calls.guide is not None else format_guide(body)
+    guide = format_guide(body)
+    spelled: tuple[int, ...] = ()
+    if calls is not None:
+        calls.read_prompt(prompts[0].text)
+        guide, spelled = calls.guide, service.prompter.marker_tokens if calls.needs_markers else ()
     output_limits = [service.output_limit(prompt, max_tokens) for prompt in prompts]
-    params = [sampling_params(body, info, max_tokens=limit, guide=guide) for limit in output_limits]
+    params = [sampling_params(body, info, max_tokens=limit, guide=guide, spelled_tokens=spelled) for limit in output_limits]
     if n > 1 and params[0].n == 1:  # greedy samples are equal; the engine runs them as separate requests
         prompts = [prompt for prompt in prompts for _ in range(n)]
         params = [each for each in params for _ in range(n)]
     num_choices = sum(each.n for each in params)
     readers = [] if calls is None else [calls.create_reader(prompts[0].text) for _ in range(num_choices)]
-    special_tokens = calls is not None and calls.special_tokens
     pieces = body.stream_options is not None and body.stream_options.include_drafted
     priority = body.priority or 0
-    generation = await service.generate(prompts, params, priority=priority, special_tokens=special_tokens, pieces=pieces)
+    generation = await service.generate(prompts, params, priority=priority, pieces=pieces)
     generation.log_fields = request.scope[LOG_FIELDS_KEY]
     generation.log_fields["model"] = body.model
     writer = ResponseWriter(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)

@@ -65,8 +65,12 @@ class PromptResources:
         self.chat_template = ChatTemplate.from_checkpoint(model_dir, source=chat_template)
         own = None if self.chat_template is None else self.chat_template.response_template
         self.response_template: Mapping[str, Any] | None = response_template or own
+        self.marker_tokens: tuple[int, ...] = ()
+        """Special tokens that the response template names, which have text in answers."""
         if self.response_template is not None:
             _check_response_template(self.response_template)
+            markers = json.dumps(self.response_template["fields"], ensure_ascii=False).replace("\\\\", "\\")
+            self.marker_tokens = self.tokenizer.spelled_in(markers)
 
 
 class PromptBuilder:
@@ -82,6 +86,7 @@ class PromptBuilder:
             wording.response_template,
             wording.chat_template,
         )
+        self.marker_tokens = wording.marker_tokens
         self._info = info
         self._processor = None if info.image_token is None else _processor(model_dir)
 

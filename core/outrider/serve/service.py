@@ -105,18 +105,16 @@ class Service:
         params: Sequence[SamplingParams],
         *,
         priority: int = 0,
-        special_tokens: bool = False,
         pieces: bool = False,
     ) -> Generation:
         """Start a request and return its generation once the engine has accepted it. The caller must close the generation.
 
-        Prompt i gets ``params[i].n`` choices. ``special_tokens`` and ``pieces`` are passed to
-        :class:`~outrider.serve.choice_text.ChoiceText`. Raises :class:`ApiError` if the request is refused or the queue is
-        full.
+        Prompt i gets ``params[i].n`` choices. ``pieces`` is passed to :class:`~outrider.serve.choice_text.ChoiceText`. Raises
+        :class:`ApiError` if the request is refused or the queue is full.
         """
         self.check_accepting()
         self.check_room(sum(each.n for each in params))
-        generation = Generation(self, special_tokens=special_tokens, pieces=pieces)
+        generation = Generation(self, pieces=pieces)
         try:
             await generation.start(prompts, params, priority)
         except BaseException:
@@ -166,10 +164,10 @@ class Service:
 class Generation:
     """The running choices of one request."""
 
-    def __init__(self, service: Service, *, special_tokens: bool, pieces: bool) -> None:
+    def __init__(self, service: Service, *, pieces: bool) -> None:
         self._service = service
         self._inbox = Inbox()
-        self._special_tokens, self._pieces = special_tokens, pieces
+        self._pieces = pieces
         self._choices: dict[tuple[int, int], ChoiceText] = {}
         self._arrival_time = time.perf_counter()
         self._last_output_time: dict[int, float] = {}
@@ -214,7 +212,6 @@ class Generation:
                         len(self._choices),
                         each,
                         ends=service.engine.info.eos_token_ids,
-                        special_tokens=self._special_tokens,
                         pieces=self._pieces,
                     )
             await self._inbox.wait_until_admitted()
