@@ -1,6 +1,8 @@
 """Refusals are cheap: bodies and prompts that can't be served take little time and memory, and hold nobody up."""
 
 import asyncio
+import os
+import random
 import time
 import tracemalloc
 
@@ -10,7 +12,11 @@ from pydantic import ValidationError
 
 from outrider.serve.prompt_builder import PromptBuilder
 from outrider.serve.request_fields import ChatRequest, CompletionRequest
-from serve.test_api import ASKED, CHAT, JSON, refused
+from serve.bodies import random_body
+from serve.conftest import TEMPLATE
+from serve.running import HealthWatch
+from serve.test_api import ASKED, CHAT, JSON, everything_is_back, refused
+from serve.test_load import process
 
 MIB = 1 << 20
 MANY = 20_000
@@ -116,3 +122,72 @@ def test_health_answers_while_a_long_text_is_tokenised(server, monkeypatch):
     answer, longest, whole = asyncio.run(run())
     refused(answer, 400, param="prompt", code="context_length_exceeded")
     assert longest < whole / 2, (longest, whole)
+
+
+# -- random bodies -----------------------------------------------------------------------------------------------------
+
+
+def check_answer(answer, body):
+    assert answer.status_code in (200, 400, 404, 413, 429), (answer.status_code, answer.text[:300], body[:200])
+    if answer.status_code != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert len(answer.content) < 2000, "a refusal quotes little of the body"
+
+
+def test_random_bodies_are_answered(server, http):
+    drawn = random.Random(1)
+    for _ in range(24):
+        path, body = random_body(drawn, MIB // 8)
+        check_answer(http.post(path, content=body, headers=JSON), body)
+    assert everything_is_back(server)
+
+
+class Usage:
+    """CPU time and peak memory of a process, from Linux."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def cpu_s(self):
+        with open(f"/proc/{self.pid}/stat", encoding="ascii") as file:
+            return sum(map(int, file.read().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    def reset_peak(self):
+        with open(f"/proc/{self.pid}/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+
+    def peak_mib(self):
+        with open(f"/proc/{self.pid}/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2000])
+def test_the_cost_of_random_bodies_is_bounded(count, tmp_path):
+    """Bodies of up to 32 MiB: CPU time and memory of the server's process. The stall of /health is printed only."""
+    drawn, costs, statuses = random.Random(0), [], {}
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    options = ("--max-context", "256", "--chat-template", str(template))
+    with process(*options) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+        usage = Usage(server.process.pid)
+        client.post("/v1/completions", json=ASKED)
+        base = usage.peak_mib()
+        with HealthWatch(server.url) as watch:
+            for _ in range(count):
+                path, body = random_body(drawn, 32 * MIB - 1024)
+                usage.reset_peak()
+                before, watch.longest = usage.cpu_s(), 0.0
+                answer = client.post(path, content=body, headers=JSON)
+                costs.append((usage.cpu_s() - before, usage.peak_mib() - base, watch.longest, len(body), path, body[:80]))
+                check_answer(answer, body)
+                statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+        assert server.end() == 0
+    for index, unit in enumerate(("s of CPU", "MiB", "s until /health")):
+        ordered = sorted(costs, key=lambda cost, index=index: cost[index])
+        values = [round(ordered[count * part // 100 - 1][index], 3) for part in (50, 99, 100)]
+        print(f"{unit}: median, 99 %, most: {values}; most at {ordered[-1][3:]}")
+    print("statuses:", statuses)
+    assert not watch.failed
+    assert max(cost[0] for cost in costs) < 3
+    assert max(cost[1] for cost in costs) < 512

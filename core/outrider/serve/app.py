@@ -58,6 +58,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         408: "The body didn't arrive in time.",
         413: "The body is too large.",
         429: "The queue is full.",
+        431: "The headers are too many or too long.",
         500: "An internal error.",
         503: "The server is about to end.",
         504: "The request took too long.",

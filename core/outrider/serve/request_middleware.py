@@ -25,7 +25,7 @@ LOG_FIELDS_KEY = "outrider"
 """Key in the ASGI scope of a dict: a route adds the fields to it that the request's log record shall have."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PROTECTED_PREFIX = "/v1/"
-_MAX_BODY_VALUES = 1 << 20
+_MAX_BODY_VALUES = 1 << 19
 """Maximum number of the characters ``,:[{`` in a body, which bounds the number of its JSON values."""
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _POLLED_PATHS = ("/health", "/ready", "/metrics")
