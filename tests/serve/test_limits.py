@@ -65,6 +65,11 @@ def test_the_number_of_values_of_a_body_is_limited(http):
     assert "characters" in refused(http.post("/v1/completions", content=body, headers=JSON), 413, code="request_too_large")
 
 
+@pytest.mark.parametrize("stop", ["a" * 1025, ["x", "a" * 1025]], ids=["one", "list"])
+def test_a_long_stop_string_is_refused(http, stop):
+    refused(http.post("/v1/completions", json={**ASKED, "stop": stop}), 400, param="stop")
+
+
 @pytest.mark.parametrize("prompt", [["a"] * 3000, [[5]] * 3000], ids=["texts", "tokens"])
 def test_too_many_prompts_are_refused_before_they_are_tokenised(server, http, monkeypatch, prompt):
     monkeypatch.setattr(server.service.prompter, "_tokens", None)

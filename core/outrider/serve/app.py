@@ -209,6 +209,7 @@ def invalid_fields(error: RequestValidationError) -> ApiError:
     fields = [part for part in location if part.isdigit() or (part.isidentifier() and part not in ("str", "int", "float"))]
     param = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in fields).lstrip(".") or None
     if kind == "extra_forbidden":
+        param = param or location[-1]  # the name may be any text
         return bad_request(f"Unknown parameter: {param!r}.", param, "unknown_parameter")
     if kind == "missing":
         message = f"you must provide {param}" if param else "the body is missing; send a JSON object"

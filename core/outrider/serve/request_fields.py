@@ -32,6 +32,7 @@ _MAX_PROMPTS = 65536
 _MAX_DEPTH = 200
 """Maximum nesting of a JSON object. pydantic can write out 255 levels."""
 _ShortText = Annotated[str, Field(max_length=4096)]
+_StopString = Annotated[str, Field(max_length=1024)]  # the engine compares it with the text for each token
 T = TypeVar("T")
 _ListOf = Annotated[list[T], Field(fail_fast=True)]
 
@@ -101,7 +102,7 @@ class SamplingFields(_Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    stop: str | Annotated[_ListOf[str], Field(max_length=64)] | None = None
+    stop: _StopString | Annotated[_ListOf[_StopString], Field(max_length=64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_limited_biases)] | None = None
