@@ -67,6 +67,8 @@ class SampleOutput(NamedTuple):
     drafted: int
     proposed: int
     refused: bool = False
+    cached: int = 0
+    stopped_by: str | int | None = None
 
 
 class EngineSnapshot(NamedTuple):

@@ -184,6 +184,10 @@ class Generation:
         self.output_tokens = 0
         self.accepted_draft_tokens = 0
         """Number of accepted draft tokens, over all choices."""
+        self.proposed_draft_tokens = 0
+        """Number of draft tokens that the target verified, over all choices."""
+        self.cached_tokens = 0
+        """Number of prompt tokens that the prefix cache had."""
         self.first_token_s: float | None = None
         """Seconds from the request's arrival to its first token; None before the first token."""
         service._open.add(self)
@@ -251,6 +255,9 @@ class Generation:
                     self._last_output_time[choice.index] = now
                     self.output_tokens += len(output.tokens)
                     self.accepted_draft_tokens += output.drafted
+                    self.proposed_draft_tokens += output.proposed
+                    if output.sample == 0:
+                        self.cached_tokens += output.cached
                 deltas.append(choice.add(output))
                 num_running -= output.finish_reason is not None
             yield deltas
