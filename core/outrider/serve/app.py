@@ -31,6 +31,9 @@ from outrider.serve.response_writer import ResponseWriter  # noqa: E402
 from outrider.serve.service import ServerState, Service  # noqa: E402
 from outrider.serve.tool_calls import RequestToolCalls  # noqa: E402
 from outrider.serve.tracing import RequestSpans  # noqa: E402
+from outrider.serve.translation.messages_route import add_messages_routes  # noqa: E402
+from outrider.serve.translation.responses_route import add_responses_routes  # noqa: E402
+from outrider.serve.translation.tokenize_route import add_tokenize_routes  # noqa: E402
 from outrider.serve.web_page import add_page  # noqa: E402
 
 _ERROR_SCHEMA = {
@@ -100,17 +103,26 @@ def create_app(
         prompts = await service.build_prompts(lambda: prompter.completion_prompts(body.prompt), size=prompt_size(body.prompt))
         texts = [prompter.tokenizer.decode(prompt.tokens) for prompt in prompts] if body.echo else []
         echoed = [text for text in texts for _ in range(body.n or 1)]
-        return await _generate(service, request, body, prompts, body.max_tokens or 16, fingerprint, echoed=echoed)
+        writer = await _start(service, request, body, prompts, body.max_tokens or 16, fingerprint)
+        return _respond(service, body, writer, echoed)
 
     @app.post("/v1/chat/completions", responses=_RESPONSES, response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
         _check(service, body)
+        return _respond(service, body, await start_chat(body, request))
+
+    async def start_chat(body: ChatRequest, request: Request, *, clamp: bool = False) -> ResponseWriter:
         calls = RequestToolCalls(body, prompter.response_template)
         prompt = await service.build_prompts(lambda: prompter.chat(body), size=None)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return await _generate(service, request, body, [prompt], max_tokens, fingerprint, calls=calls)
+        if clamp and max_tokens is not None:
+            max_tokens = min(max_tokens, max(1, engine.info.longest_request - len(prompt.tokens)))
+        return await _start(service, request, body, [prompt], max_tokens, fingerprint, calls=calls)
 
+    add_responses_routes(app, service, start_chat, _RESPONSES)
+    add_messages_routes(app, service, start_chat, _RESPONSES)
+    add_tokenize_routes(app, service, _ERRORS)
     app.openapi = functools.partial(_openapi_schema, app, app.openapi)  # type: ignore[method-assign]
     return app
 
@@ -133,7 +145,7 @@ def _check(service: Service, body: SamplingFields) -> None:
     check_supported(body)
 
 
-async def _generate(
+async def _start(
     service: Service,
     request: Request,
     body: SamplingFields,
@@ -141,14 +153,13 @@ async def _generate(
     max_tokens: int | None,
     fingerprint: str,
     *,
-    echoed: Sequence[str] = (),
     calls: RequestToolCalls | None = None,
-) -> Response:
-    """Start the generation of a checked request and return its response, whole or streamed.
+) -> ResponseWriter:
+    """Start the generation of a checked request and return the writer of its response.
 
-    ``echoed`` has the prompt text of each choice that the response repeats. ``calls`` are the tool calls of a chat.
+    ``calls`` are the tool calls of a chat. The caller must close the writer's generation.
     """
-    info, config, n = service.engine.info, service.config, body.n or 1
+    info, n = service.engine.info, body.n or 1
     guide = calls.guide if calls is not None and calls.guide is not None else format_guide(body)
     output_limits = [service.output_limit(prompt, max_tokens) for prompt in prompts]
     params = [sampling_params(body, info, max_tokens=limit, guide=guide) for limit in output_limits]
@@ -163,12 +174,18 @@ async def _generate(
     generation = await service.generate(prompts, params, priority=priority, special_tokens=special_tokens, pieces=pieces)
     generation.log_fields = request.scope[LOG_FIELDS_KEY]
     generation.log_fields["model"] = body.model
-    writer = ResponseWriter(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)
+    return ResponseWriter(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)
+
+
+def _respond(service: Service, body: SamplingFields, writer: ResponseWriter, echoed: Sequence[str] = ()) -> Response:
+    """Return the response of a started request, whole or streamed.
+
+    ``echoed`` has the prompt text of each choice that the response repeats.
+    """
+    close = writer.generation.close
     if body.stream:
-        return EventStreamResponse(
-            lambda: writer.write_chunks(echoed), close=generation.close, write_s=config.write_timeout_s
-        )
-    return DeferredResponse(lambda: writer.write_whole(echoed), close=generation.close)
+        return EventStreamResponse(lambda: writer.write_chunks(echoed), close=close, write_s=service.config.write_timeout_s)
+    return DeferredResponse(lambda: writer.write_whole(echoed), close=close)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -177,7 +194,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         request.scope[LOG_FIELDS_KEY]["error"] = error.message
-        return Response(error.encode(), error.status, error.headers, "application/json")
+        return Response(error.encode(request.url.path), error.status, error.headers, "application/json")
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
