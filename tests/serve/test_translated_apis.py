@@ -8,7 +8,6 @@ import openai
 import pytest
 
 from outrider.model import Tokenizer
-from outrider.serve.tool_calls import TOOL_CALL_FORMATS
 from serve.conftest import BUNDLED
 from serve.running import running
 from serve.scripted import ScriptedEngine
@@ -25,10 +24,9 @@ CHATML = (
 
 @pytest.fixture(scope="module")
 def scripted():
-    """A server whose answers the test writes, with the format of Hermes."""
+    """A server whose answers the test writes. Its chat template shows the format of Hermes."""
     engine = ScriptedEngine(Tokenizer.from_checkpoint(BUNDLED / "target"))
-    config = {"chat_template": CHATML, "response_template": TOOL_CALL_FORMATS["hermes"], "api_keys": ("key",)}
-    with running(engine, BUNDLED / "target", **config) as server:
+    with running(engine, BUNDLED / "target", chat_template=CHATML, api_keys=("key",)) as server:
         server.engine = engine
         yield server
 

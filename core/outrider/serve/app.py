@@ -113,7 +113,7 @@ def create_app(
         return _respond(service, body, await start_chat(body, request))
 
     async def start_chat(body: ChatRequest, request: Request, *, clamp: bool = False) -> ResponseWriter:
-        calls = RequestToolCalls(body, prompter.response_template)
+        calls = RequestToolCalls(body, prompter.answer_format)
         prompt = await service.build_prompts(lambda: prompter.chat(body), size=None)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if clamp and max_tokens is not None:

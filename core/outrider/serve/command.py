@@ -32,7 +32,7 @@ _SERVER = "Server"
 _DISAGGREGATION = "Prefill and decode in separate processes"
 _MAX_FILE_BYTES = 1 << 20
 _DEFAULT_PORTS = {"all": 8000, "prefill": 9500, "decode": 9600}
-_HTTP_OPTIONS = ("name", "allow_origin", "chat_template", "tool_format", "kv_events", "tensor_parallel")
+_HTTP_OPTIONS = ("name", "allow_origin", "chat_template", "tool_format", "reasoning_format", "kv_events", "tensor_parallel")
 _DISAGGREGATION_OPTIONS = ("prefill_server", "transport")
 _REFUSED_BY_ROLE = {
     "all": _DISAGGREGATION_OPTIONS,
@@ -91,10 +91,21 @@ class HttpOptions:
         str | None,
         typer.Option(
             "--tool-format",
-            metavar="hermes|llama3-json|mistral|F.json",
+            metavar="NAME|F.json",
             rich_help_panel=_SERVER,
-            help="How the model writes tool calls: a known format, or a file with a response_template of transformers. "
-            "Default: the checkpoint's response_template.",
+            help="How the model writes tool calls: deepseek, functiongemma, gemma, glm, harmony, hermes, kimi, kimi-k3, "
+            "llama3, minimax, mistral, qwen3, qwen3-coder, qwen3-xml, none, or a file with a response_template of "
+            "transformers. Default: the checkpoint's response_template, or the format that its chat template shows.",
+        ),
+    ] = None
+    reasoning_format: Annotated[
+        str | None,
+        typer.Option(
+            "--reasoning-format",
+            metavar="NAME",
+            rich_help_panel=_SERVER,
+            help="How the model writes reasoning: gemma, harmony, kimi-k3, mistral, none, or think (between <think> and "
+            "</think>). Default: as for --tool-format.",
         ),
     ] = None
     kv_events: Annotated[
@@ -208,7 +219,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
     if http.kv_events is not None:
         make = _with_kv_events(make, http.kv_events)
     template = None if http.chat_template is None else read_template(http.chat_template)
-    response_template = _read_tool_format(http.tool_format)
+    tool_format, response_template = _read_tool_format(http.tool_format)
     from outrider.serve.engine_ranks import create_engine_client
     from outrider.serve.log_formats import log_to_stderr
     from outrider.serve.prompt_builder import PromptBuilder, PromptResources
@@ -217,7 +228,13 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
     from outrider.serve.tracing import RequestSpans
 
     check_listening("--host and --port", http.host, port)
-    wording = PromptResources(speculation.model, chat_template=template, response_template=response_template)
+    wording = PromptResources(
+        speculation.model,
+        chat_template=template,
+        response_template=response_template,
+        tool_format=tool_format,
+        reasoning_format=http.reasoning_format,
+    )
     spans = RequestSpans() if spans_from_environment() else None
     log_to_stderr("text" if sys.stderr.isatty() else "json")
 
@@ -262,19 +279,11 @@ def _with_kv_events(make: Any, addresses: str) -> Any:
     return functools.partial(make_engine_with_events, make, address, replay or None)
 
 
-def _read_tool_format(tool_format: str | None) -> dict[str, Any] | None:
-    """Return the response template of a known format or of a file. None selects the checkpoint's template."""
-    if tool_format is None:
-        return None
-    from outrider.serve.tool_calls import TOOL_CALL_FORMATS
-
-    if tool_format in TOOL_CALL_FORMATS:
-        return dict(TOOL_CALL_FORMATS[tool_format])
-    if not tool_format.endswith(".json"):
-        raise ConfigError(
-            f"--tool-format is {tool_format!r}; expected one of {', '.join(TOOL_CALL_FORMATS)}, or a file that ends in .json"
-        )
-    return _read_json_object(Path(tool_format))
+def _read_tool_format(tool_format: str | None) -> tuple[str | None, dict[str, Any] | None]:
+    """Return the name of a format, or the response template of a file."""
+    if tool_format is None or not tool_format.endswith(".json"):
+        return tool_format, None
+    return None, _read_json_object(Path(tool_format))
 
 
 def _read_api_keys(file: Path | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Tool calls in the text of a chat's choice: enforced by a guide, or found by transformers' response parser."""
+"""Tool calls in the text of a chat's choice: enforced by a guide, or found by a reader of the model's format."""
 
 from __future__ import annotations
 
@@ -11,54 +11,10 @@ from outrider.device import ConfigError
 from outrider.engine import JsonSchema
 from outrider.errors import one_line
 from outrider.serve.api_errors import bad_request
+from outrider.serve.formats.format_reader import FormatReader
+from outrider.serve.formats.model_formats import ModelFormat
 from outrider.serve.request_fields import ChatRequest, NamedTool
 
-_CALL_TEMPLATE = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
-_THINKING_TEMPLATE = {"open": "<think>", "close": "</think>", "repeats": False}
-TOOL_CALL_FORMATS: Mapping[str, Mapping[str, Any]] = {
-    "hermes": {
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "reasoning_content": _THINKING_TEMPLATE,
-            "content": {},
-            "tool_calls": {
-                "open": "<tool_call>",
-                "close": "</tool_call>",
-                "repeats": True,
-                "content": "json",
-                "transform": _CALL_TEMPLATE,
-            },
-        },
-    },
-    "mistral": {
-        "start_anchor": "[/INST]",
-        "fields": {
-            "content": {},
-            "tool_calls": {
-                "open": "[TOOL_CALLS]",
-                "content": "json",
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
-                "transform_each": True,
-            },
-        },
-    },
-    "llama3-json": {
-        "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "fields": {
-            "content": {},
-            "tool_calls": {
-                "open_pattern": r"(?:<\|python_tag\|>)?(?=\{\s*\"(?:type|name)\")",
-                "repeats": True,
-                "content": "json",
-                "transform": {
-                    "type": "function",
-                    "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
-                },
-            },
-        },
-    },
-}
-"""Tool-call formats of model families (Hermes and Qwen, Mistral, Llama 3), each a transformers ``response_template``."""
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Field names of response templates that the API reports as ``reasoning_content``."""
 
@@ -186,8 +142,8 @@ class RequestToolCalls:
     special_tokens: bool
     """Whether the readers need the spelling of special tokens in the text."""
 
-    def __init__(self, request: ChatRequest, template: Mapping[str, Any] | None) -> None:
-        """``template`` is the model's ``response_template``; None if the model has none.
+    def __init__(self, request: ChatRequest, answer_format: Mapping[str, Any] | ModelFormat) -> None:
+        """``answer_format`` is the model's: a ``response_template`` of transformers, or a format of its family.
 
         Raises :class:`~outrider.serve.api_errors.ApiError` for a ``tool_choice`` that contradicts the other fields.
         """
@@ -205,9 +161,14 @@ class RequestToolCalls:
             calls = {"type": "array", "minItems": 1, **limit, "items": {"anyOf": [*map(_call_schema, self._tools)]}}
             self.guide = self._make_guide(calls)
             self._make_reader = lambda prompt: CallListReader()
-        elif template is not None and choice != "none":
+        elif isinstance(answer_format, ModelFormat):
+            tools = [] if choice == "none" else self._tools
+            limit_calls = 1 if request.parallel_tool_calls is False else None
+            self.special_tokens = bool(answer_format.regions)
+            self._make_reader = lambda prompt: FormatReader(answer_format, prompt, tools, max_calls=limit_calls)
+        elif choice != "none":
             self.special_tokens = True
-            self._make_reader = lambda prompt: ParsedResponseReader(template, prompt, self._tools)
+            self._make_reader = lambda prompt: ParsedResponseReader(answer_format, prompt, self._tools)
         if self.guide is not None and response_format is not None and response_format.get("type") != "text":
             raise bad_request("response_format doesn't go with a tool_choice that asks for a call", "response_format")
 
