@@ -26,7 +26,9 @@ CHATML = (
 def scripted():
     """A server whose answers the test writes. Its chat template shows the format of Hermes."""
     engine = ScriptedEngine(Tokenizer.from_checkpoint(BUNDLED / "target"))
-    with running(engine, BUNDLED / "target", chat_template=CHATML, api_keys=("key",)) as server:
+    with running(
+        engine, BUNDLED / "target", chat_template=CHATML, api_keys=("key",), allow_origins=("http://page",)
+    ) as server:
         server.engine = engine
         yield server
 
@@ -337,6 +339,12 @@ def test_errors_of_both_apis(scripted, gpt, claude):
         with pytest.raises(openai.BadRequestError) as refused:
             gpt.responses.create(**{"model": "m", "input": "x", **changed})
         assert refused.value.param
+
+
+def test_a_page_may_read_the_request_id_and_when_to_come_back(scripted):
+    answer = httpx.get(f"{scripted.url}/v1/models", headers={"origin": "http://page", "authorization": "Bearer key"})
+    exposed = answer.headers["access-control-expose-headers"].lower()
+    assert {"x-request-id", "retry-after"} <= {name.strip() for name in exposed.split(",")}
 
 
 def test_an_error_after_the_start_is_an_event(scripted, gpt, claude):

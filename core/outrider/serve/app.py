@@ -90,7 +90,9 @@ def create_app(
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service, spans=spans)
     if config.allow_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), allow_methods=["*"], allow_headers=["*"])
+        exposed = ["x-request-id", "request-id", "retry-after"]
+        options: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": exposed}
+        app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), **options)
     _add_error_handlers(app)
     _add_status_routes(app, service, version)
     _add_model_routes(app, service)

@@ -63,10 +63,12 @@ class RequestMiddleware:
             await send(message)
 
         outcome = None
+        # A route that has GET has HEAD, too: the HTTP server leaves the body out.
+        routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
             try:
                 self._check_key(scope)
-                await self._app(scope, await self._receive_body(scope, receive), send_with_id)
+                await self._app(routed, await self._receive_body(scope, receive), send_with_id)
             except ApiError as error:
                 notes["error"] = error.message
                 await send_error(send_with_id, error, scope["path"])
@@ -82,7 +84,9 @@ class RequestMiddleware:
                 message = f"internal error; the server's log has it under {request_id}"
                 await send_error(send_with_id, ApiError(500, message, kind=SERVER, code="internal_error"), scope["path"])
         finally:
-            self._log_request(scope, request_id, status, outcome, notes, time.perf_counter() - began)
+            self._log_request(
+                {**routed, "method": scope["method"]}, request_id, status, outcome, notes, time.perf_counter() - began
+            )
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
