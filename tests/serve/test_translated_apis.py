@@ -311,6 +311,11 @@ def test_a_message_continues_the_text_of_the_assistant(scripted, claude):
 # -- errors, and the engine ----------------------------------------------------------------------------------------------
 
 
+def test_models_of_both_apis(gpt, claude):
+    assert [model.id for model in gpt.models.list()] == [model.id for model in claude.models.list()] == ["m"]
+    assert claude.models.retrieve("m").display_name == "m"
+
+
 def test_errors_of_both_apis(scripted, gpt, claude):
     talk = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
     for kind, changed in (

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from outrider.serve.optional_packages import require_serve
@@ -260,7 +261,10 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
         return {
             "id": name,
             "object": "model",
+            "type": "model",
+            "display_name": name,
             "created": service.started,
+            "created_at": datetime.fromtimestamp(service.started, UTC).isoformat(),
             "owned_by": "outrider",
             "root": service.config.names[0],
             "max_model_len": service.engine.info.longest_request,
@@ -270,7 +274,9 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", responses={401: _ERRORS[401]})
     async def models() -> dict[str, Any]:
         """List the model once for each of its names."""
-        return {"object": "list", "data": [model_entry(name) for name in service.config.names]}
+        names = service.config.names
+        paging = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return {"object": "list", "data": [model_entry(name) for name in names], **paging}
 
     @app.get("/v1/models/{name:path}", responses={401: _ERRORS[401], 404: _ERRORS[404]})
     async def one_model(name: str) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class _DraftCollector(Collector):
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the number of drafts and, for each draft position, the number of drafts that had a token there and that were accepted up to it."""
+        """Yield the number of drafts: all, and by position those with a token there and those accepted up to it."""
         drafts = CounterMetricFamily("outrider_drafts", "Drafts that were verified.", labels=["model_name"])
         drafts.add_metric([self._model], sum(self.proposed))
         yield drafts
