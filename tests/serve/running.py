@@ -9,6 +9,7 @@ import uvicorn
 from outrider.serve.app import create_app
 from outrider.serve.config import ServeConfig
 from outrider.serve.engine_thread import EngineThread
+from outrider.serve.http_protocol import LimitedHttpProtocol
 from outrider.serve.prompt_builder import PromptBuilder, PromptResources
 
 
@@ -40,9 +41,8 @@ def running(make, model_dir, *, chat_template=None, response_template=None, **co
             prompter = PromptBuilder(model_dir, info, wording)
             app = create_app(client, prompter, ServeConfig(**{"names": ("m",)} | config))
             server.service = app.state.service
-            uvicorn_ = uvicorn.Server(
-                uvicorn.Config(app, port=0, lifespan="off", log_config=None, access_log=False, ws="none")
-            )
+            options = {"lifespan": "off", "log_config": None, "access_log": False, "ws": "none", "http": LimitedHttpProtocol}
+            uvicorn_ = uvicorn.Server(uvicorn.Config(app, port=0, **options))
             task = asyncio.create_task(uvicorn_.serve())
             while not uvicorn_.started:
                 await asyncio.sleep(0.01)

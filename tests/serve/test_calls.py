@@ -5,10 +5,10 @@ import json
 import pytest
 
 from outrider.serve.api_errors import ApiError
+from outrider.serve.formats.format_reader import FormatReader
 from outrider.serve.formats.model_formats import ModelFormat
 from outrider.serve.request_fields import ChatRequest
 from outrider.serve.tool_calls import (
-    CallListReader,
     NamedToolReader,
     ParsedResponseReader,
     RequestToolCalls,
@@ -79,7 +79,7 @@ def test_what_is_no_call_is_content(name, text, size):
 
 
 def test_a_call_that_was_cut_off_is_content():
-    reader = CallListReader()
+    reader = FormatReader(ModelFormat("json", "none"), "", [TOOL])
     assert reader.feed('[{"name": "lo', last=True) == {"content": '[{"name": "lo'}
     assert not reader.has_calls
 
@@ -96,9 +96,6 @@ def asked(**more):
 
 def test_what_is_asked_for_by_a_choice_of_tools():
     assert RequestToolCalls(asked(), NO_FORMAT).guide is None
-    assert RequestToolCalls(asked(tools=[TOOL]), NO_FORMAT).special_tokens is False
-    assert RequestToolCalls(asked(tools=[TOOL]), TOOL_CALL_FORMATS["hermes"]).special_tokens is True
-    assert RequestToolCalls(asked(tools=[TOOL], tool_choice="none"), TOOL_CALL_FORMATS["hermes"]).special_tokens is False
     assert '"minItems": 1' in RequestToolCalls(asked(tools=[TOOL], tool_choice="required"), NO_FORMAT).guide.schema
     named = {"type": "function", "function": {"name": "look"}}
     assert json.loads(RequestToolCalls(asked(tools=[TOOL], tool_choice=named), NO_FORMAT).guide.schema)["properties"] == {

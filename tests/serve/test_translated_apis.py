@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from outrider.model import Tokenizer
+from outrider.serve.api_errors import ApiError
+from outrider.serve.translation.response_store import ResponseStore
 from serve.conftest import BUNDLED
 from serve.running import running
 from serve.scripted import ScriptedEngine
@@ -405,3 +407,19 @@ def test_tokens_of_texts_and_texts_of_tokens(server, http, reference):
     for wrong in ({}, {"prompt": "x", "messages": []}, {"prompt": "x", "model": "other"}):
         assert http.post("/tokenize", json=wrong).status_code in (400, 404)
     assert http.post("/detokenize", json={"tokens": [10**7]}).json()["error"]["param"] == "tokens"
+
+
+def test_the_store_of_responses_is_bounded():
+    store = ResponseStore(max_responses=3, max_bytes=400)
+    for number in range(3):
+        store.add({"id": f"r{number}"}, [{"text": "x" * 50}])
+    store.find("r0")
+    store.add({"id": "r3"}, [])
+    with pytest.raises(ApiError, match="'r1' isn't stored"):
+        store.find("r1")
+    store.add({"id": "r4"}, [{"text": "x" * 300}])
+    kept = [name for name in ("r0", "r2", "r3", "r4") if name in store._stored]
+    assert kept == ["r3", "r4"], "the least recently used ones left, as many as the bytes required"
+    store.add({"id": "r5"}, [{"text": "x" * 500}])
+    assert not store._stored
+    assert store._size == 0

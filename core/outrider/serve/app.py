@@ -24,7 +24,7 @@ from outrider.serve.asgi_responses import DeferredResponse, EventStreamResponse 
 from outrider.serve.config import ServeConfig  # noqa: E402
 from outrider.serve.engine_client import EngineClient  # noqa: E402
 from outrider.serve.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
-from outrider.serve.prompt_builder import EnginePrompt, PromptBuilder, prompt_size  # noqa: E402
+from outrider.serve.prompt_builder import EnginePrompt, PromptBuilder, listed_prompts, prompt_size  # noqa: E402
 from outrider.serve.request_fields import ChatRequest, CompletionRequest, SamplingFields  # noqa: E402
 from outrider.serve.request_middleware import LOG_FIELDS_KEY, RequestMiddleware  # noqa: E402
 from outrider.serve.request_params import check_supported, format_guide, sampling_params  # noqa: E402
@@ -103,8 +103,9 @@ def create_app(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Generate a continuation of each prompt."""
         _check(service, body)
+        service.check_room(len(listed_prompts(body.prompt)) * (body.n or 1))
         prompts = await service.build_prompts(lambda: prompter.completion_prompts(body.prompt), size=prompt_size(body.prompt))
-        texts = [prompter.tokenizer.decode(prompt.tokens) for prompt in prompts] if body.echo else []
+        texts = prompter.prompt_texts(body.prompt) if body.echo else []
         echoed = [text for text in texts for _ in range(body.n or 1)]
         writer = await _start(service, request, body, prompts, body.max_tokens or 16, fingerprint)
         return _respond(service, body, writer, echoed)
@@ -116,11 +117,12 @@ def create_app(
         return _respond(service, body, await start_chat(body, request))
 
     async def start_chat(body: ChatRequest, request: Request, *, clamp: bool = False) -> ResponseWriter:
+        service.check_room(body.n or 1)
         calls = RequestToolCalls(body, prompter.answer_format)
         prompt = await service.build_prompts(lambda: prompter.chat(body), size=None)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if clamp and max_tokens is not None:
-            max_tokens = min(max_tokens, max(1, engine.info.longest_request - len(prompt.tokens)))
+            max_tokens = min(max_tokens, max(1, engine.info.longest_request - prompt.length))
         return await _start(service, request, body, [prompt], max_tokens, fingerprint, calls=calls)
 
     add_responses_routes(app, service, start_chat, _RESPONSES)
@@ -163,18 +165,21 @@ async def _start(
     ``calls`` are the tool calls of a chat. The caller must close the writer's generation.
     """
     info, n = service.engine.info, body.n or 1
-    guide = calls.guide if calls is not None and calls.guide is not None else format_guide(body)
+    guide = format_guide(body)
+    spelled: tuple[int, ...] = ()
+    if calls is not None:
+        calls.read_prompt(prompts[0].text)
+        guide, spelled = calls.guide, service.prompter.marker_tokens
     output_limits = [service.output_limit(prompt, max_tokens) for prompt in prompts]
-    params = [sampling_params(body, info, max_tokens=limit, guide=guide) for limit in output_limits]
+    params = [sampling_params(body, info, max_tokens=limit, guide=guide, spelled_tokens=spelled) for limit in output_limits]
     if n > 1 and params[0].n == 1:  # greedy samples are equal; the engine runs them as separate requests
         prompts = [prompt for prompt in prompts for _ in range(n)]
         params = [each for each in params for _ in range(n)]
     num_choices = sum(each.n for each in params)
     readers = [] if calls is None else [calls.create_reader(prompts[0].text) for _ in range(num_choices)]
-    special_tokens = calls is not None and calls.special_tokens
     pieces = body.stream_options is not None and body.stream_options.include_drafted
     priority = body.priority or 0
-    generation = await service.generate(prompts, params, priority=priority, special_tokens=special_tokens, pieces=pieces)
+    generation = await service.generate(prompts, params, priority=priority, pieces=pieces)
     generation.log_fields = request.scope[LOG_FIELDS_KEY]
     generation.log_fields["model"] = body.model
     return ResponseWriter(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)

@@ -49,8 +49,8 @@ class ChoiceDelta:
 class ChoiceText:
     """A decoder of one choice: turns the token ids of its outputs into text, output by output.
 
-    With ``special_tokens`` the text includes the spelling of special tokens, which a tool-call parser needs. With ``pieces``
-    each delta has the text of each of its tokens. ``ends`` are the end-of-sequence tokens, which never have text.
+    With ``pieces`` each delta has the text of each of its tokens. ``ends`` are the end-of-sequence tokens, which never have
+    text.
     """
 
     def __init__(
@@ -60,14 +60,13 @@ class ChoiceText:
         params: SamplingParams,
         *,
         ends: Collection[int],
-        special_tokens: bool = False,
         pieces: bool = False,
     ) -> None:
         self.index = index
         self._ends = ends
         # With stop strings the engine decodes the text itself, because it has to find them.
         self._text_from_engine = bool(params.stop)
-        self._decoder = tokenizer.stream(special_tokens=special_tokens)
+        self._decoder = tokenizer.stream(spelled=params.spelled_tokens)
         self._has_pieces = pieces
         self.finish_reason: str | None = None
 

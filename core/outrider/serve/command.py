@@ -105,8 +105,8 @@ class HttpOptions:
             "--tool-format",
             metavar="NAME|F.json",
             rich_help_panel=_SERVER,
-            help="How the model writes tool calls: deepseek, functiongemma, gemma, glm, harmony, hermes, kimi, kimi-k3, "
-            "llama3, minimax, mistral, qwen3, qwen3-coder, qwen3-xml, none, or a file with a response_template of "
+            help="How the model writes tool calls: deepseek, functiongemma, gemma, glm, harmony, hermes, json, kimi, "
+            "kimi-k3, llama3, minimax, mistral, qwen3, qwen3-coder, qwen3-xml, none, or a file with a response_template of "
             "transformers. Default: the checkpoint's response_template, or the format that its chat template shows.",
         ),
     ] = None

@@ -116,6 +116,8 @@ class EngineInfo:
     """Maximum number of draft tokens that one iteration can accept for a request; 0 without speculation."""
     image_token: int | None
     """Placeholder token of an image in a prompt; None for a text-only model."""
+    patches_per_feature: int = 1
+    """Number of an image's patches for each of its tokens in the engine."""
 
     @classmethod
     def from_engine(cls, engine: Engine) -> EngineInfo:
@@ -137,6 +139,7 @@ class EngineInfo:
             prefix_cache=config.prefix_cache,
             draft_tokens=engine.proposer.depth,
             image_token=None if model.vision is None else model.vision.image_token,
+            patches_per_feature=1 if model.vision is None else model.vision.merge**2,
         )
 
 

@@ -52,7 +52,7 @@ class ServerMetrics:
         self._aborted = self._counter("outrider_aborted", "Samples that were aborted: client gone, timeout or error.")
         self._finished = Counter(
             "outrider_samples",
-            "Samples that finished, by finish reason.",
+            "Samples that ended, by finish reason, also by an error.",
             ["model_name", "finish_reason"],
             registry=registry,
         )
@@ -84,17 +84,19 @@ class ServerMetrics:
             self._proposed[proposed] += 1
             self._accepted[drafted] += 1
 
-    def record_finished(self, seconds: float, prompt_tokens: int, output_tokens: int, reasons: list[str]) -> None:
-        """Record a request that finished after ``seconds``, with the finish reason of each of its choices."""
+    def record_finished(self, seconds: float, prompt_tokens: int, output_tokens: int) -> None:
+        """Record the time and the lengths of a request all of whose choices have ended without an error."""
         self._request_time.observe(seconds)
         self._prompt_lengths.observe(prompt_tokens)
         self._output_lengths.observe(output_tokens)
-        self.count_tokens(prompt_tokens, output_tokens)
+
+    def count_samples(self, reasons: list[str]) -> None:
+        """Count the choices of a request that have ended, by their finish reasons."""
         for reason in reasons:
             self._finished.labels(self._model, reason).inc()
 
     def count_tokens(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Add the tokens of a finished or aborted request to the counters."""
+        """Add the tokens of a request to the counters, however it ended."""
         self._prompt_tokens.inc(prompt_tokens)
         self._output_tokens.inc(output_tokens)
 

@@ -1,14 +1,18 @@
 """Fields of the API's requests, as pydantic models.
 
-An unknown field is an error, as in OpenAI's API. The models add sampling fields of other servers (``top_k``, ``min_p``, …).
+An unknown field is an error, as in OpenAI's API, unless its value is null or it belongs to an earlier answer of a server. The
+models add sampling fields of other servers (``top_k``, ``min_p``, …). Validation of a list stops at the first wrong item,
+because each error takes more memory than the item.
 :data:`IGNORED` lists the fields that are accepted and have no effect.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from outrider.engine.requests.sampling import MAX_LOGIT_BIAS
 
 IGNORED = (
     "user",
@@ -24,11 +28,55 @@ IGNORED = (
 """Fields whose type is checked and that have no effect."""
 
 _MAX_INT32 = 2**31 - 1
+_MAX_PROMPTS = 65536
+_MAX_DEPTH = 200
+"""Maximum nesting of a JSON object. pydantic can write out 255 levels."""
 _ShortText = Annotated[str, Field(max_length=4096)]
+T = TypeVar("T")
+_ListOf = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _check_depth(value: Any) -> Any:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+
+_JsonObject = Annotated[dict[str, Any], AfterValidator(_check_depth)]
+
+
+def _limited_biases(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MAX_LOGIT_BIAS:
+        raise ValueError(f"{len(biases)} tokens, {MAX_LOGIT_BIAS} at most")
+    return biases
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+    answer_role: ClassVar[str | None] = None
+    """Value of ``role`` that marks an earlier answer, whose unknown fields have no effect."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        """Drop fields that are null or have no effect, and all unknown fields but the first."""
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        known = {name: value for name, value in data.items() if value is not None and name in fields}
+        is_answer = cls.answer_role is not None and data.get("role", cls.answer_role) == cls.answer_role
+        if len(known) < len(data) and not is_answer:
+            unknown = next((name for name, value in data.items() if value is not None and name not in known), None)
+            return known if unknown is None else {**known, unknown: data[unknown]}
+        return known
 
 
 class StreamOptions(_Strict):
@@ -53,11 +101,11 @@ class SamplingFields(_Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop: str | Annotated[_ListOf[str], Field(max_length=64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    response_format: dict[str, Any] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_limited_biases)] | None = None
+    response_format: _JsonObject | None = None
 
     # Fields of other servers
     top_k: Annotated[int, Field(ge=-1, le=_MAX_INT32)] | None = Field(None, description="0 or -1: all tokens.")
@@ -65,16 +113,16 @@ class SamplingFields(_Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[_ListOf[int], Field(max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=_MAX_INT32)] | None = Field(None, description="Higher goes first.")
     return_token_ids: bool | None = Field(None, description="Choices carry token_ids.")
 
     # Fields without effect
     user: _ShortText | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: _JsonObject | None = None
     store: bool | None = None
     service_tier: _ShortText | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: _JsonObject | None = None
     safety_identifier: _ShortText | None = None
     prompt_cache_key: _ShortText | None = None
     prompt_cache_retention: _ShortText | None = None
@@ -83,7 +131,12 @@ class SamplingFields(_Strict):
 class CompletionRequest(SamplingFields):
     """The body of ``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[_ListOf[str], Field(max_length=_MAX_PROMPTS)]
+        | _ListOf[int]
+        | Annotated[_ListOf[_ListOf[int]], Field(max_length=_MAX_PROMPTS)]
+    )
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     echo: bool | None = False
@@ -94,6 +147,7 @@ class CompletionRequest(SamplingFields):
 class FunctionCall(_Strict):
     """The function and the arguments (JSON text) of an earlier call by the assistant."""
 
+    answer_role = "assistant"
     name: _ShortText
     arguments: str
 
@@ -101,6 +155,7 @@ class FunctionCall(_Strict):
 class ToolCall(_Strict):
     """An earlier tool call by the assistant."""
 
+    answer_role = "assistant"
     id: _ShortText
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -120,21 +175,22 @@ class MessagePart(_Strict):
     text: str | None = None
     image_url: ImageUrl | None = None
     refusal: str | None = None
-    input_audio: dict[str, Any] | None = None
-    file: dict[str, Any] | None = None
+    input_audio: _JsonObject | None = None
+    file: _JsonObject | None = None
 
 
 class ChatMessage(_Strict):
-    """One message of a conversation."""
+    """One message of a conversation. An earlier answer may have further fields, as clients write it out."""
 
+    answer_role = "assistant"
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[MessagePart], Field(max_length=4096)] | None = None
+    content: str | Annotated[_ListOf[MessagePart], Field(max_length=4096)] | None = None
     name: _ShortText | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: _ListOf[ToolCall] | None = None
     tool_call_id: _ShortText | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    audio: dict[str, Any] | None = None
+    audio: _JsonObject | None = None
     function_call: FunctionCall | None = None
 
 
@@ -143,7 +199,7 @@ class ToolFunction(_Strict):
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: _JsonObject | None = None
     strict: bool | None = None
 
 
@@ -170,19 +226,19 @@ class NamedTool(_Strict):
 class ChatRequest(SamplingFields):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=65536)]
+    messages: Annotated[_ListOf[ChatMessage], Field(min_length=1, max_length=16384)]
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    tools: Annotated[_ListOf[Tool], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: _ShortText | None = Field(None, description="A variable for the chat template.")
     verbosity: _ShortText | None = None
-    modalities: list[_ShortText] | None = None
-    audio: dict[str, Any] | None = None
-    web_search_options: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    functions: list[dict[str, Any]] | None = None
-    function_call: str | dict[str, Any] | None = None
+    modalities: _ListOf[_ShortText] | None = None
+    audio: _JsonObject | None = None
+    web_search_options: _JsonObject | None = None
+    chat_template_kwargs: _JsonObject | None = None
+    functions: _ListOf[_JsonObject] | None = None
+    function_call: str | _JsonObject | None = None

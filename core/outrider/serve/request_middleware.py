@@ -27,6 +27,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _REQUEST_ID_HEADERS = (b"x-request-id", b"request-id")
 """Response headers in which the clients of OpenAI and Anthropic look for the request id."""
 _PROTECTED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+_MAX_BODY_VALUES = 1 << 20
+"""Maximum number of the characters ``,:[{`` in a body, which bounds the number of its JSON values."""
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _POLLED_PATHS = ("/health", "/ready", "/metrics")
 """Paths that supervisors request every few seconds. They are logged only if they fail."""
@@ -113,7 +115,7 @@ class RequestMiddleware:
 
         Raises :class:`ApiError` for a body that is too large or arrives too slowly.
         """
-        if scope["method"] not in ("POST", "PUT", "PATCH"):
+        if scope["method"] not in ("POST", "PUT", "PATCH") or not scope["path"].startswith(_PROTECTED_PREFIXES):
             return receive
         max_bytes, timeout_s = self._service.config.max_body_bytes, self._service.config.body_timeout_s
         length = _header(scope, b"content-length")
@@ -123,7 +125,7 @@ class RequestMiddleware:
         if length is not None and length.isdigit() and (len(length) > 15 or int(length) > max_bytes):
             raise too_large
         pieces: list[bytes] = []
-        size = 0
+        size = num_values = 0
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -134,6 +136,10 @@ class RequestMiddleware:
                     size += len(pieces[-1])
                     if size > max_bytes:
                         raise too_large
+                    num_values += sum(map(pieces[-1].count, (b",", b":", b"[", b"{")))
+                    if num_values > _MAX_BODY_VALUES:
+                        text = f"the request's body has more than {_MAX_BODY_VALUES} of the characters , : [ {{; split it"
+                        raise ApiError(413, text, code="request_too_large", headers=closing)
                     if not message.get("more_body", False):
                         break
         except TimeoutError:

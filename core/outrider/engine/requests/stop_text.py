@@ -70,7 +70,7 @@ class StopText:
 
 def watch_stop_strings(tokenizer: Tokenizer, params: SamplingParams, output: Sequence[int] = ()) -> StopText:
     """Return a :class:`StopText` for the stop strings of ``params`` that has read the request's ``output`` so far."""
-    stop_text = StopText(tokenizer.stream(), params.stop, overlook=params.min_tokens)
+    stop_text = StopText(tokenizer.stream(spelled=params.spelled_tokens), params.stop, overlook=params.min_tokens)
     for token in output:
         stop_text.push(token)
     return stop_text

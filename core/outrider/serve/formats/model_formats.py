@@ -87,6 +87,7 @@ _QWEN_XML = (
 )
 TOOL_FORMATS: Mapping[str, tuple[FormatRegion, ...]] = {
     "none": (),
+    "json": (_call("[", head=r"\[\s*(?=\{)", body="object", again=r"\s*,\s*(?=\{)", tails=(r"\s*\]",), only_first=True),),
     "hermes": _HERMES,
     "qwen3": _HERMES,
     "qwen3-coder": _QWEN_XML,
