@@ -6,6 +6,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.engine.requests.grammars import Grammars
+from outrider.serve.formats.model_formats import ModelFormat
 from outrider.serve.request_fields import ChatRequest
 from outrider.serve.tool_calls import RequestToolCalls
 from serve.test_api import ASKED, CHAT
@@ -38,7 +39,7 @@ def template(server, monkeypatch):
 
     def use(fields):
         prompter = server.service.prompter
-        monkeypatch.setattr(prompter, "response_template", fields)
+        monkeypatch.setattr(prompter, "answer_format", fields)
         monkeypatch.setattr(prompter, "marker_tokens", prompter.tokenizer.spelled_in(json.dumps(fields["fields"])))
 
     return use
@@ -155,7 +156,7 @@ def test_references_of_a_required_tool_stay_its_own(reference, nested_tools, cal
 
     request = ChatRequest(**CHAT, tools=nested_tools, tool_choice="required")
     grammars = Grammars(reference.tokenizer, vocabulary=reference.tokenizer.vocab_size, ends=(0,))
-    compiled = grammars.compile(RequestToolCalls(request, None).guide)
+    compiled = grammars.compile(RequestToolCalls(request, ModelFormat("none", "none")).guide)
     matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
     assert (matcher.accept_string(f"[{call}]") and matcher.is_terminated()) == fits
 

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from outrider.serve.formats.model_formats import ModelFormat
 from outrider.serve.request_fields import ChatRequest
-from outrider.serve.tool_calls import TOOL_CALL_FORMATS, ContentReader, RequestToolCalls
-from serve.test_calls import TOOL, WRITTEN
+from outrider.serve.tool_calls import RequestToolCalls
+from serve.response_templates import TOOL_CALL_FORMATS
+from serve.test_calls import NO_FORMAT, TOOL, WRITTEN
 
 OTHER = {"type": "function", "function": {"name": "write", "parameters": {"type": "object", "properties": {}}}}
 NAMED = {"type": "function", "function": {"name": "look"}}
@@ -25,6 +27,8 @@ CHOICES = [
 ]
 PROMPTS = {name: [f"before{anchor}" for anchor in {WRITTEN[name][0]}] for name in TOOL_CALL_FORMATS}
 PROMPTS["hermes"].append("before<|im_start|>assistant\n<think>\n")
+PROMPTS["family"] = PROMPTS["hermes"]
+FORMATS = {**TOOL_CALL_FORMATS, "family": ModelFormat("hermes", "think"), None: NO_FORMAT}
 CASES = [(name, prompt, fields) for name, prompts in PROMPTS.items() for prompt in prompts for fields in CHOICES] + [
     (None, "", fields) for fields in CHOICES
 ]
@@ -58,7 +62,7 @@ def read(case, pieces):
     """What a client puts together, and whether the finish reason is one of calls."""
     name, prompt, fields = case
     request = ChatRequest(model="m", messages=[{"role": "user", "content": "x"}], **fields)
-    calls = RequestToolCalls(request, None if name is None else TOOL_CALL_FORMATS[name])
+    calls = RequestToolCalls(request, FORMATS[name])
     calls.read_prompt(prompt)
     reader = calls.create_reader(prompt)
     content = reasoning = ""
@@ -108,6 +112,7 @@ def test_text_without_a_call_or_reasoning_is_content_to_the_letter(examples):
 OPENED = PROMPTS["hermes"][1]
 
 
+@pytest.mark.parametrize("name", ["hermes", "family"])
 @pytest.mark.parametrize("size", [1, 5, 1000])
 @pytest.mark.parametrize(
     ("fields", "written", "content", "called"),
@@ -123,8 +128,8 @@ OPENED = PROMPTS["hermes"][1]
         ({"tools": [TOOL], "response_format": FORMAT}, '{"a": 1}', '{"a": 1}', False),
     ],
 )
-def test_reasoning_that_the_prompt_opens_is_no_content(fields, written, content, called, size):
-    case, text = ("hermes", OPENED, fields), f"let me see</think>{written}"
+def test_reasoning_that_the_prompt_opens_is_no_content(fields, written, content, called, size, name):
+    case, text = (name, OPENED, fields), f"let me see</think>{written}"
     found = read(case, [text[start : start + size] for start in range(0, len(text), size)])
     assert found["reasoning"] == "let me see"
     assert found["content"] == content
@@ -135,12 +140,11 @@ def test_a_guide_begins_after_reasoning_only_if_the_prompt_opens_it():
     for prompt, after in ((OPENED, "</think>"), (PROMPTS["hermes"][0], ""), (f"{OPENED}x</think>", "")):
         for fields in CHOICES[4:]:
             request = ChatRequest(model="m", messages=[{"role": "user", "content": "x"}], **fields)
-            calls = RequestToolCalls(request, TOOL_CALL_FORMATS["hermes"])
-            calls.read_prompt(prompt)
-            assert calls.guide.after == after
+            for name in ("hermes", "family"):
+                calls = RequestToolCalls(request, FORMATS[name])
+                calls.read_prompt(prompt)
+                assert calls.guide.after == after
 
 
 def test_without_a_template_text_is_content():
-    assert isinstance(
-        RequestToolCalls(ChatRequest(model="m", messages=[{"role": "user"}]), None).create_reader(""), ContentReader
-    )
+    assert read((None, "", {"tools": [TOOL]}), [f"<think>{CODE}", "[TOOL_CALLS]"])["content"] == f"<think>{CODE}[TOOL_CALLS]"

@@ -108,6 +108,7 @@ def encode_output(output: StepOutput) -> dict[str, Any]:
         "text": output.text,
         "error": output.error,
         "refused": output.refused,
+        "stopped_by": output.stopped_by,
         "counts": {each.name: getattr(output, each.name) for each in fields(output) if each.name in _COUNT_FIELDS},
     }
 
@@ -126,6 +127,7 @@ def decode_output(body: Any, request_id: int) -> StepOutput:
             _text(body["text"]),
             _text(body["error"]),
             refused=body["refused"] is True,
+            stopped_by=stop if isinstance(stop := body["stopped_by"], int) else _text(stop),
             **{name: decode_int(value) for name, value in body["counts"].items()},
         )
 

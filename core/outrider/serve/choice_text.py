@@ -28,6 +28,8 @@ class ChoiceDelta:
     """Number of draft tokens that the engine verified in this iteration."""
     pieces: list[tuple[str, bool]] = field(default_factory=list)
     """Text of each token and whether the token was drafted. Empty unless the request asks for it."""
+    stopped_by: str | int | None = None
+    """The stop string or stop token of the request that ended the choice."""
 
     def followed_by(self, later: ChoiceDelta) -> ChoiceDelta:
         """Return one delta that has the content of this delta and then the content of ``later``, of the same choice."""
@@ -40,6 +42,7 @@ class ChoiceDelta:
             self.drafted + later.drafted,
             self.proposed + later.proposed,
             self.pieces + later.pieces,
+            later.stopped_by,
         )
 
 
@@ -88,6 +91,7 @@ class ChoiceText:
         delta = ChoiceDelta(
             self.index, text, output.tokens, output.logprobs, output.finish_reason, output.drafted, output.proposed
         )
+        delta.stopped_by = output.stopped_by
         if self._has_pieces:
             delta.pieces = [(piece, index < output.drafted) for index, piece in enumerate(pieces) if piece]
         return delta

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from outrider.engine.config import MAX_LOGPROBS
 from outrider.engine.engine import Engine
 from outrider.engine.requests.logprobs import TokenLogprobs
+from outrider.engine.requests.request import StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.stats import EngineLoad, EngineStats
 from outrider.model import Media
@@ -67,6 +68,15 @@ class SampleOutput(NamedTuple):
     drafted: int
     proposed: int
     refused: bool = False
+    cached: int = 0
+    stopped_by: str | int | None = None
+
+    @classmethod
+    def from_step(cls, key: int, sample: int, output: StepOutput) -> SampleOutput:
+        """Return the event for an engine's output of one sample."""
+        reason = None if output.finish_reason is None else str(output.finish_reason)
+        details = (output.logprobs, output.text, output.error, output.drafted, output.proposed, output.refused)
+        return cls(key, sample, output.tokens, reason, *details, output.cached, output.stopped_by)
 
 
 class EngineSnapshot(NamedTuple):

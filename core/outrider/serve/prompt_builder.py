@@ -20,6 +20,7 @@ from outrider.model import Media, MediaProcessor, Tokenizer
 from outrider.model.chat_template import ChatTemplate
 from outrider.serve.api_errors import ApiError, bad_request
 from outrider.serve.engine_messages import EngineInfo
+from outrider.serve.formats.model_formats import ModelFormat, choose_format
 from outrider.serve.request_fields import ChatMessage, ChatRequest, MessagePart
 
 _MAX_IMAGES = 64
@@ -50,8 +51,9 @@ class PromptResources:
     """The tokenizer and the templates of a checkpoint. They are loaded without the weights. Immutable.
 
     ``chat_template`` is a Jinja template that replaces the checkpoint's. ``response_template`` describes how the model writes
-    tool calls and reasoning, in transformers' format; it replaces the checkpoint's. Raises :class:`CheckpointError` or
-    :class:`ConfigError` if a file or a template can't be used.
+    tool calls and reasoning, in transformers' format; it replaces the checkpoint's. ``tool_format`` and ``reasoning_format``
+    name formats of :mod:`outrider.serve.formats.model_formats` and replace both. Raises :class:`CheckpointError` or
+    :class:`ConfigError` if a file, a template or a name can't be used.
     """
 
     def __init__(
@@ -60,17 +62,23 @@ class PromptResources:
         *,
         chat_template: str | None = None,
         response_template: Mapping[str, Any] | None = None,
+        tool_format: str | None = None,
+        reasoning_format: str | None = None,
     ) -> None:
         self.tokenizer = Tokenizer.from_checkpoint(model_dir)
         self.chat_template = ChatTemplate.from_checkpoint(model_dir, source=chat_template)
+        source = "" if self.chat_template is None else self.chat_template.tool_source
+        chosen = choose_format(tool_format, reasoning_format, source)
         own = None if self.chat_template is None else self.chat_template.response_template
-        self.response_template: Mapping[str, Any] | None = response_template or own
-        self.marker_tokens: tuple[int, ...] = ()
-        """Special tokens that the response template names, which have text in answers."""
-        if self.response_template is not None:
-            _check_response_template(self.response_template)
-            markers = json.dumps(self.response_template["fields"], ensure_ascii=False).replace("\\\\", "\\")
-            self.marker_tokens = self.tokenizer.spelled_in(markers)
+        template = response_template or (own if tool_format is None and reasoning_format is None else None)
+        self.answer_format: Mapping[str, Any] | ModelFormat = chosen if template is None else template
+        """How the model writes tool calls and reasoning: the given format, the checkpoint's, or that of its family."""
+        markers = chosen.literals
+        if template is not None:
+            _check_response_template(template)
+            markers = json.dumps(template["fields"], ensure_ascii=False).replace("\\\\", "\\")
+        self.marker_tokens = self.tokenizer.spelled_in(markers)
+        """Special tokens that the answer format names, which have text in answers."""
 
 
 class PromptBuilder:
@@ -81,11 +89,7 @@ class PromptBuilder:
 
     def __init__(self, model_dir: Path, info: EngineInfo, wording: PromptResources | None = None) -> None:
         wording = wording or PromptResources(model_dir)
-        self.tokenizer, self.response_template, self._chat = (
-            wording.tokenizer,
-            wording.response_template,
-            wording.chat_template,
-        )
+        self.tokenizer, self.answer_format, self._chat = wording.tokenizer, wording.answer_format, wording.chat_template
         self.marker_tokens = wording.marker_tokens
         self._info = info
         self._processor = None if info.image_token is None else _processor(model_dir)

@@ -171,6 +171,8 @@ class Generation:
         self._choices: dict[tuple[int, int], ChoiceText] = {}
         self._arrival_time = time.perf_counter()
         self._last_output_time: dict[int, float] = {}
+        self._first_keys: set[int] = set()
+        """Keys of the first request of each prompt, whose cached tokens count."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = self._recorded = False
         self.log_fields: dict[str, Any] = {}
@@ -179,6 +181,10 @@ class Generation:
         self.output_tokens = 0
         self.accepted_draft_tokens = 0
         """Number of accepted draft tokens, over all choices."""
+        self.proposed_draft_tokens = 0
+        """Number of draft tokens that the target verified, over all choices."""
+        self.cached_tokens = 0
+        """Number of prompt tokens that the prefix cache had."""
         self.first_token_s: float | None = None
         """Seconds from the request's arrival to its first token; None before the first token."""
         service._open.add(self)
@@ -202,10 +208,11 @@ class Generation:
         last: EnginePrompt | None = None
         try:
             for prompt, each in zip(prompts, params, strict=True):
+                key = service.engine.submit(self._inbox, prompt.tokens, each, priority=priority, media=prompt.media)
                 if prompt is not last:  # greedy choices of one prompt are separate requests
                     self.prompt_tokens += prompt.length
+                    self._first_keys.add(key)
                 last = prompt
-                key = service.engine.submit(self._inbox, prompt.tokens, each, priority=priority, media=prompt.media)
                 for sample in range(each.n):
                     self._choices[key, sample] = ChoiceText(
                         service.prompter.tokenizer,
@@ -258,6 +265,9 @@ class Generation:
             self._last_output_time[choice.index] = now
             self.output_tokens += len(output.tokens)
             self.accepted_draft_tokens += output.drafted
+            self.proposed_draft_tokens += output.proposed
+            if output.sample == 0 and output.key in self._first_keys:
+                self.cached_tokens += output.cached
         return choice
 
     def _record(self) -> None:

@@ -1,4 +1,4 @@
-"""Tool calls in the text of a chat's choice: enforced by a guide, or found by transformers' response parser."""
+"""Tool calls in the text of a chat's choice: enforced by a guide, or found by a reader of the model's format."""
 
 from __future__ import annotations
 
@@ -12,55 +12,13 @@ from outrider.device import ConfigError
 from outrider.engine import Guide, JsonSchema
 from outrider.errors import one_line
 from outrider.serve.api_errors import bad_request
+from outrider.serve.formats.format_reader import FormatReader
+from outrider.serve.formats.model_formats import ModelFormat
 from outrider.serve.request_fields import ChatRequest, NamedTool
 from outrider.serve.request_params import format_guide
 
-_CALL_TEMPLATE = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
-_THINKING_TEMPLATE = {"open": "<think>", "close": "</think>", "repeats": False}
-TOOL_CALL_FORMATS: Mapping[str, Mapping[str, Any]] = {
-    "hermes": {
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "reasoning_content": _THINKING_TEMPLATE,
-            "content": {},
-            "tool_calls": {
-                "open": "<tool_call>",
-                "close": "</tool_call>",
-                "repeats": True,
-                "content": "json",
-                "transform": _CALL_TEMPLATE,
-            },
-        },
-    },
-    "mistral": {
-        "start_anchor": "[/INST]",
-        "fields": {
-            "content": {},
-            "tool_calls": {
-                "open": "[TOOL_CALLS]",
-                "content": "json",
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
-                "transform_each": True,
-            },
-        },
-    },
-    "llama3-json": {
-        "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "fields": {
-            "content": {},
-            "tool_calls": {
-                "open_pattern": r"(?:<\|python_tag\|>)?(?=\{\s*\"(?:type|name)\")",
-                "repeats": True,
-                "content": "json",
-                "transform": {
-                    "type": "function",
-                    "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
-                },
-            },
-        },
-    },
-}
-"""Tool-call formats of model families (Hermes and Qwen, Mistral, Llama 3), each a transformers ``response_template``."""
+_CALL_LIST = ModelFormat("json", "none")
+"""Format of the calls that a guide enforces."""
 _NAMED_SCHEMAS = ("properties", "$defs", "definitions")
 """Keywords of JSON Schema whose values are objects of schemas by name."""
 _VALUE_KEYWORDS = ("const", "enum", "default", "examples")
@@ -108,27 +66,6 @@ class NamedToolReader:
             return {}
         name, self._name = self._name, None
         return {"tool_calls": [{"index": 0, **_call(name, text)}]}
-
-
-class CallListReader:
-    """A reader for a JSON list of calls, whose schema a guide has enforced. It reports all calls at the end of the text."""
-
-    def __init__(self) -> None:
-        self._text = ""
-        self.has_calls = False
-
-    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
-        """Return nothing until the last text, then every call. A list that ``max_tokens`` truncated is content."""
-        self._text += text
-        if not last:
-            return {}
-        try:
-            listed = json.loads(self._text)
-            calls = [_call(call["name"], json.dumps(call["arguments"])) for call in listed]
-        except (ValueError, KeyError, TypeError):  # max_tokens truncated the list
-            return {"content": self._text}
-        self.has_calls = bool(calls)
-        return {"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]}
 
 
 class ParsedResponseReader:
@@ -207,16 +144,13 @@ class RequestToolCalls:
 
     guide: Guide | None
     """Guide for calls that must come, or for ``response_format``; None if the text is free."""
-    needs_markers: bool
-    """Whether the readers need the spelling of the special tokens in the model's response template."""
 
-    def __init__(self, request: ChatRequest, template: Mapping[str, Any] | None) -> None:
-        """``template`` is the model's ``response_template``; None if the model has none.
+    def __init__(self, request: ChatRequest, answer_format: Mapping[str, Any] | ModelFormat) -> None:
+        """``answer_format`` is the model's: a ``response_template`` of transformers, or a format of its family.
 
         Raises :class:`~outrider.serve.api_errors.ApiError` for a ``tool_choice`` that contradicts the other fields.
         """
-        self.needs_markers = template is not None
-        self._template = template
+        self._answer_format = answer_format
         self._make_reader: Callable[[str], ToolCallReader] = lambda prompt: ContentReader()
         self._tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
         choice, response_format = request.tool_choice, format_guide(request)
@@ -228,10 +162,9 @@ class RequestToolCalls:
             calls_guide = self._require_tool(choice.function.name)
         elif choice == "required":
             calls_guide = self._require_call(max_calls)
-        elif response_format is None and template is not None:
-            has_calls = bool(self._tools) and choice != "none"
-            template = template if has_calls else _without_calls(template)
-            self._make_reader = lambda prompt: ParsedResponseReader(template, prompt, self._tools, max_calls=max_calls)
+        elif response_format is None:
+            tools = [] if choice == "none" else self._tools
+            self._make_reader = lambda prompt: _format_reader(answer_format, prompt, tools, max_calls)
         if calls_guide is not None and response_format is not None:
             raise bad_request("response_format doesn't go with a tool_choice that asks for a call", "response_format")
         self.guide = calls_guide or response_format
@@ -241,7 +174,7 @@ class RequestToolCalls:
 
         ``prompt`` is the text that the chat template made of the conversation.
         """
-        end = None if self.guide is None or self._template is None else _reasoning_end(self._template, prompt)
+        end = None if self.guide is None else _reasoning_end(self._answer_format, prompt)
         if end is not None and self.guide is not None:
             self.guide = replace(self.guide, after=end)
 
@@ -262,7 +195,7 @@ class RequestToolCalls:
         items = {"anyOf": [_call_schema(tool, index) for index, tool in enumerate(self._tools)]}
         parameters = [_parameters(tool["function"]) for tool in self._tools]
         definitions = {_definition_name(index): _moved(each, index) for index, each in enumerate(parameters)}
-        self._make_reader = lambda prompt: CallListReader()
+        self._make_reader = lambda prompt: FormatReader(_CALL_LIST, prompt, self._tools)
         return self._make_guide({"type": "array", "minItems": 1, **limit, "items": items, "$defs": definitions})
 
     @staticmethod
@@ -273,8 +206,21 @@ class RequestToolCalls:
             raise bad_request(f"the tools' parameters can't be enforced: {one_line(str(error))}", "tools") from error
 
 
-def _reasoning_end(template: Mapping[str, Any], prompt: str) -> str | None:
+def _format_reader(
+    answer_format: Mapping[str, Any] | ModelFormat, prompt: str, tools: list[dict[str, Any]], max_calls: int | None
+) -> ToolCallReader:
+    """Return a reader of the model's format. Without ``tools`` all calls are content."""
+    if isinstance(answer_format, ModelFormat):
+        return FormatReader(answer_format, prompt, tools, max_calls=max_calls)
+    template = answer_format if tools else _without_calls(answer_format)
+    return ParsedResponseReader(template, prompt, tools, max_calls=max_calls)
+
+
+def _reasoning_end(template: Mapping[str, Any] | ModelFormat, prompt: str) -> str | None:
     """Return the text that ends the reasoning in which ``prompt`` ends, or None if it doesn't end in reasoning."""
+    if isinstance(template, ModelFormat):
+        region = template.open_reasoning(prompt)
+        return None if region is None else region.ends[0]
     from outrider.serve.recovering_parser import RecoveringParser
 
     events = RecoveringParser(template, prompt, []).initial_events
