@@ -5,7 +5,10 @@ import json
 ITEMS = ("5", '"a"', "[]", "{}", "[5]", '["a"]', '{"a": 0}', "null", "1.5", "-1", "true", '{"role": "user", "content": "x"}')
 PIECES = ("a", " ", "x = 1\\n", "\\u0041", "\\ud83d\\ude00", "ü", "😀", ",", "[", "<|endoftext|>", "\\n")
 LISTS = ("prompt", "stop", "stop_token_ids", "messages", "tools", "modalities", "functions")
+LISTS += ("input", "include", "tokens", "system")
 OBJECTS = ("logit_bias", "metadata", "response_format", "chat_template_kwargs", "stream_options", "prediction")
+PATHS = ("/v1/completions", "/v1/chat/completions") * 3
+PATHS += ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 HEAD = '{"model": "m", "max_tokens": 1, '
 CHAT = '"messages": [{"role": "user", "content": "x"}], '
 
@@ -35,7 +38,13 @@ def object_body(drawn, size):
 def text_body(drawn, size):
     text = repeated(drawn.choice(PIECES), size)
     message = f'{{"role": "{drawn.choice(["user", "assistant", "tool", "odd"])}", "content": "{text}"}}'
-    fields = [f'"prompt": "{text}"', f'"prompt": ["x", "{text}"]', f'"messages": [{message}]', f'"stop": "{text}"']
+    fields = [
+        f'"prompt": "{text}"',
+        f'"prompt": ["x", "{text}"]',
+        f'"messages": [{message}]',
+        f'"stop": "{text}"',
+        f'"input": "{text}"',
+    ]
     return f"{HEAD}{drawn.choice(fields)}}}"
 
 
@@ -55,7 +64,11 @@ def deep_body(drawn, size):
     function = f'{{"name": "f", "parameters": {{"a": {value}}}}}'
     tool = f'"tools": [{{"type": "function", "function": {function}}}], "tool_choice": "required"'
     schema = f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {{"a": {value}}}}}}}'
-    return HEAD + CHAT + drawn.choice([tool, schema, f'"prompt": {value}', f'"chat_template_kwargs": {{"a": {value}}}']) + "}"
+    flat_tool = f'"input": "x", "tools": [{{"type": "function", "name": "f", "parameters": {{"a": {value}}}}}]'
+    block = f'"input": [{{"role": "user", "content": {value}}}]'
+    others = [f'"{name}": {{"a": {value}}}' for name in ("metadata", "chat_template_kwargs", "text", "reasoning")]
+    fields = [tool, schema, flat_tool, block, f'"prompt": {value}', *others]
+    return f"{HEAD}{drawn.choice(['', CHAT])}{drawn.choice(fields)}}}"
 
 
 def broken_body(drawn, size):
@@ -80,5 +93,4 @@ def random_body(drawn, largest):
     """A body, and the path that it's sent to. Small and large sizes are equally likely by their logarithm."""
     size = int(1024 * (largest / 1024) ** drawn.random())
     body = drawn.choice(KINDS)(drawn, size)
-    path = drawn.choice(["/v1/completions", "/v1/chat/completions"])
-    return path, body.encode() if isinstance(body, str) else body
+    return drawn.choice(PATHS), body.encode() if isinstance(body, str) else body

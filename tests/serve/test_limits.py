@@ -12,6 +12,9 @@ from pydantic import ValidationError
 
 from outrider.serve.prompt_builder import PromptBuilder
 from outrider.serve.request_fields import ChatRequest, CompletionRequest
+from outrider.serve.translation.messages_request import MessagesRequest
+from outrider.serve.translation.responses_request import ResponsesRequest
+from outrider.serve.translation.tokenize_route import DetokenizeRequest
 from serve.bodies import random_body
 from serve.conftest import TEMPLATE
 from serve.running import HealthWatch
@@ -20,6 +23,13 @@ from serve.test_load import process
 
 MIB = 1 << 20
 MANY = 20_000
+MODELS = {
+    "completions": CompletionRequest,
+    "chat/completions": ChatRequest,
+    "messages": MessagesRequest,
+    "responses": ResponsesRequest,
+    "detokenize": DetokenizeRequest,
+}
 COSTLY = {
     "a list of tokens with a text": ("completions", {"prompt": [5] * MANY + ["a"]}),
     "texts with a token": ("completions", {"prompt": ["a"] * MANY + [5]}),
@@ -36,6 +46,13 @@ COSTLY = {
     "tools": ("chat/completions", {"messages": CHAT["messages"], "tools": [{"type": "x"}] * MANY}),
     "modalities": ("chat/completions", {"messages": CHAT["messages"], "modalities": [5] * MANY}),
     "functions": ("chat/completions", {"messages": CHAT["messages"], "functions": [5] * MANY}),
+    "blocks": ("messages", {"max_tokens": 1, "messages": [5] * MANY}),
+    "stop sequences": ("messages", {"max_tokens": 1, "messages": CHAT["messages"], "stop_sequences": [5] * MANY}),
+    "unknown fields of a message": ("messages", {"max_tokens": 1, **{f"field{index}": 1 for index in range(MANY)}}),
+    "items": ("responses", {"input": [5] * MANY}),
+    "tools of a response": ("responses", {"input": "x", "tools": [5] * MANY}),
+    "unknown fields of a response": ("responses", {f"field{index}": 1 for index in range(MANY)}),
+    "tokens": ("detokenize", {"tokens": ["x"] * MANY}),
 }
 
 
@@ -43,7 +60,7 @@ COSTLY = {
 def test_a_body_with_many_errors_gives_few(name):
     """The memory of a refusal doesn't grow with the body: one error for each list."""
     route, fields = COSTLY[name]
-    model = CompletionRequest if route == "completions" else ChatRequest
+    model = MODELS[route]
     tracemalloc.start()
     try:
         with pytest.raises(ValidationError) as wrong:
@@ -135,7 +152,7 @@ def test_health_answers_while_a_long_text_is_tokenised(server, monkeypatch):
 def check_answer(answer, body):
     assert answer.status_code in (200, 400, 404, 413, 429), (answer.status_code, answer.text[:300], body[:200])
     if answer.status_code != 200:
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert set(answer.json()["error"]) >= {"message", "type"}
         assert len(answer.content) < 2000, "a refusal quotes little of the body"
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from outrider.errors import shown
 from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import ChatRequest
+from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject
 
 _SYSTEM_ROLES = ("system", "developer")
 T = TypeVar("T")
-ObjectList = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+ObjectList = ListOf[NestedObject]
 """A list of JSON objects. The first other value ends the validation: its cost is bounded."""
 
 

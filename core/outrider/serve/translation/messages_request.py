@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import ChatRequest
+from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject, StrictFields
 from outrider.serve.translation.conversation import (
     ConversationBuilder,
     ObjectList,
@@ -47,19 +47,17 @@ IGNORED_BY_MESSAGES = (
 """Fields without an effect."""
 
 
-class CountTokensRequest(BaseModel):
+class CountTokensRequest(StrictFields):
     """The body of ``POST /v1/messages/count_tokens``."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
     model: Annotated[str, Field(max_length=4096)]
     messages: Annotated[ObjectList, Field(min_length=1, max_length=65536)]
     system: str | ObjectList | None = None
-    thinking: dict[str, Any] | None = None
+    thinking: NestedObject | None = None
     tools: ObjectList | None = None
-    tool_choice: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="A field of this server.")
+    tool_choice: NestedObject | None = None
+    output_config: NestedObject | None = None
+    chat_template_kwargs: NestedObject | None = Field(None, description="A field of this server.")
 
     # Fields that are refused unless they are empty
     container: Any = None
@@ -69,14 +67,14 @@ class CountTokensRequest(BaseModel):
     compaction: Any = None
 
     # Fields without effect
-    betas: list[str] | None = None
+    betas: ListOf[str] | None = None
     billing_policy: Any = None
-    cache_control: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = Field(None, description="Has no effect: the server drops no content.")
+    cache_control: NestedObject | None = None
+    context_management: NestedObject | None = Field(None, description="Has no effect: the server drops no content.")
     diagnostics: Any = None
     fallback_credit_token: str | None = None
     inference_geo: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: NestedObject | None = None
     service_tier: str | None = None
     speed: str | None = None
     user_profile_id: str | None = None
@@ -88,7 +86,7 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int
     stream: bool | None = False
-    stop_sequences: list[str] | None = None
+    stop_sequences: ListOf[str] | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import ChatRequest
+from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject, StrictFields
 from outrider.serve.translation.conversation import (
     ConversationBuilder,
     ObjectList,
@@ -59,10 +59,8 @@ _CUSTOM_PARAMETERS = {
 """Parameters of the function that stands for a custom tool, whose input is free text."""
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(StrictFields):
     """The body of ``POST /v1/responses``."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
     model: Annotated[str, Field(max_length=4096)]
     input: str | ObjectList = Field(default_factory=list)
@@ -74,16 +72,16 @@ class ResponsesRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     tools: ObjectList | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | NestedObject | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
+    reasoning: NestedObject | None = None
+    text: NestedObject | None = None
+    metadata: NestedObject | None = None
     truncation: str | None = None
 
     # Fields of this server
     seed: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: NestedObject | None = None
 
     # Fields that are refused unless they are empty
     background: bool | None = None
@@ -97,16 +95,16 @@ class ResponsesRequest(BaseModel):
     # Fields without effect
     access_programs: Any = None
     background_options: Any = None
-    include: list[str] | None = None
+    include: ListOf[str] | None = None
     max_tool_calls: int | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: NestedObject | None = None
     user: str | None = None
-    client_metadata: dict[str, Any] | None = None
+    client_metadata: NestedObject | None = None
 
 
 @dataclass
@@ -188,7 +186,7 @@ def translate_responses_request(
     return chat_request(fields), tools, [*earlier, *added]
 
 
-def _tool_fields(choice: str | dict[str, Any] | None, functions: list[dict[str, Any]]) -> dict[str, Any]:
+def _tool_fields(choice: str | NestedObject | None, functions: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the fields ``tools`` and ``tool_choice`` of the chat request."""
     if isinstance(choice, dict):
         kind = choice.get("type")
