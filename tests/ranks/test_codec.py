@@ -201,7 +201,7 @@ ADD = encode(commands.AddCommand((1, 2), SamplingParams(guide=Regex("a")), 0, ()
         (changed(ADD, lambda given: given.pop("priority")), "AddCommand has missing fields: .'priority'"),
         (changed(ADD, lambda given: given["params"].update(run="this")), "SamplingParams has unknown fields: .'run'"),
         (changed(ADD, lambda given: given["params"].update(top_p=7)), "isn't a SamplingParams: top_p is 7"),
-        (changed(ADD, lambda given: given["params"].update(guide={"Regex": {"pattern": "("}})), "isn't a Regex"),
+        (changed(ADD, lambda given: given["params"].update(guide={"Regex": {"pattern": "(", "after": ""}})), "isn't a Regex"),
         (changed(ADD, lambda given: given["params"].update(guide={"SamplingParams": {}})), "expected one of JsonSchema"),
     ],
 )

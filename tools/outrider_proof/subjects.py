@@ -76,8 +76,8 @@ def bundled_text() -> Subject:
 @functools.cache
 def tiny_images() -> Subject:
     """Return a tiny random vision-language model with a random EAGLE head, written once per process."""
-    from outrider_proof.engine_setups import text, vision_checkpoint
     from outrider_proof.checkpoints import IMAGE, write_eagle
+    from outrider_proof.engine_setups import text, vision_checkpoint
 
     directory = vision_checkpoint()
     if not (directory / "eagle").is_dir():

@@ -46,8 +46,8 @@ def state_after(state: RequestState, output: StepOutput) -> RequestState:
 
 
 def encode_output(output: StepOutput) -> Any:
-    """Return an engine's output as plain data for JSON."""
-    return to_plain(output, StepOutput)
+    """Return an engine's output as plain data for JSON, without its transcript, which stays where it is decoded."""
+    return to_plain(replace(output, transcript=None, index=0), StepOutput)
 
 
 def decode_output(body: Any, request_id: int) -> StepOutput:

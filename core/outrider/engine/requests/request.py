@@ -56,6 +56,10 @@ class StepOutput:
     """Maximum number of draft tokens that the target could accept; 0 without a draft, as for a request's first token."""
     refused: bool = False
     """True if the request's own options cause the error, so that a retry fails too."""
+    cached: int = 0
+    """Number of prompt tokens that the prefix cache had; set in a request's first output."""
+    stopped_by: str | int | None = None
+    """The stop string or the token of ``stop_token_ids`` that ended the request; None for any other end."""
     transcript: Transcript | None = field(default=None, repr=False, compare=False)
     """The request's text; None without a tokenizer."""
     index: int = field(default=0, repr=False, compare=False)
@@ -256,6 +260,8 @@ class Request:
             drafted=min(len(appended), len(tokens) - 1, proposed),
             proposed=proposed,
             refused=self.finish_reason is FinishReason.ERROR,
+            cached=self.prefill_start if len(self.output) == len(appended) and not self.preemptions else 0,
+            stopped_by=self._stopped_by(),
         )
 
     def finish(self, reason: FinishReason, error: str | None = None) -> StepOutput:
@@ -268,6 +274,14 @@ class Request:
     def _transcribe(self, tokens: Sequence[int]) -> int:
         """Add an output to the transcript, if there is one, and return its index."""
         return 0 if self.transcript is None else self.transcript.append(tokens, is_last=self.finished)
+
+    def _stopped_by(self) -> str | int | None:
+        """Return the client's stop string or stop token that ended the output."""
+        if self.finish_reason is not FinishReason.STOP:
+            return None
+        if self.stop_text is not None and self.stop_text.matched is not None:
+            return self.stop_text.matched
+        return self.output[-1] if self.output[-1] in self.params.stop_token_ids else None
 
     def new_text(self) -> str | None:
         """Return new text that no stop string can contain any more; None for a request without stop strings.
