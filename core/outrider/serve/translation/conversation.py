@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.errors import shown
 from outrider.serve.api_errors import bad_request
@@ -16,6 +16,29 @@ _SYSTEM_ROLES = ("system", "developer")
 T = TypeVar("T")
 ObjectList = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 """A list of JSON objects. The first other value ends the validation: its cost is bounded."""
+
+
+class TranslatedRequest(BaseModel):
+    """The base class of requests that become chat requests."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    refused: ClassVar[Mapping[str, str]]
+    """Fields that ask for what the server doesn't have, and what to do instead."""
+    ignored: ClassVar[frozenset[str]]
+    """Fields without an effect."""
+
+    model: Annotated[str, Field(max_length=4096)]
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="A field of this server.")
+
+    def check_fields(self) -> None:
+        """Raise :class:`ApiError` for a field that is refused or unknown, unless it is empty."""
+        for name, value in (self.model_extra or {}).items():
+            if name in self.ignored or value in (None, False, [], {}):
+                continue
+            if name in self.refused:
+                raise bad_request(f"{name} isn't served: {self.refused[name]}", name)
+            raise bad_request(f"Unknown parameter: {name!r}.", name, "unknown_parameter")
 
 
 class ConversationBuilder:
@@ -104,13 +127,6 @@ def expect_objects(value: Any, field: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the objects of a list, each with the name of its field. Raises :class:`ApiError`."""
     listed = expect(value, list, field)
     return [(name, expect(each, dict, name)) for name, each in ((f"{field}[{i}]", each) for i, each in enumerate(listed))]
-
-
-def refuse_fields(request: BaseModel, reasons: Mapping[str, str]) -> None:
-    """Raise :class:`ApiError` for the first field of ``reasons`` that the request has."""
-    for name, reason in reasons.items():
-        if getattr(request, name) not in (None, False, [], {}):
-            raise bad_request(f"{name} isn't served: {reason}", name)
 
 
 def compact_json(value: Any) -> str:
