@@ -187,6 +187,7 @@ def test_null_is_absent(http):
     body["messages"][0]["annotations"] = []
     answer = http.post("/v1/chat/completions", json=body)
     assert answer.json()["error"]["code"] == "unknown_parameter"
+    assert http.post("/v1/chat/completions", json={**CHAT, "no-such": 1}).json()["error"]["param"] == "no-such"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -45,7 +45,7 @@ class ApiError(Exception):
         self.status = status
         self.message = one_line(message)
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else one_line(param)
         self.code = code
         self.headers = dict(headers or {})
 

@@ -62,6 +62,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         408: "The body didn't arrive in time.",
         413: "The body is too large.",
         429: "The queue is full.",
+        431: "The headers are too many or too long.",
         500: "An internal error.",
         503: "The server is about to end.",
         504: "The request took too long.",
@@ -228,6 +229,7 @@ def invalid_fields(error: RequestValidationError) -> ApiError:
     fields = [part for part in location if part.isdigit() or (part.isidentifier() and part not in ("str", "int", "float"))]
     param = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in fields).lstrip(".") or None
     if kind == "extra_forbidden":
+        param = param or location[-1]  # the name may be any text
         return bad_request(f"Unknown parameter: {param!r}.", param, "unknown_parameter")
     if kind == "missing":
         message = f"you must provide {param}" if param else "the body is missing; send a JSON object"

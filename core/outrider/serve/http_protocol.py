@@ -36,7 +36,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the time limit."""
+        """Stop the time limit of headers that haven't arrived."""
         self._stop_timer()
         super().connection_lost(exc)
 
@@ -57,7 +57,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._part_bytes = self._header_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        """Count the path."""
+        """Count the path and the query as a part of the headers."""
         self._count(len(url))
         super().on_url(url)
 

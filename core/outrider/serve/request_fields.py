@@ -32,8 +32,10 @@ _MAX_PROMPTS = 65536
 _MAX_DEPTH = 200
 """Maximum nesting of a JSON object. pydantic can write out 255 levels."""
 _ShortText = Annotated[str, Field(max_length=4096)]
+_StopString = Annotated[str, Field(max_length=1024)]  # the engine compares it with the text for each token
 T = TypeVar("T")
-_ListOf = Annotated[list[T], Field(fail_fast=True)]
+ListOf = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first wrong item ends the validation."""
 
 
 def _check_depth(value: Any) -> Any:
@@ -50,7 +52,8 @@ def _check_depth(value: Any) -> Any:
     raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
 
 
-_JsonObject = Annotated[dict[str, Any], AfterValidator(_check_depth)]
+NestedObject = Annotated[dict[str, Any], AfterValidator(_check_depth)]
+"""A JSON object of any content."""
 
 
 def _limited_biases(biases: Any) -> Any:
@@ -59,7 +62,9 @@ def _limited_biases(biases: Any) -> Any:
     return biases
 
 
-class _Strict(BaseModel):
+class StrictFields(BaseModel):
+    """The base of requests. An unknown field is an error, and the cost of errors is bounded."""
+
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     answer_role: ClassVar[str | None] = None
     """Value of ``role`` that marks an earlier answer, whose unknown fields have no effect."""
@@ -79,7 +84,7 @@ class _Strict(BaseModel):
         return known
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictFields):
     """The additional content of a streamed response."""
 
     include_usage: bool = Field(False, description="Send a last chunk that has the usage and no choices.")
@@ -91,7 +96,7 @@ class StreamOptions(_Strict):
     include_drafted: bool = Field(False, description="Each chunk marks the tokens that are accepted draft tokens.")
 
 
-class SamplingFields(_Strict):
+class SamplingFields(StrictFields):
     """The fields that completions and chat completions share."""
 
     model: _ShortText
@@ -101,11 +106,11 @@ class SamplingFields(_Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    stop: str | Annotated[_ListOf[str], Field(max_length=64)] | None = None
+    stop: _StopString | Annotated[ListOf[_StopString], Field(max_length=64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_limited_biases)] | None = None
-    response_format: _JsonObject | None = None
+    response_format: NestedObject | None = None
 
     # Fields of other servers
     top_k: Annotated[int, Field(ge=-1, le=_MAX_INT32)] | None = Field(None, description="0 or -1: all tokens.")
@@ -113,16 +118,16 @@ class SamplingFields(_Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[_ListOf[int], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[ListOf[int], Field(max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=_MAX_INT32)] | None = Field(None, description="Higher goes first.")
     return_token_ids: bool | None = Field(None, description="Choices carry token_ids.")
 
     # Fields without effect
     user: _ShortText | None = None
-    metadata: _JsonObject | None = None
+    metadata: NestedObject | None = None
     store: bool | None = None
     service_tier: _ShortText | None = None
-    prediction: _JsonObject | None = None
+    prediction: NestedObject | None = None
     safety_identifier: _ShortText | None = None
     prompt_cache_key: _ShortText | None = None
     prompt_cache_retention: _ShortText | None = None
@@ -133,9 +138,9 @@ class CompletionRequest(SamplingFields):
 
     prompt: (
         str
-        | Annotated[_ListOf[str], Field(max_length=_MAX_PROMPTS)]
-        | _ListOf[int]
-        | Annotated[_ListOf[_ListOf[int]], Field(max_length=_MAX_PROMPTS)]
+        | Annotated[ListOf[str], Field(max_length=_MAX_PROMPTS)]
+        | ListOf[int]
+        | Annotated[ListOf[ListOf[int]], Field(max_length=_MAX_PROMPTS)]
     )
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
@@ -144,7 +149,7 @@ class CompletionRequest(SamplingFields):
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
 
 
-class FunctionCall(_Strict):
+class FunctionCall(StrictFields):
     """The function and the arguments (JSON text) of an earlier call by the assistant."""
 
     answer_role = "assistant"
@@ -152,7 +157,7 @@ class FunctionCall(_Strict):
     arguments: str
 
 
-class ToolCall(_Strict):
+class ToolCall(StrictFields):
     """An earlier tool call by the assistant."""
 
     answer_role = "assistant"
@@ -161,62 +166,62 @@ class ToolCall(_Strict):
     function: FunctionCall
 
 
-class ImageUrl(_Strict):
+class ImageUrl(StrictFields):
     """An image of a message, as a data URL."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class MessagePart(_Strict):
+class MessagePart(StrictFields):
     """One part of a message's content."""
 
     type: Literal["text", "image_url", "refusal", "input_audio", "file"]
     text: str | None = None
     image_url: ImageUrl | None = None
     refusal: str | None = None
-    input_audio: _JsonObject | None = None
-    file: _JsonObject | None = None
+    input_audio: NestedObject | None = None
+    file: NestedObject | None = None
 
 
-class ChatMessage(_Strict):
+class ChatMessage(StrictFields):
     """One message of a conversation. An earlier answer may have further fields, as clients write it out."""
 
     answer_role = "assistant"
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[_ListOf[MessagePart], Field(max_length=4096)] | None = None
+    content: str | Annotated[ListOf[MessagePart], Field(max_length=4096)] | None = None
     name: _ShortText | None = None
-    tool_calls: _ListOf[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: _ShortText | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    audio: _JsonObject | None = None
+    audio: NestedObject | None = None
     function_call: FunctionCall | None = None
 
 
-class ToolFunction(_Strict):
+class ToolFunction(StrictFields):
     """A function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: _JsonObject | None = None
+    parameters: NestedObject | None = None
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(StrictFields):
     """A tool that the model may call."""
 
     type: Literal["function"]
     function: ToolFunction
 
 
-class NamedFunction(_Strict):
+class NamedFunction(StrictFields):
     """The name of a function among the tools."""
 
     name: _ShortText
 
 
-class NamedTool(_Strict):
+class NamedTool(StrictFields):
     """The tool that the model must call."""
 
     type: Literal["function"]
@@ -226,19 +231,19 @@ class NamedTool(_Strict):
 class ChatRequest(SamplingFields):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[_ListOf[ChatMessage], Field(min_length=1, max_length=16384)]
+    messages: Annotated[ListOf[ChatMessage], Field(min_length=1, max_length=16384)]
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
-    tools: Annotated[_ListOf[Tool], Field(max_length=1024)] | None = None
+    tools: Annotated[ListOf[Tool], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: _ShortText | None = Field(None, description="A variable for the chat template.")
     verbosity: _ShortText | None = None
-    modalities: _ListOf[_ShortText] | None = None
-    audio: _JsonObject | None = None
-    web_search_options: _JsonObject | None = None
-    chat_template_kwargs: _JsonObject | None = None
-    functions: _ListOf[_JsonObject] | None = None
-    function_call: str | _JsonObject | None = None
+    modalities: ListOf[_ShortText] | None = None
+    audio: NestedObject | None = None
+    web_search_options: NestedObject | None = None
+    chat_template_kwargs: NestedObject | None = None
+    functions: ListOf[NestedObject] | None = None
+    function_call: str | NestedObject | None = None

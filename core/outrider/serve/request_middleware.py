@@ -27,7 +27,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _REQUEST_ID_HEADERS = (b"x-request-id", b"request-id")
 """Response headers in which the clients of OpenAI and Anthropic look for the request id."""
 _PROTECTED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
-_MAX_BODY_VALUES = 1 << 20
+_MAX_BODY_VALUES = 1 << 19
 """Maximum number of the characters ``,:[{`` in a body, which bounds the number of its JSON values."""
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _POLLED_PATHS = ("/health", "/ready", "/metrics")

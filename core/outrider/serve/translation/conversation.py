@@ -6,39 +6,39 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from outrider.errors import shown
 from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import ChatRequest
+from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject, StrictFields
 
 _SYSTEM_ROLES = ("system", "developer")
 T = TypeVar("T")
-ObjectList = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+ObjectList = ListOf[NestedObject]
 """A list of JSON objects. The first other value ends the validation: its cost is bounded."""
 
 
-class TranslatedRequest(BaseModel):
+class TranslatedRequest(StrictFields):
     """The base class of requests that become chat requests."""
 
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-
     refused: ClassVar[Mapping[str, str]]
-    """Fields that ask for what the server doesn't have, and what to do instead."""
+    """Fields that ask for what the server doesn't have, and what to do instead. They may be empty."""
     ignored: ClassVar[frozenset[str]]
     """Fields without an effect."""
 
     model: Annotated[str, Field(max_length=4096)]
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="A field of this server.")
+    chat_template_kwargs: NestedObject | None = Field(None, description="A field of this server.")
 
-    def check_fields(self) -> None:
-        """Raise :class:`ApiError` for a field that is refused or unknown, unless it is empty."""
-        for name, value in (self.model_extra or {}).items():
-            if name in self.ignored or value in (None, False, [], {}):
-                continue
-            if name in self.refused:
-                raise bad_request(f"{name} isn't served: {self.refused[name]}", name)
-            raise bad_request(f"Unknown parameter: {name!r}.", name, "unknown_parameter")
+    @model_validator(mode="before")
+    @classmethod
+    def _served_fields(cls, data: Any) -> Any:
+        """Drop the fields without an effect. Raises :class:`ApiError` for a field that is refused."""
+        if not isinstance(data, dict):
+            return data
+        for name, reason in cls.refused.items():
+            if data.get(name) not in (None, False, [], {}):
+                raise bad_request(f"{name} isn't served: {reason}", name)
+        return {name: value for name, value in data.items() if name not in cls.refused and name not in cls.ignored}
 
 
 class ConversationBuilder:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import ChatRequest
+from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject
 from outrider.serve.translation.conversation import (
     ConversationBuilder,
     ObjectList,
@@ -45,10 +45,10 @@ class CountTokensRequest(TranslatedRequest):
 
     messages: Annotated[ObjectList, Field(min_length=1, max_length=65536)]
     system: str | ObjectList | None = None
-    thinking: dict[str, Any] | None = None
+    thinking: NestedObject | None = None
     tools: ObjectList | None = None
-    tool_choice: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    tool_choice: NestedObject | None = None
+    output_config: NestedObject | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -56,7 +56,7 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int
     stream: bool | None = False
-    stop_sequences: list[str] | None = None
+    stop_sequences: ListOf[str] | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -68,7 +68,6 @@ def translate_messages_request(request: CountTokensRequest) -> ChatRequest:
 
     Tools that Anthropic's own servers run, such as ``web_search``, are left out: the model doesn't see them.
     """
-    request.check_fields()
     conversation = ConversationBuilder()
     if request.system:
         conversation.add_message("system", _result_content("system", request.system))

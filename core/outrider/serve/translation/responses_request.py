@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import ChatRequest
+from outrider.serve.request_fields import ChatRequest, NestedObject
 from outrider.serve.translation.conversation import (
     ConversationBuilder,
     ObjectList,
@@ -66,11 +66,11 @@ class ResponsesRequest(TranslatedRequest):
     temperature: float | None = None
     top_p: float | None = None
     tools: ObjectList | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | NestedObject | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
+    reasoning: NestedObject | None = None
+    text: NestedObject | None = None
+    metadata: NestedObject | None = None
     truncation: str | None = None
     seed: int | None = Field(None, description="A field of this server.")
 
@@ -122,7 +122,6 @@ def translate_responses_request(
 
     ``earlier`` has the items of the response that ``previous_response_id`` names. Raises :class:`ApiError`.
     """
-    request.check_fields()
     if request.truncation not in (None, "disabled"):
         raise bad_request("truncation isn't served: the server drops no part of a conversation", "truncation")
     tools = ResponsesTools()

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from outrider.serve.api_errors import bad_request
+from outrider.serve.request_fields import ListOf, NestedObject, StrictFields
 from outrider.serve.service import Service
 from outrider.serve.translation.conversation import ObjectList, chat_request
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(StrictFields):
     """The body of ``POST /tokenize``: a prompt, or the messages of a chat."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
     model: str | None = None
     prompt: str | None = None
     messages: ObjectList | None = None
     tools: ObjectList | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: NestedObject | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(StrictFields):
     """The body of ``POST /detokenize``."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
-
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: ListOf[int]
 
 
 def add_tokenize_routes(app: FastAPI, service: Service, responses: Mapping[int | str, dict[str, Any]]) -> None:
