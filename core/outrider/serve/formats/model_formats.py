@@ -117,5 +117,7 @@ def choose_format(tool_format: str | None, reasoning_format: str | None, chat_te
     ):
         if name is not None and name not in known:
             raise ConfigError(f"{option} is {name!r}; expected one of {', '.join(known)}")
-    shown = next((row for row in _TABLE["marks"] if all(text in chat_template for text in row["texts"])), {})
+    shown: Mapping[str, str] = next(
+        (row for row in _TABLE["marks"] if all(text in chat_template for text in row["texts"])), {}
+    )
     return ModelFormat(tool_format or shown.get("tool", "none"), reasoning_format or shown.get("reasoning", "none"))
