@@ -396,8 +396,14 @@ def test_both_apis_have_the_tokens_of_the_engine(server, client, reference):
     stop = text[len(text) // 2 :][:3]
     stopped = claude.messages.create(**asked, max_tokens=12, stop_sequences=[stop])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
-    again = client.chat.completions.create(**asked, max_tokens=4)
-    assert again.usage.prompt_tokens_details.cached_tokens % 16 == 0
+    long = {"model": "m", "messages": [{"role": "user", "content": "def f(a):\n    return a\n" * 8}], "max_tokens": 2}
+    for _ in range(2):
+        usage = client.chat.completions.create(**long).usage
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert 0 < cached < usage.prompt_tokens
+    assert cached % 16 == 0, "whole pages"
+    counted = claude.messages.create(**long).usage
+    assert (counted.cache_read_input_tokens, counted.input_tokens) == (cached, usage.prompt_tokens - cached)
     claude.close()
 
 
