@@ -77,11 +77,11 @@ def log_cache_write(backend: Backend, slots: tuple[int, ...]) -> tuple[ObserverL
     stream, count = backend.create_stream("s"), len(slots)
     with backend.on(stream):
         x, turn = torch.ones(count, 1, 4, device=backend.device), torch.ones(count, 4, device=backend.device)
-        caches = [torch.zeros(4, 2, 1, 4, device=backend.device) for _ in range(2)]
+        keys, values = (torch.zeros(4, 2, 1, 4, device=backend.device) for _ in range(2))
         places = torch.tensor(slots, dtype=torch.int64, device=backend.device)
     stream.synchronize()
     with logged(backend) as log:
         with backend.on(stream):
-            backend.kernels.rope_write_cache(x, x.clone(), x.clone(), turn, turn, *caches, places)
+            backend.kernels.rope_write_cache(x, x.clone(), x.clone(), turn, turn, keys, values, places)
         stream.synchronize()
-    return log, caches[0]
+    return log, keys

@@ -261,11 +261,12 @@ def _field_converters(kind: Any, converter: Callable[[Any], Any]) -> Mapping[str
     return {name: converter(hints[name]) for name in names}
 
 
-def _named_records_format(classes: Mapping[str, type]) -> _FieldFormat:
+def _named_records_format(classes: Mapping[str, Any]) -> _FieldFormat:
     """Return the format of several classes: an object {class name: fields}."""
 
     def write(value: Any, blobs: Blobs) -> Any:
-        return {type(value).__name__: _writer(type(value))(value, blobs)}
+        name = type(value).__name__
+        return {name: _writer(classes[name])(value, blobs)}
 
     def read(plain: Any, blobs: Sequence[bytes]) -> Any:
         name = next(iter(plain), "")
@@ -325,7 +326,7 @@ def _write_float(value: float, blobs: Blobs) -> Any:
     return value if math.isfinite(value) else {_FLOAT: repr(float(value))}
 
 
-def _read_float(plain: Any, blobs: Sequence[bytes]) -> float:
+def _read_float(plain: Any, blobs: Sequence[bytes]) -> Any:
     del blobs
     if isinstance(plain, dict) and plain.keys() == {_FLOAT} and plain[_FLOAT] in ("inf", "-inf", "nan"):
         return float(plain[_FLOAT])
