@@ -91,7 +91,7 @@ def silu_mul(
     shares = _share_count(squares)
     x_scales, scales, rows = quantized or (None, None, 0)
     operands = squares, bias, out, eps, m, n, k, shares, config.rows_per_program, x_scales, scales, maxima
-    flags = {"SHARES": power_of_two(shares), "ROWS": rows}
+    flags: dict[str, Any] = {"SHARES": power_of_two(shares), "ROWS": rows}
     _launch(streamed.streamed_silu_mul, x, weight, config, operands, pairs=n, half=n, pdl=pdl, **flags)
 
 
@@ -149,7 +149,7 @@ def rope_write_cache(
     x_scales, scales, rows = quantized or (None, None, 0)
     strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.rows_per_program, x_scales, scales
     pairs, half = weight.shape[0] // 2, size // 2
-    flags = {"SHARES": power_of_two(shares), "HALF": half, "ROWS": rows}
+    flags: dict[str, Any] = {"SHARES": power_of_two(shares), "HALF": half, "ROWS": rows}
     _launch(
         streamed.streamed_rope_write_cache, x, weight, config, operands + strides, pairs=pairs, half=half, pdl=pdl, **flags
     )
