@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -70,6 +71,9 @@ def test_runs_from_outside_with_plain_pytest(run_suite, tmp_path):
     done = run_suite("--backend", "cpu", "--level", "L1", "--report", "out", *FEW)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "conformance of cpu:0" in done.stdout
+    collected = re.search(r"collected (\d+) items\n", done.stdout)
+    assert collected is not None, "modules above the level were collected, or the count names deselected tests"
+    assert int(collected[1]) == len(json.loads((tmp_path / "out" / "report.json").read_text())["tests"])
     assert json.loads((tmp_path / "out" / "report.json").read_text())["reached"] == "L1"
 
 

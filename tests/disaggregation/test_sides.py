@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from disaggregation.couple import LIMIT_S, Couple
 from outrider import Engine, SamplingParams
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 from outrider.disaggregation import codec
 from outrider.disaggregation.decode_worker import StandaloneMode
 from outrider.disaggregation.wire import WireError

@@ -175,17 +175,17 @@ def test_citations_of_rows_lead_to_a_row():
     assert {(path, row) for path, row in cited if row not in rows} == set()
 
 
-def packages():
-    spec = importlib.util.spec_from_file_location("site_packages", ROOT / "docs" / "_site" / "packages.py")
+def tables():
+    spec = importlib.util.spec_from_file_location("site_tables", ROOT / "docs" / "_site" / "tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def test_the_table_of_packages_is_that_of_the_tree():
-    table = packages()
+    table = tables()
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert table.differences(page) == [], "run: python docs/_site/packages.py"
+    assert table.differences(page) == [], "run: python docs/_site/tables.py"
     (row,) = re.findall(r"^\| `tools/outrider_trace` .*\n", page, re.MULTILINE)
     count = table.rows()["tools/outrider_trace"][1]
     assert table.differences(page.replace(row, "")) == ["tools/outrider_trace has no row"]
@@ -193,6 +193,11 @@ def test_the_table_of_packages_is_that_of_the_tree():
     assert table.differences(page.replace(row, wrong)) == [
         f"tools/outrider_trace: the page says {count * 2:,} lines, the tree has {count:,}"
     ]
+
+
+def test_the_table_of_fences_is_that_of_the_engine():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert tables().fence_table() in page, "run: python docs/_site/tables.py"
 
 
 def test_pictures_are_small():

@@ -19,16 +19,10 @@ from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.peagle import PEagleProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import (
-    VISION_FAMILIES,
-    write_checkpoint,
-    write_eagle,
-    write_mtp,
-    write_peagle,
-    write_vision_checkpoint,
-)
+from outrider_proof.checkpoints import VISION_FAMILIES, write_eagle, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
+from tiny_checkpoints import write_checkpoint, write_mtp, write_peagle
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)

@@ -15,7 +15,7 @@ from outrider.device import ConfigError, KernelSet, QuantizedWeight
 from outrider.errors import CheckpointError
 from outrider.model import Decoder, ModelRanks, Shard, Shards, load_decoder
 from outrider.model.products import quantized_products
-from outrider_proof.checkpoints import write_checkpoint
+from tiny_checkpoints import write_checkpoint
 
 SHAPE = {
     "hidden_size": 128,

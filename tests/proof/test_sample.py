@@ -1,4 +1,4 @@
-"""A sample of python -m outrider_proof.proof: programs of each kind of setup, and a few fences left out."""
+"""A sample of python -m proof.long_proof: programs of each kind of setup, and a few fences left out."""
 
 import pytest
 
@@ -13,8 +13,8 @@ from outrider_proof.engine_setups import (
     engines_for,
     random_host_program,
 )
-from outrider_proof.program_checks import drop_fence, measure_rate, prove_program, run_once_checked
 from outrider_proof.quantised import QUANTISED
+from proof.program_checks import drop_fence, measure_rate, prove_program, run_once_checked
 
 SAMPLE = [
     (EngineSetup("eagle-tree", "graphs"), 4),
