@@ -82,6 +82,6 @@ def log_cache_write(backend: Backend, slots: tuple[int, ...]) -> tuple[ObserverL
     stream.synchronize()
     with logged(backend) as log:
         with backend.on(stream):
-            backend.kernels.rope_write_cache(x, x.clone(), x.clone(), turn, turn, *caches, places)
+            backend.kernels.rope_write_cache(x, x.clone(), x.clone(), turn, turn, caches[0], caches[1], places)
         stream.synchronize()
     return log, caches[0]

@@ -265,7 +265,8 @@ def _named_records_format(classes: Mapping[str, type]) -> _FieldFormat:
     """Return the format of several classes: an object {class name: fields}."""
 
     def write(value: Any, blobs: Blobs) -> Any:
-        return {type(value).__name__: _writer(type(value))(value, blobs)}
+        kind: Any = type(value)
+        return {kind.__name__: _writer(kind)(value, blobs)}
 
     def read(plain: Any, blobs: Sequence[bytes]) -> Any:
         name = next(iter(plain), "")
@@ -325,7 +326,7 @@ def _write_float(value: float, blobs: Blobs) -> Any:
     return value if math.isfinite(value) else {_FLOAT: repr(float(value))}
 
 
-def _read_float(plain: Any, blobs: Sequence[bytes]) -> float:
+def _read_float(plain: Any, blobs: Sequence[bytes]) -> Any:
     del blobs
     if isinstance(plain, dict) and plain.keys() == {_FLOAT} and plain[_FLOAT] in ("inf", "-inf", "nan"):
         return float(plain[_FLOAT])
